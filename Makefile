@@ -1,0 +1,41 @@
+# Every target creates .venv and installs what it needs; a second call is quick.
+# PYTHON may name another interpreter, 3.11 or newer.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check
+
+.PHONY: help test format demo
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make test    check format, lint and types, run the tests"
+	@echo "make demo    edit the sample pictures into out/demo.png"
+	@echo "make format  format the code and fix what lint can fix"
+
+test: .venv/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+format: .venv/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+demo: .venv/.installed
+	$(BIN)/python -m instgenie.demo
+
+.venv/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is older than 3.11: run make PYTHON=python3.11 (or newer)" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+# torch comes first and by itself, so that nothing else can pull in another one
+.venv/.torch: .venv/.created
+	$(PIP) torch==2.13.0
+	@touch $@
+
+.venv/.installed: .venv/.torch pyproject.toml
+	$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,7 @@
+"""`python -m instgenie` is the command line."""
+
+import sys
+
+from instgenie.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measurements: how good the pictures are and how fast they come."""

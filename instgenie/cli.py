@@ -1,0 +1,216 @@
+"""The command line: edit a photograph, measure the engine. Knows arguments and files; the editor knows the rest."""
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from instgenie.errors import InstGenieError, PictureError
+from instgenie.mask import box_mask, read_mask
+from instgenie.picture import check_edit, check_target, open_picture, save_picture
+from instgenie.types import Edit, PixelMask, Pixels, Result
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(arguments)
+    quiet_libraries()
+    try:
+        options.run(options)
+    except InstGenieError as error:
+        print(f"instgenie: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("instgenie: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="instgenie", description="Mask-guided image editing.")
+    parser.add_argument("--version", action="version", version=f"instgenie {own_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_edit(commands.add_parser("edit", help="edit a photograph", description="Edit a photograph."))
+    bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
+    benches = bench.add_subparsers(required=True, metavar="WHAT")
+    about_bench = "Time one edit through diffusers' own pipeline and through our engine, side by side."
+    add_bench_edit(benches.add_parser("edit", help="one edit, beside diffusers", description=about_bench))
+    return parser
+
+
+def own_version() -> str:
+    try:
+        return version("instgenie")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def add_edit(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_edit)
+    parser.add_argument("photo", metavar="PHOTO", type=Path, help="PNG, JPEG or WebP of any size")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the masked part becomes")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--mask", type=Path, help="picture of the same size that says where to edit")
+    where.add_argument("--box", type=box, metavar="X,Y,W,H", help="edit this box; no mask and no box = everything")
+    about_mode = "alpha: 0 is edited (the default); luma: white is edited"
+    parser.add_argument("--mask-mode", choices=["alpha", "luma"], default="alpha", help=about_mode)
+    about_output = "PNG or WebP (exact) or JPEG; default: PHOTO's name with .edit.png, in the current folder"
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT", help=about_output)
+
+    def add(name: str, kind: type[int] | type[float] | type[str], about: str) -> None:
+        metavar = "TEXT" if kind is str else "N"
+        parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about)
+
+    add("--seed", int, "same seed, same picture (default 0)")
+    add("--steps", int, "number of denoising steps; default: what suits the model")
+    add("--guidance", float, "how strongly the prompt is followed; default: what suits the model")
+    add("--true-guidance", float, "classifier-free guidance against the negative prompt (default 1 = off)")
+    add("--negative-prompt", str, "what true guidance leads away from")
+    add("--strength", float, "share of the steps that is run; below 1 keeps traces of what was there (default 1)")
+    add("--feather", int, "width in pixels of a soft edge inside the mask (default 0)")
+    add_model(parser)
+
+
+def add_bench_edit(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_edit)
+    parser.add_argument(
+        "--steps", type=positive, default=28, metavar="N", help="number of denoising steps (default 28)"
+    )
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="runs of each system (default 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="builtin", help="a pipeline folder, a hub id, or builtin (the default)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; default: the best there is")
+    parser.add_argument("--size", type=size, metavar="WxH", help="size the model works at; default: its own")
+
+
+def box(text: str) -> tuple[int, int, int, int]:
+    try:
+        x, y, w, h = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not x,y,width,height in whole pixels") from None
+    return x, y, w, h
+
+
+def size(text: str) -> tuple[int, int]:
+    try:
+        width, height = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not WIDTHxHEIGHT in whole pixels") from None
+    return height, width
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def quiet_libraries() -> None:
+    """What libraries say to developers is not for the users of a command."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def hide_loading_bars() -> None:
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def run_edit(options: argparse.Namespace) -> None:
+    output = options.output or Path(f"{options.photo.stem}.edit.png")
+    check_output(output, options)
+    picture = open_picture(options.photo)
+    given = {field.name: getattr(options, field.name) for field in fields(Edit) if hasattr(options, field.name)}
+    given |= {"picture": picture, "mask": make_mask(picture, options)}
+    check_edit(Edit(**given))
+    console = Console(stderr=True)
+    start = time.perf_counter()
+    with console.status("loading the model"):
+        from instgenie.editor import Editor  # brings torch and diffusers, seconds that bad input need not wait for
+        from instgenie.engine.prepare import choose_size
+
+        hide_loading_bars()
+        editor = Editor(model=options.model, device=options.device)
+    suited = {"steps": editor.model.steps, "guidance": editor.model.guidance}
+    edit = Edit(**suited | given)
+    with edit_progress(console) as progress:
+        [result] = editor.edit_many([edit], show_steps(progress, "editing"))
+    save_picture(result.picture, output)
+    print_summary(result, choose_size(edit, editor.model), time.perf_counter() - start)
+    print(output)
+
+
+def check_output(output: Path, options: argparse.Namespace) -> None:
+    check_target(output)
+    for given in (options.photo, options.mask):
+        if given and os.path.exists(output) and os.path.exists(given) and os.path.samefile(output, given):
+            raise PictureError(f"{output} is an input of this edit and will not be overwritten: name another with -o")
+
+
+def make_mask(picture: Pixels, options: argparse.Namespace) -> PixelMask:
+    height, width, _ = picture.shape
+    if options.mask:
+        return read_mask(options.mask, (height, width), options.mask_mode)
+    return box_mask(options.box or (0, 0, width, height), (height, width))
+
+
+def edit_progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console)
+
+
+def show_steps(progress: Progress, name: str) -> Callable[[int, int], None]:
+    """What an editor calls after each step, to move a new line of the progress bar."""
+    task = progress.add_task(name, total=None)
+
+    def on_step(num_done: int, num_steps: int) -> None:
+        progress.update(task, completed=num_done, total=num_steps)
+
+    return on_step
+
+
+def print_summary(result: Result, working_size: tuple[int, int], seconds: float) -> None:
+    height, width, _ = result.picture.shape
+    spent = result.seconds
+    parts = f"prepare {spent.prepare:.2f}, denoise {spent.denoise:.2f}, finish {spent.finish:.2f}"
+    lines = {
+        "picture": f"{width}x{height}, worked on at {working_size[1]}x{working_size[0]}",
+        "masked": f"{result.masked_share:.0%}, {result.num_masked_tokens} of {result.num_tokens} tokens",
+        "seconds": f"{seconds:.1f} with loading the model ({parts})",
+        "seed": f"{result.seed}",
+    }
+    for name, value in lines.items():
+        print(f"{name:<8} {value}")
+
+
+def run_bench_edit(options: argparse.Namespace) -> None:
+    from instgenie.bench.edit import bench_edit  # brings torch and diffusers
+
+    hide_loading_bars()
+    bench_edit(options.model, options.device, options.size, options.steps, options.repeats, options.json)

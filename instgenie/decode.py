@@ -1,0 +1,74 @@
+"""Opens picture files that come from strangers. Knows files and Pillow; not what the picture is for."""
+
+import io
+import warnings
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from instgenie.errors import InstGenieError
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_PIXELS = 64_000_000
+MIN_SIDE = 16
+
+
+def decode(source: str | Path | bytes, error: type[InstGenieError]) -> Image.Image:
+    """The upright, fully decoded image: L or RGB, or RGBA where the file has any kind of transparency. Whatever is
+    wrong with the file is raised as `error`, in our own words."""
+    name = "the data" if isinstance(source, bytes) else str(source)
+    if not isinstance(source, bytes):
+        _check_file(Path(source), error)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+        except Image.DecompressionBombError:
+            raise error(f"{name} is too large: at most {MAX_PIXELS:,} pixels are accepted") from None
+        except PermissionError:
+            raise error(f"{name} cannot be read: permission denied") from None
+        except Exception:  # Pillow lets every kind of error out of a hostile header; its text may carry addresses
+            raise error(f"{name} is not a readable picture: PNG, JPEG or WebP is expected") from None
+        with image:
+            _check_size(image, name, error)
+            try:
+                return _upright(_plain(image))
+            except Exception:
+                raise error(f"{name} is damaged or cut short: its {image.format} data cannot be decoded") from None
+
+
+def _plain(image: Image.Image) -> Image.Image:
+    image.load()
+    if image.mode.startswith("I"):  # 16 bits of grey
+        plain = Image.fromarray(np.rint(np.asarray(image) / 257).clip(0, 255).astype(np.uint8))
+        plain.info = image.info
+        return plain
+    if image.has_transparency_data:
+        return image.convert("RGBA")
+    return image.convert("L" if image.mode in {"1", "L"} else "RGB")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # broken metadata does not make a picture unreadable
+        return image
+
+
+def _check_file(path: Path, error: type[InstGenieError]) -> None:
+    try:
+        if path.is_file():
+            return
+        found = "it is not a file" if path.exists() else "there is no such file"
+    except (OSError, ValueError):  # a name too long, a folder that may not be entered
+        found = "it cannot be reached"
+    raise error(f"{path} cannot be read: {found}")
+
+
+def _check_size(image: Image.Image, name: str, error: type[InstGenieError]) -> None:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise error(f"{name} is too large: {width}x{height} pixels; at most {MAX_PIXELS:,} are accepted")
+    if min(width, height) < MIN_SIDE:
+        raise error(f"{name} is too small: {width}x{height} pixels; each side needs at least {MIN_SIDE}")

@@ -1,0 +1,76 @@
+"""Edit pictures from Python. Ties prepare, the step loop and finish together in one process."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from instgenie.batch import Job
+from instgenie.engine.finish import finish
+from instgenie.engine.loop import Engine
+from instgenie.engine.prepare import prepare
+from instgenie.models.load import Model, load
+from instgenie.models.memory import memory_guard
+from instgenie.types import Edit, PixelMask, Pixels, Result, Timings
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+OnStep = Callable[[int, int], None]  # steps taken so far, steps to take, both over all edits
+
+
+class Editor:
+    """
+    editor = Editor()
+    result = editor.edit(picture, mask, "a ginger cat")
+    save_picture(result.picture, "cat.png")
+    """
+
+    def __init__(self, model: str = "builtin", device: str = "auto", dtype: str = "auto") -> None:
+        self.model = load(model, device, dtype)
+
+    def edit(self, picture: Pixels, mask: PixelMask, prompt: str, **options: Any) -> Result:
+        """Options are the other fields of `Edit`; steps and guidance default to what suits the model."""
+        suited = {"steps": self.model.steps, "guidance": self.model.guidance}
+        [result] = self.edit_many([Edit(picture, mask, prompt, **(suited | options))])
+        return result
+
+    def edit_many(self, edits: Sequence[Edit], on_step: OnStep | None = None) -> list[Result]:
+        """Edits that differ in anything take their steps together; results come in the order of the edits."""
+        with memory_guard(f"a batch of {len(edits)} edits"):
+            prepared = [self._timed(prepare, edit) for edit in edits]
+            denoising = self._denoise([job for job, _ in prepared], on_step)
+            return [self._result(job, preparing, denoising[job]) for job, preparing in prepared]
+
+    def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:
+        """Runs the jobs to their end; for each, the seconds until it was handed over."""
+        engine = Engine(self.model)
+        for job in jobs:
+            engine.join(job)
+        seconds: dict[Job, float] = {}
+        start = self._now()
+        while engine.jobs:
+            if finished := engine.step():
+                seconds |= dict.fromkeys(finished, self._now() - start)
+            if on_step:
+                on_step(sum(job.step for job in jobs), sum(job.num_steps for job in jobs))
+        return seconds
+
+    def _result(self, job: Job, preparing: float, denoising: float) -> Result:
+        picture, finishing = self._timed(finish, job)
+        return Result(
+            picture=picture,
+            seed=job.edit.seed,
+            num_tokens=len(job.masked),
+            num_masked_tokens=int(job.masked.sum()),
+            seconds=Timings(preparing, denoising, finishing),
+        )
+
+    def _timed(self, work: Callable[[In, Model], Out], given: In) -> tuple[Out, float]:
+        start = self._now()
+        return work(given, self.model), self._now() - start
+
+    def _now(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()

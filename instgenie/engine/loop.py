@@ -1,0 +1,39 @@
+"""The step loop: the one place where jobs and the model meet. Knows no picture and no prompt."""
+
+import torch
+
+from instgenie.batch import Job, pack
+from instgenie.models.flux import velocity
+from instgenie.models.load import Model
+
+MAX_JOBS = 8
+
+
+class Engine:
+    """Jobs join and leave between steps; at most `max_jobs` of them take a step together, the oldest first."""
+
+    def __init__(self, model: Model, max_jobs: int = MAX_JOBS) -> None:
+        self.model = model
+        self.max_jobs = max_jobs
+        self.jobs: list[Job] = []
+
+    def join(self, job: Job) -> None:
+        self.jobs.append(job)
+
+    def leave(self, job: Job) -> None:
+        self.jobs.remove(job)
+
+    @torch.inference_mode()
+    def step(self) -> list[Job]:
+        """Pick jobs, pack them, run, advance, hand over the finished."""
+        batch = pack(self.pick())
+        batch.advance(velocity(self.model.transformer, batch))
+        return self.hand_over()
+
+    def pick(self) -> list[Job]:
+        return self.jobs[: self.max_jobs]
+
+    def hand_over(self) -> list[Job]:
+        finished = [job for job in self.jobs if job.done]
+        self.jobs = [job for job in self.jobs if not job.done]
+        return finished

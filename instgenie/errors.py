@@ -1,0 +1,33 @@
+"""The errors a user can cause. Each message says what was given and what is expected.
+
+InstGenieError
+├── PictureError      unreadable, too small, too large
+├── MaskError         empty, of another size, without the channel that carries it
+├── EditError         a parameter out of range, or one the model cannot honour
+├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors
+└── OutOfMemoryError  the model or the edit does not fit
+"""
+
+
+class InstGenieError(Exception):
+    """Base of everything a user can cause; the command line prints it and exits with 2."""
+
+
+class PictureError(InstGenieError):
+    pass
+
+
+class MaskError(InstGenieError):
+    pass
+
+
+class EditError(InstGenieError):
+    pass
+
+
+class ModelError(InstGenieError):
+    pass
+
+
+class OutOfMemoryError(InstGenieError):
+    pass

@@ -1,0 +1,38 @@
+"""Memory: whether something fits before it is loaded, and our words for it when it did not after all."""
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from instgenie.errors import OutOfMemoryError
+
+
+def check_memory(name: str, num_bytes: int, device: torch.device) -> None:
+    available = available_bytes(device)
+    if num_bytes > available:
+        raise OutOfMemoryError(
+            f"the model {name!r} needs {num_bytes / 2**30:.1f} GiB: {device} has {available / 2**30:.1f} GiB available"
+        )
+
+
+def available_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
+    return int(found[1]) * 1024 if found else math.inf
+
+
+@contextlib.contextmanager
+def memory_guard(what: str) -> Iterator[None]:
+    """Says in our words that memory ran out while working on something."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("out of memory|can't allocate memory", str(error)):
+            raise
+        raise OutOfMemoryError(f"{what} does not fit into memory: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,91 @@
+"""The ragged batch: packing, taking apart, advancing; no model."""
+
+import pytest
+import torch
+from conftest import make_edit
+
+from instgenie.batch import Branch, Job, Template, guide, pack, rows
+
+CHANNELS, WIDTH, POOLED, HEAD = 4, 6, 3, 2
+
+
+def make_job(num_image: int, num_text: tuple[int, ...], sigmas: list[float], **fields: float) -> Job:
+    generator = torch.Generator().manual_seed(num_image)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    branches = tuple(
+        Branch(random(length, WIDTH), random(POOLED), random(length + num_image, HEAD)) for length in num_text
+    )
+    return Job(
+        edit=make_edit(**fields),
+        grid=(1, num_image),
+        template=Template(random(num_image, CHANNELS), random(num_image, CHANNELS)),
+        masked=torch.arange(num_image)[:, None] % 3 == 0,
+        conditioning=random(num_image, 2),
+        branches=branches,
+        sigmas=sigmas,
+        latents=random(num_image, CHANNELS),
+    )
+
+
+@pytest.fixture
+def jobs() -> list[Job]:
+    return [
+        make_job(5, (2,), [1.0, 0.5, 0.0], guidance=1.0),
+        make_job(7, (3, 1), [0.8, 0.0], guidance=2.0, true_guidance=3.0),
+        make_job(4, (2,), [0.9, 0.6, 0.3, 0.0], guidance=3.0),
+    ]
+
+
+def test_rows() -> None:
+    assert rows((2, 0, 3), torch.device("cpu")).tolist() == [0, 0, 2, 2, 2]
+
+
+def test_differences_are_columns(jobs: list[Job]) -> None:
+    jobs[2].step = 1
+    batch = pack(jobs)
+    assert batch.num_image == (5, 7, 7, 4)
+    assert batch.num_text == (2, 3, 1, 2)
+    assert batch.num_joint == (7, 10, 8, 6)
+    assert batch.image.shape == (23, CHANNELS + 2)
+    assert torch.equal(batch.image[5:12], batch.image[12:19])  # two branches, one state
+    torch.testing.assert_close(batch.sigma, torch.tensor([1.0, 0.8, 0.8, 0.6]))
+    assert batch.guidance.tolist() == [1.0, 2.0, 2.0, 3.0]
+    assert batch.image_rows.bincount().tolist() == [5, 7, 7, 4]
+    assert batch.text_rows.bincount().tolist() == [2, 3, 1, 2]
+    assert batch.joint_rows.bincount().tolist() == [7, 10, 8, 6]
+    assert batch.rotary.shape[0] == 31
+
+
+@pytest.mark.parametrize("num_jobs", [1, 2, 3])
+def test_part_undoes_join(jobs: list[Job], num_jobs: int) -> None:
+    batch = pack(jobs[:num_jobs])
+    image = batch.image[:, :WIDTH]
+    joint = batch.join(batch.text, image)
+    text_again, image_again = batch.part(joint)
+    assert torch.equal(text_again, batch.text)
+    assert torch.equal(image_again, image)
+    first = jobs[0].branches[0]
+    assert torch.equal(joint[: len(first.text)], first.text)
+    assert torch.equal(joint[len(first.text) :][:5], image[:5])
+
+
+def test_advance_moves_masked_tokens_and_pins_the_others(jobs: list[Job]) -> None:
+    before = [job.latents for job in jobs]
+    velocity = torch.arange(23.0)[:, None].expand(23, CHANNELS)
+    pack(jobs).advance(velocity)
+    positive, negative = velocity[5:12], velocity[12:19]
+    moved = before[1] + (0.0 - 0.8) * (negative + 3.0 * (positive - negative))
+    torch.testing.assert_close(jobs[1].latents[::3], moved[::3])
+    torch.testing.assert_close(jobs[1].latents[1::3], jobs[1].template.clean[1::3])
+    torch.testing.assert_close(jobs[0].latents[::3], (before[0] - 0.5 * velocity[:5])[::3])
+    halfway = 0.5 * jobs[0].template.clean + 0.5 * jobs[0].template.noise
+    torch.testing.assert_close(jobs[0].latents[1::3], halfway[1::3])
+    assert [job.done for job in jobs] == [False, True, False]
+
+
+def test_guide_without_a_second_branch_is_the_first() -> None:
+    velocity = torch.randn(3, 2)
+    assert torch.equal(guide([velocity], 1.0), velocity)

@@ -1,0 +1,236 @@
+"""The command line as its users meet it: real files, real processes, bad input of every kind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import instgenie.cli
+import instgenie.models.load
+from instgenie.cli import main
+from instgenie.mask import box_mask
+from instgenie.picture import open_picture
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with a photograph and masks of it."""
+    monkeypatch.chdir(tmp_path)
+    noise = np.random.default_rng(0).integers(0, 256, (60, 100, 3), np.uint8)
+    Image.fromarray(noise).save("photo.jpg")
+    mask = box_mask((20, 10, 40, 30), (60, 100))
+    Image.fromarray(mask).save("luma.png")
+    Image.fromarray(np.dstack([noise, np.where(mask, 0, 255).astype(np.uint8)])).save("alpha.png")
+    Image.new("RGBA", (100, 60), "white").save("empty.png")
+    Image.new("RGBA", (101, 60), (0, 0, 0, 0)).save("other.png")
+    Image.new("1", (9000, 8000)).save("huge.png")
+    Image.new("RGB", (8, 8)).save("tiny.png")
+    Path("text.png").write_text("not a picture")
+    Path("cut.jpg").write_bytes(Path("photo.jpg").read_bytes()[:2000])
+    return tmp_path
+
+
+def instgenie_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "instgenie", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+EDIT = ["--prompt", "a red cat", "--size", "48x32", "--steps", "3"]
+
+
+def test_edit_in_a_process(desk: Path, folders: dict[str, Path]) -> None:
+    before = Path("photo.jpg").read_bytes()
+    model = str(folders["fill"])
+    done = instgenie_process("edit", "photo.jpg", "--mask", "alpha.png", "--model", model, "--seed", "7", *EDIT)
+    assert (done.returncode, Path("photo.jpg").read_bytes()) == (0, before), done.stderr
+    photo, edited = open_picture("photo.jpg"), open_picture("photo.edit.png")
+    mask = box_mask((20, 10, 40, 30), (60, 100))
+    assert np.array_equal(edited[~mask], photo[~mask])
+    assert not np.array_equal(edited[mask], photo[mask])
+    for fact in ("100x60", "48x32", "tokens", "seconds", "7", "photo.edit.png"):
+        assert fact in done.stdout
+    assert "3/3" in done.stderr
+    assert "Loading" not in done.stderr
+
+
+def edit_here(*arguments: str) -> int:
+    return main(["edit", "photo.jpg", "--device", "cpu", *EDIT, *arguments])
+
+
+def test_masks_of_every_kind_edit_the_same_pixels(desk: Path, folders: dict[str, Path]) -> None:
+    model = ["--model", str(folders["fill"])]
+    assert edit_here(*model, "--mask", "alpha.png", "-o", "alpha.webp") == 0
+    assert edit_here(*model, "--mask", "luma.png", "--mask-mode", "luma", "-o", "luma.webp") == 0
+    assert edit_here(*model, "--box", "20,10,40,30", "-o", "box.webp") == 0
+    alpha = open_picture("alpha.webp")
+    assert np.array_equal(alpha, open_picture("luma.webp"))
+    assert np.array_equal(alpha, open_picture("box.webp"))
+
+
+def test_no_mask_is_the_whole_picture(desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", str(folders["blend_guided"])]
+    assert edit_here(*model, "--true-guidance", "2", "--negative-prompt", "a dog", "--strength", "0.7") == 0
+    assert "100%" in capsys.readouterr().out
+
+
+BAD_EDITS = {
+    "no photograph": (["missing.jpg"], "no such file"),
+    "a folder": (["."], "not a file"),
+    "not a picture": (["text.png"], "PNG, JPEG or WebP"),
+    "cut short": (["cut.jpg"], "damaged or cut short"),
+    "huge picture": (["huge.png"], "9000x8000"),
+    "tiny picture": (["tiny.png"], "8x8"),
+    "no mask file": (["photo.jpg", "--mask", "missing.png"], "no such file"),
+    "mask is not a picture": (["photo.jpg", "--mask", "text.png"], "PNG, JPEG or WebP"),
+    "mask of another size": (["photo.jpg", "--mask", "other.png"], "101x60"),
+    "empty mask": (["photo.jpg", "--mask", "empty.png"], "empty"),
+    "mask without alpha": (["photo.jpg", "--mask", "luma.png"], "luma"),
+    "box outside": (["photo.jpg", "--box", "90,0,20,20"], "100x60"),
+    "empty box": (["photo.jpg", "--box", "0,0,0,20"], "empty"),
+    "box of three": (["photo.jpg", "--box", "1,2,3"], "x,y,width,height"),
+    "mask and box": (["photo.jpg", "--box", "0,0,5,5", "--mask", "alpha.png"], "not allowed with"),
+    "size of no multiple": (["photo.jpg", "--size", "250x256"], "250"),
+    "size too large": (["photo.jpg", "--size", "16x99999"], "99999"),
+    "size in words": (["photo.jpg", "--size", "large"], "WIDTHxHEIGHT"),
+    "no steps": (["photo.jpg", "--steps", "0"], "from 1 to 1000"),
+    "steps in words": (["photo.jpg", "--steps", "many"], "many"),
+    "negative seed": (["photo.jpg", "--seed=-1"], "-1"),
+    "endless guidance": (["photo.jpg", "--guidance", "inf"], "inf"),
+    "no strength": (["photo.jpg", "--strength", "0"], "strength"),
+    "wide feather": (["photo.jpg", "--feather", "10000"], "10000"),
+    "long prompt": (["photo.jpg", "--prompt", "x" * 32001], "32,001"),
+    "unknown suffix": (["photo.jpg", "-o", "out.gif"], ".png"),
+    "no output folder": (["photo.jpg", "-o", "missing/out.png"], "no folder"),
+    "over the photograph": (["photo.jpg", "-o", "./photo.jpg"], "not be overwritten"),
+    "over the mask": (["photo.jpg", "--mask", "alpha.png", "-o", "alpha.png"], "not be overwritten"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EDITS)
+def test_bad_input_is_one_line_and_leaves_nothing(desk: Path, name: str) -> None:
+    arguments, message = BAD_EDITS[name]
+    before = names(desk)
+    done = instgenie_process("edit", "--prompt", "a red cat", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert names(desk) == before
+
+
+def broken_model(folders: dict[str, Path], kind: str, at: Path) -> str:
+    if kind == "no folder":
+        return "missing"
+    at.mkdir()
+    if kind == "no index":
+        return str(at)
+    for path in folders["fill"].rglob("*"):
+        if path.is_file():
+            target = at / path.relative_to(folders["fill"])
+            target.parent.mkdir(exist_ok=True, parents=True)
+            target.write_bytes(path.read_bytes())
+    [weights] = (at / "transformer").glob("*.safetensors")
+    if kind == "no safetensors":
+        weights.rename(weights.with_suffix(".bin"))
+    elif kind == "torn safetensors":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    return str(at)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no folder", "unknown model 'missing'"),
+        ("no index", "model_index.json"),
+        ("no safetensors", "safetensors"),
+        ("torn safetensors", "1,000 bytes"),
+    ],
+)
+def test_bad_models_are_one_line_and_leave_nothing(
+    desk: Path, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str], kind: str, message: str,
+) -> None:  # fmt: skip
+    model = broken_model(folders, kind, tmp_path_factory.mktemp("models") / "broken")
+    before = names(desk)
+    assert edit_here("--model", model) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert names(desk) == before
+
+
+def test_an_unknown_model_in_a_process(desk: Path) -> None:
+    done = instgenie_process("edit", "photo.jpg", *EDIT, "--model", "missing")
+    assert done.returncode == 2
+    assert "unknown model 'missing'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_too_little_memory_is_one_line(
+    desk: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(instgenie.models.load, "available_bytes", lambda device: 1000.0)
+    assert edit_here("--model", str(folders["fill"])) == 2
+    assert "GiB" in capsys.readouterr().err
+
+
+def test_unknown_devices_are_named(desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert edit_here("--model", str(folders["fill"]), "--device", "abacus") == 2
+    assert "abacus" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_with_130(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(instgenie.cli, "open_picture", interrupted)
+    assert edit_here() == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), (["edit", "--help"], 0), (["bench", "edit", "--help"], 0), (["--version"], 0), ([], 2)],
+)
+def test_help_and_version(arguments: list[str], code: int) -> None:
+    done = instgenie_process(*arguments)
+    assert done.returncode == code
+    assert "instgenie" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_input_does_not_wait_for_torch(desk: Path) -> None:
+    check = (
+        "import sys; from instgenie.cli import main; code = main(['edit', 'text.png', '--prompt', 'x']); "
+        "sys.exit(0 if code == 2 and not {'torch', 'diffusers', 'transformers'} & set(sys.modules) else 1)"
+    )
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, check=False).returncode == 0
+
+
+def test_bench_edit_prints_and_writes_its_rows(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(folders["blend_guided"]), "--device", "cpu", "--size", "48x32"]
+    assert main(["bench", "edit", *model, "--steps", "2", "--repeats", "2", "--json", "bench.json"]) == 0
+    report = json.loads(Path("bench.json").read_text())
+    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense"] * 2
+    assert [row["batch"] for row in report["rows"]] == [1] * 4
+    assert report["rows"][0]["mask_ratio"] == 1
+    assert 0 < report["rows"][2]["mask_ratio"] < 0.5
+    assert all(row["step_ms"] > 0 for row in report["rows"])
+    assert "torch" in report["machine"]
+    assert "diffusers" in capsys.readouterr().out
+
+
+def test_bench_edit_needs_a_folder_for_its_file(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "edit", "--json", "missing/bench.json"]) == 2
+    assert "no folder missing" in capsys.readouterr().err

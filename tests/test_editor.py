@@ -1,0 +1,76 @@
+"""The editor as a user meets it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_edit
+
+from instgenie import Editor
+from instgenie.errors import EditError, MaskError
+from instgenie.models.load import Model
+
+
+@pytest.fixture(scope="module")
+def editor(folders: dict[str, Path]) -> Editor:
+    return Editor(model=str(folders["fill"]), device="cpu")
+
+
+def test_three_lines(editor: Editor) -> None:
+    edit = make_edit()
+    result = editor.edit(edit.picture, edit.mask, "a red cat", seed=5, steps=2, size=(32, 48))
+    assert result.picture.shape == edit.picture.shape
+    assert result.picture.dtype == np.uint8
+    assert result.seed == 5
+    assert (result.num_tokens, result.num_masked_tokens) == (24, 12)
+    assert min(result.seconds.prepare, result.seconds.denoise, result.seconds.finish) > 0
+
+
+def test_same_seed_same_picture(editor: Editor) -> None:
+    first, again, other = (editor.edit_many([make_edit(seed=seed)])[0].picture for seed in (1, 1, 2))
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+def test_steps_and_guidance_suit_the_model(editor: Editor, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(Editor, "edit_many", lambda self, edits: seen.extend(edits) or edits)
+    edit = make_edit()
+    editor.edit(edit.picture, edit.mask, "sky")
+    editor.edit(edit.picture, edit.mask, "sky", steps=3, guidance=2.0)
+    assert [(edit.steps, edit.guidance) for edit in seen] == [(50, 30.0), (3, 2.0)]
+
+
+def test_progress_counts_all_steps(editor: Editor) -> None:
+    seen: list[tuple[int, int]] = []
+    edits = [make_edit(steps=2), make_edit(steps=4), make_edit(steps=4, strength=0.5)]
+    editor.edit_many(edits, on_step=lambda done, total: seen.append((done, total)))
+    assert seen == [(3, 8), (6, 8), (7, 8), (8, 8)]
+
+
+def test_more_edits_than_fit_a_batch(editor: Editor) -> None:
+    edits = [make_edit(seed=seed, steps=1 + seed % 3) for seed in range(11)]
+    assert [result.seed for result in editor.edit_many(edits)] == list(range(11))
+
+
+def test_nothing_to_do(editor: Editor) -> None:
+    assert editor.edit_many([]) == []
+
+
+def test_pictures_of_any_memory_layout(editor: Editor) -> None:
+    edit = make_edit()
+    flipped = editor.edit(edit.picture[:, ::-1], edit.mask, "sky", steps=1, size=(32, 48))
+    edit.picture.flags.writeable = False
+    editor.edit(edit.picture, edit.mask, "sky", steps=1, size=(32, 48))
+    assert (flipped.picture[~edit.mask] == edit.picture[:, ::-1][~edit.mask]).all()
+
+
+def test_bad_edits(editor: Editor, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit = make_edit()
+    with pytest.raises(MaskError):
+        editor.edit(edit.picture, np.zeros_like(edit.mask), "sky")
+    with pytest.raises(EditError, match="size"):
+        editor.edit(edit.picture, edit.mask, "sky", size=(33, 48))
+    monkeypatch.setattr(Model, "patch", 32)
+    with pytest.raises(EditError, match=r"\(64, 48\): multiples of 32"):
+        editor.edit(edit.picture, edit.mask, "sky", size=(64, 48))

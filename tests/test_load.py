@@ -1,0 +1,172 @@
+"""Loading: facts about good folders, a typed error for each kind of bad one."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FAMILIES
+
+from instgenie.errors import InstGenieError, ModelError, OutOfMemoryError
+from instgenie.models import folder as folder_module
+from instgenie.models import memory
+from instgenie.models.load import Model, load
+from instgenie.models.memory import memory_guard
+
+
+def test_facts(models: dict[str, Model]) -> None:
+    facts = {
+        name: (model.is_fill, model.patch, model.latent_channels, model.max_text_tokens, model.steps, model.guidance)
+        for name, model in models.items()
+        if name in FAMILIES
+    }
+    assert facts == {
+        "blend": (False, 4, 4, 5, 4, 0.0),
+        "blend_guided": (False, 4, 4, 7, 28, 3.5),
+        "fill": (True, 8, 5, 6, 50, 30.0),
+    }
+
+
+def test_builtin_facts(models: dict[str, Model]) -> None:
+    if "builtin" not in models:
+        pytest.skip("the built-in model has no weights")
+    model = models["builtin"]
+    assert model.is_fill
+    assert (model.patch, model.own_size) == (16, 256)
+
+
+def test_auto_is_float32_on_cpu(models: dict[str, Model]) -> None:
+    assert models["fill"].dtype == models["fill"].transformer.dtype == torch.float32
+
+
+def test_dtype_is_honoured(folders: dict[str, Path]) -> None:
+    model = load(str(folders["fill"]), device="cpu", dtype="bfloat16")
+    assert model.transformer.dtype == model.text_encoder_2.dtype == model.vae.dtype == torch.bfloat16
+
+
+def test_loading_says_nothing(folders: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    load(str(folders["fill"]), device="cpu")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "says"),
+    [
+        ("no-such-model", "cpu", "auto", "unknown model 'no-such-model'.*builtin, a pipeline folder or a hub id"),
+        ("/no/such/folder", "cpu", "auto", "unknown model"),
+        ("", "cpu", "auto", "unknown model|not a pipeline folder"),
+        ("builtin", "abacus", "auto", "unknown device 'abacus'.*cpu, cuda"),
+        ("builtin", "cuda:x", "auto", "unknown device"),
+        ("builtin", "cuda:99", "auto", "is not there.*CUDA devices"),
+        ("builtin", "cpu", "float7", "unknown dtype 'float7'.*float32 or bfloat16"),
+    ],
+)
+def test_bad_names(name: str, device: str, dtype: str, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        load(name, device, dtype)
+
+
+def test_the_hub_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **_: object) -> str:
+        raise OSError(f"{name} is not a valid model identifier\nand much more")
+
+    monkeypatch.setattr(folder_module.diffusers.DiffusionPipeline, "download", refuse)
+    with pytest.raises(ModelError, match=r"'owner/name'.*not a valid model identifier"):
+        load("owner/name", "cpu")
+
+
+def edit_index(folder: Path, **changes: object) -> None:
+    path = folder / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def only_bin(folder: Path) -> None:
+    weights = next((folder / "transformer").glob("*.safetensors"))
+    weights.rename(weights.with_suffix(".bin"))
+
+
+def truncate(folder: Path) -> None:
+    weights = next((folder / "vae").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-10])
+
+
+def scribble(folder: Path) -> None:
+    next((folder / "text_encoder").glob("*.safetensors")).write_bytes(b"this is no weights file")
+
+
+def foreign_weights(folder: Path) -> None:
+    (folder / "transformer" / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+
+
+def name_a_missing_shard(folder: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def break_the_shards_index(folder: Path) -> None:
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text("[]")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no index": (lambda folder: (folder / "model_index.json").unlink(), "not a pipeline folder.*model_index.json"),
+    "broken index": (lambda folder: (folder / "model_index.json").write_text("{"), "not a pipeline's index"),
+    "index is a list": (lambda folder: (folder / "model_index.json").write_text("[]"), "not a pipeline's index"),
+    "other pipeline": (lambda f: edit_index(f, _class_name="CogViewPipeline"), "a CogViewPipeline.*FluxFillPipeline"),
+    "part missing": (lambda folder: shutil.rmtree(folder / "text_encoder_2"), "lacks text_encoder_2"),
+    "part disabled": (lambda f: edit_index(f, text_encoder=[None, None]), "lacks text_encoder:"),
+    "bin weights": (only_bin, "no safetensors weights: found diffusion_pytorch_model.bin"),
+    "truncated": (truncate, "bytes.* is not a whole safetensors file"),
+    "not safetensors": (scribble, "is not a whole safetensors file"),
+    "shard missing": (name_a_missing_shard, "lacks model-00001-of-00002.safetensors"),
+    "broken shards index": (break_the_shards_index, "not an index of weights files"),
+    "broken config": (lambda f: (f / "vae" / "config.json").write_text("{"), "does not load as a FluxFillPipeline"),
+    "weights of another shape": (foreign_weights, "does not load as a FluxFillPipeline"),
+    "other scheduler": (
+        lambda f: edit_index(f, scheduler=["diffusers", "EulerDiscreteScheduler"]),
+        "EulerDiscreteScheduler: a FlowMatchEuler",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_bad_folders(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    damage, says = DAMAGE[kind]
+    folder = shutil.copytree(folders["fill"], tmp_path / "model")
+    damage(folder)
+    with pytest.raises(ModelError, match=says):
+        load(str(folder), "cpu")
+
+
+def test_not_enough_memory(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+    with pytest.raises(OutOfMemoryError, match=r"needs 0\.0 GiB: cpu has 0\.0 GiB"):
+        load(str(folders["fill"]), "cpu")
+
+
+def test_memory_runs_out_midway() -> None:
+    with pytest.raises(OutOfMemoryError, match="the edit does not fit into memory"), memory_guard("the edit"):
+        torch.empty(2**60)
+    with pytest.raises(RuntimeError, match="shape"), memory_guard("the edit"):
+        torch.ones(2) @ torch.ones(3, 3)
+
+
+def test_parameters_are_counted(folders: dict[str, Path], models: dict[str, Model]) -> None:
+    for family in FAMILIES:
+        model = models[family]
+        parts = (model.transformer, model.vae, model.text_encoder, model.text_encoder_2)
+        expected = sum(parameter.numel() for part in parts for parameter in part.parameters())
+        assert folder_module.count_parameters(folders[family]) == pytest.approx(expected, rel=0.01)
+
+
+def test_importing_instgenie_imports_no_torch() -> None:
+    code = "import sys, instgenie; assert 'torch' not in sys.modules; instgenie.Editor; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_all_errors_are_one_family() -> None:
+    assert issubclass(ModelError, InstGenieError)
+    assert issubclass(OutOfMemoryError, InstGenieError)

@@ -1,0 +1,68 @@
+"""Sampler steps and sigma tables against diffusers' scheduler."""
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux_inpaint import FluxInpaintPipeline, calculate_shift, retrieve_timesteps
+
+from instgenie.sampler import flow_euler, flow_noise, flow_sigmas
+
+CONFIGS = [
+    {"shift": 1.0},
+    {"shift": 3.0},
+    {"use_dynamic_shifting": True, "shift": 3.0},
+    {"use_dynamic_shifting": True, "time_shift_type": "linear", "base_shift": 0.7, "max_shift": 1.4},
+    {"use_dynamic_shifting": True, "base_image_seq_len": 64, "max_image_seq_len": 1024},
+    {"use_karras_sigmas": True},
+]
+
+
+def stock_sigmas(
+    scheduler: FlowMatchEulerDiscreteScheduler, steps: int, num_tokens: int, strength: float
+) -> torch.Tensor:
+    pipeline = FluxInpaintPipeline.__new__(FluxInpaintPipeline)
+    pipeline.scheduler = scheduler
+    config = scheduler.config
+    mu = calculate_shift(
+        num_tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    )
+    retrieve_timesteps(scheduler, steps, "cpu", sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    pipeline.get_timesteps(steps, strength, "cpu")
+    return scheduler.sigmas[scheduler.begin_index :]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("steps", "strength"), [(1, 1.0), (4, 1.0), (28, 1.0), (28, 0.6), (7, 0.31), (5, 0.01)])
+def test_sigmas_are_the_stock_pipelines(config: dict[str, float], steps: int, strength: float) -> None:
+    ours = flow_sigmas(FlowMatchEulerDiscreteScheduler(**config), steps, 384, strength)
+    torch.testing.assert_close(ours, stock_sigmas(FlowMatchEulerDiscreteScheduler(**config), steps, 384, strength))
+    assert ours[-1] == 0
+    assert len(ours) >= 2
+
+
+def test_sigmas_leave_the_scheduler_as_it_is() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    before = scheduler.sigmas.clone(), scheduler.timesteps.clone(), dict(scheduler.config)
+    flow_sigmas(scheduler, 9, 256, 0.5)
+    assert torch.equal(scheduler.sigmas, before[0])
+    assert torch.equal(scheduler.timesteps, before[1])
+    assert dict(scheduler.config) == before[2]
+
+
+def test_steps_and_noise_are_the_schedulers() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=2.0)
+    scheduler.set_timesteps(5)
+    scheduler.set_begin_index(0)
+    x, velocity, noise = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
+    sigmas = scheduler.sigmas.tolist()
+    torch.testing.assert_close(
+        flow_noise(x, noise, sigmas[0]), scheduler.scale_noise(x, scheduler.timesteps[:1], noise)
+    )
+    for timestep, sigma, sigma_next in zip(scheduler.timesteps, sigmas, sigmas[1:], strict=False):
+        ours = flow_euler(x, velocity, sigma, sigma_next)
+        x = scheduler.step(velocity, timestep, x, return_dict=False)[0]
+        torch.testing.assert_close(ours, x)
+        torch.testing.assert_close(
+            flow_noise(x, noise, sigma_next), scheduler.scale_noise(x, scheduler.timesteps[:1], noise)
+        )

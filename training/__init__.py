@@ -1,0 +1,1 @@
+"""Trains the built-in model: data, autoencoder, transformer, guidance distillation, evaluation."""

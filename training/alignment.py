@@ -1,0 +1,58 @@
+"""Helps the transformer see: early hidden states are asked to resemble VGG16's view of the clean photograph.
+
+Representation alignment shortens training; it fades out after half of it and leaves nothing in the saved model.
+"""
+
+import torch
+import torch.nn.functional as F
+from diffusers import FluxTransformer2DModel
+from torch import Tensor, nn
+
+from instgenie.bench.metrics import Lpips
+from training.examples import Examples
+
+TAP = 2  # single blocks before the tap
+
+
+class Tap(nn.Module):
+    """Passes its input on and keeps it."""
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+        self.kept = hidden_states
+        return encoder_hidden_states, hidden_states
+
+
+class Alignment:
+    def __init__(self, transformer: FluxTransformer2DModel, pictures: Tensor, weight: float = 0.5) -> None:
+        self.weight, self.tap = weight, Tap()
+        transformer.single_transformer_blocks.insert(TAP, self.tap)
+        self.features = vgg_features(pictures)  # [N, 512, 16, 16]
+        width, device = transformer.inner_dim, pictures.device
+        self.projector = nn.Sequential(nn.Linear(width, 768), nn.SiLU(), nn.Linear(768, 512)).to(device)
+
+    def detach(self, transformer: FluxTransformer2DModel) -> None:
+        del transformer.single_transformer_blocks[TAP]
+
+    def loss(self, examples: Examples, share: float) -> Tensor:
+        """Cosine distance to the features of the same crop, for photographs that were not altered."""
+        weight = self.weight * min(1.0, max(0.0, (0.6 - share) / 0.2))
+        height, width = (s // 16 for s in examples.masks.shape[1:])
+        places = F.affine_grid(examples.theta, [len(examples.theta), 1, height, width], align_corners=False)
+        seen = F.grid_sample(self.features[examples.rows].float(), places, padding_mode="border", align_corners=False)
+        near = F.cosine_similarity(self.projector(self.tap.kept[:, : height * width]).float(), seen.flatten(2).mT, dim=-1)
+        untouched = examples.untouched[:, None]
+        return weight * ((1 - near) * untouched).sum() / (untouched.sum() * near.shape[1])
+
+
+@torch.no_grad()
+def vgg_features(pictures: Tensor) -> Tensor:
+    """[N, 3, 256, 256] uint8 -> [N, 512, 16, 16] bfloat16, each channel standardised."""
+    vgg = Lpips().to(pictures.device)
+    chunks = []
+    with torch.autocast(pictures.device.type, torch.bfloat16):
+        for chunk in pictures.split(128):
+            chunks.append(vgg.features(chunk.float() / 255)[-1].to(torch.bfloat16))
+    features = torch.cat(chunks)
+    sample = features[:: max(1, len(features) // 1000)].float()
+    mean, std = sample.mean((0, 2, 3)), sample.std((0, 2, 3))
+    return features.sub_(mean[:, None, None].bfloat16()).div_(std[:, None, None].bfloat16() + 1e-3)

@@ -1,0 +1,48 @@
+"""Attention for training: joint attention of Flux with a mask, written out so that the compiler fuses it.
+
+The fused attention kernels that take a mask fail in the backward pass of some builds; plain products do not, and at a few
+hundred tokens they cost little.
+"""
+
+import torch
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_flux import FluxAttention
+from torch import Tensor
+
+
+class MaskedAttention:
+    """A Flux attention processor whose attention_mask [B, 1, L, L] says who sees whom."""
+
+    def __call__(
+        self,
+        attn: FluxAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        q, k, v = (_heads(attn, project(hidden_states)) for project in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = attn.norm_q(q), attn.norm_k(k)
+        if encoder_hidden_states is not None:
+            added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            text_q, text_k, text_v = (_heads(attn, project(encoder_hidden_states)) for project in added)
+            q = torch.cat([attn.norm_added_q(text_q), q], 1)
+            k = torch.cat([attn.norm_added_k(text_k), k], 1)
+            v = torch.cat([text_v, v], 1)
+        q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1).to(v.dtype) for x in (q, k))
+        out = _attend(q, k, v, attention_mask).to(hidden_states.dtype)
+        if encoder_hidden_states is None:
+            return out
+        text, image = out.split([encoder_hidden_states.shape[1], hidden_states.shape[1]], 1)
+        return attn.to_out[0](image), attn.to_add_out(text)
+
+
+def _heads(attn: FluxAttention, x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, attn.head_dim))  # [B, L, heads, channels]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype)
+    return (weights @ v).transpose(1, 2).flatten(2)

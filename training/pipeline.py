@@ -1,0 +1,148 @@
+"""The parts of the built-in model and the diffusers folder they are saved as."""
+
+import json
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderTiny, FlowMatchEulerDiscreteScheduler, FluxFillPipeline, FluxTransformer2DModel
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+NUM_TEXT_TOKENS = 16
+LATENT_CHANNELS = 10
+
+
+def build_autoencoder() -> AutoencoderTiny:
+    return AutoencoderTiny(
+        encoder_block_out_channels=(64,) * 4,
+        decoder_block_out_channels=(80,) * 4,
+        num_encoder_blocks=(0, 2, 4, 4),
+        num_decoder_blocks=(3, 4, 3, 1),
+        latent_channels=LATENT_CHANNELS,
+    )
+
+
+def build_transformer() -> FluxTransformer2DModel:
+    transformer = FluxTransformer2DModel(
+        in_channels=8 * LATENT_CHANNELS + 256,
+        out_channels=4 * LATENT_CHANNELS,
+        num_layers=2,
+        num_single_layers=7,
+        attention_head_dim=64,
+        num_attention_heads=6,
+        joint_attention_dim=256,
+        pooled_projection_dim=192,
+        guidance_embeds=True,
+        axes_dims_rope=(16, 24, 24),
+    )
+    for name, parameter in transformer.named_parameters():
+        if ".norm" in name and ".linear." in name or name.startswith(("proj_out", "norm_out.linear")):
+            nn.init.zeros_(parameter)
+    return transformer
+
+
+def build_tokenizers(words: list[str]) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
+    """One word, one token; what is not known is `<unk>`."""
+    clip = _tokenizer(words, ["<pad>", "<unk>", "<|startoftext|>", "<|endoftext|>"], "<|startoftext|> $A <|endoftext|>")
+    t5 = _tokenizer(words, ["<pad>", "</s>", "<unk>"], "$A </s>")
+    return clip, t5
+
+
+def _tokenizer(words: list[str], special: list[str], template: str) -> PreTrainedTokenizerFast:
+    rows = {word: row for row, word in enumerate([*special, *words])}
+    tokenizer = Tokenizer(models.WordLevel(rows, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(Regex(r"[^a-z0-9\- ]+"), " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    used = [(token, rows[token]) for token in special if token in template]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=used)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=NUM_TEXT_TOKENS,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token=used[-1][0],
+        bos_token=used[0][0] if len(used) > 1 else None,
+    )
+
+
+def build_text_encoders(
+    clip: PreTrainedTokenizerFast, t5: PreTrainedTokenizerFast
+) -> tuple[CLIPTextModel, T5EncoderModel]:
+    clip_config = CLIPTextConfig(
+        vocab_size=len(clip),
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        projection_dim=192,
+        max_position_embeddings=NUM_TEXT_TOKENS,
+        pad_token_id=clip.pad_token_id,
+        bos_token_id=clip.bos_token_id,
+        eos_token_id=clip.eos_token_id,
+        attn_implementation="eager",
+    )
+    t5_config = T5Config(
+        vocab_size=len(t5),
+        d_model=256,
+        d_kv=64,
+        d_ff=768,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        pad_token_id=t5.pad_token_id,
+        eos_token_id=t5.eos_token_id,
+        attn_implementation="eager",
+    )
+    return CLIPTextModel(clip_config), T5EncoderModel(t5_config)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+    """[texts, 16], padded as the Flux pipelines pad."""
+    ids: torch.Tensor = tokenizer(
+        texts, padding="max_length", max_length=NUM_TEXT_TOKENS, truncation=True, return_tensors="pt"
+    ).input_ids
+    return ids
+
+
+def save_pipeline(
+    folder: Path,
+    vae: AutoencoderTiny,
+    transformer: FluxTransformer2DModel,
+    text_encoders: tuple[CLIPTextModel, T5EncoderModel],
+    tokenizers: tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast],
+) -> None:
+    """A FluxFillPipeline folder in float16, in shards small enough to keep in a repository."""
+    pipeline = FluxFillPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
+        vae=vae,
+        text_encoder=text_encoders[0],
+        text_encoder_2=text_encoders[1],
+        tokenizer=tokenizers[0],
+        tokenizer_2=tokenizers[1],
+        transformer=transformer,
+    ).to(torch.float16)
+    pipeline.save_pretrained(folder, max_shard_size="15MB")
+    for config in folder.glob("**/*.json"):
+        _tidy(config)
+
+
+def _tidy(config: Path) -> None:
+    """Drops what loading ignores; names the tokenizer class that every release of transformers knows."""
+    if config.name in ("tokenizer.json", "diffusion_pytorch_model.safetensors.index.json"):
+        return
+    text = config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast")
+    facts = {k: v for k, v in json.loads(text).items() if k not in ("_name_or_path", "block_out_channels", "backend")}
+    config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+
+
+def load_text(folder: Path) -> tuple[tuple[CLIPTextModel, T5EncoderModel], tuple[PreTrainedTokenizerFast, ...]]:
+    """Text encoders and tokenizers of a saved pipeline folder, in float32."""
+    encoders = (
+        CLIPTextModel.from_pretrained(folder / "text_encoder", dtype=torch.float32, attn_implementation="eager"),
+        T5EncoderModel.from_pretrained(folder / "text_encoder_2", dtype=torch.float32, attn_implementation="eager"),
+    )
+    tokenizers = tuple(PreTrainedTokenizerFast.from_pretrained(folder / n) for n in ("tokenizer", "tokenizer_2"))
+    return encoders, tokenizers
