@@ -3,13 +3,15 @@
 Representation alignment shortens training; it fades out after half of it and leaves nothing in the saved model.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
 from instgenie.bench.metrics import Lpips
 from training.examples import Examples
+from training.latents import PATCH
 
 TAP = 2  # single blocks before the tap
 
@@ -23,25 +25,35 @@ class Tap(nn.Module):
 
 
 class Alignment:
-    def __init__(self, transformer: FluxTransformer2DModel, pictures: Tensor, weight: float = 0.5) -> None:
-        self.weight, self.tap = weight, Tap()
-        transformer.single_transformer_blocks.insert(TAP, self.tap)
+    """A second loss, beside the model's own, on what a tap among the single blocks sees."""
+
+    def __init__(self, model: nn.Module, pictures: Tensor, weight: float = 0.5) -> None:
+        self.model, self.weight, self.tap = model, weight, Tap()
+        model.transformer.single_transformer_blocks.insert(TAP, self.tap)
         self.features = vgg_features(pictures)  # [N, 512, 16, 16]
-        width, device = transformer.inner_dim, pictures.device
-        self.projector = nn.Sequential(nn.Linear(width, 768), nn.SiLU(), nn.Linear(768, 512)).to(device)
+        width = model.transformer.inner_dim
+        projector = nn.Sequential(nn.Linear(width, 768), nn.SiLU(), nn.Linear(768, 512))
+        model.alignment = projector.to(pictures.device)  # trained with the model
 
-    def detach(self, transformer: FluxTransformer2DModel) -> None:
-        del transformer.single_transformer_blocks[TAP]
+    def remove(self) -> None:
+        del self.model.transformer.single_transformer_blocks[TAP], self.model.alignment
 
-    def loss(self, examples: Examples, share: float) -> Tensor:
+    def with_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda model, inputs, share: loss(model, inputs) + self.weight_at(share) * self.loss(inputs.examples)
+
+    def weight_at(self, share: float) -> float:
+        """Full for two fifths of the training, then down to nothing at three fifths."""
+        return self.weight * min(1.0, max(0.0, (0.6 - share) / 0.2))
+
+    def loss(self, examples: Examples) -> Tensor:
         """Cosine distance to the features of the same crop, for photographs that were not altered."""
-        weight = self.weight * min(1.0, max(0.0, (0.6 - share) / 0.2))
-        height, width = (s // 16 for s in examples.masks.shape[1:])
+        height, width = (side // PATCH for side in examples.masks.shape[1:])
         places = F.affine_grid(examples.theta, [len(examples.theta), 1, height, width], align_corners=False)
         seen = F.grid_sample(self.features[examples.rows].float(), places, padding_mode="border", align_corners=False)
-        near = F.cosine_similarity(self.projector(self.tap.kept[:, : height * width]).float(), seen.flatten(2).mT, dim=-1)
+        hidden = self.model.alignment(self.tap.kept[:, : height * width]).float()
+        near = F.cosine_similarity(hidden, seen.flatten(2).mT, dim=-1)
         untouched = examples.untouched[:, None]
-        return weight * ((1 - near) * untouched).sum() / (untouched.sum() * near.shape[1])
+        return ((1 - near) * untouched).sum() / (untouched.sum() * near.shape[1])
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Attention for training: joint attention of Flux with a mask, written out so that the compiler fuses it.
 
-The fused attention kernels that take a mask fail in the backward pass of some builds; plain products do not, and at a few
-hundred tokens they cost little.
+The fused attention kernels that take a mask fail in the backward pass of some builds; plain products do not, and at a
+few hundred tokens they cost little.
 """
 
 import torch

@@ -416,6 +416,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--photos", required=True, type=Path, help="folder with captions.csv and the shards")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the transformer")
     parser.add_argument("--count", type=int, help="validation photographs (all of them unless told)")
     parser.add_argument("--train-count", type=int, default=6000, help="training photographs for probes and neighbours")
     parser.add_argument("--steps", type=int, default=28)
@@ -433,7 +434,7 @@ def main() -> None:
         device=args.device,
         steps=2 if args.quick else args.steps,
         seed=args.seed,
-        pipe=load_pipeline(args.pipeline, args.device),
+        pipe=load_pipeline(args.pipeline, args.device, getattr(torch, args.dtype)),
         features=Features().to(args.device),
         lpips=Lpips().to(args.device),
     )

@@ -1,8 +1,8 @@
 """Training examples: a picture, a mask and a caption that says what the masked part shows.
 
-Most examples mask a photograph as it is. Two kinds contradict their surroundings on purpose, so that the model learns to
-believe the caption: a pet cut out of one photograph and pasted into another, and a garment given another colour. One kind
-masks background only and says so, or says nothing: that is how an object is removed later.
+Most examples mask a photograph as it is. Two kinds contradict their surroundings on purpose, so that the model learns
+to believe the caption: a pet cut out of one photograph and pasted into another, and a garment given another colour. One
+kind masks background only and says so, or says nothing: that is how an object is removed later.
 """
 
 from dataclasses import dataclass
@@ -139,7 +139,7 @@ class ExampleSource:
         return torch.where((garment & mask)[:, None], tinted, pictures), self.colours[rows, colour]
 
     def _paste(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Another photograph's pet, cut out along its outline, into each picture; the mask is its outline or its box."""
+        """Another photograph's pet, cut out and put into each picture; the mask is its outline or its box."""
         num, _, height, width = pictures.shape
         rows = self._pick(self.whole_pets, num)
         theta = self._placement(num, 0.5, 1.0)

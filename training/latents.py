@@ -6,18 +6,20 @@ from diffusers import AutoencoderTiny
 from torch import Tensor
 
 PATCH = 16  # pixels a token covers, each way
+VAE_BATCH = 1024
 
 
 def encode(vae: AutoencoderTiny, pictures: Tensor) -> Tensor:
-    """[B, 3, H, W] in [-1, 1] -> packed latents [B, N, 4C]."""
-    latents = vae.encode(pictures).latents
+    """[B, 3, H, W] in [-1, 1] -> packed latents [B, N, 4C] in float32."""
+    latents = torch.cat([vae.encode(part).latents for part in pictures.split(VAE_BATCH)]).float()
     return pack((latents - vae.config.shift_factor) * vae.config.scaling_factor)
 
 
 def decode(vae: AutoencoderTiny, packed: Tensor, height: int, width: int) -> Tensor:
-    """Packed latents [B, N, 4C] -> pictures [B, 3, H, W] in [-1, 1]."""
+    """Packed latents [B, N, 4C] -> pictures [B, 3, H, W] in [0, 1]."""
     latents = unpack(packed, height // 8, width // 8) / vae.config.scaling_factor + vae.config.shift_factor
-    return vae.decode(latents).sample.clamp(-1, 1)
+    pictures = torch.cat([vae.decode(part).sample for part in latents.split(VAE_BATCH)])
+    return (pictures / 2 + 0.5).clamp(0, 1)
 
 
 def pack(latents: Tensor) -> Tensor:

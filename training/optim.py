@@ -127,7 +127,7 @@ def save_checkpoint(
             tensors |= {f"optimiser.{o}.{i}.{k}": v.contiguous() for k, v in state.items() if isinstance(v, Tensor)}
     facts = {"step": str(step), "elapsed": str(clock.elapsed), "average_steps": str(average.steps)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.clone() for k, v in tensors.items()}, path.with_suffix(".part"), facts)
+    save_file({k: v.contiguous().clone() for k, v in tensors.items()}, path.with_suffix(".part"), facts)
     path.with_suffix(".part").rename(path)
 
 

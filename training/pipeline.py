@@ -9,6 +9,9 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
+Encoders = tuple[CLIPTextModel, T5EncoderModel]
+Tokenizers = tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]
+
 NUM_TEXT_TOKENS = 16
 LATENT_CHANNELS = 10
 
@@ -37,12 +40,12 @@ def build_transformer() -> FluxTransformer2DModel:
         axes_dims_rope=(16, 24, 24),
     )
     for name, parameter in transformer.named_parameters():
-        if ".norm" in name and ".linear." in name or name.startswith(("proj_out", "norm_out.linear")):
+        if (".norm" in name and ".linear." in name) or name.startswith(("proj_out", "norm_out.linear")):
             nn.init.zeros_(parameter)
     return transformer
 
 
-def build_tokenizers(words: list[str]) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
+def build_tokenizers(words: list[str]) -> Tokenizers:
     """One word, one token; what is not known is `<unk>`."""
     clip = _tokenizer(words, ["<pad>", "<unk>", "<|startoftext|>", "<|endoftext|>"], "<|startoftext|> $A <|endoftext|>")
     t5 = _tokenizer(words, ["<pad>", "</s>", "<unk>"], "$A </s>")
@@ -68,9 +71,7 @@ def _tokenizer(words: list[str], special: list[str], template: str) -> PreTraine
     )
 
 
-def build_text_encoders(
-    clip: PreTrainedTokenizerFast, t5: PreTrainedTokenizerFast
-) -> tuple[CLIPTextModel, T5EncoderModel]:
+def build_text_encoders(clip: PreTrainedTokenizerFast, t5: PreTrainedTokenizerFast) -> Encoders:
     clip_config = CLIPTextConfig(
         vocab_size=len(clip),
         hidden_size=192,
@@ -111,8 +112,8 @@ def save_pipeline(
     folder: Path,
     vae: AutoencoderTiny,
     transformer: FluxTransformer2DModel,
-    text_encoders: tuple[CLIPTextModel, T5EncoderModel],
-    tokenizers: tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast],
+    text_encoders: Encoders,
+    tokenizers: Tokenizers,
 ) -> None:
     """A FluxFillPipeline folder in float16, in shards small enough to keep in a repository."""
     pipeline = FluxFillPipeline(
@@ -138,11 +139,11 @@ def _tidy(config: Path) -> None:
     config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
-def load_text(folder: Path) -> tuple[tuple[CLIPTextModel, T5EncoderModel], tuple[PreTrainedTokenizerFast, ...]]:
+def load_text(folder: Path) -> tuple[Encoders, Tokenizers]:
     """Text encoders and tokenizers of a saved pipeline folder, in float32."""
     encoders = (
         CLIPTextModel.from_pretrained(folder / "text_encoder", dtype=torch.float32, attn_implementation="eager"),
         T5EncoderModel.from_pretrained(folder / "text_encoder_2", dtype=torch.float32, attn_implementation="eager"),
     )
-    tokenizers = tuple(PreTrainedTokenizerFast.from_pretrained(folder / n) for n in ("tokenizer", "tokenizer_2"))
-    return encoders, tokenizers
+    clip, t5 = (PreTrainedTokenizerFast.from_pretrained(folder / name) for name in ("tokenizer", "tokenizer_2"))
+    return encoders, (clip, t5)

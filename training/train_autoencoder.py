@@ -1,8 +1,8 @@
 """Trains the autoencoder: python -m training.train_autoencoder --photos DIR --out runs/autoencoder
 
-Loss: L1 + MSE + LPIPS + a pull of every latent channel towards zero mean and unit variance. Latents are noised now and then,
-so that the decoder forgives small errors of the transformer; every fourth step decodes the pooled latents into the
-half-size picture, which keeps the latent space smooth.
+Loss: L1 + MSE + LPIPS + a pull of every latent channel towards zero mean and unit variance. Latents are noised now and
+then, so that the decoder forgives small errors of the transformer; every fourth step decodes the pooled latents into
+the half-size picture, which keeps the latent space smooth.
 """
 
 import argparse
@@ -25,7 +25,6 @@ def main() -> None:
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = True
     photos, held_out = (load_photos(args.photos, s, args.limit) for s in ("train", "val"))
     pictures, held_out_pictures = photos.pictures.to(device), held_out.pictures.to(device)
     vae = build_autoencoder().to(device, memory_format=torch.channels_last)
@@ -59,7 +58,7 @@ def main() -> None:
                 save_checkpoint(checkpoint, parameters, average, [optimiser], clock, step)
     average.swap()
     set_latent_scale(vae, pictures[:: max(1, len(pictures) // 512)])
-    print("held out: PSNR %.2f SSIM %.4f" % measure(vae, held_out_pictures), "steps", step)
+    print("held out: PSNR {:.2f} SSIM {:.4f}".format(*measure(vae, held_out_pictures)), "steps", step)
     vae.save_pretrained(Path(args.out) / "vae")
 
 
@@ -75,7 +74,11 @@ def autoencoder_loss(vae: AutoencoderTiny, lpips: Lpips, crops: Tensor, step: in
         noise = noise[..., ::2, ::2]
     decoded = vae.decoder(latents + level * noise).float()
     pixel = F.l1_loss(decoded, crops) + F.mse_loss(decoded, crops)
-    return pixel + 0.5 * lpips(decoded / 2 + 0.5, crops / 2 + 0.5).mean() + 0.05 * (mean.square() + (variance - 1).square()).mean()
+    return (
+        pixel
+        + 0.5 * lpips(decoded / 2 + 0.5, crops / 2 + 0.5).mean()
+        + 0.05 * (mean.square() + (variance - 1).square()).mean()
+    )
 
 
 def random_crops(pictures: Tensor, num: int, size: int, generator: Generator) -> Tensor:
@@ -107,15 +110,20 @@ def set_latent_scale(vae: AutoencoderTiny, pictures: Tensor) -> None:
     """One shift and one scale that bring the latents to zero mean and unit variance."""
     latents = torch.cat([vae.encode(c.float() / 127.5 - 1).latents for c in pictures.split(64)])
     vae.register_to_config(shift_factor=float(latents.mean()), scaling_factor=1 / float(latents.std()))
-    print("channel means", *(f"{m:.2f}" for m in latents.mean((0, 2, 3))), "stds", *(f"{s:.2f}" for s in latents.std((0, 2, 3))))
+    print(
+        "channel means",
+        *(f"{m:.2f}" for m in latents.mean((0, 2, 3))),
+        "stds",
+        *(f"{s:.2f}" for s in latents.std((0, 2, 3))),
+    )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photos", required=True, help="folder of captions.csv and its tar shards")
     parser.add_argument("--out", default="runs/autoencoder")
-    parser.add_argument("--minutes", type=float, default=4.5)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--minutes", type=float, default=3)
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--crop", type=int, default=128)
     parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--limit", type=int, help="photographs to read, for a quick try")

@@ -1,19 +1,20 @@
-"""Trains the transformer and its text encoders: python -m training.train_transformer --photos DIR --vae runs/autoencoder/vae
+"""Trains the transformer and its text encoders: python -m training.train_transformer --photos DIR --vae DIR
 
-Stage `flow` learns the picture: flow matching on masked photographs, captions dropped now and then, the guidance embedding
-held at 1. Stage `distil` then teaches the guidance embedding what classifier-free guidance of that scale would have
-answered, so that serving needs one branch instead of two. Both write a FluxFillPipeline folder.
+Stage `flow` learns the picture: flow matching on masked photographs, captions dropped now and then, the guidance
+embedding held at 1. Stage `distil` then teaches the guidance embedding what classifier-free guidance of that scale
+would have answered, so that serving needs one branch instead of two. Both write a FluxFillPipeline folder.
 """
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch._dynamo
 from diffusers import AutoencoderTiny, FluxTransformer2DModel
+from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTinyOutput
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Generator, Tensor, nn
 
@@ -25,6 +26,8 @@ from training.latents import condition, encode, image_ids, token_masks
 from training.optim import Average, Clock, Muon, block_matrices, load_checkpoint, save_checkpoint, set_rate
 from training.pipeline import (
     NUM_TEXT_TOKENS,
+    Encoders,
+    Tokenizers,
     build_text_encoders,
     build_tokenizers,
     build_transformer,
@@ -62,7 +65,9 @@ class Inputs:
 class Model(nn.Module):
     """The transformer with its text encoders, over rows of a caption table."""
 
-    def __init__(self, transformer: FluxTransformer2DModel, encoders, tokenizers, captions: Captions) -> None:
+    def __init__(
+        self, transformer: FluxTransformer2DModel, encoders: Encoders, tokenizers: Tokenizers, captions: Captions
+    ) -> None:
         super().__init__()
         self.transformer, self.clip, self.t5 = transformer, *encoders
         for name, tokenizer in zip(("clip_ids", "t5_ids"), tokenizers, strict=True):
@@ -99,7 +104,7 @@ class Feed:
     def inputs(self, examples: Examples) -> Inputs:
         num, height, width = examples.masks.shape
         greyed = examples.pictures * ~examples.masks[:, None]
-        clean, greyed = encode(self.vae, torch.cat([examples.pictures, greyed])).float().chunk(2)
+        clean, greyed = encode(self.vae, torch.cat([examples.pictures, greyed])).chunk(2)
         masked = token_masks(examples.masks)
         stock = self._chance(num, STOCK_SHARE)
         known = condition(clean, greyed, examples.masks, masked | stock[:, None])
@@ -124,6 +129,9 @@ class Feed:
 
     def _chance(self, num: int, share: float) -> Tensor:
         return torch.rand(num, generator=self.generator, device=self.generator.device) < share
+
+
+Loss = Callable[[Model, Inputs, float], Tensor]  # the float: share of the training time that is used
 
 
 def attention_mask(masked: Tensor, isolated: Tensor, num_tokens: int) -> Tensor:
@@ -162,136 +170,157 @@ class Distillation:
         guidance = 1 + (MAX_GUIDANCE - 1) * torch.rand(num, generator=self.generator, device=inputs.times.device)
         with torch.no_grad():
             one = torch.ones_like(guidance)
-            said, unsaid = (self.teacher(inputs, t, one).float() for t in (inputs.texts, torch.zeros_like(inputs.texts)))
+            said, unsaid = (
+                self.teacher(inputs, t, one).float() for t in (inputs.texts, torch.zeros_like(inputs.texts))
+            )
             target = unsaid + guidance[:, None, None] * (said - unsaid)
         return weighted_error(student(inputs, inputs.texts, guidance), target, inputs)
 
 
 def main() -> None:
     args = parse()
-    device = torch.device(args.device)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
-    out, generator = Path(args.out), Generator(device).manual_seed(args.seed)
-    photos, held_out = (load_photos(args.photos, s, args.limit) for s in ("train", "val"))
+    generator = Generator(args.device).manual_seed(args.seed)
+    photos, held_out = (load_photos(args.photos, split, args.limit) for split in ("train", "val"))
     captions = Captions(photos)
-    vae = AutoencoderTiny.from_pretrained(args.vae).to(device, torch.float32).requires_grad_(False)
-    fast_vae = AutoencoderTiny.from_pretrained(args.vae).to(device, torch.bfloat16, memory_format=torch.channels_last)
-    model, tokenizers = build(photos, captions, args, device)
-    feed = Feed(ExampleSource(photos, captions, generator), FastEncoder(fast_vae, args.compile), args.batch)
-    judge = Feed(ExampleSource(held_out, Captions(held_out), Generator(device).manual_seed(1)), vae, args.batch)
-    loss: Callable[[Model, Inputs, float], Tensor]
+    vae = load_vae(args)
+    fast_vae = FastEncoder(load_vae(args).to(torch.bfloat16, memory_format=torch.channels_last), args.compile)
+    model, tokenizers = build(photos, captions, args)
+    feed = Feed(ExampleSource(photos, captions, generator), fast_vae, args.batch)
     if args.stage == "flow":
-        alignment = Alignment(model.transformer, photos.pictures)
-        model.alignment = alignment.projector
-
-        def loss(model: Model, inputs: Inputs, share: float) -> Tensor:
-            return flow_loss(model, inputs) + alignment.loss(inputs.examples, share)
-
+        alignment = Alignment(model, photos.pictures)
+        judged = held_out_inputs(held_out, captions, vae, args.batch, args.device)
+        Trainer(model, alignment.with_loss(flow_loss), feed, judged, args).run()
+        alignment.remove()
     else:
-        teacher, _ = build(photos, captions, args, device)
-        loss = Distillation(teacher, generator).loss
-        model.clip.requires_grad_(False), model.t5.requires_grad_(False)
-    train(model, loss, feed, judge, captions, args)
-    if args.stage == "flow":
-        alignment.detach(model.transformer)
-    save_pipeline(out / "pipeline", vae, model.transformer, (model.clip, model.t5), tokenizers)
+        teacher, _ = build(photos, captions, args)
+        model.clip.requires_grad_(False)
+        model.t5.requires_grad_(False)
+        Trainer(model, Distillation(teacher, generator).loss, feed, [], args).run()
+    save_pipeline(Path(args.out) / "pipeline", vae, model.transformer, (model.clip, model.t5), tokenizers)
+
+
+def load_vae(args: argparse.Namespace) -> AutoencoderTiny:
+    vae = AutoencoderTiny.from_pretrained(args.vae, dtype=torch.float32)
+    return vae.to(args.device).requires_grad_(False)
 
 
 class FastEncoder:
     """The autoencoder's encoder at half precision behind the same face; compiled for the commonest size."""
 
     def __init__(self, vae: AutoencoderTiny, compiled: bool) -> None:
-        self.vae, self.config = vae.requires_grad_(False), vae.config
+        self.vae, self.config = vae, vae.config
         self.square = torch.compile(vae.encode) if compiled else vae.encode
 
-    def encode(self, pictures: Tensor):
+    def encode(self, pictures: Tensor) -> AutoencoderTinyOutput:
         encode = self.square if pictures.shape[-2:] == SIZES[0] else self.vae.encode
         return encode(pictures.to(torch.bfloat16, memory_format=torch.channels_last))
 
 
-def build(photos: Photos, captions: Captions, args: argparse.Namespace, device: torch.device):
+def build(photos: Photos, captions: Captions, args: argparse.Namespace) -> tuple[Model, Tokenizers]:
     """A fresh model, or the one of a pipeline folder."""
     if args.init:
         encoders, tokenizers = load_text(Path(args.init))
-        transformer = FluxTransformer2DModel.from_pretrained(Path(args.init) / "transformer", torch_dtype=torch.float32)
+        transformer = FluxTransformer2DModel.from_pretrained(Path(args.init) / "transformer", dtype=torch.float32)
     else:
         tokenizers = build_tokenizers(vocabulary(photos))
         encoders, transformer = build_text_encoders(*tokenizers), build_transformer()
-    model = Model(transformer, encoders, tokenizers, captions).to(device).train()
+    model = Model(transformer, encoders, tokenizers, captions).to(args.device).train()
     model.transformer.set_attn_processor(MaskedAttention())
     if args.compile:
         model.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
     return model, tokenizers
 
 
-def train(model: Model, loss_of, feed: Feed, judge: Feed, captions: Captions, args: argparse.Namespace) -> None:
-    device, out = torch.device(args.device), Path(args.out)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+class Trainer:
+    """The loop: draw, learn, average; now and then report, judge and save."""
+
+    def __init__(self, model: Model, loss_of: Loss, feed: Feed, judged: list[Inputs], args: argparse.Namespace) -> None:
+        self.model, self.loss_of, self.feed, self.judged, self.args = model, loss_of, feed, judged, args
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimisers = make_optimisers(model, self.parameters, 0.4 if args.stage == "distil" else 1.0)
+        self.average = Average(self.parameters, 0.9995 if args.stage == "flow" else 0.998)
+        self.clock, self.step, self.losses = Clock(args.minutes), 0, list[float]()
+        self.checkpoint = Path(args.out) / "checkpoint.safetensors"
+        if self.checkpoint.exists():
+            state = self.parameters, self.average, self.optimisers, self.clock
+            self.step = load_checkpoint(self.checkpoint, *state)
+
+    def run(self) -> None:
+        """Trains until the time is up and leaves the averaged weights in the model."""
+        columns = *Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[note]}")
+        path = Path(self.args.out) / "curve.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with Progress(*columns) as progress, open(path, "a", encoding="utf-8") as curve:
+            task = progress.add_task(self.args.stage, total=1.0, note="")
+            while not self.clock.done:
+                self.learn(self.feed.next())
+                if self.step % 100 == 0:
+                    progress.update(task, completed=self.clock.share, note=self.note(curve))
+                if self.judged and self.step % self.args.judge_every == 0:
+                    progress.console.print(self.judge(curve))
+                if self.args.checkpoint_every and self.step % self.args.checkpoint_every == 0:
+                    self.save()
+        self.average.swap()
+
+    def learn(self, inputs: Inputs) -> None:
+        set_rate(self.optimisers, self.clock.rate())
+        with torch.autocast(inputs.clean.device.type, torch.bfloat16):
+            loss = self.loss_of(self.model, inputs, self.clock.share)
+        for optimiser in self.optimisers:
+            optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for optimiser in self.optimisers:
+            optimiser.step()
+        self.average.update()
+        self.step += 1
+        if self.step % 10 == 0:
+            self.losses.append(float(loss.detach()))
+
+    def note(self, curve: TextIO) -> str:
+        loss = sum(self.losses) / len(self.losses)
+        self.losses.clear()
+        curve.write(f"{self.step},{self.clock.elapsed:.1f},training,{loss:.5f}\n")
+        return f"step {self.step} loss {loss:.4f}"
+
+    def judge(self, curve: TextIO) -> str:
+        """Mean loss of fixed held-out batches under the averaged weights.
+
+        Gradients stay on, so that the graph compiled for training serves.
+        """
+        self.average.swap()
+        with torch.autocast(self.judged[0].clean.device.type, torch.bfloat16):
+            loss = sum(float(flow_loss(self.model, inputs).detach()) for inputs in self.judged) / len(self.judged)
+        self.average.swap()
+        curve.write(f"{self.step},{self.clock.elapsed:.1f},held out,{loss:.5f}\n")
+        rate = self.step * self.args.batch / self.clock.elapsed
+        return f"step {self.step} {self.clock.elapsed:.0f} s {rate:.0f} examples/s held-out loss {loss:.4f}"
+
+    def save(self) -> None:
+        save_checkpoint(self.checkpoint, self.parameters, self.average, self.optimisers, self.clock, self.step)
+
+
+def make_optimisers(model: Model, parameters: list[nn.Parameter], scale: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for the rest."""
     matrices = block_matrices(model.transformer)
     chosen = {id(p) for p in matrices}
     rest = [p for p in parameters if id(p) not in chosen]
-    scale = 0.4 if args.stage == "distil" else 1.0
-    optimisers = [
-        Muon(matrices, lr=1e-3 * scale),
-        torch.optim.AdamW(rest, lr=6e-4 * scale, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
-    ]
-    average, clock = Average(parameters, 0.9995 if args.stage == "flow" else 0.998), Clock(args.minutes)
-    checkpoint, step, seen = out / "checkpoint.safetensors", 0, 0.0
-    if checkpoint.exists():
-        step = load_checkpoint(checkpoint, parameters, average, optimisers, clock)
-    judged = [judge.next() for _ in range(4)] if args.stage == "flow" else []
+    adamw = torch.optim.AdamW(rest, lr=6e-4 * scale, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    return [Muon(matrices, lr=1e-3 * scale), adamw]
+
+
+def held_out_inputs(photos: Photos, captions: Captions, vae: AutoencoderTiny, batch: int, device: str) -> list[Inputs]:
+    """Four fixed batches of held-out photographs, their captions as rows of the training table."""
+    own = Captions(photos)
+    feed = Feed(ExampleSource(photos, own, Generator(device).manual_seed(1)), vae, batch)
     rows = {text: row for row, text in enumerate(captions.texts)}
-    for inputs in judged:  # captions of the held-out split, as rows of the training table
-        texts = [rows.get(judge.source.captions.texts[t], 0) for t in inputs.texts.tolist()]
-        inputs.texts = torch.tensor(texts, device=device)
-    curve = open_curve(out)
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[note]}")) as progress:
-        task = progress.add_task(args.stage, total=1.0, note="")
-        while not clock.done:
-            set_rate(optimisers, clock.rate())
-            inputs = feed.next()
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = loss_of(model, inputs, clock.share)
-            for optimiser in optimisers:
-                optimiser.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            for optimiser in optimisers:
-                optimiser.step()
-            average.update()
-            step, seen = step + 1, seen + float(loss.detach()) if step % 10 == 0 else seen
-            if step % 100 == 0:
-                progress.update(task, completed=clock.share, note=f"step {step} loss {seen / 10:.4f}")
-                curve.write(f"{step},{clock.elapsed:.1f},{seen / 10:.5f},{float(norm):.3f},\n")
-                seen = 0.0
-            if step % args.judge_every == 0:
-                average.swap()
-                value = held_out_loss(model, judged, device) if judged else math.nan
-                average.swap()
-                curve.write(f"{step},{clock.elapsed:.1f},,,{value:.5f}\n")
-                curve.flush()
-                print(f"step {step} {clock.elapsed:.0f} s {step * args.batch / clock.elapsed:.0f}/s held out {value:.4f}", flush=True)
-            if args.checkpoint_every and step % args.checkpoint_every == 0:
-                save_checkpoint(checkpoint, parameters, average, optimisers, clock, step)
-    average.swap()
-    curve.close()
-
-
-def open_curve(out: Path):
-    out.mkdir(parents=True, exist_ok=True)
-    new = not (out / "curve.csv").exists()
-    curve = open(out / "curve.csv", "a", encoding="utf-8")
-    if new:
-        curve.write("step,seconds,training loss,gradient norm,held-out loss\n")
-    return curve
-
-
-def held_out_loss(model: Model, batches: list[Inputs], device: torch.device) -> float:
-    """Mean loss of fixed held-out batches; with gradients on, so that the graph compiled for training serves."""
-    with torch.autocast(device.type, torch.bfloat16):
-        return sum(float(flow_loss(model, inputs).detach()) for inputs in batches) / len(batches)
+    batches = [feed.next() for _ in range(4)]
+    for inputs in batches:
+        inputs.texts = inputs.texts.new_tensor([rows.get(own.texts[t], 0) for t in inputs.texts.tolist()])
+    return batches
 
 
 def parse() -> argparse.Namespace:
@@ -301,7 +330,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage", choices=("flow", "distil"), default="flow")
     parser.add_argument("--init", help="pipeline folder to start from; the teacher of stage distil")
     parser.add_argument("--out", default="runs/transformer")
-    parser.add_argument("--minutes", type=float, default=12)
+    parser.add_argument("--minutes", type=float, default=16)
     parser.add_argument("--batch", type=int, default=384)
     parser.add_argument("--judge-every", type=int, default=500)
     parser.add_argument("--checkpoint-every", type=int, default=2000)
