@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 import instgenie.cli
-import instgenie.models.load
 from instgenie.cli import main
 from instgenie.mask import box_mask
 from instgenie.picture import open_picture
@@ -176,12 +175,9 @@ def test_an_unknown_model_in_a_process(desk: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_too_little_memory_is_one_line(
-    desk: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(instgenie.models.load, "available_bytes", lambda device: 1000.0)
-    assert edit_here("--model", str(folders["fill"])) == 2
-    assert "GiB" in capsys.readouterr().err
+def test_too_little_memory_is_one_line(desk: Path, huge_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert edit_here("--model", str(huge_folder)) == 2
+    assert "needs 372.5 GiB" in capsys.readouterr().err
 
 
 def test_unknown_devices_are_named(desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

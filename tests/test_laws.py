@@ -130,10 +130,13 @@ def own_edit(model: Model, **fields: object) -> Edit:
     return make_edit(**({"size": size, "seed": 7} | fields))
 
 
-@pytest.mark.parametrize("true_guidance", [1.0, 2.5])
-def test_law_1_full_mask_is_the_stock_pipeline(model: Model, true_guidance: float) -> None:
-    if model.is_fill and true_guidance > 1:
-        pytest.skip("FluxFillPipeline has no true guidance")
+# FluxFillPipeline has no true guidance.
+@pytest.mark.parametrize(
+    ("family", "true_guidance"),
+    [("blend", 1.0), ("blend", 2.5), ("blend_guided", 1.0), ("blend_guided", 2.5), ("fill", 1.0), ("builtin", 1.0)],
+)
+def test_law_1_full_mask_is_the_stock_pipeline(models: dict[str, Model], family: str, true_guidance: float) -> None:
+    model = models[family]
     edit = own_edit(model, share=1.0, true_guidance=true_guidance, negative_prompt="nothing blue")
     [latents] = run(model, [edit])
     assert apart(latents, stock_latents(model, edit)) <= CLOSE

@@ -82,7 +82,7 @@ def read_shards(index: Path) -> set[str]:
 
 def count_in_file(path: Path) -> int:
     try:
-        with safe_open(path, framework="pt") as tensors:
+        with safe_open(path, framework="numpy") as tensors:
             return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
