@@ -1,8 +1,8 @@
 """Training examples: a picture, a mask and a caption that says what the masked part shows.
 
 Most examples mask a photograph as it is. Two kinds contradict their surroundings on purpose, so that the model learns
-to believe the caption: a pet cut out of one photograph and pasted into another, and a garment given another colour. One
-kind masks background only and says so, or says nothing: that is how an object is removed later.
+to believe the caption: a pet or a flower out of one photograph put into another, and a garment given another colour.
+One kind masks background only and says so, or says nothing: that is how an object is removed later.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from torch import Generator, Tensor
 from training import masks
 from training.data import BACKGROUND_CAPTIONS, COLOURS, Photos, caption_variants, recoloured
 
-PASTED_SHARE, RECOLOURED_SHARE, CAPTION_DROPOUT = 0.15, 0.05, 0.1
+PASTED_PETS, PASTED_FLOWERS, RECOLOURED, CAPTION_DROPOUT = 0.08, 0.06, 0.06, 0.1
 KINDS = ("full", "box", "outline", "shape", "stroke", "thin", "scattered", "none", "background")
-KIND_SHARES = (0.26, 0.18, 0.19, 0.07, 0.12, 0.05, 0.05, 0.02, 0.06)
+KIND_SHARES = (0.26, 0.18, 0.17, 0.05, 0.11, 0.05, 0.05, 0.02, 0.11)
 COLOUR_VALUES = (
     (0.08, 0.08, 0.09), (0.93, 0.93, 0.93), (0.52, 0.52, 0.53), (0.75, 0.1, 0.13), (0.95, 0.5, 0.1), (0.95, 0.85, 0.2),
     (0.15, 0.5, 0.2), (0.15, 0.27, 0.65), (0.45, 0.2, 0.6), (0.95, 0.6, 0.7), (0.45, 0.28, 0.15),
@@ -64,31 +64,40 @@ class ExampleSource:
         edge = torch.ones(256, 256, dtype=torch.bool, device=device)
         edge[2:-2, 2:-2] = False
         touching = (photos.outlines & edge).flatten(1).sum(1)
+        self.flowers = torch.tensor([i for i, s in enumerate(photos.species) if s == "flower"], device=device)
         self.whole_pets = (self.is_pet & (touching < 40)).nonzero()[:, 0]
         self.coloured = torch.tensor([i for i, c in enumerate(photos.colours) if c], device=device, dtype=torch.long)
         self.palette = torch.tensor(COLOUR_VALUES, device=device)
 
     def draw(self, num: int, height: int, width: int) -> Examples:
+        recoloured, pets, flowers = self._parts(num)
         rows = self._integers(len(self.photos), num)
-        num_recoloured = round(num * RECOLOURED_SHARE) if len(self.coloured) else 0
-        num_pasted = round(num * PASTED_SHARE) if len(self.whole_pets) else 0
-        if num_recoloured:
-            rows[:num_recoloured] = self._pick(self.coloured, num_recoloured)
+        rows[recoloured] = self._pick(self.coloured, len(rows[recoloured]))
         theta = self._theta(num, height, width)
         pictures = self._view(self.photos.pictures[rows], theta, height, width)
         outlines = self._outline_view(rows, theta, height, width)
         texts = self.variants[rows, self._integers(self.variants.shape[1], num)]
         mask, background = self._masks(outlines, self.is_pet[rows])
         texts = torch.where(background, self._background_texts(num), texts)
-        if num_recoloured:
-            part = slice(0, num_recoloured)
-            pictures[part], texts[part] = self._recolour(pictures[part], mask[part], rows[part])
-        if num_pasted:
-            part = slice(num_recoloured, num_recoloured + num_pasted)
-            pictures[part], mask[part], texts[part] = self._paste(pictures[part])
-        texts = torch.where(self._uniform((num,), 0, 1) < CAPTION_DROPOUT, 0, texts)
-        untouched = torch.arange(num, device=rows.device) >= num_recoloured + num_pasted
+        texts = torch.where(self._chance(num, CAPTION_DROPOUT), 0, texts)
+        # What contradicts its surroundings always says so: an empty caption goes on with what is there.
+        garment = self._garments(pictures[recoloured])
+        mask[recoloured] = self._garment_masks(mask[recoloured], garment)
+        pictures[recoloured], texts[recoloured] = self._recolour(
+            pictures[recoloured], mask[recoloured] & garment, rows[recoloured]
+        )
+        for part, paste in ((pets, self._paste_pets), (flowers, self._paste_flowers)):
+            pictures[part], mask[part], texts[part] = paste(pictures[part])
+        untouched = torch.arange(num, device=rows.device) >= flowers.stop
         return Examples(pictures, mask, texts, rows, theta, untouched)
+
+    def _parts(self, num: int) -> tuple[slice, slice, slice]:
+        """Which examples are recoloured, carry a pasted pet, a pasted flower; the rest is plain."""
+        num_recoloured = round(num * RECOLOURED) if len(self.coloured) else 0
+        num_pets = round(num * PASTED_PETS) if len(self.whole_pets) else 0
+        num_flowers = round(num * PASTED_FLOWERS) if len(self.flowers) else 0
+        first, second = num_recoloured + num_pets, num_recoloured + num_pets + num_flowers
+        return slice(0, num_recoloured), slice(num_recoloured, first), slice(first, second)
 
     def _masks(self, outlines: Tensor, is_pet: Tensor) -> tuple[Tensor, Tensor]:
         """One mask a picture, of a random kind; and which of them cover background only."""
@@ -123,35 +132,57 @@ class ExampleSource:
     def _background_texts(self, num: int) -> Tensor:
         """The empty caption half of the time."""
         named = 1 + self._integers(self.captions.num_background, num)
-        return torch.where(self._uniform((num,), 0, 1) < 0.5, 0, named)
+        return torch.where(self._chance(num, 0.5), 0, named)
 
-    def _recolour(self, pictures: Tensor, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives the garment another colour inside the mask, its shading kept."""
+    def _garments(self, pictures: Tensor) -> Tensor:
+        """[B, H, W] bool: what differs from the left and right edges of the picture."""
+        edges = torch.cat([pictures[..., :8], pictures[..., -8:]], -1).flatten(2).median(2).values
+        return (pictures - edges[:, :, None, None]).abs().mean(1) > 0.2
+
+    def _garment_masks(self, mask: Tensor, garment: Tensor) -> Tensor:
+        """The whole garment most of the time, so that a new colour seldom ends inside it."""
+        whole = masks.dilate(garment, 4)
+        return torch.where(self._chance(len(mask), 0.6)[:, None, None], whole, mask)
+
+    def _recolour(self, pictures: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Another colour, the shading kept and made stronger where the cloth was pale."""
         colour = self._integers(len(COLOURS), len(rows))
         value = self.palette[colour] + self._uniform((len(rows), 3), -0.07, 0.07)
-        picture = (pictures + 1) / 2
-        edges = torch.cat([picture[..., :8], picture[..., -8:]], -1).flatten(2).median(2).values
-        garment = (picture - edges[:, :, None, None]).abs().mean(1) > 0.1
-        light = picture.mean(1)
-        mean = (light * garment).sum((1, 2)) / garment.sum((1, 2)).clamp(min=1)
-        shading = (light / mean[:, None, None].clamp(min=0.05)).clamp(0.3, 1.7)
+        light = (pictures.mean(1) + 1) / 2
+        mean = (light * where).sum((1, 2)) / where.sum((1, 2)).clamp(min=1)
+        shading = light / mean[:, None, None].clamp(min=0.05)
+        shading = (1 + (1 + mean[:, None, None]) * (shading - 1)).clamp(0.2, 1.8)
         tinted = (value[:, :, None, None] * shading[:, None]).clamp(0, 1) * 2 - 1
-        return torch.where((garment & mask)[:, None], tinted, pictures), self.colours[rows, colour]
+        return torch.where(where[:, None], tinted, pictures), self.colours[rows, colour]
 
-    def _paste(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Another photograph's pet, cut out and put into each picture; the mask is its outline or its box."""
+    def _paste_pets(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Another photograph's pet, cut out along its outline."""
         num, _, height, width = pictures.shape
-        rows = self._pick(self.whole_pets, num)
-        theta = self._placement(num, 0.5, 1.0)
-        pet = self._view(self.photos.pictures[rows], theta, height, width)
+        rows, theta = self._pick(self.whole_pets, num), self._placement(num, 0.5, 1.0)
         outline = self._outline_view(rows, theta, height, width)
-        core = ~masks.dilate(~outline, 2)
-        alpha = F.avg_pool2d(core[:, None].float(), 3, 1, 1)
-        hole = masks.dilate(outline, 2 + int(self._integers(12, 1)))
-        boxed = self._uniform((num,), 0, 1) < 0.5
-        mask = torch.where(boxed[:, None, None], masks.bounding_boxes(hole), hole)
+        alpha = F.avg_pool2d((~masks.dilate(~outline, 2))[:, None].float(), 3, 1, 1)
+        return self._paste(pictures, rows, theta, alpha, outline)
+
+    def _paste_flowers(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The middle of a flower photograph, fading out along an ellipse."""
+        num, _, height, width = pictures.shape
+        rows, theta = self._pick(self.flowers, num), self._placement(num, 0.4, 0.9)
+        places = F.affine_grid(theta, [num, 1, height, width], align_corners=False)  # where each pixel comes from
+        reach = places.square().sum(-1).sqrt()  # 1 at the edges of the pasted photograph
+        alpha = ((0.95 - reach) / 0.3).clamp(0, 1)[:, None]
+        return self._paste(pictures, rows, theta, alpha, reach < 0.95)
+
+    def _paste(
+        self, pictures: Tensor, rows: Tensor, theta: Tensor, alpha: Tensor, shape: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The mask is the pasted shape or its box, with room around it: an object need not fill its mask."""
+        num, _, height, width = pictures.shape
+        pasted = self._view(self.photos.pictures[rows], theta, height, width)
+        near, far = (masks.dilate(shape, low + int(self._integers(high, 1))) for low, high in ((2, 12), (12, 36)))
+        hole = torch.where(self._chance(num, 0.5)[:, None, None], near, far)
+        mask = torch.where(self._chance(num, 0.5)[:, None, None], masks.bounding_boxes(hole), hole)
         texts = self.variants[rows, self._integers(self.variants.shape[1], num)]
-        return pictures * (1 - alpha) + pet * alpha, mask, texts
+        return pictures * (1 - alpha) + pasted * alpha, mask, texts
 
     def _theta(self, num: int, height: int, width: int) -> Tensor:
         """A random crop of at least 88 % of the side, flipped half of the time: output to input coordinates."""
@@ -168,7 +199,7 @@ class ExampleSource:
         return self._affine(1 / size, 1 / size, shift_x, shift_y)
 
     def _affine(self, scale_x: Tensor, scale_y: Tensor, shift_x: Tensor, shift_y: Tensor) -> Tensor:
-        flip = torch.where(self._uniform(scale_x.shape, 0, 1) < 0.5, -1.0, 1.0)
+        flip = torch.where(self._chance(len(scale_x), 0.5), -1.0, 1.0)
         zero = torch.zeros_like(scale_x)
         return torch.stack([flip * scale_x, zero, shift_x, zero, scale_y, shift_y], 1).view(-1, 2, 3)
 
@@ -188,6 +219,9 @@ class ExampleSource:
 
     def _pick(self, rows: Tensor, num: int) -> Tensor:
         return rows[self._integers(len(rows), num)]
+
+    def _chance(self, num: int, share: float) -> Tensor:
+        return self._uniform((num,), 0, 1) < share
 
     def _uniform(self, shape: tuple[int, ...], low: float, high: float) -> Tensor:
         return masks.uniform(shape, low, high, self.generator)

@@ -192,7 +192,10 @@ def main() -> None:
     if args.stage == "flow":
         alignment = Alignment(model, photos.pictures)
         judged = held_out_inputs(held_out, captions, vae, args.batch, args.device)
-        Trainer(model, alignment.with_loss(flow_loss), feed, judged, args).run()
+        trainer = Trainer(model, alignment.with_loss(flow_loss), feed, judged, args)
+        if args.profile:
+            return trainer.profile()
+        trainer.run()
         alignment.remove()
     else:
         teacher, _ = build(photos, captions, args)
@@ -265,6 +268,16 @@ class Trainer:
                     self.save()
         self.average.swap()
 
+    def profile(self, num_steps: int = 20) -> None:
+        """Where the time of a step goes, after a warm-up."""
+        for _ in range(10):
+            self.learn(self.feed.next())
+        with torch.profiler.profile() as profiler:
+            for _ in range(num_steps):
+                self.learn(self.feed.next())
+        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        print(profiler.key_averages().table(sort_by=order, row_limit=30))
+
     def learn(self, inputs: Inputs) -> None:
         set_rate(self.optimisers, self.clock.rate())
         with torch.autocast(inputs.clean.device.type, torch.bfloat16):
@@ -335,6 +348,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--judge-every", type=int, default=500)
     parser.add_argument("--checkpoint-every", type=int, default=2000)
     parser.add_argument("--limit", type=int, help="photographs to read, for a quick try")
+    parser.add_argument("--profile", action="store_true", help="print where the time of a flow step goes, and stop")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
