@@ -30,7 +30,7 @@ KID = "KID-EffLite0"
 CROP_SIZE, CROP_PAD = 224, 8
 LPIPS_SIZE = 192
 DILATION = 8
-BATCH = 256
+BATCH = {"cuda": 256, "cpu": 16}  # pictures at once: what suits the device's caches
 PER_SPECIES = {"cat": 6, "dog": 10, "flower": 5, "clothing": 11}  # prompts of the sample sheet
 WORDS = ("captions", "labels", "species", "colours", "ids")
 OTHER_PET = {"cat": "dog", "dog": "cat"}
@@ -58,12 +58,16 @@ class Bench:
     lpips: Lpips
     console: Console = field(default_factory=Console)
 
+    @property
+    def batch(self) -> int:
+        return BATCH[torch.device(self.device).type]
+
     def generator(self, salt: int) -> Generator:
         return Generator(device=self.device).manual_seed(self.seed * 1000 + salt)
 
     def batched(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """The function over batches of the device, back as one tensor."""
-        parts = zip(*(tensor.split(BATCH) for tensor in tensors), strict=True)
+        parts = zip(*(tensor.split(self.batch) for tensor in tensors), strict=True)
         with torch.inference_mode():
             results = torch.cat([function(*(part.to(self.device) for part in row)) for row in parts])
         return results.clone()  # a plain tensor: the probe is fit with gradients
@@ -83,8 +87,8 @@ class Bench:
 
     def edit(self, pictures: Tensor, masks: Tensor, prompts: list[str], guidance: float, salt: int) -> Tensor:
         results = []
-        for start in range(0, len(prompts), BATCH):
-            rows = slice(start, start + BATCH)
+        for start in range(0, len(prompts), self.batch):
+            rows = slice(start, start + self.batch)
             seed = (self.seed * 1000 + salt) * 100_000 + start
             args = pictures[rows].to(self.device), masks[rows].to(self.device), prompts[rows]
             results.append(fill(self.pipe, *args, guidance=guidance, steps=self.steps, seed=seed))
