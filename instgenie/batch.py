@@ -180,7 +180,11 @@ class Layout:
 def turn_one(image: Tensor, job: Job, before: bool, after: bool, block: int) -> Tensor:
     if before == after:
         return image
-    return image[job.inside] if after else job.recall(block)[0].index_copy(0, job.inside, image)
+    if after:
+        return image[job.inside]
+    y: Tensor
+    [y] = job.recall(block)  # of kind y: a plan that turns back was refused for kv
+    return y.index_copy(0, job.inside, image)
 
 
 def lay_out(jobs: Sequence[Job], block: int) -> Layout:

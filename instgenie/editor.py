@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -70,7 +71,8 @@ class Editor:
         """Where both kinds are registered, the first: it computes less."""
         if not self.registered:
             return None
-        found = (self.registered.get(make_key(edit, self.model, kind)) for kind in NUM_PARTS)
+        key = make_key(edit, self.model, "kv")
+        found = (self.registered.get(replace(key, kind=kind)) for kind in NUM_PARTS)
         return next((activations for activations in found if activations), None)
 
     def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:

@@ -83,10 +83,6 @@ def make_key(edit: Edit, model: Model, kind: Kind) -> Key:
     )
 
 
-def all_cached(activations: Activations) -> Plan:
-    return (True,) * activations.num_blocks
-
-
 def reuse(job: Job, activations: Activations, plan: Plan | None = None) -> Job:
     """The job with its template's activations; by default every block is cached."""
-    return replace(job, activations=activations, plan=all_cached(activations) if plan is None else plan)
+    return replace(job, activations=activations, plan=(True,) * activations.num_blocks if plan is None else plan)
