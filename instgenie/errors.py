@@ -4,6 +4,7 @@ InstGenieError
 ├── PictureError      unreadable, too small, too large
 ├── MaskError         empty, of another size, without the channel that carries it
 ├── EditError         a parameter out of range, or one the model cannot honour
+├── PlanError         a plan the model cannot run with the activations at hand
 ├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors
 └── OutOfMemoryError  the model or the edit does not fit
 """
@@ -22,6 +23,10 @@ class MaskError(InstGenieError):
 
 
 class EditError(InstGenieError):
+    pass
+
+
+class PlanError(InstGenieError):
     pass
 
 

@@ -131,6 +131,7 @@ def check_edit(edit: Edit) -> None:
     _check_text("negative prompt", edit.negative_prompt)
     _check_whole("seed", edit.seed, 0, MAX_SEED)
     _check_whole("number of steps", edit.steps, 1, MAX_STEPS)
+    _check_whole("number of dense steps", edit.dense_steps, 0, MAX_STEPS)
     _check_whole("feather", edit.feather, 0, MAX_FEATHER)
     _check_real("guidance", edit.guidance, 0.0, MAX_GUIDANCE)
     _check_real("true guidance", edit.true_guidance, 0.0, MAX_GUIDANCE)

@@ -24,6 +24,7 @@ class Edit:
     strength: float = 1.0  # share of the trajectory that is run; < 1 keeps traces of what was there
     feather: int = 0  # width in pixels of the soft edge, inside the mask
     size: tuple[int, int] | None = None  # (height, width) the model works at; None = the model's own
+    dense_steps: int = 0  # leading steps that compute every token, though the template's activations are there
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Result:
     seed: int
     num_tokens: int
     num_masked_tokens: int
+    num_computed_tokens: int  # image tokens computed, in the mean over steps and blocks
+    cache_hit: bool  # whether the template's activations were there
     seconds: Timings
 
     @property

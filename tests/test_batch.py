@@ -1,9 +1,12 @@
 """The ragged batch: packing, taking apart, advancing; no model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import make_edit
 
+from instgenie.activations import Activations, Key
 from instgenie.batch import Branch, Job, Template, guide, pack, rows
 
 CHANNELS, WIDTH, POOLED, HEAD = 4, 6, 3, 2
@@ -89,3 +92,49 @@ def test_advance_moves_masked_tokens_and_pins_the_others(jobs: list[Job]) -> Non
 def test_guide_without_a_second_branch_is_the_first() -> None:
     velocity = torch.randn(3, 2)
     assert torch.equal(guide([velocity], 1.0), velocity)
+
+
+def with_activations(job: Job, plan: tuple[bool, ...]) -> Job:
+    rows = torch.randn(job.num_steps, len(plan), 1, len(job.masked), WIDTH)
+    key = Key("picture", "model", (1, 1), tuple(job.sigmas), 1.0, "y", "float32")
+    return replace(job, activations=Activations(key, rows, torch.randn(job.num_steps, WIDTH)), plan=plan)
+
+
+def test_masked_tokens_flow_alone_where_a_job_is_cached(jobs: list[Job]) -> None:
+    jobs[1] = with_activations(jobs[1], (True, False, True))
+    batch = pack(jobs)
+    assert batch.cached == (False, True, False)
+    assert batch.num_image == (5, 3, 3, 4)
+    assert batch.num_joint == (7, 6, 4, 6)
+    assert batch.rotary.shape[0] == 23
+    seen = torch.cat([jobs[1].latents, jobs[1].conditioning], dim=1)
+    assert torch.equal(batch.image[5:8], seen[::3])
+    table = jobs[1].branches[0].rotary  # of three text tokens, then the image's
+    assert torch.equal(batch.rotary[7:13], torch.cat([table[:3], table[3:][::3]]))
+
+
+def test_unmasked_tokens_come_back_and_leave(jobs: list[Job]) -> None:
+    jobs[1] = with_activations(jobs[1], (True, False, True))
+    batch = pack(jobs)
+    image = batch.image[:, :WIDTH]
+    same, untouched = batch.turn(image, 0)
+    assert same is batch
+    assert untouched is image
+    wide, turned = batch.turn(image, 1)
+    assert wide.num_image == (5, 7, 7, 4)
+    assert torch.equal(turned[5:12][::3], image[5:8])
+    assert torch.equal(turned[5:12][1::3], jobs[1].recall(1)[0][1::3])
+    narrow, again = wide.turn(turned, 2)
+    assert narrow.num_image == batch.num_image
+    assert torch.equal(again, image)
+    _, joint = batch.turn_joint(batch.join(batch.text, image), 1)
+    assert torch.equal(joint, wide.join(batch.text, turned))
+
+
+def test_advance_with_velocities_of_masked_tokens_alone(jobs: list[Job]) -> None:
+    cached = with_activations(jobs[0], (True, False))
+    velocity = torch.randn(5, CHANNELS)
+    pack([jobs[0]]).advance(velocity)
+    pack([cached]).advance(velocity[::3])
+    assert torch.equal(cached.latents, jobs[0].latents)
+    assert cached.step == 1

@@ -240,4 +240,5 @@ def test_law_6_outside_the_mask_is_bit_identical(model: Model, feather: int) -> 
 def edit_many(model: Model, edits: list[Edit]) -> list[Result]:
     editor = Editor.__new__(Editor)  # around a model that is loaded already
     editor.model = model
+    editor.registered = {}
     return editor.edit_many(edits)

@@ -24,8 +24,12 @@ from instgenie.types import Edit, PixelMask, Pixels
 def prepare(edit: Edit, model: Model) -> Job:
     check_edit(edit)
     size = choose_size(edit, model)
+    return make_job(edit, resize_mask(edit.mask, size), size, model)
+
+
+def make_job(edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model) -> Job:
+    """The mask is of the size the model works at."""
     grid = size[0] // model.patch, size[1] // model.patch
-    mask = resize_mask(edit.mask, size)
     picture = picture_tensor(resize_picture(edit.picture, size)).to(model.device)
     template = Template(encode(picture, model), draw_noise(template_seed(edit.picture, size), grid, model))
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)

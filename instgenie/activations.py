@@ -1,0 +1,65 @@
+"""What a template leaves behind for its edits: the rows of every block at every step. Knows tensors; knows no model."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from instgenie.types import Pixels
+
+Kind = Literal["kv", "y"]
+NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
+
+
+@dataclass(frozen=True)
+class Key:
+    """Everything the activations of a template depend on. A key that differs in anything is a miss."""
+
+    picture: str  # digest of the decoded picture
+    model: str
+    size: tuple[int, int]  # (height, width) the model works at
+    sigmas: tuple[float, ...]  # of all steps, and the clean end
+    guidance: float  # 0 where it does not enter the network
+    kind: Kind
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Activations:
+    """Registered once, read by many edits, written by none.
+
+    `kv`: K and V of all image tokens, after norm and rotary embedding, ready for attention.
+    `y`: the image rows that go into a block, which are the Y of the block before; into the first, the embedded image.
+    The Y of the last block is not kept: no block reads it, and velocities are asked of masked tokens alone.
+    """
+
+    key: Key
+    rows: Tensor  # [steps, blocks, 2 or 1, tokens, width]
+    time: Tensor  # [steps, width], the embedding of sigma, guidance and prompt that modulated the blocks
+
+    @property
+    def kind(self) -> Kind:
+        return self.key.kind
+
+    @property
+    def num_steps(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.shape[3]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes + self.time.nbytes
+
+
+def digest(picture: Pixels) -> str:
+    hashed = hashlib.sha256(str(picture.shape).encode())
+    hashed.update(picture.tobytes())
+    return hashed.hexdigest()

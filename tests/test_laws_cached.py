@@ -1,0 +1,271 @@
+"""The laws of the engine with cached jobs, on every Flux family, CPU, float32. The truth is the dense engine."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_edit
+from torch import Tensor
+
+from instgenie.activations import Activations, Kind
+from instgenie.batch import Job, pack
+from instgenie.bench.metrics import psnr, ssim
+from instgenie.editor import Editor
+from instgenie.engine.finish import finish
+from instgenie.engine.loop import Engine
+from instgenie.engine.prepare import make_job, prepare
+from instgenie.engine.register import register, reuse
+from instgenie.errors import EditError, PlanError
+from instgenie.models.flux import num_blocks, velocity
+from instgenie.models.load import Model
+from instgenie.picture import open_picture
+from instgenie.planner import Plan
+from instgenie.types import Edit
+
+CLOSE = 1e-4
+KINDS: tuple[Kind, ...] = ("kv", "y")
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def register_for(model: Model, edit: Edit, kind: Kind, **options: int) -> Activations:
+    return register(edit.picture, model, edit.size, edit.steps, edit.guidance, kind, **options)
+
+
+def make_cached(model: Model, edit: Edit, kind: Kind, plan: Plan | None = None) -> Job:
+    return reuse(prepare(edit, model), register_for(model, edit, kind), plan)
+
+
+def run(model: Model, jobs: Sequence[Job]) -> list[Tensor]:
+    """Latents of jobs that start together; the jobs themselves take no step."""
+    own = [replace(job) for job in jobs]
+    engine = Engine(model)
+    for job in own:
+        engine.join(job)
+    while engine.jobs:
+        engine.step()
+    return [job.latents for job in own]
+
+
+def feasible(kind: Kind, num_blocks: int) -> list[Plan]:
+    """Every dense prefix; for y also every single dense block, every single cached one, and taking turns."""
+    prefixes = [(False,) * dense + (True,) * (num_blocks - dense) for dense in range(num_blocks)]
+    lone = [tuple(block == index for block in range(num_blocks)) for index in range(num_blocks)]
+    missing = [tuple(not cached for cached in plan) for plan in lone]
+    turns = [tuple(block % 2 == odd for block in range(num_blocks)) for odd in (0, 1)]
+    return prefixes if kind == "kv" else prefixes + lone + missing + turns
+
+
+def on_trajectory(model: Model, edit: Edit, step: int) -> Job:
+    """A job whose masked tokens are, at a step, what registration saw there."""
+    job = prepare(edit, model)
+    untouched = make_job(edit, np.zeros(edit.size, dtype=np.bool_), edit.size, model)
+    latents = job.template.at(job.sigmas[step])
+    return replace(job, step=step, latents=latents, conditioning=untouched.conditioning)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("true_guidance", [1.0, 2.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_3_one_step_on_the_trajectory(model: Model, kind: Kind, true_guidance: float) -> None:
+    edit = make_edit(prompt="", seed=3, guidance=2.0, true_guidance=true_guidance)
+    activations = register_for(model, edit, kind)
+    for step, plan in itertools.product((0, 2), feasible(kind, activations.num_blocks)):
+        job = on_trajectory(model, edit, step)
+        dense = velocity(model.transformer, pack([job])).split(len(job.masked))
+        cached = velocity(model.transformer, pack([reuse(job, activations, plan)])).split(len(job.inside))
+        assert len(dense) == len(cached) == len(job.branches)
+        for whole, masked in zip(dense, cached, strict=True):
+            assert masked.abs().max() > 0.1
+            assert apart(whole[job.inside], masked) <= CLOSE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_3_can_fail(model: Model, kind: Kind) -> None:
+    edit = make_edit(prompt="", seed=3)
+    activations = register_for(model, edit, kind)
+    job = on_trajectory(model, edit, step=1)
+    dense = velocity(model.transformer, pack([job]))[job.inside]
+    other_step = replace(activations, rows=activations.rows.roll(1, dims=0), time=activations.time.roll(1, dims=0))
+    for wrong in (other_step, register_for(model, make_edit(picture_seed=1), kind)):
+        assert apart(dense, velocity(model.transformer, pack([reuse(job, wrong)]))) > 10 * CLOSE
+
+
+@pytest.mark.parametrize("true_guidance", [1.0, 2.5])
+def test_law_4_kv_is_y(model: Model, true_guidance: float) -> None:
+    edit = make_edit(prompt="a blue dog on grass", true_guidance=true_guidance, negative_prompt="sky", steps=5)
+    [kv, y] = run(model, [make_cached(model, edit, kind) for kind in KINDS])
+    assert apart(kv, y) <= CLOSE
+    [dense] = run(model, [prepare(edit, model)])
+    assert apart(kv, dense) > 10 * CLOSE
+
+
+MIX: list[tuple[Kind | None, dict[str, object]]] = [
+    ("kv", {"steps": 3, "share": 0.1, "seed": 1}),
+    (None, {"steps": 3, "share": 0.3, "seed": 4, "true_guidance": 2.0}),
+    ("kv", {"steps": 5, "share": 0.9, "size": (64, 32), "prompt": "a blue dog on grass", "true_guidance": 3.0}),
+    ("y", {"steps": 4, "share": 0.4, "picture_seed": 1, "guidance": 9.0, "true_guidance": 1.5}),
+    ("y", {"steps": 6, "share": 0.2, "seed": 3, "prompt": "flower", "dense_steps": 2}),
+    ("kv", {"steps": 3, "share": 1.0, "size": (32, 32), "prompt": ""}),
+]
+
+
+@pytest.fixture
+def mixed_jobs(model: Model) -> list[Job]:
+    """Dense and cached, both kinds; the first kv job has a dense prefix, the first y job takes turns."""
+    edits = [(kind, make_edit(**fields)) for kind, fields in MIX]
+    jobs = [make_cached(model, edit, kind) if kind else prepare(edit, model) for kind, edit in edits]
+    blocks = range(num_blocks(model.transformer))
+    jobs[0] = replace(jobs[0], plan=tuple(block > 0 for block in blocks))
+    jobs[3] = replace(jobs[3], plan=tuple(block % 2 == 0 for block in blocks))
+    return jobs
+
+
+def test_law_2_batched_is_alone(model: Model, mixed_jobs: list[Job]) -> None:
+    together = run(model, mixed_jobs)
+    alone = [run(model, [job])[0] for job in mixed_jobs]
+    assert max(map(apart, together, alone)) <= CLOSE
+    same_size = [latents for latents in alone if latents.shape == alone[0].shape]
+    assert min(itertools.starmap(apart, itertools.combinations(same_size, 2))) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 2, 4, 0, 3, 1]])
+def test_law_5_independent_of_arrival_and_of_others(model: Model, mixed_jobs: list[Job], order: list[int]) -> None:
+    alone = [run(model, [job])[0] for job in mixed_jobs]
+    engine = Engine(model, max_jobs=3)
+    arrivals = iter(order)
+    engine.join(mixed_jobs[next(arrivals)])
+    while engine.jobs:
+        engine.step()
+        if (arrival := next(arrivals, None)) is not None:
+            engine.join(mixed_jobs[arrival])
+    assert all(job.done for job in mixed_jobs)
+    assert max(apart(job.latents, latents) for job, latents in zip(mixed_jobs, alone, strict=True)) <= CLOSE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_6_outside_the_mask_is_bit_identical(model: Model, kind: Kind) -> None:
+    random = np.random.default_rng(0)
+    picture = random.integers(0, 256, (131, 87, 3), dtype=np.uint8)
+    mask = np.zeros((131, 87), dtype=np.bool_)
+    mask[13:77, 9:58] = True
+    edit = Edit(picture, mask, "a red cat", steps=2, feather=3, size=(48, 32))
+    job = make_cached(model, edit, kind)
+    [latents] = run(model, [job])
+    edited = finish(replace(job, latents=latents), model)
+    assert (edited[~mask] == picture[~mask]).all()
+    assert (edited[mask] != picture[mask]).mean() > 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dense_plan_is_no_cache(model: Model, kind: Kind) -> None:
+    edit = make_edit(true_guidance=2.0)
+    plan = (False,) * num_blocks(model.transformer)
+    job, [plain] = make_cached(model, edit, kind, plan), run(model, [prepare(edit, model)])
+    assert torch.equal(run(model, [job])[0], plain)
+    all_dense_steps = make_cached(model, replace(edit, dense_steps=edit.steps), kind)
+    assert torch.equal(run(model, [all_dense_steps])[0], plain)
+    assert job.num_computed_tokens == all_dense_steps.num_computed_tokens == len(job.masked)
+
+
+def test_dense_steps_come_first(model: Model) -> None:
+    edit = make_edit(dense_steps=2)
+    job, dense = make_cached(model, edit, "kv"), prepare(edit, model)
+    differences = []
+    engine = Engine(model)
+    engine.join(job)
+    engine.join(dense)
+    while engine.jobs:
+        engine.step()
+        differences.append(apart(job.latents, dense.latents))
+    assert max(differences[:2]) <= CLOSE < 10 * CLOSE < min(differences[2:])
+    assert job.num_computed_tokens == (len(job.masked) + len(job.inside)) / 2
+
+
+def test_a_full_mask_needs_nothing_of_the_cache(model: Model) -> None:
+    edit = make_edit(share=1.0)
+    [dense] = run(model, [prepare(edit, model)])
+    for kind in KINDS:
+        [cached] = run(model, [make_cached(model, edit, kind)])
+        assert apart(cached, dense) <= CLOSE
+
+
+def test_a_cached_photograph_is_close_to_the_dense_one(models: dict[str, Model]) -> None:
+    model = models["builtin"]
+    folder = Path(__file__).parent.parent / "examples"
+    picture, mask = open_picture(folder / "t-shirt.png"), open_picture(folder / "t-shirt.mask.png")[..., 0] > 127
+    edit = Edit(picture, mask, "a flower", steps=6, size=(256, 256))
+    cached = make_cached(model, edit, "kv")
+    first, other = prepare(edit, model), prepare(replace(edit, seed=1), model)
+    pictures = [finish(replace(cached, latents=latents), model) for latents in run(model, [first, cached, other])]
+    dense, reused, reseeded = (torch.tensor(pixels).permute(2, 0, 1)[None] / 255 for pixels in pictures)
+    assert apart(dense, reused) > 0
+    assert psnr(dense, reused) > psnr(dense, reseeded) + 6
+    assert ssim(dense, reused) > 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_at_once_change_nothing(model: Model, kind: Kind) -> None:
+    edit = make_edit(steps=5)
+    one, two, many = (register_for(model, edit, kind, num_steps_at_once=steps) for steps in (1, 2, 99))
+    blocks, parts = num_blocks(model.transformer), {"kv": 2, "y": 1}[kind]
+    assert one.rows.shape[:3] == (5, blocks, parts)
+    assert one.num_bytes == 4 * (one.rows.numel() + one.time.numel())
+    assert max(apart(one.rows, two.rows), apart(one.rows, many.rows), apart(one.time, many.time)) <= CLOSE
+    assert one.key == two.key == many.key
+
+
+def test_infeasible_plans_are_refused(model: Model) -> None:
+    edit = make_edit()
+    job, blocks = prepare(edit, model), num_blocks(model.transformer)
+    turns = tuple(block % 2 == 0 for block in range(blocks))
+    with pytest.raises(PlanError, match="block 1 dense after block 0"):
+        make_cached(model, edit, "kv", turns)
+    with pytest.raises(PlanError, match=f"{blocks + 1} blocks: {blocks},"):
+        make_cached(model, edit, "y", (True,) * (blocks + 1))
+    with pytest.raises(PlanError, match="no activations"):
+        replace(job, plan=turns)
+
+
+@pytest.fixture
+def editor(model: Model) -> Editor:
+    editor = Editor.__new__(Editor)  # around a model that is loaded already
+    editor.model = model
+    editor.registered = {}
+    return editor
+
+
+def test_the_editor_hits_what_matches(editor: Editor) -> None:
+    edit = make_edit(steps=3, guidance=2.0)
+    [miss] = editor.edit_many([edit])
+    editor.register(edit.picture, size=edit.size, steps=3, guidance=2.0)
+    hit, again = editor.edit_many([edit, replace(edit, prompt="sky", seed=4, true_guidance=2.0)])
+    assert (miss.cache_hit, hit.cache_hit, again.cache_hit) == (False, True, True)
+    assert (miss.num_computed_tokens, hit.num_computed_tokens) == (miss.num_tokens, hit.num_masked_tokens)
+    other_picture = make_edit(steps=3, guidance=2.0, picture_seed=1).picture
+    others = [{"steps": 4}, {"strength": 0.5}, {"size": (64, 96)}, {"picture": other_picture}]
+    assert not any(result.cache_hit for result in editor.edit_many([replace(edit, **other) for other in others]))
+
+
+def test_guidance_is_part_of_the_key_where_it_enters_the_network(editor: Editor) -> None:
+    edit = make_edit(steps=2, guidance=2.0)
+    editor.register(edit.picture, size=edit.size, steps=2, guidance=9.0, kind="y")
+    [result] = editor.edit_many([edit])
+    assert result.cache_hit is not editor.model.transformer.config.guidance_embeds
+
+
+def test_registration_refuses_what_an_edit_would(editor: Editor) -> None:
+    picture = make_edit().picture
+    with pytest.raises(EditError, match="number of steps is 0"):
+        editor.register(picture, steps=0)
+    with pytest.raises(EditError, match="'q'"):
+        editor.register(picture, kind="q")  # type: ignore[arg-type]
+    with pytest.raises(EditError, match="0 steps at once"):
+        register(picture, editor.model, num_steps_at_once=0)
