@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 import diffusers
 import torch
@@ -16,7 +17,7 @@ from transformers import CLIPTextModel, PreTrainedTokenizerBase, T5EncoderModel
 from instgenie.errors import ModelError
 from instgenie.models.folder import BUILTIN, WEIGHTS, check_index, count_parameters, find_folder
 from instgenie.models.folder import PARTS as PARTS
-from instgenie.models.memory import check_memory, memory_guard
+from instgenie.models.memory import check_memory, is_out_of_memory, memory_guard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_TEXT_TOKENS = 512  # of the Flux pipelines, for tokenizers that know no limit
@@ -134,8 +135,10 @@ def load_parts(pipeline: str, folder: Path, device: torch.device, dtype: torch.d
         loaded = getattr(diffusers, pipeline).from_pretrained(
             folder, dtype=dtype, use_safetensors=True, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{folder} does not load as a {pipeline}: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"{folder} does not load as a {pipeline}: {shorten(str(error), 300)}") from error
     loaded.to(device)
     parts: dict[str, torch.nn.Module] = loaded.components
     for part in WEIGHTS:

@@ -32,7 +32,14 @@ def memory_guard(what: str) -> Iterator[None]:
     """Says in our words that memory ran out while working on something."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not re.search("out of memory|can't allocate memory", str(error)):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(f"{what} does not fit into memory: {str(error).splitlines()[0]}") from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch has a class for it on CUDA and only words for it on a CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(re.search("out of memory|can't allocate memory", str(error)))
