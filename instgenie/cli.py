@@ -49,7 +49,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_edit(commands.add_parser("edit", help="edit a photograph", description="Edit a photograph."))
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
-    about_bench = "Time one edit through diffusers' own pipeline and through our engine, side by side."
+    about_bench = (
+        "Time one edit through diffusers' own pipeline and through our engine, dense and cached, side by side."
+    )
     add_bench_edit(benches.add_parser("edit", help="one edit, beside diffusers", description=about_bench))
     return parser
 
@@ -92,6 +94,8 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=positive, default=28, metavar="N", help="number of denoising steps (default 28)"
     )
+    about_ratio = "share of the tokens that is masked; may be given several times (default 1 and 0.2)"
+    parser.add_argument("--mask-ratio", type=ratio, action="append", metavar="R", help=about_ratio)
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="runs of each system (default 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add_model(parser)
@@ -123,6 +127,16 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def ratio(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+    return value
 
 
 def quiet_libraries() -> None:
@@ -210,7 +224,8 @@ def print_summary(result: Result, working_size: tuple[int, int], seconds: float)
 
 
 def run_bench_edit(options: argparse.Namespace) -> None:
-    from instgenie.bench.edit import bench_edit  # brings torch and diffusers
+    from instgenie.bench.edit import MASK_RATIOS, bench_edit  # brings torch and diffusers
 
     hide_loading_bars()
-    bench_edit(options.model, options.device, options.size, options.steps, options.repeats, options.json)
+    ratios = options.mask_ratio or MASK_RATIOS
+    bench_edit(options.model, options.device, options.size, options.steps, options.repeats, ratios, options.json)

@@ -218,13 +218,19 @@ def test_bench_edit_prints_and_writes_its_rows(
     model = ["--model", str(folders["blend_guided"]), "--device", "cpu", "--size", "48x32"]
     assert main(["bench", "edit", *model, "--steps", "2", "--repeats", "2", "--json", "bench.json"]) == 0
     report = json.loads(Path("bench.json").read_text())
-    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense"] * 2
-    assert [row["batch"] for row in report["rows"]] == [1] * 4
-    assert report["rows"][0]["mask_ratio"] == 1
-    assert 0 < report["rows"][2]["mask_ratio"] < 0.5
+    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "cached"] * 2
+    assert [row["batch"] for row in report["rows"]] == [1] * 6
+    assert [row["mask_ratio"] for row in report["rows"]] == pytest.approx([1] * 3 + [0.2] * 3, abs=0.05)
     assert all(row["step_ms"] > 0 for row in report["rows"])
     assert "torch" in report["machine"]
     assert "diffusers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ratio", ["0", "1.5", "many"])
+def test_mask_ratios_are_shares(ratio: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "edit", "--mask-ratio", ratio])
+    assert f"'{ratio}' is not a number above 0 and up to 1" in capsys.readouterr().err
 
 
 def test_bench_edit_needs_a_folder_for_its_file(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
-"""One edit through diffusers' own pipeline and through our engine, side by side in one run.
+"""One edit through diffusers' own pipeline and through our engine, dense and cached, side by side in one run.
 
-Both run the same weights on the same device up to the final latents. `step` is the denoising alone, `edit` includes
-what comes before it (text encoders, autoencoder).
+All run the same weights on the same device up to the final latents. `step` is the denoising alone, `edit` includes what
+comes before it (text encoders, autoencoder). The cached system has registered the picture ahead.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,15 +22,17 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from instgenie.batch import Job
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
+from instgenie.engine.register import register, reuse
 from instgenie.errors import InstGenieError
-from instgenie.mask import box_mask, token_mask
+from instgenie.mask import token_mask
 from instgenie.models.load import PARTS, Model, load
 from instgenie.picture import check_edit
 from instgenie.types import Edit, PixelMask, Pixels
 
-PARTIAL = 0.45  # side of the partial mask's box, as a share of the picture's: a fifth of the tokens
+MASK_RATIOS = (1.0, 0.2)
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,24 @@ System = Callable[[Edit], Sample]
 
 
 def bench_edit(
-    name: str, device: str, size: tuple[int, int] | None, steps: int, repeats: int, json_path: Path | None
+    name: str,
+    device: str,
+    size: tuple[int, int] | None,
+    steps: int,
+    repeats: int,
+    mask_ratios: Sequence[float],
+    json_path: Path | None,
 ) -> None:
     if json_path and not json_path.parent.is_dir():
         raise InstGenieError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
     model = load(name, device)
     size = size or (model.own_size, model.own_size)
-    systems = {"diffusers": stock_system(model), "dense": own_system(model)}
-    masks = [whole_mask(size), partial_mask(size, model.patch)]
+    systems = {
+        "diffusers": stock_system(model),
+        "dense": dense_system(model),
+        "cached": cached_system(model, size, steps),
+    }
+    masks = [middle_mask(size, model.patch, ratio) for ratio in mask_ratios]
     rows: list[Row] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("measuring", total=len(masks) * repeats * len(systems))
@@ -105,11 +117,20 @@ def make_row(system: str, mask_ratio: float, samples: list[Sample], steps: int) 
     return Row(system, round(mask_ratio, 3), 1, round(1000 * denoise / steps, 3), round(1000 * edit, 3))
 
 
-def own_system(model: Model) -> System:
+def dense_system(model: Model) -> System:
+    return own_system(model, lambda edit: prepare(edit, model))
+
+
+def cached_system(model: Model, size: tuple[int, int], steps: int) -> System:
+    activations = register(sample_picture(size), model, size, steps)
+    return own_system(model, lambda edit: reuse(prepare(edit, model), activations))
+
+
+def own_system(model: Model, make_job: Callable[[Edit], Job]) -> System:
     def run(edit: Edit) -> Sample:
         start = now(model.device)
         engine = Engine(model)
-        job = prepare(edit, model)
+        job = make_job(edit)
         engine.join(job)
         prepared = now(model.device)
         while not job.done:
@@ -171,16 +192,14 @@ def sample_picture(size: tuple[int, int]) -> Pixels:
     return np.stack([across, down, across[:, ::-1]], axis=2).astype(np.uint8)
 
 
-def whole_mask(size: tuple[int, int]) -> PixelMask:
-    return np.ones(size, np.bool_)
-
-
-def partial_mask(size: tuple[int, int], patch: int) -> PixelMask:
-    """A box of whole tokens in the middle."""
-    num_tokens = [side // patch for side in size]
-    spans = [max(round(PARTIAL * num), 1) for num in num_tokens]
-    y, x = [(num - span) // 2 * patch for num, span in zip(num_tokens, spans, strict=True)]
-    return box_mask((x, y, spans[1] * patch, spans[0] * patch), size)
+def middle_mask(size: tuple[int, int], patch: int, ratio: float) -> PixelMask:
+    """The tokens nearest to the middle, as many as the ratio says."""
+    num_rows, num_columns = (side // patch for side in size)
+    y, x = np.mgrid[:num_rows, :num_columns]
+    distance = np.hypot((y + 0.5) / num_rows - 0.5, (x + 0.5) / num_columns - 0.5).ravel()
+    tokens = np.zeros(num_rows * num_columns, np.bool_)
+    tokens[np.argsort(distance, kind="stable")[: max(round(ratio * tokens.size), 1)]] = True
+    return tokens.reshape(num_rows, num_columns).repeat(patch, axis=0).repeat(patch, axis=1)
 
 
 def describe_machine(model: Model) -> dict[str, str | int]:
@@ -219,6 +238,6 @@ def print_rows(rows: list[Row], machine: dict[str, str | int], title: str) -> No
             f"{step:.3f}",
             f"{row.edit_ms:.0f}",
             f"{edit:.3f}",
-            end_section=row.system != "diffusers",
+            end_section=row.system == "cached",
         )
     Console().print(table)
