@@ -21,6 +21,7 @@ from diffusers import (
 from safetensors import SafetensorError
 
 from instgenie.errors import ModelError
+from instgenie.models.dummy import PREFIX, Recipe, count_dummy, find_recipe, make_parts
 from instgenie.models.flux_model import FluxModel
 from instgenie.models.folder import BUILTIN, PIPELINES, WEIGHTS, check_index, count_parameters, find_folder
 from instgenie.models.memory import check_memory, memory_guard
@@ -48,34 +49,44 @@ UNET_OPTIONS: dict[str, tuple[object, ...]] = {  # of the config, and what each 
 def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Model:
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
+    facts = {"name": name, "device": chosen_device, "dtype": chosen_dtype}
+    if name.startswith(PREFIX):
+        return make_dummy(find_recipe(name), facts)
     folder = find_folder(name)
     pipeline = check_index(folder)
     check_memory(name, count_parameters(folder, pipeline) * chosen_dtype.itemsize, chosen_device)
     with memory_guard(f"the model {name!r}"), quiet():
         loaded = load_pipeline(pipeline, folder, chosen_device, chosen_dtype)
     parts = {part: loaded.components[part] for part in PIPELINES[pipeline]}
-    facts = {"name": name, "device": chosen_device, "dtype": chosen_dtype}
     if "unet" in parts:
-        return make_unet(loaded, parts, facts)
-    return make_flux(pipeline, folder, parts, facts)
+        return make_unet(parts, facts, empty_is_zero=loaded.config.get("force_zeros_for_empty_prompt", False))
+    return make_flux(pipeline, parts, facts, is_builtin=folder.resolve() == BUILTIN.resolve())
 
 
-def make_flux(pipeline: str, folder: Path, parts: dict[str, Any], facts: dict[str, Any]) -> FluxModel:
+def make_dummy(recipe: Recipe, facts: dict[str, Any]) -> Model:
+    name, device, dtype = facts["name"], facts["device"], facts["dtype"]
+    check_memory(name, count_dummy(recipe) * dtype.itemsize, device)
+    with memory_guard(f"the model {name!r}"), quiet():
+        parts = make_parts(recipe, device, dtype)
+    if "unet" in parts:
+        return make_unet(parts, facts, empty_is_zero=True)
+    return make_flux(recipe.pipeline, parts, facts)
+
+
+def make_flux(pipeline: str, parts: dict[str, Any], facts: dict[str, Any], is_builtin: bool = False) -> FluxModel:
     check_flow_scheduler(facts["name"], parts["scheduler"])
-    own_size, steps, guidance = flux_defaults(folder, pipeline, parts["transformer"])
+    own_size, steps, guidance = (256, 28, 3.5) if is_builtin else flux_defaults(pipeline, parts["transformer"])
     return FluxModel(**parts, **facts, own_size=own_size, steps=steps, guidance=guidance)
 
 
-def flux_defaults(folder: Path, pipeline: str, transformer: FluxTransformer2DModel) -> tuple[int, int, float]:
-    """Own size, steps and guidance: what the model was made for, or what its stock pipeline assumes."""
-    if folder.resolve() == BUILTIN.resolve():
-        return 256, 28, 3.5
+def flux_defaults(pipeline: str, transformer: FluxTransformer2DModel) -> tuple[int, int, float]:
+    """Own size, steps and guidance: what the stock pipeline assumes."""
     if pipeline == "FluxFillPipeline":
         return 1024, 50, 30.0
     return (1024, 28, 3.5) if transformer.config.guidance_embeds else (1024, 4, 0.0)
 
 
-def make_unet(loaded: diffusers.DiffusionPipeline, parts: dict[str, Any], facts: dict[str, Any]) -> UnetModel:
+def make_unet(parts: dict[str, Any], facts: dict[str, Any], empty_is_zero: bool) -> UnetModel:
     """Size, steps and guidance are what the stock pipelines assume."""
     name, unet, vae = facts["name"], parts["unet"], parts["vae"]
     check_unet(name, unet, vae)
@@ -84,7 +95,7 @@ def make_unet(loaded: diffusers.DiffusionPipeline, parts: dict[str, Any], facts:
     parts = parts | {"scheduler": choose_scheduler(name, parts["scheduler"])}
     facts = facts | {"own_size": own_size, "steps": 50, "guidance": 7.5}
     if "text_encoder_2" in parts:
-        return UnetXlModel(**parts, **facts, empty_is_zero=loaded.config.force_zeros_for_empty_prompt)
+        return UnetXlModel(**parts, **facts, empty_is_zero=empty_is_zero)
     return UnetModel(**parts, **facts)
 
 
