@@ -19,7 +19,7 @@ class Key:
     picture: str  # digest of the decoded picture
     model: str
     size: tuple[int, int]  # (height, width) the model works at
-    sigmas: tuple[float, ...]  # of all steps, and the clean end
+    levels: tuple[float, ...]  # of noise, at all steps
     guidance: float  # 0 where it does not enter the network
     kind: Kind
     dtype: str
@@ -31,32 +31,36 @@ class Activations:
 
     `kv`: K and V of all image tokens, after norm and rotary embedding, ready for attention.
     `y`: the image rows that go into a block, which are the Y of the block before; into the first, the embedded image.
-    The Y of the last block is not kept: no block reads it, and velocities are asked of masked tokens alone.
+    A unit is a run of blocks in which a token that was dropped stays dropped: all of a Flux, one transformer of a UNet.
+    Behind the blocks of a unit a UNet keeps what left it, for the convolutions read every token. A Flux keeps no such
+    thing: velocities are asked of masked tokens alone.
     """
 
     key: Key
-    rows: Tensor  # [steps, blocks, 2 or 1, tokens, width]
-    time: Tensor  # [steps, width], the embedding of sigma, guidance and prompt that modulated the blocks
+    units: tuple[int, ...]  # number of blocks in each
+    num_tokens: int  # of the picture; deeper levels of a UNet have fewer
+    rows: tuple[Tensor, ...]  # in the order of the pass; each [branches, steps, 2 or 1, tokens, width]
+    time: Tensor  # [steps, width], what modulated the blocks of a Flux; no width for the others
 
     @property
     def kind(self) -> Kind:
         return self.key.kind
 
     @property
+    def num_branches(self) -> int:
+        return self.rows[0].shape[0]
+
+    @property
     def num_steps(self) -> int:
-        return self.rows.shape[0]
+        return self.rows[0].shape[1]
 
     @property
     def num_blocks(self) -> int:
-        return self.rows.shape[1]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows.shape[3]
+        return sum(self.units)
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.nbytes + self.time.nbytes
+        return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
 
 
 def digest(picture: Pixels) -> str:

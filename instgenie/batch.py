@@ -1,42 +1,52 @@
-"""The ragged batch: tokens of all jobs packed into one tensor, what differs between jobs as columns.
+"""Jobs, and the ragged batch: tokens of all jobs packed into one tensor, what differs between jobs as columns.
 
 Knows tokens, branches, steps and plans; knows no picture, no prompt and no module of a model. A job has one branch, or
 two when its guidance is true (classifier-free): both branches share the job's latents and its template's activations.
 Through a dense block all tokens of a job flow, through a cached block its text and its masked tokens.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from instgenie.activations import Activations
 from instgenie.errors import PlanError
 from instgenie.planner import DENSE, Plan, check_plan, is_cached
-from instgenie.sampler import flow_euler, flow_noise
+from instgenie.sampler import Schedule
 from instgenie.types import Edit
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """A picture's own trajectory: what its tokens are at every sigma, whoever edits it."""
+    """A picture's own tokens and noise: where they are at every step is a fact about it, whoever edits it."""
 
     clean: Tensor  # [tokens, channels]
     noise: Tensor  # [tokens, channels]
 
-    def at(self, sigma: float) -> Tensor:
-        return flow_noise(self.clean, self.noise, sigma)
+    def at(self, step: int, schedule: Schedule) -> Tensor:
+        return self.clean if step == schedule.num_steps else schedule.noised(self.clean, self.noise, step)
 
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """One sequence [text | image] of a job: what the model sees at every step besides the image tokens."""
+    """One sequence of a job: what the model sees at every step besides the image tokens."""
 
     text: Tensor  # [text tokens, width], embedded
-    pooled: Tensor  # [pooled channels]
-    rotary: Tensor  # [text tokens + image tokens, head channels / 2], complex
+    pooled: Tensor  # [pooled channels; 0 for models that see none]
+    rotary: Tensor  # [text tokens + image tokens, head channels / 2], complex; 0 for models without
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Where the masked and the unmasked tokens of one level of a UNet are."""
+
+    inside: Tensor  # [masked tokens]
+    outside: Tensor  # [unmasked tokens]
 
 
 @dataclass(eq=False)
@@ -49,7 +59,8 @@ class Job:
     masked: Tensor  # [tokens, 1], bool
     conditioning: Tensor  # [tokens, channels that fill models see beside the latents; 0 for the others]
     branches: tuple[Branch, ...]  # the prompt's, then the negative prompt's where guidance is true
-    sigmas: list[float]  # [steps + 1]
+    scale: float  # of the second branch's guidance
+    schedule: Schedule
     latents: Tensor  # [tokens, channels]
     step: int = 0
     activations: Activations | None = None  # of the template
@@ -60,20 +71,20 @@ class Job:
         if cache is None and any(self.plan):
             raise PlanError(f"the plan caches {sum(self.plan)} blocks: the template has no activations")
         if cache is not None:
-            check_plan(self.plan, cache.kind, cache.num_blocks)
+            check_plan(self.plan, cache.kind, cache.units)
             assert (cache.num_steps, cache.num_tokens) == (self.num_steps, len(self.masked))
 
     @property
     def num_steps(self) -> int:
-        return len(self.sigmas) - 1
+        return self.schedule.num_steps
 
     @property
     def done(self) -> bool:
         return self.step == self.num_steps
 
     @property
-    def sigma(self) -> float:
-        return self.sigmas[self.step]
+    def timestep(self) -> float:
+        return self.schedule.timestep(self.step)
 
     @cached_property
     def inside(self) -> Tensor:  # [masked tokens], where they are
@@ -88,6 +99,16 @@ class Job:
         branch = self.branches[0]
         return branch.rotary[len(branch.text) :][self.outside]
 
+    @cached_property
+    def levels(self) -> dict[int, Level]:
+        return {}
+
+    def level(self, num_tokens: int) -> Level:
+        """The level that has so many tokens; found once."""
+        if num_tokens not in self.levels:
+            self.levels[num_tokens] = pool(self.masked, self.grid, num_tokens)
+        return self.levels[num_tokens]
+
     def is_cached(self, block: int) -> bool:
         """Whether a block is cached at this step; see `planner.is_cached` for what comes after the last."""
         return self.step >= self.edit.dense_steps and is_cached(self.plan, block)
@@ -96,10 +117,12 @@ class Job:
     def has_masked_velocity(self) -> bool:
         return self.is_cached(len(self.plan))
 
-    def recall(self, block: int) -> Tensor:
-        """What the activations know of a block at this step [2 or 1, tokens, width]"""
+    def recall(self, index: int, branch: int = 0) -> Tensor:
+        """What the activations keep at a place of the pass, at this step [2 or 1, tokens, width]. A branch that was
+        not registered on its own reads the last that was."""
         assert self.activations is not None
-        return self.activations.rows[self.step, block]
+        rows = self.activations.rows[index]
+        return rows[min(branch, len(rows) - 1), self.step]
 
     @property
     def num_computed_tokens(self) -> int:
@@ -108,19 +131,27 @@ class Job:
         cached_blocks = sum(self.plan) / max(len(self.plan), 1)
         return round(len(self.masked) - cached_steps * cached_blocks * len(self.outside))
 
-    def advance(self, velocities: Sequence[Tensor]) -> None:
-        """Masked tokens follow the velocity, one per branch; the others stay on the template's trajectory."""
-        sigma_next = self.sigmas[self.step + 1]
-        velocity = guide(velocities, self.edit.true_guidance)
-        if self.has_masked_velocity:
-            velocity = torch.zeros_like(self.latents).index_copy(0, self.inside, velocity)
-        moved = flow_euler(self.latents, velocity, self.sigma, sigma_next)
-        self.latents = torch.where(self.masked, moved, self.template.at(sigma_next))
+    def advance(self, predictions: Sequence[Tensor]) -> None:
+        """Masked tokens follow the prediction, one per branch, of all tokens or of the masked alone; the others stay on
+        the template's trajectory."""
+        prediction = guide(predictions, self.scale)
+        if len(prediction) < len(self.masked):
+            prediction = torch.zeros_like(self.latents).index_copy(0, self.inside, prediction)
+        moved = self.schedule.advanced(self.latents, prediction, self.step)
         self.step += 1
+        self.latents = torch.where(self.masked, moved, self.template.at(self.step, self.schedule))
 
 
-def guide(velocities: Sequence[Tensor], scale: float) -> Tensor:
-    positive, *negative = (velocity.float() for velocity in velocities)
+def pool(masked: Tensor, grid: tuple[int, int], num_tokens: int) -> Level:
+    """A token of a coarser level is masked if any of the tokens under it is."""
+    side = math.isqrt(len(masked) // num_tokens)
+    pooled = F.max_pool2d(masked.view(1, 1, *grid).float(), side).flatten() > 0
+    assert len(pooled) == num_tokens, (grid, num_tokens)
+    return Level(inside=pooled.nonzero()[:, 0], outside=(~pooled).nonzero()[:, 0])
+
+
+def guide(predictions: Sequence[Tensor], scale: float) -> Tensor:
+    positive, *negative = (prediction.float() for prediction in predictions)
     return negative[0] + scale * (positive - negative[0]) if negative else positive
 
 
@@ -221,12 +252,12 @@ class Batch(Layout):
     sigma: Tensor  # [branches]
     guidance: Tensor  # [branches]
 
-    def advance(self, velocity: Tensor) -> None:
-        """Velocity [image tokens, latent channels], of masked tokens alone where the job cached any block."""
+    def deal(self, velocity: Tensor) -> list[list[Tensor]]:
+        """Velocity [image tokens, latent channels], of masked tokens alone where the job cached any block; to each job
+        one for each of its branches."""
         sizes = [len(job.inside if job.has_masked_velocity else job.masked) for job, _ in branches(self.jobs)]
         velocities = iter(velocity.split(sizes))
-        for job in self.jobs:
-            job.advance([next(velocities) for _ in job.branches])
+        return [[next(velocities) for _ in job.branches] for job in self.jobs]
 
 
 def pack(jobs: Sequence[Job]) -> Batch:
@@ -237,7 +268,7 @@ def pack(jobs: Sequence[Job]) -> Batch:
         image=concat([inputs(job) for job, _ in pairs]).to(dtype),
         text=concat([branch.text for _, branch in pairs]),
         pooled=torch.stack([branch.pooled for _, branch in pairs]),
-        sigma=torch.tensor([job.sigma for job, _ in pairs], device=device),
+        sigma=torch.tensor([job.timestep for job, _ in pairs], device=device),
         guidance=torch.tensor([job.edit.guidance for job, _ in pairs], dtype=torch.float32, device=device),
     )
 

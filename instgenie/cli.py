@@ -102,7 +102,9 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="builtin", help="a pipeline folder, a hub id, or builtin (the default)")
+    parser.add_argument(
+        "--model", default="builtin", help="a pipeline folder, a hub id, builtin (the default), or dummy:NAME"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; default: the best there is")
     parser.add_argument("--size", type=size, metavar="WxH", help="size the model works at; default: its own")
 

@@ -13,8 +13,9 @@ from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_key, register, reuse
-from instgenie.models.load import Model, load
+from instgenie.models.load import load
 from instgenie.models.memory import memory_guard
+from instgenie.models.model import Model
 from instgenie.types import Edit, PixelMask, Pixels, Result, Timings
 
 In = TypeVar("In")

@@ -1,10 +1,138 @@
-"""Sampler steps as pure functions. Takes sigma tables from diffusers' scheduler, not its stepping; knows no model."""
+"""Sampler steps as pure functions, and the tables they walk along. Takes tables from diffusers' schedulers, not their
+stepping; knows no model.
+
+A schedule is what one edit's steps are: frozen, shared by nobody, asked with the number of a step.
+"""
 
 import copy
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
+
+Prediction = Literal["epsilon", "v_prediction"]
+
+
+class Schedule(Protocol):
+    """The steps of one edit, from noise to clean."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Numbers that tell this schedule from any other."""
+
+    def timestep(self, step: int) -> float:
+        """What the model is told of the noise at a step."""
+
+    def start(self, clean: Tensor, noise: Tensor) -> Tensor:
+        """Where masked tokens start."""
+
+    def noised(self, clean: Tensor, noise: Tensor, step: int) -> Tensor:
+        """Where clean tokens are at a step."""
+
+    def scaled(self, x: Tensor, step: int) -> Tensor:
+        """What the model sees of them."""
+
+    def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class FlowSchedule:
+    sigmas: tuple[float, ...]  # [steps + 1], the last one is the clean end
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.sigmas) - 1
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        return self.sigmas
+
+    def timestep(self, step: int) -> float:
+        return self.sigmas[step]
+
+    def start(self, clean: Tensor, noise: Tensor) -> Tensor:
+        return self.noised(clean, noise, 0)
+
+    def noised(self, clean: Tensor, noise: Tensor, step: int) -> Tensor:
+        return flow_noise(clean, noise, self.sigmas[step])
+
+    def scaled(self, x: Tensor, step: int) -> Tensor:
+        return x
+
+    def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor:
+        return flow_euler(x, prediction, self.sigmas[step], self.sigmas[step + 1])
+
+
+@dataclass(frozen=True)
+class DdimSchedule:
+    timesteps: tuple[float, ...]  # [steps]
+    alphas: tuple[float, ...]  # [steps], the share of the clean picture, squared
+    alphas_next: tuple[
+        float, ...
+    ]  # [steps], where a step leads: the next alpha, but for how diffusers rounds timesteps
+    prediction: Prediction
+    from_noise: bool  # starts from noise alone
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.timesteps)
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        return self.timesteps + self.alphas
+
+    def timestep(self, step: int) -> float:
+        return self.timesteps[step]
+
+    def start(self, clean: Tensor, noise: Tensor) -> Tensor:
+        return noise if self.from_noise else self.noised(clean, noise, 0)
+
+    def noised(self, clean: Tensor, noise: Tensor, step: int) -> Tensor:
+        signal, spread = shares(self.alphas[step])
+        return signal * clean + spread * noise
+
+    def scaled(self, x: Tensor, step: int) -> Tensor:
+        return x
+
+    def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor:
+        return ddim(x, prediction, self.alphas[step], self.alphas_next[step], self.prediction)
+
+
+@dataclass(frozen=True)
+class EulerSchedule:
+    timesteps: tuple[float, ...]  # [steps]
+    sigmas: tuple[float, ...]  # [steps + 1], the last one is the end
+    prediction: Prediction
+    start_sigma: float  # of the noise it starts from alone; 0: it starts from the noised picture
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.timesteps)
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        return self.timesteps + self.sigmas
+
+    def timestep(self, step: int) -> float:
+        return self.timesteps[step]
+
+    def start(self, clean: Tensor, noise: Tensor) -> Tensor:
+        return self.start_sigma * noise if self.start_sigma else self.noised(clean, noise, 0)
+
+    def noised(self, clean: Tensor, noise: Tensor, step: int) -> Tensor:
+        return clean + self.sigmas[step] * noise
+
+    def scaled(self, x: Tensor, step: int) -> Tensor:
+        return x / math.sqrt(self.sigmas[step] ** 2 + 1)
+
+    def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor:
+        return euler(x, prediction, self.sigmas[step], self.sigmas[step + 1], self.prediction)
 
 
 def flow_euler(x: Tensor, velocity: Tensor, sigma: float, sigma_next: float) -> Tensor:
@@ -15,10 +143,72 @@ def flow_noise(clean: Tensor, noise: Tensor, sigma: float) -> Tensor:
     return (1 - sigma) * clean + sigma * noise
 
 
+def ddim(x: Tensor, predicted: Tensor, alpha: float, alpha_next: float, prediction: Prediction) -> Tensor:
+    """Without noise of its own (eta 0)."""
+    signal, spread = shares(alpha)
+    signal_next, spread_next = shares(alpha_next)
+    if prediction == "epsilon":
+        clean, noise = (x - spread * predicted) / signal, predicted
+    else:
+        clean, noise = signal * x - spread * predicted, signal * predicted + spread * x
+    return signal_next * clean + spread_next * noise
+
+
+def shares(alpha: float) -> tuple[float, float]:
+    """Of the clean picture and of the noise."""
+    return math.sqrt(alpha), math.sqrt(1 - alpha)
+
+
+def euler(x: Tensor, predicted: Tensor, sigma: float, sigma_next: float, prediction: Prediction) -> Tensor:
+    """Without churn."""
+    if prediction == "epsilon":
+        return x + (sigma_next - sigma) * predicted
+    clean = x / (sigma**2 + 1) - sigma / math.sqrt(sigma**2 + 1) * predicted
+    return x + (sigma_next - sigma) / sigma * (x - clean)
+
+
+def flow_schedule(
+    scheduler: FlowMatchEulerDiscreteScheduler, steps: int, num_tokens: int, strength: float = 1.0
+) -> FlowSchedule:
+    return FlowSchedule(tuple(flow_sigmas(scheduler, steps, num_tokens, strength).tolist()))
+
+
+def ddim_schedule(scheduler: DDIMScheduler, steps: int, strength: float = 1.0) -> DdimSchedule:
+    table = copy.copy(scheduler)  # set_timesteps writes into the object; the caller's stays as it is
+    table.set_timesteps(steps)
+    timesteps = table.timesteps.tolist()[num_skipped(steps, strength) :]
+    stride = table.config.num_train_timesteps // steps
+    alphas, end = table.alphas_cumprod.tolist(), float(table.final_alpha_cumprod)
+    return DdimSchedule(
+        timesteps=tuple(timesteps),
+        alphas=tuple(alphas[timestep] for timestep in timesteps),
+        alphas_next=tuple(alphas[timestep - stride] if timestep >= stride else end for timestep in timesteps),
+        prediction=table.config.prediction_type,
+        from_noise=strength == 1,
+    )
+
+
+def euler_schedule(scheduler: EulerDiscreteScheduler, steps: int, strength: float = 1.0) -> EulerSchedule:
+    table = copy.copy(scheduler)
+    table.set_timesteps(steps)
+    skipped = num_skipped(steps, strength)
+    return EulerSchedule(
+        timesteps=tuple(table.timesteps.tolist()[skipped:]),
+        sigmas=tuple(table.sigmas.tolist()[skipped:]),
+        prediction=table.config.prediction_type,
+        start_sigma=float(table.init_noise_sigma) if strength == 1 else 0.0,
+    )
+
+
+def num_skipped(steps: int, strength: float) -> int:
+    """As the Stable Diffusion pipelines count, but that one step is always left."""
+    return steps - max(min(int(steps * strength), steps), 1)
+
+
 def flow_sigmas(
     scheduler: FlowMatchEulerDiscreteScheduler, steps: int, num_tokens: int, strength: float = 1.0
 ) -> Tensor:  # [steps run + 1], the last one is the clean end
-    table = copy.copy(scheduler)  # set_timesteps writes into the object; the caller's stays as it is
+    table = copy.copy(scheduler)
     table.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=flow_shift(scheduler, num_tokens))
     num_skipped = int(max(steps - min(steps * strength, steps), 0))
     sigmas: Tensor = table.sigmas[num_skipped:]

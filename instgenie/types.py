@@ -18,7 +18,7 @@ class Edit:
     prompt: str
     seed: int = 0
     steps: int = 28
-    guidance: float = 3.5  # fed to the guidance embedding of models that have one
+    guidance: float = 3.5  # fed to Flux's guidance embedding, where it has one; true guidance for UNets
     true_guidance: float = 1.0  # > 1: classifier-free guidance against the negative prompt, two branches
     negative_prompt: str = ""
     strength: float = 1.0  # share of the trajectory that is run; < 1 keeps traces of what was there

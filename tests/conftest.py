@@ -1,4 +1,5 @@
-"""Tiny random pipelines, saved as folders: two that blend and one that fills, of different shapes.
+"""Tiny random pipelines, saved as folders, of different shapes: Flux that blends (two) and fills, UNets that blend
+(Stable Diffusion 2.1 and XL) and fill (1.5).
 
 Weights are drawn wide enough that every part of the network matters to the result: a network that answers zero would
 hide every mistake.
@@ -16,21 +17,38 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderTiny,
+    DDIMScheduler,
+    EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    PNDMScheduler,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
 )
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
 
-from instgenie.models.load import Model, load
+from instgenie.models.load import load
+from instgenie.models.model import Model
 from instgenie.types import Edit
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "cat", "dog", "flower", "on", "grass", "sky", "nothing"]
-FAMILIES = ("blend", "blend_guided", "fill")
+FLUX_FAMILIES = ("blend", "blend_guided", "fill")
+UNET_FAMILIES = ("sd", "sdxl", "sd_fill")
+FAMILIES = (*FLUX_FAMILIES, *UNET_FAMILIES)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,7 +62,10 @@ def few_threads() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("pipelines")
-    save = {"blend": save_blend, "blend_guided": save_blend_guided, "fill": save_fill}
+    save = {
+        "blend": save_blend, "blend_guided": save_blend_guided, "fill": save_fill,
+        "sd": save_sd, "sdxl": save_sdxl, "sd_fill": save_sd_fill,
+    }  # fmt: skip
     for seed, family in enumerate(FAMILIES):
         torch.manual_seed(seed)
         save[family](root / family)
@@ -108,11 +129,11 @@ def save_fill(folder: Path) -> None:
     save_pipeline(FluxFillPipeline, folder, transformer, vae, scheduler, num_text=6)
 
 
-def tiny_kl() -> AutoencoderKL:
+def tiny_kl(shift_factor: float | None = 0.2) -> AutoencoderKL:
     return AutoencoderKL(
         latent_channels=4, block_out_channels=(8, 8), norm_num_groups=4, sample_size=32,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.4, shift_factor=0.2,
+        use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.4, shift_factor=shift_factor,
     )  # fmt: skip
 
 
@@ -124,17 +145,90 @@ def save_pipeline(
     scheduler: FlowMatchEulerDiscreteScheduler,
     num_text: int,
 ) -> None:
-    clip = CLIPTextConfig(
-        vocab_size=len(WORDS), hidden_size=32, intermediate_size=37, num_hidden_layers=1, num_attention_heads=4,
-        max_position_embeddings=9, pad_token_id=0, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
     t5 = T5Config(vocab_size=len(WORDS), d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
-    modules = {"transformer": transformer, "text_encoder": CLIPTextModel(clip), "text_encoder_2": T5EncoderModel(t5)}
+    modules = {
+        "transformer": transformer,
+        "text_encoder": CLIPTextModel(tiny_clip(32)),
+        "text_encoder_2": T5EncoderModel(t5),
+    }
     for module in (vae, *modules.values()):
         widen(module)
     pipeline(
         **modules, vae=vae, scheduler=scheduler, tokenizer=tiny_tokenizer(9), tokenizer_2=tiny_tokenizer(num_text)
     ).save_pretrained(folder)
+
+
+def tiny_clip(width: int, num_layers: int = 1, **fields: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(WORDS), hidden_size=width, intermediate_size=37, num_attention_heads=4,
+        max_position_embeddings=9, pad_token_id=0, bos_token_id=1, eos_token_id=1, num_hidden_layers=num_layers,
+        **fields,
+    )  # fmt: skip
+
+
+TRAINED: dict[str, Any] = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "steps_offset": 1,
+}
+
+
+def save_sd(folder: Path) -> None:
+    """As 2.1: predicts v, linear projections, heads of one width."""
+    unet = UNet2DConditionModel(
+        sample_size=16, block_out_channels=(16, 32, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=32,
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        attention_head_dim=(2, 4, 4), use_linear_projection=True, upcast_attention=True,
+    )  # fmt: skip
+    scheduler = DDIMScheduler(**TRAINED, clip_sample=False, set_alpha_to_one=False, prediction_type="v_prediction")
+    save_unet(StableDiffusionPipeline, folder, unet, scheduler)
+
+
+def save_sd_fill(folder: Path) -> None:
+    """As the inpainting 1.5: nine channels, predicts noise, convolutions for projections, comes with a PNDM."""
+    unet = UNet2DConditionModel(
+        sample_size=16, in_channels=9, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4,
+        cross_attention_dim=32, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=4,
+    )  # fmt: skip
+    scheduler = PNDMScheduler(**TRAINED, skip_prk_steps=True)
+    save_unet(StableDiffusionInpaintPipeline, folder, unet, scheduler)
+
+
+def save_unet(
+    pipeline: type[StableDiffusionPipeline] | type[StableDiffusionInpaintPipeline],
+    folder: Path,
+    unet: UNet2DConditionModel,
+    scheduler: DDIMScheduler | PNDMScheduler,
+) -> None:
+    vae, text_encoder = tiny_kl(shift_factor=None), CLIPTextModel(tiny_clip(32))
+    for module in (unet, vae, text_encoder):
+        widen(module)
+    pipeline(
+        unet=unet, vae=vae, scheduler=scheduler, text_encoder=text_encoder, tokenizer=tiny_tokenizer(9),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def save_sdxl(folder: Path) -> None:
+    """Several blocks in a transformer, none at the first level; sizes and a pooled embedding; Euler."""
+    unet = UNet2DConditionModel(
+        sample_size=16, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=32 + 16,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4), transformer_layers_per_block=(1, 2), use_linear_projection=True,
+        addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=24 + 6 * 8,
+    )  # fmt: skip
+    vae, scheduler = tiny_kl(shift_factor=None), EulerDiscreteScheduler(**TRAINED, timestep_spacing="leading")
+    first = CLIPTextModel(tiny_clip(32, num_layers=2))
+    second = CLIPTextModelWithProjection(tiny_clip(16, num_layers=2, projection_dim=24))
+    for module in (unet, vae, first, second):
+        widen(module)
+    StableDiffusionXLPipeline(
+        unet=unet, vae=vae, scheduler=scheduler, text_encoder=first, text_encoder_2=second,
+        tokenizer=tiny_tokenizer(9), tokenizer_2=tiny_tokenizer(9), add_watermarker=False,
+    ).save_pretrained(folder)  # fmt: skip
 
 
 def widen(module: torch.nn.Module) -> None:

@@ -8,11 +8,14 @@ from conftest import make_edit
 
 from instgenie.activations import Activations, Key
 from instgenie.batch import Branch, Job, Template, guide, pack, rows
+from instgenie.sampler import FlowSchedule
 
 CHANNELS, WIDTH, POOLED, HEAD = 4, 6, 3, 2
 
 
-def make_job(num_image: int, num_text: tuple[int, ...], sigmas: list[float], **fields: float) -> Job:
+def make_job(
+    num_image: int, num_text: tuple[int, ...], sigmas: tuple[float, ...], scale: float = 1.0, **fields: float
+) -> Job:
     generator = torch.Generator().manual_seed(num_image)
 
     def random(*shape: int) -> torch.Tensor:
@@ -28,7 +31,8 @@ def make_job(num_image: int, num_text: tuple[int, ...], sigmas: list[float], **f
         masked=torch.arange(num_image)[:, None] % 3 == 0,
         conditioning=random(num_image, 2),
         branches=branches,
-        sigmas=sigmas,
+        scale=scale,
+        schedule=FlowSchedule(sigmas),
         latents=random(num_image, CHANNELS),
     )
 
@@ -36,9 +40,9 @@ def make_job(num_image: int, num_text: tuple[int, ...], sigmas: list[float], **f
 @pytest.fixture
 def jobs() -> list[Job]:
     return [
-        make_job(5, (2,), [1.0, 0.5, 0.0], guidance=1.0),
-        make_job(7, (3, 1), [0.8, 0.0], guidance=2.0, true_guidance=3.0),
-        make_job(4, (2,), [0.9, 0.6, 0.3, 0.0], guidance=3.0),
+        make_job(5, (2,), (1.0, 0.5, 0.0), guidance=1.0),
+        make_job(7, (3, 1), (0.8, 0.0), scale=3.0, guidance=2.0),
+        make_job(4, (2,), (0.9, 0.6, 0.3, 0.0), guidance=3.0),
     ]
 
 
@@ -78,7 +82,8 @@ def test_part_undoes_join(jobs: list[Job], num_jobs: int) -> None:
 def test_advance_moves_masked_tokens_and_pins_the_others(jobs: list[Job]) -> None:
     before = [job.latents for job in jobs]
     velocity = torch.arange(23.0)[:, None].expand(23, CHANNELS)
-    pack(jobs).advance(velocity)
+    for job, velocities in zip(jobs, pack(jobs).deal(velocity), strict=True):
+        job.advance(velocities)
     positive, negative = velocity[5:12], velocity[12:19]
     moved = before[1] + (0.0 - 0.8) * (negative + 3.0 * (positive - negative))
     torch.testing.assert_close(jobs[1].latents[::3], moved[::3])
@@ -95,9 +100,11 @@ def test_guide_without_a_second_branch_is_the_first() -> None:
 
 
 def with_activations(job: Job, plan: tuple[bool, ...]) -> Job:
-    rows = torch.randn(job.num_steps, len(plan), 1, len(job.masked), WIDTH)
-    key = Key("picture", "model", (1, 1), tuple(job.sigmas), 1.0, "y", "float32")
-    return replace(job, activations=Activations(key, rows, torch.randn(job.num_steps, WIDTH)), plan=plan)
+    num_tokens = len(job.masked)
+    rows = tuple(torch.randn(1, job.num_steps, 1, num_tokens, WIDTH) for _ in plan)
+    key = Key("picture", "model", (1, 1), (1.0,) * job.num_steps, 1.0, "y", "float32")
+    time = torch.randn(job.num_steps, WIDTH)
+    return replace(job, activations=Activations(key, (len(plan),), num_tokens, rows, time), plan=plan)
 
 
 def test_masked_tokens_flow_alone_where_a_job_is_cached(jobs: list[Job]) -> None:

@@ -212,10 +212,11 @@ def test_bad_input_does_not_wait_for_torch(desk: Path) -> None:
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl"])
 def test_bench_edit_prints_and_writes_its_rows(
-    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    family: str, desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = ["--model", str(folders["blend_guided"]), "--device", "cpu", "--size", "48x32"]
+    model = ["--model", str(folders[family]), "--device", "cpu", "--size", "48x32"]
     assert main(["bench", "edit", *model, "--steps", "2", "--repeats", "2", "--json", "bench.json"]) == 0
     report = json.loads(Path("bench.json").read_text())
     assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "cached"] * 2

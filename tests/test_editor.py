@@ -8,7 +8,6 @@ from conftest import make_edit
 
 from instgenie import Editor
 from instgenie.errors import EditError, MaskError
-from instgenie.models.load import Model
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +70,6 @@ def test_bad_edits(editor: Editor, monkeypatch: pytest.MonkeyPatch) -> None:
         editor.edit(edit.picture, np.zeros_like(edit.mask), "sky")
     with pytest.raises(EditError, match="size"):
         editor.edit(edit.picture, edit.mask, "sky", size=(33, 48))
-    monkeypatch.setattr(Model, "patch", 32)
+    monkeypatch.setattr(type(editor.model), "unit", 32)
     with pytest.raises(EditError, match=r"\(64, 48\): multiples of 32"):
         editor.edit(edit.picture, edit.mask, "sky", size=(64, 48))

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import make_edit
+from conftest import FLUX_FAMILIES, make_edit
 from torch import Tensor
 
 from instgenie.batch import Branch, Job, Template, pack
 from instgenie.models.flux import embed_positions, embed_prompt, velocity
-from instgenie.models.load import Model
+from instgenie.models.flux_model import FluxModel
+from instgenie.sampler import FlowSchedule
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Sequence:
 SHAPES = [(4, (3, 5), 0.9, 1.0), (6, (2, 2), 0.35, 30.0), (4, (4, 4), 1.0, 3.5)]
 
 
-def make_sequences(model: Model) -> list[Sequence]:
+def make_sequences(model: FluxModel) -> list[Sequence]:
     generator = torch.Generator().manual_seed(0)
     config = model.transformer.config
 
@@ -48,7 +49,7 @@ def make_sequences(model: Model) -> list[Sequence]:
     ]
 
 
-def stock(model: Model, sequence: Sequence, dtype: torch.dtype) -> Tensor:
+def stock(model: FluxModel, sequence: Sequence, dtype: torch.dtype) -> Tensor:
     rows, cols = sequence.grid
     positions = torch.zeros(rows, cols, 3)
     positions[..., 1] += torch.arange(rows)[:, None]
@@ -66,12 +67,12 @@ def stock(model: Model, sequence: Sequence, dtype: torch.dtype) -> Tensor:
     ).sample[0]
 
 
-def ragged(model: Model, sequences: list[Sequence], dtype: torch.dtype) -> list[Tensor]:
+def ragged(model: FluxModel, sequences: list[Sequence], dtype: torch.dtype) -> list[Tensor]:
     batch = pack([make_job(model, sequence, dtype) for sequence in sequences])
     return list(velocity(model.transformer, batch).split(batch.num_image))
 
 
-def make_job(model: Model, sequence: Sequence, dtype: torch.dtype) -> Job:
+def make_job(model: FluxModel, sequence: Sequence, dtype: torch.dtype) -> Job:
     text = embed_prompt(model.transformer, sequence.text.to(dtype))
     rotary = embed_positions(model.transformer, len(text), sequence.grid)
     image = sequence.image
@@ -82,22 +83,28 @@ def make_job(model: Model, sequence: Sequence, dtype: torch.dtype) -> Job:
         masked=torch.ones(len(image), 1, dtype=torch.bool),
         conditioning=image[:, :0],
         branches=(Branch(text, sequence.pooled.to(dtype), rotary),),
-        sigmas=[sequence.sigma, 0.0],
+        scale=1.0,
+        schedule=FlowSchedule((sequence.sigma, 0.0)),
         latents=image,
     )
 
 
+@pytest.fixture(params=[*FLUX_FAMILIES, "builtin"])
+def model(request: pytest.FixtureRequest, models: dict[str, FluxModel]) -> FluxModel:
+    return models[request.param]
+
+
 @pytest.fixture
-def in_dtype(model: Model, dtype: torch.dtype) -> Model:
+def in_dtype(model: FluxModel, dtype: torch.dtype) -> FluxModel:
     if dtype == torch.float32:
         return model
     fields = {**vars(model), "transformer": copy.deepcopy(model.transformer).to(dtype)}
-    return Model(**fields)
+    return FluxModel(**fields)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-def test_ragged_is_diffusers(in_dtype: Model, dtype: torch.dtype, tolerance: float) -> None:
+def test_ragged_is_diffusers(in_dtype: FluxModel, dtype: torch.dtype, tolerance: float) -> None:
     sequences = make_sequences(in_dtype)
     expected = [stock(in_dtype, sequence, dtype) for sequence in sequences]
     together = ragged(in_dtype, sequences, dtype)
@@ -111,7 +118,7 @@ def test_ragged_is_diffusers(in_dtype: Model, dtype: torch.dtype, tolerance: flo
 
 
 @torch.no_grad()
-def test_branches_do_not_see_each_other(model: Model) -> None:
+def test_branches_do_not_see_each_other(model: FluxModel) -> None:
     first, second, third = make_sequences(model)
     changed = Sequence(-second.image, -second.text, -second.pooled, second.grid, 0.8, 2.0)
     before = ragged(model, [first, second, third], torch.float32)

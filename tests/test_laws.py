@@ -10,18 +10,19 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import make_edit
+from conftest import FLUX_FAMILIES, make_edit
 from diffusers import FluxFillPipeline, FluxInpaintPipeline
 from PIL import Image
 from torch import Tensor
 
 from instgenie.batch import Job
+from instgenie.bench.edit import stock_pipeline
 from instgenie.editor import Editor
-from instgenie.engine.finish import finish, unpack_latents
+from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
-from instgenie.engine.prepare import draw_noise, prepare, prompts, template_seed
-from instgenie.models.folder import PARTS
-from instgenie.models.load import Model
+from instgenie.engine.prepare import draw_noise, prepare, template_seed
+from instgenie.models.flux_model import FluxModel
+from instgenie.models.model import Model, unpack_latents
 from instgenie.types import Edit, Result
 
 CLOSE = 1e-4
@@ -42,20 +43,23 @@ def run(model: Model, edits: list[Edit]) -> list[Tensor]:
     return [job.latents for job in jobs]
 
 
-def stock_pipeline(model: Model) -> FluxFillPipeline | FluxInpaintPipeline:
-    pipeline = (FluxFillPipeline if model.is_fill else FluxInpaintPipeline)(
-        **{part: getattr(model, part) for part in PARTS}
-    )
+@pytest.fixture(params=[*FLUX_FAMILIES, "builtin"])
+def flux(request: pytest.FixtureRequest, models: dict[str, Model]) -> FluxModel:
+    return models[request.param]
+
+
+def quiet_pipeline(model: FluxModel) -> FluxFillPipeline | FluxInpaintPipeline:
+    pipeline = stock_pipeline(model)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def stock_latents(model: Model, edit: Edit) -> Tensor:
+def stock_latents(model: FluxModel, edit: Edit) -> Tensor:
     height, width = edit.picture.shape[:2]
     grid = height // model.patch, width // model.patch
     noise = draw_noise(edit.seed, grid, model)
     true = {"true_cfg_scale": edit.true_guidance, "negative_prompt": edit.negative_prompt}
-    return stock_pipeline(model)(
+    return quiet_pipeline(model)(
         prompt=edit.prompt,
         image=Image.fromarray(edit.picture),
         mask_image=Image.fromarray(edit.mask.astype(np.uint8) * 255),
@@ -72,9 +76,9 @@ def stock_latents(model: Model, edit: Edit) -> Tensor:
 
 
 @torch.no_grad()
-def plain_loop(model: Model, edit: Edit) -> Tensor:
+def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
     """diffusers' transformer and scheduler, one edit, every token; the outside is put back after each step."""
-    pipeline = stock_pipeline(model)
+    pipeline = quiet_pipeline(model)
     height, width = edit.picture.shape[:2]
     rows, cols = height // model.patch, width // model.patch
     scale = model.pixels_per_latent
@@ -107,7 +111,8 @@ def plain_loop(model: Model, edit: Edit) -> Tensor:
     drawn = draw_noise(edit.seed, (rows, cols), model)[None]
     x = sigmas[0] * torch.where(inside, drawn, noise) + (1 - sigmas[0]) * clean
 
-    texts = [pipeline.encode_prompt(text, text, max_sequence_length=model.max_text_tokens) for text in prompts(edit)]
+    prompts = [edit.prompt, edit.negative_prompt] if edit.true_guidance > 1 else [edit.prompt]
+    texts = [pipeline.encode_prompt(text, text, max_sequence_length=model.max_text_tokens) for text in prompts]
     positions = pipeline._prepare_latent_image_ids(1, rows, cols, "cpu", torch.float32)
     guidance = torch.tensor([edit.guidance]) if model.transformer.config.guidance_embeds else None
     for timestep, sigma_next in zip(scheduler.timesteps[skipped:], sigmas[1:], strict=True):
@@ -146,7 +151,8 @@ def test_law_1_full_mask_is_the_stock_pipeline(models: dict[str, Model], family:
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
 @pytest.mark.parametrize("true_guidance", [1.0, 2.5])
-def test_law_1_partial_mask_is_a_plain_loop(model: Model, true_guidance: float, strength: float) -> None:
+def test_law_1_partial_mask_is_a_plain_loop(flux: FluxModel, true_guidance: float, strength: float) -> None:
+    model = flux
     edit = own_edit(model, steps=5, true_guidance=true_guidance, negative_prompt="nothing blue", strength=strength)
     [latents] = run(model, [edit])
     assert apart(latents, plain_loop(model, edit)) <= CLOSE

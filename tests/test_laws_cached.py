@@ -1,4 +1,4 @@
-"""The laws of the engine with cached jobs, on every Flux family, CPU, float32. The truth is the dense engine."""
+"""The laws of the engine with cached jobs, on every family, CPU, float32. The truth is the dense engine."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from conftest import make_edit
 from torch import Tensor
 
 from instgenie.activations import Activations, Kind
-from instgenie.batch import Job, pack
+from instgenie.batch import Job
 from instgenie.bench.metrics import psnr, ssim
 from instgenie.editor import Editor
 from instgenie.engine.finish import finish
@@ -20,10 +20,9 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import make_job, prepare
 from instgenie.engine.register import register, reuse
 from instgenie.errors import EditError, PlanError
-from instgenie.models.flux import num_blocks, velocity
-from instgenie.models.load import Model
+from instgenie.models.model import Model
 from instgenie.picture import open_picture
-from instgenie.planner import Plan
+from instgenie.planner import Plan, check_plan
 from instgenie.types import Edit
 
 CLOSE = 1e-4
@@ -53,20 +52,27 @@ def run(model: Model, jobs: Sequence[Job]) -> list[Tensor]:
     return [job.latents for job in own]
 
 
-def feasible(kind: Kind, num_blocks: int) -> list[Plan]:
-    """Every dense prefix; for y also every single dense block, every single cached one, and taking turns."""
+def feasible(kind: Kind, units: tuple[int, ...]) -> list[Plan]:
+    """Every dense prefix; for y also every single dense block, every single cached one, and taking turns. Where there
+    are several units, the prefixes of each, the others cached."""
+    num_blocks = sum(units)
     prefixes = [(False,) * dense + (True,) * (num_blocks - dense) for dense in range(num_blocks)]
     lone = [tuple(block == index for block in range(num_blocks)) for index in range(num_blocks)]
     missing = [tuple(not cached for cached in plan) for plan in lone]
     turns = [tuple(block % 2 == odd for block in range(num_blocks)) for odd in (0, 1)]
-    return prefixes if kind == "kv" else prefixes + lone + missing + turns
+    in_units = [
+        tuple(not start <= block < end for block in range(num_blocks))
+        for start, length in zip(itertools.accumulate(units, initial=0), units, strict=False)
+        for end in range(start + 1, start + length + 1)
+    ]
+    return prefixes + in_units if kind == "kv" else prefixes + lone + missing + turns
 
 
 def on_trajectory(model: Model, edit: Edit, step: int) -> Job:
     """A job whose masked tokens are, at a step, what registration saw there."""
     job = prepare(edit, model)
     untouched = make_job(edit, np.zeros(edit.size, dtype=np.bool_), edit.size, model)
-    latents = job.template.at(job.sigmas[step])
+    latents = job.template.at(step, job.schedule)
     return replace(job, step=step, latents=latents, conditioning=untouched.conditioning)
 
 
@@ -76,14 +82,19 @@ def on_trajectory(model: Model, edit: Edit, step: int) -> Job:
 def test_law_3_one_step_on_the_trajectory(model: Model, kind: Kind, true_guidance: float) -> None:
     edit = make_edit(prompt="", seed=3, guidance=2.0, true_guidance=true_guidance)
     activations = register_for(model, edit, kind)
-    for step, plan in itertools.product((0, 2), feasible(kind, activations.num_blocks)):
+    for step, plan in itertools.product((0, 2), feasible(kind, activations.units)):
         job = on_trajectory(model, edit, step)
-        dense = velocity(model.transformer, pack([job])).split(len(job.masked))
-        cached = velocity(model.transformer, pack([reuse(job, activations, plan)])).split(len(job.inside))
+        dense, cached = predict(model, job), predict(model, reuse(job, activations, plan))
         assert len(dense) == len(cached) == len(job.branches)
-        for whole, masked in zip(dense, cached, strict=True):
-            assert masked.abs().max() > 0.1
-            assert apart(whole[job.inside], masked) <= CLOSE
+        for expected, found in zip(dense, cached, strict=True):
+            assert found.abs().max() > 0.1
+            assert apart(expected, found) <= CLOSE
+
+
+def predict(model: Model, job: Job) -> list[Tensor]:
+    """Of each branch, of the masked tokens."""
+    [predictions] = model.predict([job])
+    return [prediction if len(prediction) == len(job.inside) else prediction[job.inside] for prediction in predictions]
 
 
 @torch.no_grad()
@@ -92,10 +103,11 @@ def test_law_3_can_fail(model: Model, kind: Kind) -> None:
     edit = make_edit(prompt="", seed=3)
     activations = register_for(model, edit, kind)
     job = on_trajectory(model, edit, step=1)
-    dense = velocity(model.transformer, pack([job]))[job.inside]
-    other_step = replace(activations, rows=activations.rows.roll(1, dims=0), time=activations.time.roll(1, dims=0))
+    dense, *_ = predict(model, job)
+    other_rows = tuple(rows.roll(1, dims=1) for rows in activations.rows)
+    other_step = replace(activations, rows=other_rows, time=activations.time.roll(1, dims=0))
     for wrong in (other_step, register_for(model, make_edit(picture_seed=1), kind)):
-        assert apart(dense, velocity(model.transformer, pack([reuse(job, wrong)]))) > 10 * CLOSE
+        assert apart(dense, predict(model, reuse(job, wrong))[0]) > 10 * CLOSE
 
 
 @pytest.mark.parametrize("true_guidance", [1.0, 2.5])
@@ -122,7 +134,7 @@ def mixed_jobs(model: Model) -> list[Job]:
     """Dense and cached, both kinds; the first kv job has a dense prefix, the first y job takes turns."""
     edits = [(kind, make_edit(**fields)) for kind, fields in MIX]
     jobs = [make_cached(model, edit, kind) if kind else prepare(edit, model) for kind, edit in edits]
-    blocks = range(num_blocks(model.transformer))
+    blocks = range(model.num_blocks)
     jobs[0] = replace(jobs[0], plan=tuple(block > 0 for block in blocks))
     jobs[3] = replace(jobs[3], plan=tuple(block % 2 == 0 for block in blocks))
     return jobs
@@ -167,7 +179,7 @@ def test_law_6_outside_the_mask_is_bit_identical(model: Model, kind: Kind) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dense_plan_is_no_cache(model: Model, kind: Kind) -> None:
     edit = make_edit(true_guidance=2.0)
-    plan = (False,) * num_blocks(model.transformer)
+    plan = (False,) * model.num_blocks
     job, [plain] = make_cached(model, edit, kind, plan), run(model, [prepare(edit, model)])
     assert torch.equal(run(model, [job])[0], plain)
     all_dense_steps = make_cached(model, replace(edit, dense_steps=edit.steps), kind)
@@ -215,23 +227,39 @@ def test_a_cached_photograph_is_close_to_the_dense_one(models: dict[str, Model])
 def test_steps_at_once_change_nothing(model: Model, kind: Kind) -> None:
     edit = make_edit(steps=5)
     one, two, many = (register_for(model, edit, kind, num_steps_at_once=steps) for steps in (1, 2, 99))
-    blocks, parts = num_blocks(model.transformer), {"kv": 2, "y": 1}[kind]
-    assert one.rows.shape[:3] == (5, blocks, parts)
-    assert one.num_bytes == 4 * (one.rows.numel() + one.time.numel())
-    assert max(apart(one.rows, two.rows), apart(one.rows, many.rows), apart(one.time, many.time)) <= CLOSE
+    assert one.rows[0].shape[1:3] == (5, {"kv": 2, "y": 1}[kind])
+    assert one.num_bytes == 4 * (sum(rows.numel() for rows in one.rows) + one.time.numel())
+    assert len(one.rows) == len(two.rows) == len(many.rows)
+    assert max(map(apart, one.rows * 2, two.rows + many.rows)) <= CLOSE
+    if one.time.numel():
+        assert apart(one.time, many.time) <= CLOSE
     assert one.key == two.key == many.key
 
 
 def test_infeasible_plans_are_refused(model: Model) -> None:
     edit = make_edit()
-    job, blocks = prepare(edit, model), num_blocks(model.transformer)
+    job, blocks = prepare(edit, model), model.num_blocks
     turns = tuple(block % 2 == 0 for block in range(blocks))
-    with pytest.raises(PlanError, match="block 1 dense after block 0"):
-        make_cached(model, edit, "kv", turns)
+    if max(model.units) > 1:
+        with pytest.raises(PlanError, match=r"block \d dense after block \d"):
+            make_cached(model, edit, "kv", turns)
     with pytest.raises(PlanError, match=f"{blocks + 1} blocks: {blocks},"):
         make_cached(model, edit, "y", (True,) * (blocks + 1))
     with pytest.raises(PlanError, match="no activations"):
         replace(job, plan=turns)
+
+
+def test_feasible_plans() -> None:
+    for kind in KINDS:
+        for units in ((5,), (1, 3, 1)):
+            for plan in feasible(kind, units):
+                check_plan(plan, kind, units)
+            check_plan((False,) * 5, kind, units)
+    with pytest.raises(PlanError, match="block 3 dense after block 1"):
+        check_plan((False, True, True, False, True), "kv", (5,))
+    check_plan((True, False, True, False, True), "kv", (1, 2, 2))
+    with pytest.raises(PlanError, match=r"block 4 dense after block 3.*of each transformer"):
+        check_plan((True, False, True, True, False), "kv", (1, 2, 2))
 
 
 @pytest.fixture
@@ -258,7 +286,7 @@ def test_guidance_is_part_of_the_key_where_it_enters_the_network(editor: Editor)
     edit = make_edit(steps=2, guidance=2.0)
     editor.register(edit.picture, size=edit.size, steps=2, guidance=9.0, kind="y")
     [result] = editor.edit_many([edit])
-    assert result.cache_hit is not editor.model.transformer.config.guidance_embeds
+    assert result.cache_hit is (editor.model.embedded_guidance(edit) == 0)
 
 
 def test_registration_refuses_what_an_edit_would(editor: Editor) -> None:

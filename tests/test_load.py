@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES
+from conftest import FAMILIES, FLUX_FAMILIES, UNET_FAMILIES
 
 from instgenie.errors import InstGenieError, ModelError, OutOfMemoryError
 from instgenie.models import folder as folder_module
-from instgenie.models.load import Model, load
+from instgenie.models.load import load
 from instgenie.models.memory import memory_guard
+from instgenie.models.model import Model
 
 
 def test_facts(models: dict[str, Model]) -> None:
     facts = {
         name: (model.is_fill, model.patch, model.latent_channels, model.max_text_tokens, model.steps, model.guidance)
         for name, model in models.items()
-        if name in FAMILIES
+        if name in FLUX_FAMILIES
     }
     assert facts == {
         "blend": (False, 4, 4, 5, 4, 0.0),
@@ -153,9 +154,10 @@ def test_memory_runs_out_midway() -> None:
 def test_parameters_are_counted(folders: dict[str, Path], models: dict[str, Model]) -> None:
     for family in FAMILIES:
         model = models[family]
-        parts = (model.transformer, model.vae, model.text_encoder, model.text_encoder_2)
+        pipeline = folder_module.check_index(folders[family])
+        parts = [getattr(model, part) for part in folder_module.PIPELINES[pipeline] if part in folder_module.WEIGHTS]
         expected = sum(parameter.numel() for part in parts for parameter in part.parameters())
-        assert folder_module.count_parameters(folders[family]) == pytest.approx(expected, rel=0.01)
+        assert folder_module.count_parameters(folders[family], pipeline) == pytest.approx(expected, rel=0.01)
 
 
 def test_importing_instgenie_imports_no_torch() -> None:
@@ -166,3 +168,53 @@ def test_importing_instgenie_imports_no_torch() -> None:
 def test_all_errors_are_one_family() -> None:
     assert issubclass(ModelError, InstGenieError)
     assert issubclass(OutOfMemoryError, InstGenieError)
+
+
+def test_unet_facts(models: dict[str, Model]) -> None:
+    facts = {
+        name: (model.is_fill, model.units, model.own_size, model.steps, model.guidance, type(model.scheduler).__name__)
+        for name, model in models.items()
+        if name in UNET_FAMILIES
+    }
+    assert facts == {
+        "sd": (False, (1, 1, 1, 1, 1, 1, 1), 32, 50, 7.5, "DDIMScheduler"),
+        "sdxl": (False, (2, 2, 2, 2), 32, 50, 7.5, "EulerDiscreteScheduler"),
+        "sd_fill": (True, (1, 1, 1, 1), 32, 50, 7.5, "DDIMScheduler"),
+    }
+
+
+def edit_config(part: str, **changes: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        [path] = (folder / part).glob("*config.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+UNET_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "part missing": (lambda folder: shutil.rmtree(folder / "unet"), "lacks unet: a StableDiffusionPipeline has unet"),
+    "other scheduler": (
+        lambda f: edit_index(f, scheduler=["diffusers", "UniPCMultistepScheduler"]),
+        "a UniPCMultistepScheduler: a DDIMScheduler, a EulerDiscreteScheduler or a PNDMScheduler",
+    ),
+    "predicts pictures": (edit_config("scheduler", prediction_type="sample"), "'sample': epsilon or v_prediction"),
+    "thresholds": (edit_config("scheduler", thresholding=True), "clip_sample or thresholding on"),
+    "centred input": (edit_config("unet", center_input_sample=True), "center_input_sample=True"),
+    "channels": (edit_config("vae", latent_channels=3), "does not load|has 4 channels: 3, or 7"),
+}
+
+
+@pytest.mark.parametrize("kind", UNET_DAMAGE)
+def test_bad_unet_folders(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    damage, says = UNET_DAMAGE[kind]
+    folder = shutil.copytree(folders["sd"], tmp_path / "model")
+    damage(folder)
+    with pytest.raises(ModelError, match=says):
+        load(str(folder), "cpu")
+
+
+def test_unet_says_nothing_and_honours_dtype(folders: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    for family in UNET_FAMILIES:
+        model = load(str(folders[family]), device="cpu", dtype="bfloat16")
+        assert model.network.dtype == model.text_encoder.dtype == model.vae.dtype == torch.bfloat16
+    assert capfd.readouterr() == ("", "")

@@ -3,10 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusionInpaintPipeline,
+)
 from diffusers.pipelines.flux.pipeline_flux_inpaint import FluxInpaintPipeline, calculate_shift, retrieve_timesteps
 
-from instgenie.sampler import flow_euler, flow_noise, flow_sigmas
+from instgenie.sampler import ddim_schedule, euler_schedule, flow_euler, flow_noise, flow_sigmas
 
 CONFIGS = [
     {"shift": 1.0},
@@ -66,3 +71,61 @@ def test_steps_and_noise_are_the_schedulers() -> None:
         torch.testing.assert_close(
             flow_noise(x, noise, sigma_next), scheduler.scale_noise(x, scheduler.timesteps[:1], noise)
         )
+
+
+DDIM_CONFIGS = [
+    {"steps_offset": 1, "set_alpha_to_one": False},
+    {"timestep_spacing": "trailing"},
+    {"timestep_spacing": "linspace", "beta_schedule": "scaled_linear"},
+    {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True},
+]
+EULER_CONFIGS = [
+    {"timestep_spacing": "leading", "steps_offset": 1},
+    {"timestep_spacing": "trailing"},
+    {"use_karras_sigmas": True},
+    {"final_sigmas_type": "sigma_min"},
+    {"timestep_type": "continuous"},
+]
+SCHEDULES = [
+    *((DDIMScheduler, ddim_schedule, {"clip_sample": False} | config) for config in DDIM_CONFIGS),
+    *((EulerDiscreteScheduler, euler_schedule, config) for config in EULER_CONFIGS),
+]
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize(("steps", "strength"), [(1, 1.0), (4, 1.0), (7, 1.0), (10, 0.55)])
+@pytest.mark.parametrize(("make", "tabulate", "config"), SCHEDULES)
+def test_a_schedule_is_the_schedulers_stepping(make, tabulate, config, steps, strength, prediction) -> None:
+    if config.get("rescale_betas_zero_snr") and prediction == "epsilon":
+        pytest.skip("noise alone tells nothing about the picture")
+    scheduler = make(prediction_type=prediction, **config)
+    before = dict(scheduler.config), scheduler.timesteps.clone()
+    schedule = tabulate(scheduler, steps, strength)
+    assert (dict(scheduler.config), scheduler.timesteps.tolist()) == (before[0], before[1].tolist())
+
+    pipeline = StableDiffusionInpaintPipeline.__new__(StableDiffusionInpaintPipeline)
+    pipeline.scheduler = scheduler
+    scheduler.set_timesteps(steps)
+    timesteps, num_steps = pipeline.get_timesteps(steps, strength, "cpu")
+    assert schedule.num_steps == num_steps
+    assert schedule.timesteps == pytest.approx(timesteps.tolist())
+    clean, noise, predicted = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
+    started = noise * scheduler.init_noise_sigma if strength == 1 else scheduler.add_noise(clean, noise, timesteps[:1])
+    torch.testing.assert_close(schedule.start(clean, noise), started)
+    x = clean
+    for step, timestep in enumerate(timesteps):
+        torch.testing.assert_close(schedule.scaled(x, step), scheduler.scale_model_input(x, timestep))
+        torch.testing.assert_close(
+            schedule.noised(clean, noise, step), scheduler.add_noise(clean, noise, timesteps[step : step + 1])
+        )
+        ours = schedule.advanced(x, predicted, step)
+        x = scheduler.step(predicted, timestep, x, return_dict=False)[0]
+        torch.testing.assert_close(ours, x, rtol=1e-4, atol=1e-4)
+
+
+def test_one_step_is_always_left() -> None:
+    assert (
+        ddim_schedule(DDIMScheduler(), 6, 0.01).num_steps
+        == euler_schedule(EulerDiscreteScheduler(), 6, 0.01).num_steps
+        == 1
+    )

@@ -28,7 +28,11 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.errors import InstGenieError
 from instgenie.mask import token_mask
-from instgenie.models.load import PARTS, Model, load
+from instgenie.models.flux_model import FluxModel
+from instgenie.models.folder import PIPELINES
+from instgenie.models.load import load
+from instgenie.models.model import Model
+from instgenie.models.unet_model import UnetXlModel
 from instgenie.picture import check_edit
 from instgenie.types import Edit, PixelMask, Pixels
 
@@ -142,12 +146,11 @@ def own_system(model: Model, make_job: Callable[[Edit], Job]) -> System:
 
 
 def stock_system(model: Model) -> System:
-    make = diffusers.FluxFillPipeline if model.is_fill else diffusers.FluxInpaintPipeline
-    parts = {part: getattr(model, part) for part in PARTS}
-    parts["scheduler"] = type(model.scheduler).from_config(model.scheduler.config)  # the pipeline changes it
-    pipeline = make(**parts)
+    pipeline = stock_pipeline(model)
     pipeline.set_progress_bar_config(disable=True)
-    strength = {} if model.is_fill else {"strength": 1.0}
+    options = {} if stock_name(model) == "FluxFillPipeline" else {"strength": 1.0}
+    if isinstance(model, FluxModel):
+        options["max_sequence_length"] = model.max_text_tokens
 
     def run(edit: Edit) -> Sample:
         height, width, _ = edit.picture.shape
@@ -157,7 +160,7 @@ def stock_system(model: Model) -> System:
             if not prepared:
                 prepared.append(now(model.device))
 
-        hook = model.transformer.register_forward_pre_hook(on_forward)
+        hook = model.network.register_forward_pre_hook(on_forward)
         start = now(model.device)
         pipeline(
             prompt=edit.prompt,
@@ -168,15 +171,30 @@ def stock_system(model: Model) -> System:
             num_inference_steps=edit.steps,
             guidance_scale=edit.guidance,
             generator=torch.Generator().manual_seed(edit.seed),
-            max_sequence_length=model.max_text_tokens,
             output_type="latent",
-            **strength,
+            **options,
         )
         end = now(model.device)
         hook.remove()
         return Sample(edit=end - start, denoise=end - prepared[0])
 
     return run
+
+
+def stock_pipeline(model: Model) -> diffusers.DiffusionPipeline:
+    """diffusers' own inpainting pipeline around the model's parts; its scheduler is its own, for it changes it."""
+    name = stock_name(model)
+    parts = {part: getattr(model, part) for part in PIPELINES[name]}
+    parts["scheduler"] = type(model.scheduler).from_config(model.scheduler.config)
+    if name == "StableDiffusionInpaintPipeline":
+        parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return getattr(diffusers, name)(**parts)
+
+
+def stock_name(model: Model) -> str:
+    if isinstance(model, FluxModel):
+        return "FluxFillPipeline" if model.is_fill else "FluxInpaintPipeline"
+    return "StableDiffusionXLInpaintPipeline" if isinstance(model, UnetXlModel) else "StableDiffusionInpaintPipeline"
 
 
 def now(device: torch.device) -> float:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from instgenie.batch import Job
-from instgenie.models.load import Model
+from instgenie.models.model import Model, unpack_latents
 from instgenie.picture import composite
 from instgenie.types import Pixels
 
@@ -17,14 +17,8 @@ def finish(job: Job, model: Model) -> Pixels:
 
 def decode(latents: Tensor, grid: tuple[int, int], model: Model) -> Pixels:
     config = model.vae.config
-    unscaled = unpack_latents(latents, grid) / config.scaling_factor + config.shift_factor
-    decoded = model.vae.decode(unscaled.to(model.dtype)).sample[0].float()  # [3, height, width] in [-1, 1]
+    unscaled = unpack_latents(latents, grid, model.latents_per_token) / config.scaling_factor
+    shifted = unscaled + (config.shift_factor or 0)
+    decoded = model.vae.decode(shifted.to(model.dtype)).sample[0].float()  # [3, height, width] in [-1, 1]
     pixels: Pixels = ((decoded / 2 + 0.5).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
     return pixels
-
-
-def unpack_latents(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-    """[rows * columns, channels * 4] -> [1, channels, 2 rows, 2 columns]"""
-    num_rows, num_columns = grid
-    patches = tokens.view(num_rows, num_columns, -1, 2, 2).permute(2, 0, 3, 1, 4)
-    return patches.reshape(1, -1, 2 * num_rows, 2 * num_columns)

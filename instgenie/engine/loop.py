@@ -2,9 +2,8 @@
 
 import torch
 
-from instgenie.batch import Job, pack
-from instgenie.models.flux import velocity
-from instgenie.models.load import Model
+from instgenie.batch import Job
+from instgenie.models.model import Model
 
 MAX_JOBS = 8
 
@@ -25,9 +24,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Job]:
-        """Pick jobs, pack them, run, advance, hand over the finished."""
-        batch = pack(self.pick())
-        batch.advance(velocity(self.model.transformer, batch))
+        """Pick jobs, run the model, advance, hand over the finished."""
+        jobs = self.pick()
+        for job, predictions in zip(jobs, self.model.predict(jobs), strict=True):
+            job.advance(predictions)
         return self.hand_over()
 
     def pick(self) -> list[Job]:

@@ -1,23 +1,25 @@
 """A picture becomes a template with activations: teacher-forced dense passes over all its steps. Edits nothing.
 
 All that unmasked tokens feed into the network is a fact of the template, so its steps do not wait for each other: they
-are the jobs of a batch. Every pass sees the empty prompt and a picture in which nothing is masked.
+are the jobs of a batch. Every pass sees empty prompts and a picture in which nothing is masked; where an empty negative
+prompt is another thing than an empty prompt, both branches are kept, else one stands for both.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from instgenie.activations import NUM_PARTS, Activations, Key, Kind, digest
-from instgenie.batch import Job, pack
+from instgenie.batch import Job
 from instgenie.engine.prepare import choose_size, make_job
 from instgenie.errors import EditError
-from instgenie.models.flux import embed_time, num_blocks, observe
-from instgenie.models.load import Model
+from instgenie.models.model import Model
 from instgenie.picture import check_edit
 from instgenie.planner import Plan
-from instgenie.sampler import flow_sigmas
 from instgenie.types import Edit, Pixels
 
 NUM_STEPS_AT_ONCE = 4
@@ -39,22 +41,29 @@ def register(
         raise EditError(f"{num_steps_at_once} steps at once of kind {kind!r}: at least 1, of kv or y, are expected")
     size = choose_size(edit, model)
     job = make_job(edit, np.zeros(size, dtype=np.bool_), size, model)
-    jobs = [replace(job, step=step, latents=job.template.at(job.sigmas[step])) for step in range(job.num_steps)]
+    job = replace(job, branches=model.template_branches(job.grid))
+    jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in range(job.num_steps)]
     return fill(make_key(edit, model, kind), jobs, model, num_steps_at_once)
 
 
 def fill(key: Key, jobs: list[Job], model: Model, num_steps_at_once: int) -> Activations:
-    num_tokens, width = len(jobs[0].masked), model.transformer.inner_dim
-    shape = len(jobs), num_blocks(model.transformer), NUM_PARTS[key.kind], num_tokens, width
-    rows = torch.empty(shape, dtype=model.dtype, device=model.device)
-    time = torch.empty(len(jobs), width, dtype=model.dtype, device=model.device)
+    rows: list[Tensor] = []
+    times = []
+    num_branches = len(jobs[0].branches)
     for start in range(0, len(jobs), num_steps_at_once):
-        chosen = slice(start, start + num_steps_at_once)
-        batch = pack(jobs[chosen])
-        time[chosen] = embed_time(model.transformer, batch)
-        for block, seen in enumerate(observe(model.transformer, batch, key.kind)):
-            rows[chosen, block] = seen.unflatten(1, (-1, num_tokens)).transpose(0, 1)  # steps first
-    return Activations(key, rows, time)
+        chosen = jobs[start : start + num_steps_at_once]
+        places = count()
+
+        def keep(seen: Tensor, start: int = start, places: Iterator[int] = places) -> None:
+            place = next(places)
+            if place == len(rows):
+                rows.append(seen.new_empty(num_branches, len(jobs), *seen.shape[1:]))
+            by_branch = seen.unflatten(0, (-1, num_branches)).transpose(0, 1)  # [branches, steps, 2 or 1, ...]
+            rows[place][:, start : start + by_branch.shape[1]] = by_branch
+
+        times.append(model.observe_time(chosen))
+        model.observe(chosen, key.kind, keep)
+    return Activations(key, model.units, len(jobs[0].masked), tuple(rows), torch.cat(times))
 
 
 def edit_of_nothing(
@@ -76,8 +85,8 @@ def make_key(edit: Edit, model: Model, kind: Kind) -> Key:
         picture=digest(edit.picture),
         model=model.name,
         size=size,
-        sigmas=tuple(flow_sigmas(model.scheduler, edit.steps, num_tokens, edit.strength).tolist()),
-        guidance=float(edit.guidance) if model.transformer.config.guidance_embeds else 0.0,
+        levels=model.schedule(edit, num_tokens).levels,
+        guidance=model.embedded_guidance(edit),
         kind=kind,
         dtype=str(model.dtype),
     )

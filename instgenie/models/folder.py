@@ -15,9 +15,18 @@ from safetensors import SafetensorError, safe_open
 from instgenie.errors import ModelError
 
 BUILTIN = Path(__file__).parent / "builtin"
-PIPELINES = ("FluxPipeline", "FluxInpaintPipeline", "FluxFillPipeline")
-WEIGHTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
-PARTS = (*WEIGHTS, "tokenizer", "tokenizer_2", "scheduler")
+ONE_ENCODER = ("vae", "text_encoder", "tokenizer", "scheduler")
+TWO_ENCODERS = (*ONE_ENCODER, "text_encoder_2", "tokenizer_2")
+PIPELINES = {  # and the parts each must have
+    "FluxPipeline": ("transformer", *TWO_ENCODERS),
+    "FluxInpaintPipeline": ("transformer", *TWO_ENCODERS),
+    "FluxFillPipeline": ("transformer", *TWO_ENCODERS),
+    "StableDiffusionPipeline": ("unet", *ONE_ENCODER),
+    "StableDiffusionInpaintPipeline": ("unet", *ONE_ENCODER),
+    "StableDiffusionXLPipeline": ("unet", *TWO_ENCODERS),
+    "StableDiffusionXLInpaintPipeline": ("unet", *TWO_ENCODERS),
+}
+WEIGHTS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2")  # of these, the parts that have any
 
 
 def find_folder(name: str) -> Path:
@@ -49,14 +58,16 @@ def check_index(folder: Path) -> str:
         raise ModelError(f"{path} is not a pipeline's index: JSON with a _class_name is expected") from error
     if pipeline not in PIPELINES:
         raise ModelError(f"{folder} holds a {pipeline}: {', '.join(PIPELINES)} are supported")
-    missing = [part for part in PARTS if not (folder / part).is_dir() or not (index.get(part) or [None])[0]]
+    parts = PIPELINES[pipeline]
+    missing = [part for part in parts if not (folder / part).is_dir() or not (index.get(part) or [None])[0]]
     if missing:
-        raise ModelError(f"{folder} lacks {', '.join(missing)}: a {pipeline} has {', '.join(PARTS)}")
+        raise ModelError(f"{folder} lacks {', '.join(missing)}: a {pipeline} has {', '.join(parts)}")
     return pipeline
 
 
-def count_parameters(folder: Path) -> int:
-    return sum(count_in_file(path) for part in WEIGHTS for path in weights_files(folder / part))
+def count_parameters(folder: Path, pipeline: str) -> int:
+    parts = [part for part in PIPELINES[pipeline] if part in WEIGHTS]
+    return sum(count_in_file(path) for part in parts for path in weights_files(folder / part))
 
 
 def weights_files(part: Path) -> list[Path]:

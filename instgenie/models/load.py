@@ -1,97 +1,103 @@
-"""From a name to a model on a device, through diffusers. Knows the facts the engine needs; runs no model."""
+"""From a name to a model on a device, through diffusers. Knows what is supported; runs no model."""
 
 import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
+from typing import Any, get_args
 
 import diffusers
 import torch
 import transformers
-from diffusers import AutoencoderKL, AutoencoderTiny, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxTransformer2DModel,
+    PNDMScheduler,
+    UNet2DConditionModel,
+)
 from safetensors import SafetensorError
-from transformers import CLIPTextModel, PreTrainedTokenizerBase, T5EncoderModel
 
 from instgenie.errors import ModelError
-from instgenie.models.folder import BUILTIN, WEIGHTS, check_index, count_parameters, find_folder
-from instgenie.models.folder import PARTS as PARTS
+from instgenie.models.dummy import PREFIX, Recipe, count_dummy, find_recipe, make_parts
+from instgenie.models.flux_model import FluxModel
+from instgenie.models.folder import BUILTIN, PIPELINES, WEIGHTS, check_index, count_parameters, find_folder
 from instgenie.models.memory import check_memory, is_out_of_memory, memory_guard
+from instgenie.models.model import Model
+from instgenie.models.unet_model import UnetModel, UnetXlModel
+from instgenie.sampler import Prediction
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MAX_TEXT_TOKENS = 512  # of the Flux pipelines, for tokenizers that know no limit
-
-
-@dataclass(frozen=True, eq=False)
-class Model:
-    """The parts of a diffusers pipeline, on one device, and the facts the engine needs about them."""
-
-    name: str
-    transformer: FluxTransformer2DModel
-    vae: AutoencoderKL | AutoencoderTiny
-    text_encoder: CLIPTextModel
-    text_encoder_2: T5EncoderModel
-    tokenizer: PreTrainedTokenizerBase
-    tokenizer_2: PreTrainedTokenizerBase
-    scheduler: FlowMatchEulerDiscreteScheduler
-    device: torch.device
-    dtype: torch.dtype
-    own_size: int  # side in pixels of the square it works at best
-    steps: int  # what an edit gets that does not say
-    guidance: float  # what an edit gets that does not say
-
-    @property
-    def latent_channels(self) -> int:
-        return int(self.vae.config.latent_channels)
-
-    @property
-    def is_fill(self) -> bool:
-        """Fill models see the clean picture around the hole and the mask as channels beside the latents."""
-        return bool(self.transformer.config.in_channels != 4 * self.latent_channels)
-
-    @property
-    def pixels_per_latent(self) -> int:
-        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
-
-    @property
-    def patch(self) -> int:
-        """Side in pixels of what one token stands for."""
-        return 2 * self.pixels_per_latent
-
-    @property
-    def max_text_tokens(self) -> int:
-        return min(int(self.tokenizer_2.model_max_length), MAX_TEXT_TOKENS)
+UNUSED = {False: ("safety_checker", "feature_extractor", "image_encoder"), True: ("feature_extractor", "image_encoder")}
+UNET_BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UNetMidBlock2DCrossAttn", "UpBlock2D", "CrossAttnUpBlock2D"}
+UNET_OPTIONS: dict[str, tuple[object, ...]] = {  # of the config, and what each may be; None stands for anything off
+    "addition_embed_type": (None, "text_time"),
+    "attention_type": (None, "default"),
+    "center_input_sample": (None,),
+    "class_embed_type": (None,),
+    "dual_cross_attention": (None,),
+    "encoder_hid_dim_type": (None,),
+    "num_class_embeds": (None,),
+    "only_cross_attention": (None,),
+    "time_cond_proj_dim": (None,),
+    "time_embedding_act_fn": (None,),
+}
 
 
 def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Model:
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
+    facts = {"name": name, "device": chosen_device, "dtype": chosen_dtype}
+    if name.startswith(PREFIX):
+        return make_dummy(find_recipe(name), facts)
     folder = find_folder(name)
     pipeline = check_index(folder)
-    check_memory(name, count_parameters(folder) * chosen_dtype.itemsize, chosen_device)
+    check_memory(name, count_parameters(folder, pipeline) * chosen_dtype.itemsize, chosen_device)
     with memory_guard(f"the model {name!r}"), quiet():
-        parts = load_parts(pipeline, folder, chosen_device, chosen_dtype)
-    check_scheduler(name, parts["scheduler"])
-    own_size, steps, guidance = defaults(folder, pipeline, parts["transformer"])
-    return Model(
-        name=name,
-        device=chosen_device,
-        dtype=chosen_dtype,
-        own_size=own_size,
-        steps=steps,
-        guidance=guidance,
-        **{part: parts[part] for part in PARTS},
-    )
+        loaded = load_pipeline(pipeline, folder, chosen_device, chosen_dtype)
+    parts = {part: loaded.components[part] for part in PIPELINES[pipeline]}
+    if "unet" in parts:
+        return make_unet(parts, facts, empty_is_zero=loaded.config.get("force_zeros_for_empty_prompt", False))
+    return make_flux(pipeline, parts, facts, is_builtin=folder.resolve() == BUILTIN.resolve())
 
 
-def defaults(folder: Path, pipeline: str, transformer: FluxTransformer2DModel) -> tuple[int, int, float]:
-    """Own size, steps and guidance: what the model was made for, or what its stock pipeline assumes."""
-    if folder.resolve() == BUILTIN.resolve():
-        return 256, 28, 3.5
+def make_dummy(recipe: Recipe, facts: dict[str, Any]) -> Model:
+    name, device, dtype = facts["name"], facts["device"], facts["dtype"]
+    check_memory(name, count_dummy(recipe) * dtype.itemsize, device)
+    with memory_guard(f"the model {name!r}"), quiet():
+        parts = make_parts(recipe, device, dtype)
+    if "unet" in parts:
+        return make_unet(parts, facts, empty_is_zero=True)
+    return make_flux(recipe.pipeline, parts, facts)
+
+
+def make_flux(pipeline: str, parts: dict[str, Any], facts: dict[str, Any], is_builtin: bool = False) -> FluxModel:
+    check_flow_scheduler(facts["name"], parts["scheduler"])
+    own_size, steps, guidance = (256, 28, 3.5) if is_builtin else flux_defaults(pipeline, parts["transformer"])
+    return FluxModel(**parts, **facts, own_size=own_size, steps=steps, guidance=guidance)
+
+
+def flux_defaults(pipeline: str, transformer: FluxTransformer2DModel) -> tuple[int, int, float]:
+    """Own size, steps and guidance: what the stock pipeline assumes."""
     if pipeline == "FluxFillPipeline":
         return 1024, 50, 30.0
     return (1024, 28, 3.5) if transformer.config.guidance_embeds else (1024, 4, 0.0)
+
+
+def make_unet(parts: dict[str, Any], facts: dict[str, Any], empty_is_zero: bool) -> UnetModel:
+    """Size, steps and guidance are what the stock pipelines assume."""
+    name, unet, vae = facts["name"], parts["unet"], parts["vae"]
+    check_unet(name, unet, vae)
+    side = unet.config.sample_size
+    own_size = (side if isinstance(side, int) else min(side)) * 2 ** (len(vae.config.block_out_channels) - 1)
+    parts = parts | {"scheduler": choose_scheduler(name, parts["scheduler"])}
+    facts = facts | {"own_size": own_size, "steps": 50, "guidance": 7.5}
+    if "text_encoder_2" in parts:
+        return UnetXlModel(**parts, **facts, empty_is_zero=empty_is_zero)
+    return UnetModel(**parts, **facts)
 
 
 def choose_device(name: str) -> torch.device:
@@ -130,26 +136,67 @@ def quiet() -> Iterator[None]:
                 library.enable_progress_bar()
 
 
-def load_parts(pipeline: str, folder: Path, device: torch.device, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+def load_pipeline(pipeline: str, folder: Path, device: torch.device, dtype: torch.dtype) -> diffusers.DiffusionPipeline:
+    unused = {} if pipeline.startswith("Flux") else dict.fromkeys(UNUSED[pipeline.startswith("StableDiffusionXL")])
     try:
         loaded = getattr(diffusers, pipeline).from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True, **unused
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
         raise ModelError(f"{folder} does not load as a {pipeline}: {shorten(str(error), 300)}") from error
     loaded.to(device)
-    parts: dict[str, torch.nn.Module] = loaded.components
-    for part in WEIGHTS:
-        parts[part].eval().requires_grad_(False)
-    return parts
+    for part in PIPELINES[pipeline]:
+        if part in WEIGHTS:
+            loaded.components[part].eval().requires_grad_(False)
+    return loaded
 
 
-def check_scheduler(name: str, scheduler: object) -> None:
+def check_flow_scheduler(name: str, scheduler: object) -> None:
     if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         raise ModelError(
             f"the model {name!r} has a {type(scheduler).__name__}: a FlowMatchEulerDiscreteScheduler is expected"
         )
     if scheduler.config.stochastic_sampling or scheduler.config.invert_sigmas:
         raise ModelError(f"the scheduler of {name!r} has stochastic_sampling or invert_sigmas on: both off is expected")
+
+
+def choose_scheduler(name: str, scheduler: Any) -> DDIMScheduler | EulerDiscreteScheduler:
+    """DDIM and Euler as they are. PNDM becomes DDIM, which is its first order: same noise, same timesteps."""
+    if isinstance(scheduler, PNDMScheduler):
+        scheduler = DDIMScheduler.from_config(scheduler.config, clip_sample=False, thresholding=False)
+    if not isinstance(scheduler, DDIMScheduler | EulerDiscreteScheduler):
+        raise ModelError(
+            f"the model {name!r} has a {type(scheduler).__name__}: "
+            "a DDIMScheduler, a EulerDiscreteScheduler or a PNDMScheduler is expected"
+        )
+    config = scheduler.config
+    if config.prediction_type not in get_args(Prediction):
+        raise ModelError(
+            f"the scheduler of {name!r} has predictions of {config.prediction_type!r}: "
+            f"{' or '.join(get_args(Prediction))} is expected"
+        )
+    if config.get("clip_sample") or config.get("thresholding"):
+        raise ModelError(f"the scheduler of {name!r} has clip_sample or thresholding on: both off is expected")
+    return scheduler
+
+
+def check_unet(name: str, unet: UNet2DConditionModel, vae: AutoencoderKL) -> None:
+    """Refuses what our pass through a UNet does not walk."""
+    config = unet.config
+    kinds = {type(block).__name__ for block in (*unet.down_blocks, unet.mid_block, *unet.up_blocks) if block}
+    if unknown := kinds - UNET_BLOCKS:
+        raise ModelError(
+            f"the unet of {name!r} has {', '.join(sorted(unknown))}: {', '.join(sorted(UNET_BLOCKS))} are supported"
+        )
+    unsupported = [option for option, value in UNET_OPTIONS.items() if (config.get(option) or None) not in value]
+    if unsupported:
+        found = ", ".join(f"{option}={config.get(option)!r}" for option in unsupported)
+        raise ModelError(f"the unet of {name!r} has {found}: that is not supported")
+    latents = vae.config.latent_channels
+    if config.in_channels not in (latents, 2 * latents + 1):
+        raise ModelError(
+            f"the unet of {name!r} has {config.in_channels} channels: {latents}, or {2 * latents + 1} with mask and "
+            "masked picture, are expected"
+        )

@@ -1,0 +1,137 @@
+"""A model: the parts of a diffusers pipeline on one device, and what the engine asks of any family.
+
+Everything in which families differ is behind these methods, so that preparing, stepping, registering and finishing know
+no family.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, AutoencoderTiny
+from torch import Tensor
+from transformers import CLIPTextModel, PreTrainedTokenizerBase
+
+from instgenie.activations import Kind
+from instgenie.batch import Branch, Job
+from instgenie.sampler import Schedule
+from instgenie.types import Edit
+
+Keep = Callable[[Tensor], None]  # takes what activations keep [branches, 2 or 1, tokens, width], place after place
+
+
+@dataclass(frozen=True, eq=False)
+class Model(ABC):
+    name: str
+    vae: AutoencoderKL | AutoencoderTiny
+    text_encoder: CLIPTextModel
+    tokenizer: PreTrainedTokenizerBase
+    scheduler: Any
+    device: torch.device
+    dtype: torch.dtype
+    own_size: int  # side in pixels of the square it works at best
+    steps: int  # what an edit gets that does not say
+    guidance: float  # what an edit gets that does not say
+
+    @property
+    @abstractmethod
+    def network(self) -> torch.nn.Module:
+        """diffusers' transformer or UNet."""
+
+    @property
+    def latent_channels(self) -> int:
+        return int(self.vae.config.latent_channels)
+
+    @property
+    def pixels_per_latent(self) -> int:
+        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+
+    @property
+    @abstractmethod
+    def latents_per_token(self) -> int:
+        """Side in latents of what one token stands for."""
+
+    @property
+    def patch(self) -> int:
+        """Side in pixels of what one token stands for."""
+        return self.latents_per_token * self.pixels_per_latent
+
+    @property
+    @abstractmethod
+    def unit(self) -> int:
+        """Working sizes are multiples of this."""
+
+    @property
+    @abstractmethod
+    def is_fill(self) -> bool:
+        """Fill models see the clean picture around the hole and the mask as channels beside the latents."""
+
+    @property
+    @abstractmethod
+    def units(self) -> tuple[int, ...]:
+        """Numbers of blocks in the runs in which dropped tokens stay dropped."""
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(self.units)
+
+    @abstractmethod
+    def schedule(self, edit: Edit, num_tokens: int) -> Schedule: ...
+
+    @abstractmethod
+    def guidance_scale(self, edit: Edit) -> float:
+        """Of classifier-free guidance; above 1 an edit has two branches."""
+
+    @abstractmethod
+    def embedded_guidance(self, edit: Edit) -> float:
+        """The guidance that enters the network; 0 where none does."""
+
+    @abstractmethod
+    def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
+        """The prompt's, then the negative prompt's where guidance is true."""
+
+    @abstractmethod
+    def template_branches(self, grid: tuple[int, int]) -> tuple[Branch, ...]:
+        """What a registration sees: those of empty prompts, each once."""
+
+    @abstractmethod
+    def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:
+        """Tokens of a clean picture and pixels of a mask [1, 1, height, width] -> what fill models see beside the
+        latents [tokens, channels]."""
+
+    @abstractmethod
+    def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
+        """To each job, for each of its branches, a prediction [tokens, channels] of all tokens or of the masked."""
+
+    @abstractmethod
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
+        """A dense pass; what activations keep of it is handed over in the order of the pass."""
+
+    @abstractmethod
+    def observe_time(self, jobs: Sequence[Job]) -> Tensor:
+        """What modulates the blocks [jobs, width]; no width where nothing does that `y` would need."""
+
+
+def pack_latents(latents: Tensor, latents_per_token: int = 2) -> Tensor:
+    """[1, channels, side * rows, side * columns] -> [rows * columns, channels * side * side]"""
+    side = latents_per_token
+    _, channels, height, width = latents.shape
+    patches = latents.reshape(channels, height // side, side, width // side, side).permute(1, 3, 0, 2, 4)
+    return patches.reshape(-1, channels * side * side)
+
+
+def unpack_latents(tokens: Tensor, grid: tuple[int, int], latents_per_token: int = 2) -> Tensor:
+    """[rows * columns, channels * side * side] -> [1, channels, side * rows, side * columns]"""
+    side = latents_per_token
+    num_rows, num_columns = grid
+    patches = tokens.view(num_rows, num_columns, -1, side, side).permute(2, 0, 3, 1, 4)
+    return patches.reshape(1, -1, side * num_rows, side * num_columns)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, length: int) -> Tensor:  # [1, text tokens]
+    ids: Tensor = tokenizer(
+        prompt, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    ).input_ids
+    return ids
