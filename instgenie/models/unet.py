@@ -9,6 +9,7 @@ convolutions is filled up with what left it at registration.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -174,7 +175,7 @@ class Flow:
     cached: tuple[bool, ...]  # of each branch: whether its masked tokens flow alone
     num_all: int  # tokens of a whole picture at this level
 
-    @property
+    @cached_property
     def num_flowing(self) -> list[int]:
         return [
             len(member.job.level(self.num_all).inside) if cached else self.num_all
