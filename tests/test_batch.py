@@ -141,7 +141,7 @@ def test_unmasked_tokens_come_back_and_leave(jobs: list[Job]) -> None:
 def test_advance_with_velocities_of_masked_tokens_alone(jobs: list[Job]) -> None:
     cached = with_activations(jobs[0], (True, False))
     velocity = torch.randn(5, CHANNELS)
-    pack([jobs[0]]).advance(velocity)
-    pack([cached]).advance(velocity[::3])
+    jobs[0].advance(*pack([jobs[0]]).deal(velocity))
+    cached.advance(*pack([cached]).deal(velocity[::3]))
     assert torch.equal(cached.latents, jobs[0].latents)
     assert cached.step == 1
