@@ -63,6 +63,11 @@ def test_examples_hold_together(photos: Photos, size: tuple[int, int]) -> None:
     assert torch.equal(again.pictures, examples.pictures)
 
 
+def test_a_small_batch_may_hold_plain_examples_only(photos: Photos) -> None:
+    examples = ExampleSource(photos, Captions(photos), Generator().manual_seed(1)).draw(2, 256, 256)
+    assert examples.untouched.all()
+
+
 def test_masks_have_the_shape_they_are_named_for() -> None:
     generator = Generator().manual_seed(2)
     box = masks.boxes(16, 64, 96, generator)

@@ -72,7 +72,8 @@ class ExampleSource:
     def draw(self, num: int, height: int, width: int) -> Examples:
         recoloured, pets, flowers = self._parts(num)
         rows = self._integers(len(self.photos), num)
-        rows[recoloured] = self._pick(self.coloured, len(rows[recoloured]))
+        if rows[recoloured].numel():
+            rows[recoloured] = self._pick(self.coloured, len(rows[recoloured]))
         theta = self._theta(num, height, width)
         pictures = self._view(self.photos.pictures[rows], theta, height, width)
         outlines = self._outline_view(rows, theta, height, width)
@@ -81,13 +82,14 @@ class ExampleSource:
         texts = torch.where(background, self._background_texts(num), texts)
         texts = torch.where(self._chance(num, CAPTION_DROPOUT), 0, texts)
         # What contradicts its surroundings always says so: an empty caption goes on with what is there.
-        garment = self._garments(pictures[recoloured])
-        mask[recoloured] = self._garment_masks(mask[recoloured], garment)
-        pictures[recoloured], texts[recoloured] = self._recolour(
-            pictures[recoloured], mask[recoloured] & garment, rows[recoloured]
-        )
+        if rows[recoloured].numel():
+            garment = self._garments(pictures[recoloured])
+            mask[recoloured] = self._garment_masks(mask[recoloured], garment)
+            where = mask[recoloured] & garment
+            pictures[recoloured], texts[recoloured] = self._recolour(pictures[recoloured], where, rows[recoloured])
         for part, paste in ((pets, self._paste_pets), (flowers, self._paste_flowers)):
-            pictures[part], mask[part], texts[part] = paste(pictures[part])
+            if rows[part].numel():
+                pictures[part], mask[part], texts[part] = paste(pictures[part])
         untouched = torch.arange(num, device=rows.device) >= flowers.stop
         return Examples(pictures, mask, texts, rows, theta, untouched)
 
