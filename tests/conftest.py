@@ -51,6 +51,13 @@ UNET_FAMILIES = ("sd", "sdxl", "sd_fill")
 FAMILIES = (*FLUX_FAMILIES, *UNET_FAMILIES)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def few_threads() -> Iterator[None]:
     before = torch.get_num_threads()
