@@ -104,25 +104,27 @@ def place_kernel(  # type: ignore[no-untyped-def]
     inside = (head < num_heads) & (channel < head_channels)
     within = head * head_channels + channel
     width: tl.constexpr = num_heads * head_channels
-    angles = rotary + place * head_channels + channel // 2 * 2  # cosine and sine stand side by side
     in_head = channel < head_channels
-    cos = tl.load(angles, mask=in_head, other=0.0)
-    sin = tl.load(angles + 1, mask=in_head, other=0.0) * tl.where(channel % 2 == 0, -1.0, 1.0)
+    angles = tl.load(rotary + place * head_channels + channel, mask=in_head, other=0.0)
     if has_q:
-        turned = norm_rotate(q + token * width, q_weight, q_eps, cos, sin, channel, within, inside, head_channels)
-        tl.store(q_out + place * width + within, turned, mask=inside)
-    turned = norm_rotate(k + token * width, k_weight, k_eps, cos, sin, channel, within, inside, head_channels)
-    tl.store(k_out + key_place * width + within, turned, mask=inside)
+        weight = tl.load(q_weight + channel, mask=in_head, other=0.0).to(tl.float32)
+        value = tl.load(q + token * width + within, mask=inside, other=0.0).to(tl.float32)
+        tl.store(q_out + place * width + within, turn(norm(value, head_channels, q_eps) * weight, angles), mask=inside)
+    weight = tl.load(k_weight + channel, mask=in_head, other=0.0).to(tl.float32)
+    value = tl.load(k + token * width + within, mask=inside, other=0.0).to(tl.float32)
+    tl.store(k_out + key_place * width + within, turn(norm(value, head_channels, k_eps) * weight, angles), mask=inside)
     value = tl.load(v + token * width + within, mask=inside, other=0.0)
     tl.store(v_out + key_place * width + within, value, mask=inside)
 
 
 @triton.jit()
-def norm_rotate(x, weight, eps, cos, sin, channel, within, inside, head_channels: tl.constexpr):  # type: ignore[no-untyped-def]
-    in_head = channel < head_channels
-    value = tl.load(x + within, mask=inside, other=0.0).to(tl.float32)
-    partner = tl.load(x + (within ^ 1), mask=inside, other=0.0).to(tl.float32)  # the other one of its pair
-    factor = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / head_channels + eps)
-    value *= factor * tl.load(weight + channel, mask=in_head, other=0.0).to(tl.float32)
-    partner *= factor * tl.load(weight + (channel ^ 1), mask=in_head, other=0.0).to(tl.float32)
-    return value * cos + partner * sin
+def norm(value, num_channels: tl.constexpr, eps):  # type: ignore[no-untyped-def]
+    return value * tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / num_channels + eps)
+
+
+@triton.jit()
+def turn(value, angles):  # type: ignore[no-untyped-def]
+    """Real and imaginary parts stand side by side, cosines and sines as well."""
+    real, imaginary = tl.split(tl.reshape(value, (value.shape[0], value.shape[1] // 2, 2)))
+    cos, sin = tl.split(tl.reshape(angles, (1, value.shape[1] // 2, 2)))
+    return tl.reshape(tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos), value.shape)
