@@ -50,10 +50,11 @@ from transformers import (
     T5EncoderModel,
 )
 
-from instgenie.batch import Job
+from instgenie.batch import Branch, Job
 from instgenie.bench.edit import stock_pipeline
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
+from instgenie.models.flux_model import FluxModel
 from instgenie.models.load import load
 from instgenie.models.model import Model
 from instgenie.types import Edit
@@ -345,18 +346,38 @@ def close(model: Model) -> float:
     """How far apart two runs may be that compute the same in another order.
 
     In float32 hardly at all. In bfloat16 every order rounds elsewhere, and a step feeds the next: how far that leads is
-    measured, as the distance of runs of mixed edits from the truth, which is the same weights in float32. Two orders
-    are each about as far from the truth, so they may be twice as far from each other.
+    measured, as the distance of runs of mixed edits from the truth, which is the same network in float32 over the same
+    inputs. Two orders are each about as far from the truth, so they may be twice as far from each other.
     """
     if model.dtype == torch.float32:
         return CLOSE
-    return 2 * max(map(apart, run(model, mixed_edits()), run(in_float32(model), mixed_edits())))
+    jobs = [prepare(edit, model) for edit in mixed_edits()]
+    return 2 * max(map(apart, run(model, jobs), run(in_float32(model), [widened(job) for job in jobs])))
 
 
 def in_float32(model: Model) -> Model:
-    parts = {field.name: getattr(model, field.name) for field in fields(model)}
-    modules = {name: copy.deepcopy(part).float() for name, part in parts.items() if isinstance(part, nn.Module)}
-    return replace(model, **modules, dtype=torch.float32)
+    """The same network; times still enter it as bfloat16 has them, for rounding them is no matter of order."""
+    network = copy.deepcopy(model.network).float()
+    if isinstance(model, FluxModel):
+        network.time_text_embed = RoundedTime(model.transformer.time_text_embed)
+    name = next(field.name for field in fields(model) if getattr(model, field.name) is model.network)
+    return replace(model, **{name: network}, dtype=torch.float32)
+
+
+class RoundedTime(nn.Module):
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def forward(self, timestep: Tensor, *others: Tensor) -> Tensor:
+        rounded = timestep.bfloat16() / 1000 * 1000
+        embedded: Tensor = self.embed(rounded, *(other.bfloat16() for other in others))
+        return embedded.float()
+
+
+def widened(job: Job) -> Job:
+    branches = [Branch(branch.text.float(), branch.pooled.float(), branch.rotary) for branch in job.branches]
+    return replace(job, branches=tuple(branches))
 
 
 def far(model: Model, times: int = 100) -> float:

@@ -99,11 +99,16 @@ def plain_loop(model: UnetModel, edit: Edit) -> Tensor:
     return as_tokens(x).float()
 
 
+def nearness(model: UnetModel, latents: Tensor) -> float:
+    """Euler's latents start large."""
+    return CLOSE * latents.abs().max().item() if model.dtype == torch.float32 else close(model)
+
+
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_law_1_full_mask_is_the_stock_pipeline(model: UnetModel, guidance: float) -> None:
     edit = make_edit(share=1.0, seed=7, guidance=guidance, negative_prompt="nothing blue")
     [latents] = run(model, [edit])
-    assert apart(latents, stock_latents(model, edit)) <= close(model) * latents.abs().max()
+    assert apart(latents, stock_latents(model, edit)) <= nearness(model, latents)
     assert latents.std() > 0.1
     assert apart(latents, stock_latents(model, dataclasses.replace(edit, prompt="a blue dog on grass"))) > far(model)
 
@@ -119,7 +124,7 @@ def test_no_negative_prompt_is_the_stock_pipelines_none(model: UnetModel) -> Non
 def test_law_1_partial_mask_is_a_plain_loop(model: UnetModel, guidance: float, strength: float) -> None:
     edit = make_edit(steps=5, seed=7, guidance=guidance, negative_prompt="nothing blue", strength=strength)
     [latents] = run(model, [edit])
-    assert apart(latents, plain_loop(model, edit)) <= close(model) * latents.abs().max()
+    assert apart(latents, plain_loop(model, edit)) <= nearness(model, latents)
     assert apart(latents, plain_loop(model, dataclasses.replace(edit, seed=8))) > far(model)
     other_mask = dataclasses.replace(edit, mask=edit.mask[::-1].copy())
     assert apart(latents, plain_loop(model, other_mask)) > far(model)
