@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -49,10 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_edit(commands.add_parser("edit", help="edit a photograph", description="Edit a photograph."))
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
-    about_bench = (
-        "Time one edit through diffusers' own pipeline and through our engine, dense and cached, side by side."
-    )
-    add_bench_edit(benches.add_parser("edit", help="one edit, beside diffusers", description=about_bench))
+    about_bench = "Time edits through diffusers' own pipeline and through our engine, dense and cached, side by side."
+    add_bench_edit(benches.add_parser("edit", help="edits, beside diffusers", description=about_bench))
     return parser
 
 
@@ -91,12 +89,23 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
 
 def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_bench_edit)
-    parser.add_argument(
-        "--steps", type=positive, default=28, metavar="N", help="number of denoising steps (default 28)"
-    )
-    about_ratio = "share of the tokens that is masked; may be given several times (default 1 and 0.2)"
-    parser.add_argument("--mask-ratio", type=ratio, action="append", metavar="R", help=about_ratio)
-    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="runs of each system (default 5)")
+
+    def add(name: str, kind: Callable[[str], object], metavar: str, about: str) -> None:
+        parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about)
+
+    def add_several(name: str, field: str, about: str, **options: Any) -> None:
+        about = f"{about}; may be given several times"
+        parser.add_argument(name, dest=field, action="append", default=argparse.SUPPRESS, help=about, **options)
+
+    add("--steps", positive, "N", "number of denoising steps (default 28)")
+    add("--repeats", positive, "N", "runs of each system (default 5)")
+    about_ratio = "share of the tokens that is masked (default 1 and 0.2)"
+    add_several("--mask-ratio", "mask_ratios", about_ratio, type=ratio, metavar="R")
+    add_several("--batch", "batches", "edits at once (default 1)", type=positive, metavar="N")
+    add_several("--kind", "kinds", "what the cached system keeps (default kv)", choices=["kv", "y"])
+    systems = ["diffusers", "dense", "cached"]
+    add_several("--system", "systems", "what is measured (default all)", choices=systems)
+    parser.add_argument("--no-kernels", action="store_true", help="plain torch instead of fused kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add_model(parser)
 
@@ -226,8 +235,12 @@ def print_summary(result: Result, working_size: tuple[int, int], seconds: float)
 
 
 def run_bench_edit(options: argparse.Namespace) -> None:
-    from instgenie.bench.edit import MASK_RATIOS, bench_edit  # brings torch and diffusers
+    from instgenie.bench.edit import Study, bench_edit  # brings torch and diffusers
+    from instgenie.kernels.switch import kernels
 
     hide_loading_bars()
-    ratios = options.mask_ratio or MASK_RATIOS
-    bench_edit(options.model, options.device, options.size, options.steps, options.repeats, ratios, options.json)
+    given = {field.name: getattr(options, field.name) for field in fields(Study) if hasattr(options, field.name)}
+    asked: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    study = Study(**asked)
+    with kernels(enabled=not options.no_kernels):
+        bench_edit(options.model, options.device, options.size, study, options.json)

@@ -212,19 +212,29 @@ def test_bad_input_does_not_wait_for_torch(desk: Path) -> None:
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl"])
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl", "sd_fill"])
 def test_bench_edit_prints_and_writes_its_rows(
     family: str, desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = ["--model", str(folders[family]), "--device", "cpu", "--size", "48x32"]
-    assert main(["bench", "edit", *model, "--steps", "2", "--repeats", "2", "--json", "bench.json"]) == 0
+    model = ["--model", str(folders[family]), "--device", "cpu", "--size", "48x32", "--json", "bench.json"]
+    assert main(["bench", "edit", *model, "--steps", "2", "--repeats", "2", "--batch", "1", "--batch", "3"]) == 0
     report = json.loads(Path("bench.json").read_text())
-    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "cached"] * 2
-    assert [row["batch"] for row in report["rows"]] == [1] * 6
-    assert [row["mask_ratio"] for row in report["rows"]] == pytest.approx([1] * 3 + [0.2] * 3, abs=0.05)
+    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "cached"] * 4
+    assert [row["kind"] for row in report["rows"]] == [None, None, "kv"] * 4
+    assert [row["batch"] for row in report["rows"]] == ([1] * 3 + [3] * 3) * 2
+    assert [row["mask_ratio"] for row in report["rows"]] == pytest.approx([1] * 6 + [0.2] * 6, abs=0.05)
     assert all(row["step_ms"] > 0 for row in report["rows"])
-    assert "torch" in report["machine"]
-    assert "diffusers" in capsys.readouterr().out
+    assert {"device", "torch", "cuda", "diffusers", "kernels"} < set(report["machine"])
+    assert "1.00x" in capsys.readouterr().out
+
+
+def test_bench_edit_measures_what_it_is_asked_for(desk: Path, folders: dict[str, Path]) -> None:
+    given = ["--model", str(folders["blend"]), "--device", "cpu", "--size", "48x32", "--json", "bench.json"]
+    asked = ["--system", "cached", "--kind", "y", "--kind", "kv", "--mask-ratio", "0.3", "--no-kernels"]
+    assert main(["bench", "edit", *given, *asked, "--steps", "1", "--repeats", "1"]) == 0
+    report = json.loads(Path("bench.json").read_text())
+    assert [(row["system"], row["kind"]) for row in report["rows"]] == [("cached", "y"), ("cached", "kv")]
+    assert report["machine"]["kernels"] == "off"
 
 
 @pytest.mark.parametrize("ratio", ["0", "1.5", "many"])

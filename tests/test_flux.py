@@ -69,7 +69,7 @@ def stock(model: FluxModel, sequence: Sequence, dtype: torch.dtype) -> Tensor:
 
 def ragged(model: FluxModel, sequences: list[Sequence], dtype: torch.dtype) -> list[Tensor]:
     batch = pack([make_job(model, sequence, dtype) for sequence in sequences])
-    return list(velocity(model.transformer, batch).split(batch.num_image))
+    return list(velocity(model.transformer, batch).split(batch.layout.num_image))
 
 
 def make_job(model: FluxModel, sequence: Sequence, dtype: torch.dtype) -> Job:

@@ -1,14 +1,13 @@
-"""The laws of the engine with cached jobs, on every family, CPU, float32. The truth is the dense engine."""
+"""The laws of the engine with cached jobs, on every family. The truth is the dense engine."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_edit
+from conftest import CLOSE, apart, close, far, make_edit, run
 from torch import Tensor
 
 from instgenie.activations import Activations, Kind
@@ -25,12 +24,7 @@ from instgenie.picture import open_picture
 from instgenie.planner import Plan, check_plan
 from instgenie.types import Edit
 
-CLOSE = 1e-4
 KINDS: tuple[Kind, ...] = ("kv", "y")
-
-
-def apart(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().max().item()
 
 
 def register_for(model: Model, edit: Edit, kind: Kind, **options: int) -> Activations:
@@ -39,17 +33,6 @@ def register_for(model: Model, edit: Edit, kind: Kind, **options: int) -> Activa
 
 def make_cached(model: Model, edit: Edit, kind: Kind, plan: Plan | None = None) -> Job:
     return reuse(prepare(edit, model), register_for(model, edit, kind), plan)
-
-
-def run(model: Model, jobs: Sequence[Job]) -> list[Tensor]:
-    """Latents of jobs that start together; the jobs themselves take no step."""
-    own = [replace(job) for job in jobs]
-    engine = Engine(model)
-    for job in own:
-        engine.join(job)
-    while engine.jobs:
-        engine.step()
-    return [job.latents for job in own]
 
 
 def feasible(kind: Kind, units: tuple[int, ...]) -> list[Plan]:
@@ -88,7 +71,7 @@ def test_law_3_one_step_on_the_trajectory(model: Model, kind: Kind, true_guidanc
         assert len(dense) == len(cached) == len(job.branches)
         for expected, found in zip(dense, cached, strict=True):
             assert found.abs().max() > 0.1
-            assert apart(expected, found) <= CLOSE
+            assert apart(expected, found) <= close(model)
 
 
 def predict(model: Model, job: Job) -> list[Tensor]:
@@ -107,16 +90,16 @@ def test_law_3_can_fail(model: Model, kind: Kind) -> None:
     other_rows = tuple(rows.roll(1, dims=1) for rows in activations.rows)
     other_step = replace(activations, rows=other_rows, time=activations.time.roll(1, dims=0))
     for wrong in (other_step, register_for(model, make_edit(picture_seed=1), kind)):
-        assert apart(dense, predict(model, reuse(job, wrong))[0]) > 10 * CLOSE
+        assert apart(dense, predict(model, reuse(job, wrong))[0]) > far(model, 10)
 
 
 @pytest.mark.parametrize("true_guidance", [1.0, 2.5])
 def test_law_4_kv_is_y(model: Model, true_guidance: float) -> None:
     edit = make_edit(prompt="a blue dog on grass", true_guidance=true_guidance, negative_prompt="sky", steps=5)
     [kv, y] = run(model, [make_cached(model, edit, kind) for kind in KINDS])
-    assert apart(kv, y) <= CLOSE
+    assert apart(kv, y) <= close(model)
     [dense] = run(model, [prepare(edit, model)])
-    assert apart(kv, dense) > 10 * CLOSE
+    assert apart(kv, dense) > far(model, 10)
 
 
 MIX: list[tuple[Kind | None, dict[str, object]]] = [
@@ -143,9 +126,9 @@ def mixed_jobs(model: Model) -> list[Job]:
 def test_law_2_batched_is_alone(model: Model, mixed_jobs: list[Job]) -> None:
     together = run(model, mixed_jobs)
     alone = [run(model, [job])[0] for job in mixed_jobs]
-    assert max(map(apart, together, alone)) <= CLOSE
+    assert max(map(apart, together, alone)) <= close(model)
     same_size = [latents for latents in alone if latents.shape == alone[0].shape]
-    assert min(itertools.starmap(apart, itertools.combinations(same_size, 2))) > 100 * CLOSE
+    assert min(itertools.starmap(apart, itertools.combinations(same_size, 2))) > far(model)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 2, 4, 0, 3, 1]])
@@ -159,7 +142,7 @@ def test_law_5_independent_of_arrival_and_of_others(model: Model, mixed_jobs: li
         if (arrival := next(arrivals, None)) is not None:
             engine.join(mixed_jobs[arrival])
     assert all(job.done for job in mixed_jobs)
-    assert max(apart(job.latents, latents) for job, latents in zip(mixed_jobs, alone, strict=True)) <= CLOSE
+    assert max(apart(job.latents, latents) for job, latents in zip(mixed_jobs, alone, strict=True)) <= close(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
