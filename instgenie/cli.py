@@ -94,7 +94,7 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
         metavar = "TEXT" if kind is str else "N"
         parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about)
 
-    add("--seed", int, "same seed, same picture (default 0)")
+    add("--seed", int, "same seed and same use of the cache, same picture (default 0)")
     add("--steps", int, "number of denoising steps; default: what suits the model")
     add("--guidance", float, "how strongly the prompt is followed; default: what suits the model")
     add("--true-guidance", float, "classifier-free guidance against the negative prompt (default 1 = off)")
