@@ -65,7 +65,7 @@ class DiskTier:
         return [steps for steps in spans if not self._find(key, steps)]
 
     def load(self, key: Key, steps: range) -> Span | None:
-        """The span, if it is there; its bytes come from the file when they are used."""
+        """The span, if it is there and whole. Its tensors are views of the file, which may vanish meanwhile."""
         path = self._path(key, steps)
         with self._reported(path):
             return read_span(path, key, steps)
