@@ -22,7 +22,6 @@ class Key:
     picture: str  # digest of the decoded picture
     model: str  # digest of its weights and of whatever else makes it what it is; not its name
     size: tuple[int, int]  # (height, width) the model works at
-    num_steps: int
     levels: tuple[float, ...]  # of noise, at all steps
     guidance: float  # 0 where it does not enter the network
     kind: Kind
@@ -99,14 +98,16 @@ def split_steps(num_steps: int, num_steps_at_once: int) -> list[range]:
     return [range(start, min(start + num_steps_at_once, num_steps)) for start in starts]
 
 
-def join(key: Key, units: tuple[int, ...], num_tokens: int, spans: Iterable[Span], device: torch.device) -> Activations:
+def join(
+    key: Key, units: tuple[int, ...], num_tokens: int, num_steps: int, spans: Iterable[Span], device: torch.device
+) -> Activations:
     """Spans that together have all steps. They may come one by one: each is copied before the next is asked for."""
     rows: list[Tensor] = []
     time = torch.empty(0)
     for span in spans:
         if not rows:
-            rows = [torch.empty(grown(part, 1, key.num_steps), dtype=part.dtype, device=device) for part in span.rows]
-            time = torch.empty(grown(span.time, 0, key.num_steps), dtype=span.time.dtype, device=device)
+            rows = [torch.empty(grown(part, 1, num_steps), dtype=part.dtype, device=device) for part in span.rows]
+            time = torch.empty(grown(span.time, 0, num_steps), dtype=span.time.dtype, device=device)
         chosen = slice(span.steps.start, span.steps.stop)
         for whole, part in zip(rows, span.rows, strict=True):
             whole[:, chosen] = part

@@ -48,7 +48,7 @@ def register(
     check_registration(kind, num_steps_at_once)
     spans = split_steps(edit.steps, num_steps_at_once)
     seen = told(observe(edit, model, kind, spans), 0, edit.steps, on_step)
-    return join(make_key(edit, model, kind), model.units, num_tokens(edit, model), seen, model.device)
+    return join(make_key(edit, model, kind), model.units, num_tokens(edit, model), edit.steps, seen, model.device)
 
 
 def register_on_disk(
@@ -76,15 +76,16 @@ def register_on_disk(
 
 def load_from_disk(tier: DiskTier, key: Key, edit: Edit, model: Model) -> Activations | None:
     """Activations that are there but cannot be used are reported, and a miss."""
-    spans = split_steps(key.num_steps, NUM_STEPS_AT_ONCE)
+    spans = split_steps(edit.steps, NUM_STEPS_AT_ONCE)
     if tier.missing(key, spans):
         return None
     try:
         check_room(tier.num_bytes(key), model)
         with tier.pin(key), memory_guard("the template"):
             loaded = [span for steps in spans if (span := tier.load(key, steps))]
-            is_whole = len(loaded) == len(spans)
-            return join(key, model.units, num_tokens(edit, model), loaded, model.device) if is_whole else None
+            if len(loaded) < len(spans):
+                return None
+            return join(key, model.units, num_tokens(edit, model), edit.steps, loaded, model.device)
     except (CacheError, OutOfMemoryError) as error:
         logger.warning("the template's activations are not used: %s", error)
         return None
@@ -159,7 +160,6 @@ def make_key(edit: Edit, model: Model, kind: Kind) -> Key:
         picture=digest(edit.picture),
         model=model.digest,
         size=choose_size(edit, model),
-        num_steps=schedule.num_steps,
         levels=schedule.levels,
         guidance=model.embedded_guidance(edit),
         kind=kind,
