@@ -6,6 +6,7 @@ InstGenieError
 ├── EditError         a parameter out of range, or one the model cannot honour
 ├── PlanError         a plan the model cannot run with the activations at hand
 ├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors
+├── CacheError        a cache folder that cannot be used, or has no room
 └── OutOfMemoryError  the model or the edit does not fit
 """
 
@@ -31,6 +32,10 @@ class PlanError(InstGenieError):
 
 
 class ModelError(InstGenieError):
+    pass
+
+
+class CacheError(InstGenieError):
     pass
 
 

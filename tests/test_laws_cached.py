@@ -17,7 +17,7 @@ from instgenie.editor import Editor
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import make_job, prepare
-from instgenie.engine.register import register, reuse
+from instgenie.engine.register import make_key, register, reuse
 from instgenie.errors import EditError, PlanError
 from instgenie.models.model import Model
 from instgenie.picture import open_picture
@@ -261,8 +261,32 @@ def test_the_editor_hits_what_matches(editor: Editor) -> None:
     assert (miss.cache_hit, hit.cache_hit, again.cache_hit) == (False, True, True)
     assert (miss.num_computed_tokens, hit.num_computed_tokens) == (miss.num_tokens, hit.num_masked_tokens)
     other_picture = make_edit(steps=3, guidance=2.0, picture_seed=1).picture
-    others = [{"steps": 4}, {"strength": 0.5}, {"size": (64, 96)}, {"picture": other_picture}]
+    others = [{"steps": 4}, {"size": (64, 96)}, {"picture": other_picture}]
     assert not any(result.cache_hit for result in editor.edit_many([replace(edit, **other) for other in others]))
+
+
+def test_the_editor_does_not_look_where_nothing_can_be_reused(editor: Editor) -> None:
+    edit = make_edit(steps=3)
+    editor.register(edit.picture, size=edit.size, steps=3, guidance=edit.guidance)
+    everything, all_dense = replace(edit, mask=np.ones_like(edit.mask)), replace(edit, dense_steps=3)
+    results = editor.edit_many([edit, everything, all_dense])
+    assert [result.can_reuse for result in results] == [True, False, False]
+    assert [result.cache_tier for result in results] == ["host", None, None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lower_strength_takes_the_last_of_the_same_steps(model: Model, kind: Kind) -> None:
+    edit = make_edit(prompt="", steps=4, strength=0.5)
+    activations = register_for(model, edit, kind)
+    assert make_key(edit, model, kind) == activations.key
+    for step in (0, 1):
+        job = on_trajectory(model, edit, step)
+        assert job.num_steps == 2
+        dense, cached = predict(model, job)[0], predict(model, reuse(job, activations))[0]
+        assert apart(dense, cached) <= CLOSE
+    first_steps = replace(activations, rows=tuple(rows[:, :2] for rows in activations.rows), time=activations.time[:2])
+    assert apart(dense, predict(model, reuse(job, first_steps))[0]) > 10 * CLOSE
 
 
 def test_guidance_is_part_of_the_key_where_it_enters_the_network(editor: Editor) -> None:
