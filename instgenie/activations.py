@@ -2,14 +2,12 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-from instgenie.types import Pixels
+from instgenie.types import NUM_PARTS, Kind, Pixels
 
-Kind = Literal["kv", "y"]
-NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
+__all__ = ["NUM_PARTS", "Activations", "Key", "Kind", "digest"]
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"instgenie {own_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_edit(commands.add_parser("edit", help="edit a photograph", description="Edit a photograph."))
+    about_calibrate = "Measure this device with the model's own steps, and keep what planning needs to know of it."
+    add_calibrate(commands.add_parser("calibrate", help="measure this device", description=about_calibrate))
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     about_bench = (
@@ -86,6 +88,13 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add("--negative-prompt", str, "what true guidance leads away from")
     add("--strength", float, "share of the steps that is run; below 1 keeps traces of what was there (default 1)")
     add("--feather", int, "width in pixels of a soft edge inside the mask (default 0)")
+    add_model(parser)
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_calibrate)
+    about_out = "where the figures go, a plot beside them; default: the user's cache folder, by device and model"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=about_out)
     add_model(parser)
 
 
@@ -231,3 +240,10 @@ def run_bench_edit(options: argparse.Namespace) -> None:
     hide_loading_bars()
     ratios = options.mask_ratio or MASK_RATIOS
     bench_edit(options.model, options.device, options.size, options.steps, options.repeats, ratios, options.json)
+
+
+def run_calibrate(options: argparse.Namespace) -> None:
+    from instgenie.bench.calibrate import calibrate  # brings torch and diffusers
+
+    hide_loading_bars()
+    calibrate(options.model, options.device, options.size, options.out)

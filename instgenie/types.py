@@ -1,12 +1,15 @@
 """The words of the system: what a user asks for and what comes back. Knows no model and no device."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 PixelMask = NDArray[np.bool_]  # [height, width], True = masked
+Kind = Literal["kv", "y"]  # of activations: K and V of every block, or the rows that go into it
+NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
 
 
 @dataclass(frozen=True, eq=False)

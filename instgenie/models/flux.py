@@ -9,6 +9,7 @@ keys of the tokens that flow, those of the tokens that do not.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 
 from instgenie.activations import Kind
 from instgenie.batch import Batch, Job, Layout, concat
+from instgenie.models.products import products
+from instgenie.network import BlockShape, NetworkShape
 
 Block: TypeAlias = FluxTransformerBlock | FluxSingleTransformerBlock
 KeysValues = tuple[Tensor, Tensor]  # K and V, each [tokens, heads, head channels], ready for attention
@@ -213,3 +216,40 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """Turns neighbouring channels, as real and imaginary part, by each token's angles."""
     turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rotary[:, None]
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+def describe(transformer: FluxTransformer2DModel) -> NetworkShape:
+    """What embeds tokens counts with the first block, what makes velocities of them with the last."""
+    doubles = [describe_double(block) for block in transformer.transformer_blocks]
+    blocks = [*doubles, *(describe_single(block) for block in transformer.single_transformer_blocks)]
+    blocks[0] = replace(blocks[0], per_token=blocks[0].per_token + products(transformer.x_embedder))
+    blocks[-1] = replace(blocks[-1], per_token=blocks[-1].per_token + products(transformer.proj_out))
+    per_branch = products(transformer.time_text_embed, transformer.norm_out)
+    return NetworkShape(tuple(blocks), (len(blocks),), per_token=0, per_branch=per_branch)
+
+
+def describe_double(block: FluxTransformerBlock) -> BlockShape:
+    attn = block.attn
+    return BlockShape(
+        per_token=products(attn.to_q, attn.to_k, attn.to_v, attn.to_out, block.ff),
+        per_text=products(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.to_add_out, block.ff_context),
+        per_rest=products(attn.to_k, attn.to_v),
+        per_pair=4 * attn.inner_dim,
+        per_branch=products(block.norm1, block.norm1_context),
+        width=attn.inner_dim,
+        joint=True,
+    )
+
+
+def describe_single(block: FluxSingleTransformerBlock) -> BlockShape:
+    attn = block.attn
+    per_token = products(attn.to_q, attn.to_k, attn.to_v, block.proj_mlp, block.proj_out)
+    return BlockShape(
+        per_token=per_token,
+        per_text=per_token,
+        per_rest=products(attn.to_k, attn.to_v),
+        per_pair=4 * attn.inner_dim,
+        per_branch=products(block.norm),
+        width=attn.inner_dim,
+        joint=True,
+    )
