@@ -195,7 +195,14 @@ def test_an_interrupt_ends_with_130(desk: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--help"], 0), (["edit", "--help"], 0), (["bench", "edit", "--help"], 0), (["--version"], 0), ([], 2)],
+    [
+        (["--help"], 0),
+        (["edit", "--help"], 0),
+        (["bench", "edit", "--help"], 0),
+        (["calibrate", "--help"], 0),
+        (["--version"], 0),
+        ([], 2),
+    ],
 )
 def test_help_and_version(arguments: list[str], code: int) -> None:
     done = instgenie_process(*arguments)

@@ -8,6 +8,7 @@ that is not ours.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -37,8 +38,8 @@ BATCHES = {"cpu": (1, 2, 4), "cuda": (1, 2, 4, 8)}
 MASK_RATIOS = (0.05, 0.11, 0.2, 0.35, 0.6)
 HALF_DENSE_RATIO = 0.2
 NUM_ROUNDS = 3
-LOAD_BYTES = tuple(2**power for power in range(18, 28))  # 256 KiB to 128 MiB
-NUM_COPIES = 5
+LOAD_BYTES = {"cpu": [2**power for power in range(18, 25)], "cuda": [2**power for power in range(18, 29)]}
+NUM_COPIES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,7 @@ def calibrate(name: str, device: str, size: tuple[int, int] | None, out: Path | 
             cases = make_cases(model, size)
             task = progress.add_task("steps", total=len(cases) * (NUM_ROUNDS + 1))
             steps = measure_steps(model, network, cases, lambda: progress.advance(task))
-        task = progress.add_task("loads", total=len(LOAD_BYTES))
+        task = progress.add_task("loads", total=len(LOAD_BYTES[model.device.type]))
         loads = measure_loads(model.device, lambda: progress.advance(task))
     latency = fit_latency(device_name, name, network, steps, loads)
     path = out or latency_path(device_name, name)
@@ -128,13 +129,16 @@ def measure_steps(
 
 
 def measure_loads(device: torch.device, on_load: Callable[[], None]) -> list[LoadSample]:
-    """From pinned memory to a CUDA device; on a CPU from memory to memory."""
+    """From pinned memory to a CUDA device; on a CPU from memory to memory. Every copy is of other bytes where there are
+    more, so that none comes out of a processor's cache."""
+    sizes = LOAD_BYTES[device.type]
+    host = torch.ones(2 * sizes[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.zeros(2 * sizes[-1], dtype=torch.uint8, device=device)
     samples = []
-    for num_bytes in LOAD_BYTES:
-        source = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    for num_bytes in sizes:
+        pairs = zip(there.split(num_bytes), host.split(num_bytes), strict=True)
         fastest = float("inf")
-        for _ in range(NUM_COPIES):
+        for target, source in islice(cycle(pairs), NUM_COPIES):
             start = now(device)
             target.copy_(source, non_blocking=True)
             fastest = min(fastest, now(device) - start)

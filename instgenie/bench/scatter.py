@@ -1,5 +1,6 @@
 """A scatter plot of two times as an SVG: on the diagonal they agree. Knows points and names; knows no measurement."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -7,7 +8,6 @@ from pathlib import Path
 
 SIDE, MARGIN = 480, 70
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d5a97")
-NUM_TICKS = 5
 
 Points = Mapping[str, Sequence[tuple[float, float]]]  # name -> x and y of each
 
@@ -25,15 +25,22 @@ def draw_scatter(title: str, x_name: str, y_name: str, points: Points) -> str:
         f'<rect x="{MARGIN}" y="{MARGIN}" width="{SIDE}" height="{SIDE}" fill="none" stroke="#888"/>',
         f'<line x1="{MARGIN}" y1="{end}" x2="{end}" y2="{MARGIN}" stroke="#bbb" stroke-dasharray="5 4"/>',
     ]
-    for tick in range(NUM_TICKS + 1):
-        value, at = most * tick / NUM_TICKS, SIDE * tick / NUM_TICKS
-        parts += [label(f"{value:.3g}", MARGIN + at, end + 20), label(f"{value:.3g}", MARGIN - 26, end - at + 4)]
+    for value in ticks(most):
+        at = SIDE * value / most
+        parts += [label(f"{value:g}", MARGIN + at, end + 20), label(f"{value:g}", MARGIN - 10, end - at + 4, "end")]
     for index, (name, series) in enumerate(points.items()):
         colour = COLOURS[index % len(COLOURS)]
         parts += [dot(MARGIN + SIDE * x / most, end - SIDE * y / most, colour) for x, y in series]
         row = MARGIN + 22 + 20 * index
         parts += [dot(MARGIN + 18, row - 4, colour), label(name, MARGIN + 30, row, "start")]
     return "\n".join([*parts, "</svg>\n"])
+
+
+def ticks(most: float) -> list[float]:
+    """Round numbers from 0 up, at least four of them."""
+    power = 10 ** math.floor(math.log10(most))
+    step = next(part * power for part in (2, 1, 0.5, 0.2) if most / (part * power) >= 4)
+    return [round(count * step, 9) for count in range(int(most / step) + 1)]
 
 
 def dot(x: float, y: float, colour: str) -> str:
