@@ -4,15 +4,13 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from instgenie.types import Pixels
+from instgenie.types import NUM_PARTS, Kind, Pixels
 
-Kind = Literal["kv", "y"]
-NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
+__all__ = ["NUM_PARTS", "Activations", "Key", "Kind", "digest"]
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_edit(commands.add_parser("edit", help="edit a photograph", description="Edit a photograph."))
     about_register = "Compute ahead what edits of a photograph can reuse, and keep it in the cache."
     add_register(commands.add_parser("register", help="prepare a photograph for edits", description=about_register))
+    about_calibrate = "Measure this device with the model's own steps, and keep what planning needs to know of it."
+    add_calibrate(commands.add_parser("calibrate", help="measure this device", description=about_calibrate))
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     about_bench = "Time edits through diffusers' own pipeline and through our engine, dense and cached, side by side."
@@ -124,6 +126,13 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help=about_folder)
     about_gib = f"most the cache may hold; what was used least recently goes first (default {CACHE_GIB:g})"
     parser.add_argument("--cache-gib", type=gib, default=CACHE_GIB, metavar="N", help=about_gib)
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_calibrate)
+    about_out = "where the figures go, a plot beside them; default: the user's cache folder, by device and model"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=about_out)
+    add_model(parser)
 
 
 def add_bench_edit(parser: argparse.ArgumentParser) -> None:
@@ -369,3 +378,10 @@ def run_bench_edit(options: argparse.Namespace) -> None:
     study = Study(**asked)
     with kernels(enabled=not options.no_kernels):
         bench_edit(options.model, options.device, options.size, study, options.json)
+
+
+def run_calibrate(options: argparse.Namespace) -> None:
+    from instgenie.bench.calibrate import calibrate  # brings torch and diffusers
+
+    hide_loading_bars()
+    calibrate(options.model, options.device, options.size, options.out)

@@ -11,6 +11,8 @@ Pixels = NDArray[np.uint8]  # [height, width, 3]
 PixelMask = NDArray[np.bool_]  # [height, width], True = masked
 Tier = Literal["gpu", "host", "disk"]  # where activations live
 OnStep = Callable[[int, int], None]  # steps taken so far, steps to take
+Kind = Literal["kv", "y"]  # of activations: K and V of every block, or the rows that go into it
+NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
 
 
 @dataclass(frozen=True, eq=False)

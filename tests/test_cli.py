@@ -205,6 +205,7 @@ def test_an_interrupt_ends_with_130(desk: Path, monkeypatch: pytest.MonkeyPatch)
         (["edit", "--help"], 0),
         (["register", "--help"], 0),
         (["bench", "edit", "--help"], 0),
+        (["calibrate", "--help"], 0),
         (["--version"], 0),
         ([], 2),
     ],

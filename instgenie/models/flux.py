@@ -9,6 +9,7 @@ keys of the tokens that flow, those of the tokens that do not. All of them are w
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -23,6 +24,8 @@ from instgenie.batch import Batch, Job, Layout
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.heads import Heads, Projected, place
 from instgenie.kernels.modulate import add_gated, add_norm_modulate, norm_modulate
+from instgenie.models.products import products
+from instgenie.network import BlockShape, NetworkShape
 
 Block: TypeAlias = FluxTransformerBlock | FluxSingleTransformerBlock
 
@@ -207,3 +210,40 @@ def attend(heads: Heads, layout: Layout) -> list[Tensor]:
 def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [tokens, heads, head channels] -> [tokens, width]
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+
+
+def describe(transformer: FluxTransformer2DModel) -> NetworkShape:
+    """What embeds tokens counts with the first block, what makes velocities of them with the last."""
+    doubles = [describe_double(block) for block in transformer.transformer_blocks]
+    blocks = [*doubles, *(describe_single(block) for block in transformer.single_transformer_blocks)]
+    blocks[0] = replace(blocks[0], per_token=blocks[0].per_token + products(transformer.x_embedder))
+    blocks[-1] = replace(blocks[-1], per_token=blocks[-1].per_token + products(transformer.proj_out))
+    per_branch = products(transformer.time_text_embed, transformer.norm_out)
+    return NetworkShape(tuple(blocks), (len(blocks),), per_token=0, per_branch=per_branch)
+
+
+def describe_double(block: FluxTransformerBlock) -> BlockShape:
+    attn = block.attn
+    return BlockShape(
+        per_token=products(attn.to_q, attn.to_k, attn.to_v, attn.to_out, block.ff),
+        per_text=products(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.to_add_out, block.ff_context),
+        per_rest=products(attn.to_k, attn.to_v),
+        per_pair=4 * attn.inner_dim,
+        per_branch=products(block.norm1, block.norm1_context),
+        width=attn.inner_dim,
+        joint=True,
+    )
+
+
+def describe_single(block: FluxSingleTransformerBlock) -> BlockShape:
+    attn = block.attn
+    per_token = products(attn.to_q, attn.to_k, attn.to_v, block.proj_mlp, block.proj_out)
+    return BlockShape(
+        per_token=per_token,
+        per_text=per_token,
+        per_rest=products(attn.to_k, attn.to_v),
+        per_pair=4 * attn.inner_dim,
+        per_branch=products(block.norm),
+        width=attn.inner_dim,
+        joint=True,
+    )

@@ -18,6 +18,7 @@ from transformers import CLIPTextModel, PreTrainedTokenizerBase
 from instgenie.activations import Kind
 from instgenie.batch import Branch, Job
 from instgenie.models.identity import identify
+from instgenie.network import NetworkShape
 from instgenie.sampler import Schedule
 from instgenie.types import Edit
 
@@ -84,6 +85,10 @@ class Model(ABC):
     @property
     def num_blocks(self) -> int:
         return sum(self.units)
+
+    @abstractmethod
+    def describe(self) -> NetworkShape:
+        """What its blocks compute and what activations keep of them, as plain numbers."""
 
     @abstractmethod
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule: ...

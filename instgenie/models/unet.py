@@ -8,7 +8,7 @@ convolutions is filled up with what left it at registration.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from instgenie.activations import Kind
 from instgenie.batch import Job, concat
 from instgenie.kernels.gather import gather_rows
+from instgenie.models.products import products
+from instgenie.network import BlockShape, NetworkShape
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
 
@@ -320,3 +322,50 @@ def keep_block(block: BasicTransformerBlock, tokens: Tensor, kind: Kind) -> Tens
 def keys_values(block: BasicTransformerBlock, tokens: Tensor) -> tuple[Tensor, Tensor]:  # each [tokens, width]
     inner = block.norm1(tokens)
     return block.attn1.to_k(inner), block.attn1.to_v(inner)
+
+
+def describe(unet: UNet2DConditionModel) -> NetworkShape:
+    """What projects into a transformer counts with its first block, what projects out of it with its last."""
+    units = [
+        describe_transformer(transformer, side)
+        for block, side in with_sides(unet)
+        for transformer in getattr(block, "attentions", ())
+    ]
+    per_token = products(unet.conv_in, unet.conv_out)
+    per_branch = products(unet.time_embedding, getattr(unet, "add_embedding", None))
+    for block, side in with_sides(unet):
+        for resnet in block.resnets:
+            per_token += products(resnet.conv1, resnet.conv2, resnet.conv_shortcut) // side**2
+            per_branch += products(resnet.time_emb_proj)
+        per_token += sum(products(sampler) for sampler in getattr(block, "downsamplers", None) or ()) // (2 * side) ** 2
+        per_token += 4 * sum(products(sampler) for sampler in getattr(block, "upsamplers", None) or ()) // side**2
+    blocks = tuple(block for unit in units for block in unit)
+    return NetworkShape(blocks, tuple(len(unit) for unit in units), per_token, per_branch)
+
+
+def with_sides(unet: UNet2DConditionModel) -> Iterator[tuple[UnetBlock, int]]:
+    """Every block of the UNet, and the side of the square of tokens that one of its tokens stands for."""
+    downs = [(block, 2**level) for level, block in enumerate(unet.down_blocks)]
+    ups = [(block, 2**level) for level, block in enumerate(reversed(unet.up_blocks))]
+    middles = [(unet.mid_block, downs[-1][1])] if unet.mid_block is not None else []
+    yield from (*downs, *middles, *reversed(ups))
+
+
+def describe_transformer(transformer: Transformer2DModel, side: int) -> list[BlockShape]:
+    blocks = [describe_block(block, side) for block in transformer.transformer_blocks]
+    blocks[0] = replace(blocks[0], per_token=blocks[0].per_token + products(transformer.proj_in))
+    per_token = blocks[-1].per_token + products(transformer.proj_out)
+    return [*blocks[:-1], replace(blocks[-1], per_token=per_token, width_behind=transformer.in_channels)]
+
+
+def describe_block(block: BasicTransformerBlock, side: int) -> BlockShape:
+    own, cross = block.attn1, block.attn2
+    return BlockShape(
+        per_token=products(own, cross.to_q, cross.to_out, block.ff),
+        per_text=products(cross.to_k, cross.to_v),
+        per_rest=products(own.to_k, own.to_v),
+        per_pair=4 * own.inner_dim,
+        per_branch=0,
+        width=own.inner_dim,
+        side=side,
+    )
