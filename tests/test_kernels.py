@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from instgenie.kernels import modulate, switch
 from instgenie.kernels.gather import gather_rows_fused, gather_rows_reference
+from instgenie.kernels.gelu import gelu_into_fused, gelu_into_reference
 from instgenie.kernels.heads import Heads, Places, Projected, place, place_fused, place_reference
 
 SHAPES = [(2, 8), (3, 24), (5, 16), (24, 128)]  # heads, head channels
@@ -106,6 +107,20 @@ def test_gathering_is_exact(device: str, dtype: torch.dtype, width: int) -> None
     assert torch.equal(found, expected)
     assert torch.equal(found[:, 4:17], source[:, index])
     gather_rows_fused(source, index[:0], found[:, :0])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:overflow"
+)  # of NumPy, in the interpreter: one over infinity is the zero it should be
+@pytest.mark.parametrize("width", [16, 72, 12288])
+def test_gelu(device: str, dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    x = 4 * torch.randn(5, width, device=device, dtype=dtype)
+    found = torch.zeros(5, 24 + width, device=device, dtype=dtype)
+    expected = torch.zeros_like(found).double()
+    gelu_into_fused(x, found[:, 24:])
+    gelu_into_reference(x.double(), expected[:, 24:])
+    close(found, expected)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from instgenie.activations import Kind
 from instgenie.batch import Batch, Job, Layout
 from instgenie.kernels.gather import gather_rows
+from instgenie.kernels.gelu import gelu_into
 from instgenie.kernels.heads import Heads, Projected, place
 from instgenie.kernels.modulate import add_gated, add_norm_modulate, norm_modulate
 from instgenie.models.products import products
@@ -129,7 +130,7 @@ def single_block(
     place(Projected(*own, attn.norm_q, attn.norm_k), layout.rotary, layout.joint_places, heads)
     both = joint.new_empty(len(joint), block.proj_out.in_features)  # attended, then hidden
     torch.cat(attend(heads, layout), out=both[:, :width])
-    torch.ops.aten.gelu.out(block.proj_mlp(joint_in), approximate=block.act_mlp.approximate, out=both[:, width:])
+    gelu_into(block.proj_mlp(joint_in), both[:, width:])
     return add_gated(joint, gate, block.proj_out(both), rows)
 
 
