@@ -188,5 +188,5 @@ def latency_path(device: str, model: str) -> Path:
 
 DEFAULTS = {
     "cpu": Latency("cpu", "any", block=1e-3, flop=7e-12, flop_outside=7e-12, load=5e-6, byte=2e-10),
-    "cuda": Latency("cuda", "any", block=3e-4, flop=2.5e-15, flop_outside=4e-15, load=1e-5, byte=1 / 55e9),
+    "cuda": Latency("cuda", "any", block=2.5e-4, flop=2.2e-15, flop_outside=4e-15, load=1e-5, byte=1 / 55e9),
 }

@@ -1,19 +1,19 @@
 """Plans: for each block, cached or dense. Knows which plans are feasible and which is fastest; knows no tensor.
 
-`plan_exact` is a dynamic programme. After some blocks nothing matters but where the two streams are, the one that loads
-and the one that computes, and whether the last block was cached. Of all plans that lead to such a place, those that are
-behind another in both streams are dropped, and those that cannot end before the best plan known. What is left is exact.
+`plan_exact` is a dynamic programme over units. Behind some of them nothing matters but where the two streams are, the
+one that loads and the one that computes. Of all plans so far, those that are behind another in both streams are
+dropped, and those that cannot end before the best plan known. What is left is exact.
 The other policies stand beside it to compare with: the paper's Algorithm 1 (`plan_greedy`), everything cached, with
 loads hidden (`plan_cached`) or not (`plan_naive`), and everything dense.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import itemgetter
-from typing import Any
+from itertools import accumulate, groupby
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
 
 from instgenie.errors import PlanError
 from instgenie.latency import BlockCost, Latency, makespan, unit_starts
@@ -22,7 +22,7 @@ from instgenie.types import Kind
 
 Plan = tuple[bool, ...]  # for each block: cached or not
 DENSE: Plan = ()  # of a job without activations: no block is cached, however many there are
-State = tuple[float, float, int, Any]  # where loading and computing are; what has turned; the path there, backwards
+State = tuple[float, float, int, Any]  # where loading and computing are; bits; the path there, backwards
 NUM_BISECTIONS = 12
 
 
@@ -82,8 +82,7 @@ def plan_exact(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lea
     )
     if kind == "kv" and len(units) == 1:
         return known  # a dense prefix is all there is
-    # with y, where tokens come back at any time, every block is a unit
-    found = search(costs, units if kind == "kv" else (1,) * len(costs), lead, known.seconds)
+    found = search(costs, kind, units, lead, known.seconds)
     return known if found is None else min(known, timed(found, costs, lead), key=lambda one: one.seconds)
 
 
@@ -103,20 +102,9 @@ def plan_greedy(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], le
 
 def plan_prefix(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:
     """The fastest dense prefix, then cached to the end; the fastest of all plans for a single unit of `kv`."""
-    num_dense = len(costs)
-    waits, after, before = -math.inf, 0.0, sum(cost.dense for cost in costs)
-    best = before
-    for block in range(len(costs) - 1, -1, -1):
-        cost = costs[block]
-        after += cost.cached
-        before -= cost.dense
-        # its own load, then all that computes from it on; whatever later blocks wait for comes later by its load
-        waits = cost.load + max(waits, after)
-        seconds = max(before + after, waits - lead)
-        if seconds <= best:
-            best, num_dense = seconds, block
-    plan = (False,) * num_dense + (True,) * (len(costs) - num_dense)
-    return timed(plan, costs, lead)
+    options = unit_options(costs, [0] * len(costs))
+    best = min(options, key=lambda option: max(option.compute, option.wait - lead))
+    return timed((False,) * best.num_dense + (True,) * (len(costs) - best.num_dense), costs, lead)
 
 
 def plan_cached(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:
@@ -148,48 +136,78 @@ def timed(plan: Plan, costs: Sequence[BlockCost], lead: float) -> Planned:
     return Planned(plan, seconds, seconds + lead - loading)
 
 
-def search(costs: Sequence[BlockCost], units: Sequence[int], lead: float, most: float) -> Plan | None:
+class Option(NamedTuple):
+    """A unit with some blocks dense, then cached to its end. From a place where loading is at l and computing at c, it
+    leads to l + load and to the later of c + compute and l + wait."""
+
+    load: float
+    compute: float
+    wait: float
+    needs: int  # bits that must not be set: those of its dense blocks
+    sets: int  # those of its cached blocks
+    num_dense: int
+
+
+def search(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float, most: float) -> Plan | None:
     """The fastest plan that takes less than `most` seconds, if there is one."""
+    if kind == "y":  # tokens come back at any time; but of equal blocks in a row, the dense ones go first
+        units = [len(list(run)) for _, run in groupby(costs)]
     share, still = bounds(costs, lead)
     least = list(accumulate((min(cost.cached, cost.dense) for cost in reversed(costs)), initial=0.0))[::-1]
-    bits, turns = exchanges(costs, units)
-    starts = unit_starts(units)
-    free: list[State] = [(-lead, 0.0, 0, ())]  # nothing of the unit is cached yet
-    held: list[State] = []  # the unit is cached from here on
-    for block, (cached, dense, load) in enumerate(costs):
-        bit, turn, limits = bits[block], turns[block], (share, most - still[block + 1], most - least[block + 1])
-        stayed = [(at, end + dense, turned, (False, path)) for at, end, turned, path in free if not turned & bit]
+    states: list[State] = [(-lead, 0.0, 0, ())]
+    for end, options in zip(accumulate(units), make_options(costs, kind, units), strict=True):
         reached = [
-            (now := at + load, (end if end > now else now) + cached, turned | turn, (True, path))
-            for at, end, turned, path in free + held
+            (
+                at + load,
+                first if (first := now + compute) > (last := at + wait) else last,
+                bits | sets,
+                (num_dense, path),
+            )
+            for at, now, bits, path in states
+            for load, compute, wait, needs, sets, num_dense in options
+            if not bits & needs
         ]
-        if block + 1 in starts:
-            free, held = front(stayed + reached, *limits), []
-        else:
-            free, held = front(stayed, *limits), front(reached, *limits)
-    ends = free + held
-    return unwind(min(ends, key=itemgetter(1))[3]) if ends else None
+        states = front(reached, share, most - still[end], most - least[end])
+    return unwind(min(states, key=itemgetter(1))[3], units) if states else None
 
 
-def exchanges(costs: Sequence[BlockCost], units: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Of two equal units, the earlier has at least as many dense blocks in some fastest plan: where it has fewer,
-    exchanging the two lets every load end as early or earlier, and as much is computed. So, for each block: a bit,
-    shared by all blocks at the same place of equal units, and the bits that caching it sets; where its bit is set, a
-    block is cached."""
+def make_options(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int]) -> Iterator[list[Option]]:
+    """The options of each unit. Equal units share bits: of two of them, the earlier has at least as many dense blocks
+    in some fastest plan, for where it has fewer, exchanging the two lets every load end as early or earlier, and as
+    much is computed. So a block that was cached once is cached whenever it comes again."""
     names: dict[object, int] = {}
-    bits, turns = [], []
+    seen: dict[object, list[Option]] = {}
     for end, length in zip(accumulate(units), units, strict=True):
         unit = tuple(costs[end - length : end])
-        name: object = unit if all(cost.cached <= cost.dense for cost in unit) else end
-        places = [1 << names.setdefault((name, place), len(names)) for place in range(length)]
-        bits += places
-        turns += [sum(places[place:]) for place in range(length)]
-    return bits, turns
+        can_exchange = all(cost.cached <= cost.dense for cost in unit)
+        name: object = (unit if kind == "kv" else unit[0]) if can_exchange else end
+        if (name, length) not in seen:
+            places = range(length) if kind == "kv" else [0] * length
+            bits = [1 << names.setdefault((name, place), len(names)) for place in places]
+            seen[name, length] = unit_options(unit, bits)
+        yield seen[name, length]
+
+
+def unit_options(unit: Sequence[BlockCost], bits: Sequence[int]) -> list[Option]:
+    needs = list(accumulate(bits, or_, initial=0))
+    load, after, wait, sets = 0.0, 0.0, -math.inf, 0
+    before = sum(cost.dense for cost in unit)
+    options = [Option(load, before, wait, needs[-1], sets, len(unit))]
+    for place in range(len(unit) - 1, -1, -1):
+        cost = unit[place]
+        load += cost.load
+        after += cost.cached
+        before -= cost.dense
+        # its own load, then all that computes from it on; whatever later blocks wait for comes later by its load
+        wait = cost.load + max(wait, after)
+        sets |= bits[place]
+        options.append(Option(load, before + after, wait, needs[place], sets, place))
+    return options
 
 
 def front(states: list[State], share: float, most: float, most_computed: float) -> list[State]:
     """The states that no other is ahead of in both streams, and that can still end in time."""
-    states.sort(key=itemgetter(0))  # two sorted runs, merged
+    states.sort(key=itemgetter(0))
     kept = []
     best, rest = most_computed, 1 - share
     for state in states:
@@ -215,9 +233,9 @@ def bounds(costs: Sequence[BlockCost], lead: float) -> tuple[float, list[float]]
     return low, list(accumulate(rest, initial=0.0))[::-1]
 
 
-def unwind(path: Any) -> Plan:
-    plan = []
-    while path:
-        cached, path = path
-        plan.append(cached)
-    return tuple(reversed(plan))
+def unwind(path: Any, units: Sequence[int]) -> Plan:
+    plan: Plan = ()
+    for length in reversed(units):
+        num_dense, path = path
+        plan = (False,) * num_dense + (True,) * (length - num_dense) + plan
+    return plan

@@ -13,6 +13,8 @@ from instgenie.batch import Job
 from instgenie.engine.demand import make_demand
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
+from instgenie.models import flux, unet
+from instgenie.models.dummy import RECIPES, on_meta
 from instgenie.models.model import Model
 from instgenie.network import Demand, load_bytes, step_flops
 from instgenie.planner import Plan
@@ -88,3 +90,20 @@ def test_dense_steps_of_an_edit_demand_no_activations(models: dict[str, Model]) 
     assert make_demand(job, model.describe()).kind is None
     job.step = 1
     assert make_demand(job, model.describe()).kind == "kv"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "num_text", "num_branches", "tera_flops", "kv_mega_bytes"),
+    [("flux.1-dev", 4096, 512, 1, 74.4, 2869), ("sdxl-base-1.0", 16384, 77, 2, 13.5, 923)],
+)
+def test_published_architectures(
+    name: str, num_tokens: int, num_text: int, num_branches: int, tera_flops: float, kv_mega_bytes: float
+) -> None:
+    """A dense step of one picture, and all that activations keep of it in two bytes a value."""
+    part = on_meta(RECIPES[name].network)
+    network = flux.describe(part) if name.startswith("flux") else unet.describe(part)
+    sides = {shape.side for shape in network.blocks}
+    demand = Demand(num_tokens, dict.fromkeys(sides, 0), num_text, num_branches, "kv", num_kept=num_branches)
+    assert step_flops(network, [demand], [False] * len(network.blocks)) / 1e12 == pytest.approx(tera_flops, rel=0.005)
+    num_bytes = sum(load_bytes(shape, demand) for shape in network.blocks)
+    assert num_bytes / 1e6 == pytest.approx(kv_mega_bytes, rel=0.005)

@@ -37,7 +37,8 @@ from instgenie.types import Edit
 BATCHES = {"cpu": (1, 2, 4), "cuda": (1, 2, 4, 8)}
 MASK_RATIOS = (0.05, 0.11, 0.2, 0.35, 0.6)
 HALF_DENSE_RATIO = 0.2
-NUM_ROUNDS = 3
+MIN_ROUNDS, MAX_ROUNDS = 3, 12
+ROUNDS_SECONDS = 20  # for all rounds; as many as fit
 LOAD_BYTES = {"cpu": [2**power for power in range(18, 25)], "cuda": [2**power for power in range(18, 29)]}
 NUM_COPIES = 8
 
@@ -62,8 +63,10 @@ def calibrate(name: str, device: str, size: tuple[int, int] | None, out: Path | 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         with memory_guard("calibrating"):
             cases = make_cases(model, size)
-            task = progress.add_task("steps", total=len(cases) * (NUM_ROUNDS + 1))
-            steps = measure_steps(model, network, cases, lambda: progress.advance(task))
+            task = progress.add_task("steps", total=None)
+            steps = measure_steps(
+                model, network, cases, lambda at, most: progress.update(task, completed=at, total=most)
+            )
         task = progress.add_task("loads", total=len(LOAD_BYTES[model.device.type]))
         loads = measure_loads(model.device, lambda: progress.advance(task))
     latency = fit_latency(device_name, name, network, steps, loads)
@@ -112,20 +115,27 @@ def mask_job(job: Job, model: Model, size: tuple[int, int], ratio: float) -> Job
 
 @torch.inference_mode()
 def measure_steps(
-    model: Model, network: NetworkShape, cases: Sequence[Case], on_step: Callable[[], None]
+    model: Model, network: NetworkShape, cases: Sequence[Case], on_round: Callable[[int, int], None]
 ) -> list[StepSample]:
-    """One round to warm up, then the fastest of each case."""
-    fastest = [float("inf")] * len(cases)
-    for number in range(NUM_ROUNDS + 1):
-        for index in range(len(cases)) if number % 2 else range(len(cases) - 1, -1, -1):
-            start = now(model.device)
-            model.predict(cases[index].jobs)
-            seconds = now(model.device) - start
-            if number:
-                fastest[index] = min(fastest[index], seconds)
-            on_step()
+    """A round to warm up, one that says how many there is time for, then those; of each case the fastest."""
+    measure_round(model, cases)
+    rounds = [measure_round(model, cases)]
+    num_rounds = min(max(int(ROUNDS_SECONDS / sum(rounds[0])), MIN_ROUNDS), MAX_ROUNDS)
+    while len(rounds) < num_rounds:
+        on_round(len(rounds), num_rounds)
+        rounds.append(measure_round(model, cases))
     demands = [tuple(make_demand(job, network) for job in case.jobs) for case in cases]
+    fastest = [min(times) for times in zip(*rounds, strict=True)]
     return [StepSample(*sample) for sample in zip(demands, (case.plan for case in cases), fastest, strict=True)]
+
+
+def measure_round(model: Model, cases: Sequence[Case]) -> list[float]:
+    seconds = []
+    for case in cases:
+        start = now(model.device)
+        model.predict(case.jobs)
+        seconds.append(now(model.device) - start)
+    return seconds
 
 
 def measure_loads(device: torch.device, on_load: Callable[[], None]) -> list[LoadSample]:
@@ -162,7 +172,7 @@ def predict(latency: Latency, network: NetworkShape, step: StepSample) -> float:
 
 
 def print_steps(latency: Latency, network: NetworkShape, cases: Sequence[Case], steps: Sequence[StepSample]) -> None:
-    table = Table(title=f"{latency.model} on {latency.device}, fastest of {NUM_ROUNDS}")
+    table = Table(title=f"{latency.model} on {latency.device}")
     for heading in ("plan", "jobs", "masked", "measured ms", "predicted ms", "off by"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
     for case, step in zip(cases, steps, strict=True):
