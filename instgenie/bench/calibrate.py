@@ -18,7 +18,7 @@ from rich.table import Table
 
 from instgenie.activations import Activations
 from instgenie.batch import Job
-from instgenie.bench.edit import cpu_name, middle_mask, now, sample_picture
+from instgenie.bench.edit import cpu_name, mask_around, now, sample_picture
 from instgenie.bench.scatter import draw_scatter, write_text
 from instgenie.engine.demand import make_demand
 from instgenie.engine.prepare import prepare
@@ -37,6 +37,7 @@ from instgenie.types import Edit
 BATCHES = {"cpu": (1, 2, 4), "cuda": (1, 2, 4, 8)}
 MASK_RATIOS = (0.05, 0.11, 0.2, 0.35, 0.6)
 HALF_DENSE_RATIO = 0.2
+MIDDLE = (0.5, 0.5)
 MIN_ROUNDS, MAX_ROUNDS = 3, 12
 ROUNDS_SECONDS = 20  # for all rounds; as many as fit
 LOAD_BYTES = {"cpu": [2**power for power in range(18, 25)], "cuda": [2**power for power in range(18, 29)]}
@@ -97,7 +98,7 @@ def make_cases(model: Model, size: tuple[int, int]) -> list[Case]:
 
 @torch.inference_mode()
 def make_job(model: Model, size: tuple[int, int], activations: Activations) -> Job:
-    mask = middle_mask(size, model.patch, HALF_DENSE_RATIO)
+    mask = mask_around(MIDDLE, size, model.patch, HALF_DENSE_RATIO)
     edit = Edit(sample_picture(size), mask, "a flower", steps=1, guidance=model.guidance, size=size)
     check_edit(edit)
     return reuse(prepare(edit, model), activations)
@@ -109,7 +110,7 @@ def shares(ratio: float, num_jobs: int) -> list[float]:
 
 
 def mask_job(job: Job, model: Model, size: tuple[int, int], ratio: float) -> Job:
-    mask = token_mask(middle_mask(size, model.patch, ratio), model.patch)
+    mask = token_mask(mask_around(MIDDLE, size, model.patch, ratio), model.patch)
     return replace(job, masked=torch.tensor(mask, device=model.device).reshape(-1, 1))
 
 
