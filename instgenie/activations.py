@@ -23,6 +23,8 @@ class Key:
     guidance: float  # 0 where it does not enter the network
     kind: Kind
     dtype: str
+    prompt: str = ""  # what the registration saw
+    isolated: bool = False  # whether its image tokens saw no text
 
 
 @dataclass(frozen=True, eq=False)

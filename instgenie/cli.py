@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from instgenie.errors import InstGenieError, PictureError
 from instgenie.mask import box_mask, read_mask
 from instgenie.picture import check_edit, check_target, open_picture, save_picture
+from instgenie.quality import DEFAULT, Quality, with_quality
 from instgenie.types import Edit, PixelMask, Pixels, Result
 
 EXIT_BAD_INPUT = 2
@@ -47,12 +48,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"instgenie {own_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_edit(commands.add_parser("edit", help="edit a photograph", description="Edit a photograph."))
-    bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
+    bench = commands.add_parser("bench", help="measure speed and quality", description="Measure speed and quality.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     about_bench = (
         "Time one edit through diffusers' own pipeline and through our engine, dense and cached, side by side."
     )
     add_bench_edit(benches.add_parser("edit", help="one edit, beside diffusers", description=about_bench))
+    about_quality = "Edit held-out photographs with every method, same seeds, and compare with the dense edits."
+    add_bench_quality(benches.add_parser("quality", help="fidelity against cost", description=about_quality))
     return parser
 
 
@@ -86,6 +89,10 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add("--negative-prompt", str, "what true guidance leads away from")
     add("--strength", float, "share of the steps that is run; below 1 keeps traces of what was there (default 1)")
     add("--feather", int, "width in pixels of a soft edge inside the mask (default 0)")
+    about_quality = (
+        "how close an edit of a registered picture keeps to the dense one; exact is dense (default balanced)"
+    )
+    parser.add_argument("--quality", choices=get_args(Quality), default=DEFAULT, help=about_quality)
     add_model(parser)
 
 
@@ -101,12 +108,29 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_bench_quality(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_quality)
+    about_photos = "folder with captions.csv and tar shards of photographs; the held-out ones are edited"
+    parser.add_argument("--photos", type=Path, required=True, metavar="DIR", help=about_photos)
+    parser.add_argument("--num", type=positive, default=15, metavar="N", help="photographs to edit (default 15)")
+    about_steps = "number of denoising steps; default: what suits the model"
+    parser.add_argument("--steps", type=positive, metavar="N", help=about_steps)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of masks, prompts and edits (default 0)")
+    about_networks = "leave out LPIPS, KID and probe, which take most of the time on a CPU"
+    parser.add_argument("--no-networks", action="store_true", help=about_networks)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every picture's figures to this file")
+    about_out = "also write tables into quality.md, plots and a sheet of pictures to this folder"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
+    add_model(parser, has_size=False)
+
+
+def add_model(parser: argparse.ArgumentParser, has_size: bool = True) -> None:
     parser.add_argument(
         "--model", default="builtin", help="a pipeline folder, a hub id, builtin (the default), or dummy:NAME"
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; default: the best there is")
-    parser.add_argument("--size", type=size, metavar="WxH", help="size the model works at; default: its own")
+    if has_size:
+        parser.add_argument("--size", type=size, metavar="WxH", help="size the model works at; default: its own")
 
 
 def box(text: str) -> tuple[int, int, int, int]:
@@ -174,7 +198,7 @@ def run_edit(options: argparse.Namespace) -> None:
         hide_loading_bars()
         editor = Editor(model=options.model, device=options.device)
     suited = {"steps": editor.model.steps, "guidance": editor.model.guidance}
-    edit = Edit(**suited | given)
+    edit = with_quality(Edit(**suited | given), options.quality)
     with edit_progress(console) as progress:
         [result] = editor.edit_many([edit], show_steps(progress, "editing"))
     save_picture(result.picture, output)
@@ -231,3 +255,11 @@ def run_bench_edit(options: argparse.Namespace) -> None:
     hide_loading_bars()
     ratios = options.mask_ratio or MASK_RATIOS
     bench_edit(options.model, options.device, options.size, options.steps, options.repeats, ratios, options.json)
+
+
+def run_bench_quality(options: argparse.Namespace) -> None:
+    from instgenie.bench.quality import bench_quality  # brings torch and diffusers
+
+    hide_loading_bars()
+    what = options.photos, options.num, options.model, options.device, options.steps, options.seed
+    bench_quality(*what, not options.no_networks, options.json, options.out)

@@ -16,6 +16,8 @@ from instgenie.engine.register import make_key, register, reuse
 from instgenie.models.load import load
 from instgenie.models.memory import memory_guard
 from instgenie.models.model import Model
+from instgenie.picture import check_edit
+from instgenie.quality import DEFAULT, Quality, with_quality
 from instgenie.types import Edit, PixelMask, Pixels, Result, Timings
 
 In = TypeVar("In")
@@ -36,10 +38,14 @@ class Editor:
         self.model = load(model, device, dtype)
         self.registered: dict[Key, Activations] = {}
 
-    def edit(self, picture: Pixels, mask: PixelMask, prompt: str, **options: Any) -> Result:
-        """Options are the other fields of `Edit`; steps and guidance default to what suits the model."""
+    def edit(self, picture: Pixels, mask: PixelMask, prompt: str, quality: Quality = DEFAULT, **options: Any) -> Result:
+        """Options are the other fields of `Edit`; steps and guidance default to what suits the model, dense steps and
+        halo to what the quality says."""
         suited = {"steps": self.model.steps, "guidance": self.model.guidance}
-        [result] = self.edit_many([Edit(picture, mask, prompt, **(suited | options))])
+        edit = Edit(picture, mask, prompt, **(suited | options))
+        check_edit(edit)
+        own = {name: options[name] for name in ("dense_steps", "halo") if name in options}
+        [result] = self.edit_many([replace(with_quality(edit, quality), **own)])
         return result
 
     def register(
@@ -65,7 +71,7 @@ class Editor:
 
     def _prepare(self, edit: Edit, model: Model) -> Job:
         job = prepare(edit, model)
-        activations = self._find(edit)
+        activations = None if edit.dense_steps >= edit.steps else self._find(edit)
         return reuse(job, activations) if activations else job
 
     def _find(self, edit: Edit) -> Activations | None:

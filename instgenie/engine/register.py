@@ -1,8 +1,8 @@
 """A picture becomes a template with activations: teacher-forced dense passes over all its steps. Edits nothing.
 
 All that unmasked tokens feed into the network is a fact of the template, so its steps do not wait for each other: they
-are the jobs of a batch. Every pass sees empty prompts and a picture in which nothing is masked; where an empty negative
-prompt is another thing than an empty prompt, both branches are kept, else one stands for both.
+are the jobs of a batch. Every pass sees a picture in which nothing is masked and, unless told otherwise, empty prompts;
+where an empty negative prompt is another thing than the prompt, both branches are kept, else one stands for both.
 """
 
 from collections.abc import Iterator
@@ -34,16 +34,20 @@ def register(
     guidance: float | None = None,
     kind: Kind = "kv",
     num_steps_at_once: int = NUM_STEPS_AT_ONCE,
+    prompt: str = "",
+    isolated: bool = False,
 ) -> Activations:
-    """More steps at once are faster and need more memory; the numbers stay the same."""
+    """More steps at once are faster and need more memory; the numbers stay the same. The prompt is what the passes see;
+    isolated, they see no text at all."""
     edit = edit_of_nothing(picture, model, size, steps, guidance)
     if kind not in NUM_PARTS or num_steps_at_once < 1:
         raise EditError(f"{num_steps_at_once} steps at once of kind {kind!r}: at least 1, of kv or y, are expected")
     size = choose_size(edit, model)
     job = make_job(edit, np.zeros(size, dtype=np.bool_), size, model)
-    job = replace(job, branches=model.template_branches(job.grid))
+    job = replace(job, branches=model.template_branches(job.grid, prompt, isolated))
     jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in range(job.num_steps)]
-    return fill(make_key(edit, model, kind), jobs, model, num_steps_at_once)
+    key = replace(make_key(edit, model, kind), prompt=prompt, isolated=isolated)
+    return fill(key, jobs, model, num_steps_at_once)
 
 
 def fill(key: Key, jobs: list[Job], model: Model, num_steps_at_once: int) -> Activations:

@@ -32,8 +32,14 @@ Rest = list[KeysValues | None]  # of each branch: K and V of its unmasked tokens
 
 def velocity(transformer: FluxTransformer2DModel, batch: Batch) -> Tensor:
     """[image tokens, latent channels]; of the masked tokens alone where a job cached any block."""
-    text, image = batch.text, transformer.x_embedder(batch.image)
     time = embed_time(transformer, batch)
+    layout, image = flow(transformer, batch, transformer.x_embedder(batch.image), time)
+    return unembed(transformer, image, time, layout)
+
+
+def flow(transformer: FluxTransformer2DModel, batch: Batch, image: Tensor, time: Tensor) -> tuple[Layout, Tensor]:
+    """Embedded image rows through all blocks."""
+    text = batch.text
     doubles, singles = transformer.transformer_blocks, transformer.single_transformer_blocks
     layout: Layout = batch
     for index, block in enumerate(doubles):
@@ -44,8 +50,7 @@ def velocity(transformer: FluxTransformer2DModel, batch: Batch) -> Tensor:
         layout, joint = layout.turn_joint(joint, index)
         joint = single_block(block, joint, time, layout, recall(block, index, layout))
     _, image = layout.part(joint)
-    layout, image = layout.turn(image, len(doubles) + len(singles))
-    return unembed(transformer, image, time, layout)
+    return layout.turn(image, len(doubles) + len(singles))
 
 
 def observe(transformer: FluxTransformer2DModel, batch: Batch, kind: Kind) -> Iterator[Tensor]:
