@@ -23,15 +23,13 @@ class Axis:
     low: float
     high: float
     log: bool = False
-    flipped: bool = False  # high numbers at the lower or left end
     form: str = "{:g}"
 
     def place(self, value: float) -> float:
         """0 to 1."""
         scale: Callable[[float], float] = math.log10 if self.log else float
         value = min(max(value, self.low), self.high)
-        share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
-        return 1 - share if self.flipped else share
+        return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
 
 
 @dataclass(frozen=True)

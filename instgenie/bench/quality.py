@@ -24,7 +24,7 @@ from instgenie.bench.judge import Judge, Scores, distance, read_labels
 from instgenie.bench.masks import MaskKind, box_field, mask_of_ratio, outline_field, stroke_field, token_share
 from instgenie.bench.metrics import Probe
 from instgenie.bench.photos import Photos, load_photos
-from instgenie.bench.report import RATIOS, Figures, Method, Picture, print_report, write_report
+from instgenie.bench.report import MAX_BAR_RATIO, RATIOS, Figures, Method, Picture, print_report, write_report
 from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality
 from instgenie.demo import EXAMPLES, read_samples
 from instgenie.errors import InstGenieError, ModelError
@@ -241,7 +241,8 @@ class Study:
             self.features.setdefault(outcome.name, []).append(self.judge.embed(outcome.pictures, masks))
 
     def judge_sets(self, load_train: Callable[[], Photos], progress: Progress) -> None:
-        """KID and probe, over the ratios that the bars are about. The probe has seen real crops of the same kinds."""
+        """KID, over the ratios that the bars are about, and what the probe reads. It is fitted on real crops of the
+        same kinds."""
         if not self.judge.features:
             return
         task = progress.add_task("probing", total=len(self.features) + 1)
@@ -253,9 +254,10 @@ class Study:
         reads = [right for right, true in zip(read_labels(probe, real, labels), told, strict=True) if true]
         self.ceiling = {"probe": sum(reads) / max(len(reads), 1), "train": len(train)}
         progress.advance(task)
+        rows = [row for row, sample in enumerate(self.pictures) if sample.ratio <= MAX_BAR_RATIO]
         for name, parts in self.features.items():
             features = torch.cat(parts)
-            mean, spread = distance(features, real)
+            mean, spread = distance(features[rows], real[rows])
             self.sets[name] = {"kid": mean, "kid_spread": spread}
             self.scores[name]["right"] = [float(right) for right in read_labels(probe, features, labels)]
             progress.advance(task)

@@ -212,7 +212,7 @@ def against(figures: Figures, name: str, rival: str, about: str) -> tuple[str, s
     """KID and probe of two methods over the same pictures. Better is better in the mean; no worse is within noise."""
     own, other = figures.methods[name], figures.methods[rival]
     kid_gap = own.sets["kid"] - other.sets["kid"]
-    rows = figures.rows(RATIOS)
+    rows = figures.rows(bar_ratios(figures))
     gaps = [own.scores["right"][row] - other.scores["right"][row] for row in rows]
     probe_gap = mean(gaps)
     noise = statistics.pstdev(gaps) / math.sqrt(len(gaps))
@@ -263,8 +263,8 @@ def fidelity_chart(figures: Figures) -> Chart:
         series("leading dense blocks", knob("dense block", (1, 2, 4)), ["", "1", "2", "4"]),
         series("halo", ["kv", "kv, halo 1", "kv, halo 2"], ["", "1", "2"]),
         series("halo, one dense step", [f"kv, 1 dense step{h}" for h in ("", ", halo 1", ", halo 2")], ["", "1", "2"]),
-        series("registered with caption", ["kv, caption", "kv, caption, 1 dense step"], ["0", "1"]),
-        series("registered isolated", ["kv, isolated", "kv, isolated, 1 dense step"], ["0", "1"]),
+        series("registered with caption", ["kv, caption", "kv, caption, 1 dense step"], ["", ""]),
+        series("registered isolated", ["kv, isolated", "kv, isolated, 1 dense step"], ["", ""]),
         series("naive", [NAIVE], [""], line=False),
         series("step skipping", [SKIPPING], [""], line=False),
         series("crop, equal cost", [SMALL_CROP], [""], line=False),
@@ -370,8 +370,8 @@ def report(figures: Figures, has_grid: bool) -> str:
         f"### Methods, mask ratios {ratios[0]:g} to {ratios[-1]:g}\n",
         table(figures, shown_methods(figures), [*COSTS, *CLOSENESS, *BORDER, *SETS], ratios),
         "*operations* and *time* of the steps are shares of dense. *new seams*: pictures whose jump across the mask's "
-        f"border is more than {JUMP_BAR} of the dense edit's. KID-EffLite0 and probe look at the mask's box, KID over "
-        f"the pictures of all ratios.{real}\n",
+        f"border is more than {JUMP_BAR} of the dense edit's. KID-EffLite0 and probe look at "
+        f"the mask's box.{real}\n",
         "![SSIM by mask ratio](quality-ratio.svg)\n",
         "![Jump across the border of every picture](quality-jump.svg)\n",
         "### `balanced` by mask ratio\n",
@@ -403,13 +403,13 @@ def put_between(page: str, new: str) -> str:
 
 def print_report(figures: Figures) -> None:
     ratios = bar_ratios(figures)
-    columns = [*COSTS, CLOSENESS[0], CLOSENESS[1], CLOSENESS[2], *BORDER, *SETS]
+    columns = [*COSTS, *CLOSENESS[:3], *BORDER, *SETS]
     shown = Table(
         title=f"mask ratios {ratios[0]:g} to {ratios[-1]:g}", caption=", ".join(map(str, figures.run.values()))
     )
-    shown.add_column("method")
+    shown.add_column("method", no_wrap=True)
     for heading, _ in columns:
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", min_width=6)
     for name in figures.methods:
         shown.add_row(name, *(fill(figures, name, ratios) for _, fill in columns))
     console = Console()

@@ -21,7 +21,7 @@ from instgenie.models.flux_model import FluxModel
 from instgenie.quality import SETTINGS, Quality
 from instgenie.types import Edit, Pixels
 
-DENSE, NAIVE, SKIPPING, SMALL_CROP = "dense", "naive", "step skipping", "crop, equal time"
+DENSE, NAIVE, SKIPPING, SMALL_CROP = "dense", "naive", "step skipping", "crop, equal cost"
 MARGINS = (32, 128)  # of a picture of 256 pixels: what A1111 and IOPaint take unless told
 NUM_STEPS_AT_ONCE = {"cpu": 4, "cuda": 28}
 NUM_TUNING = 8  # jobs that tune the threshold of step skipping
