@@ -24,7 +24,8 @@ class Key:
     guidance: float  # 0 where it does not enter the network
     kind: Kind
     dtype: str
-    prompt: str = ""  # what registrations see
+    prompt: str = ""  # what the registration saw
+    isolated: bool = False  # whether its image tokens saw no text
 
     @property
     def text(self) -> str:

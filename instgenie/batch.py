@@ -2,7 +2,8 @@
 
 Knows tokens, branches, steps and plans; knows no picture, no prompt and no module of a model. A job has one branch, or
 two when its guidance is true (classifier-free): both branches share the job's latents and its template's activations.
-Through a dense block all tokens of a job flow, through a cached block its text and its masked tokens.
+Through a dense block all tokens of a job flow, through a cached block its text, its masked tokens and their halo. Halo
+tokens are computed, so that they see what the masked ones become, and stay on the template's trajectory.
 """
 
 import math
@@ -114,12 +115,16 @@ class Job:
         return self.timesteps[self.step]
 
     @cached_property
-    def inside(self) -> Tensor:  # [masked tokens], where they are
-        return self.masked[:, 0].nonzero()[:, 0]
+    def computed(self) -> Tensor:  # [tokens, 1], bool: the masked tokens and their halo
+        return spread(self.masked, self.grid, self.edit.halo) if self.edit.halo else self.masked
 
     @cached_property
-    def outside(self) -> Tensor:  # [unmasked tokens], where they are
-        return (~self.masked[:, 0]).nonzero()[:, 0]
+    def inside(self) -> Tensor:  # [masked tokens and their halo], where they are
+        return self.computed[:, 0].nonzero()[:, 0]
+
+    @cached_property
+    def outside(self) -> Tensor:  # [the other tokens], where they are
+        return (~self.computed[:, 0]).nonzero()[:, 0]
 
     @cached_property
     def timesteps(self) -> Tensor:  # [steps], on the device from the first step on
@@ -150,7 +155,7 @@ class Job:
     def level(self, num_tokens: int) -> Level:
         """The level that has so many tokens; found once."""
         if num_tokens not in self.levels:
-            self.levels[num_tokens] = pool(self.masked, self.grid, num_tokens)
+            self.levels[num_tokens] = pool(self.computed, self.grid, num_tokens)
         return self.levels[num_tokens]
 
     def is_cached(self, block: int) -> bool:
@@ -184,6 +189,12 @@ class Job:
         moved = self.schedule.advanced(self.latents, prediction, self.step)
         self.step += 1
         self.latents = torch.where(self.masked, moved, self.template.at(self.step, self.schedule))
+
+
+def spread(masked: Tensor, grid: tuple[int, int], halo: int) -> Tensor:
+    """[tokens, 1]: what is masked or within `halo` tokens of it, corners included."""
+    wide = F.max_pool2d(masked.view(1, 1, *grid).float(), 2 * halo + 1, stride=1, padding=halo)
+    return wide.view(-1, 1) > 0
 
 
 def pool(masked: Tensor, grid: tuple[int, int], num_tokens: int) -> Level:

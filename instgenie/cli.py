@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -20,6 +20,7 @@ from instgenie.cache.folder import default_folder, make_folder
 from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.mask import box_mask, read_mask
 from instgenie.picture import check_edit, check_target, open_picture, save_picture
+from instgenie.quality import DEFAULT, Quality, with_quality
 from instgenie.types import Edit, PixelMask, Pixels, Registered, Result
 
 if TYPE_CHECKING:
@@ -64,10 +65,12 @@ def make_parser() -> argparse.ArgumentParser:
     add_register(commands.add_parser("register", help="prepare a photograph for edits", description=about_register))
     about_calibrate = "Measure this device with the model's own steps, and keep what planning needs to know of it."
     add_calibrate(commands.add_parser("calibrate", help="measure this device", description=about_calibrate))
-    bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
+    bench = commands.add_parser("bench", help="measure speed and quality", description="Measure speed and quality.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     about_bench = "Time edits through diffusers' own pipeline and through our engine, dense and cached, side by side."
     add_bench_edit(benches.add_parser("edit", help="edits, beside diffusers", description=about_bench))
+    about_quality = "Edit held-out photographs with every method, same seeds, and compare with the dense edits."
+    add_bench_quality(benches.add_parser("quality", help="fidelity against cost", description=about_quality))
     return parser
 
 
@@ -101,6 +104,10 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add("--negative-prompt", str, "what true guidance leads away from")
     add("--strength", float, "share of the steps that is run; below 1 keeps traces of what was there (default 1)")
     add("--feather", int, "width in pixels of a soft edge inside the mask (default 0)")
+    about_quality = (
+        "how close an edit of a registered picture keeps to the dense one; exact is dense (default balanced)"
+    )
+    parser.add_argument("--quality", choices=get_args(Quality), default=DEFAULT, help=about_quality)
     add_model(parser)
     about_cache = "neither look for the photograph's activations nor keep any"
     parser.add_argument("--no-cache", action="store_true", help=about_cache)
@@ -158,12 +165,29 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_bench_quality(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_quality)
+    about_photos = "folder with captions.csv and tar shards of photographs; the held-out ones are edited"
+    parser.add_argument("--photos", type=Path, required=True, metavar="DIR", help=about_photos)
+    parser.add_argument("--num", type=positive, default=15, metavar="N", help="photographs to edit (default 15)")
+    about_steps = "number of denoising steps; default: what suits the model"
+    parser.add_argument("--steps", type=positive, metavar="N", help=about_steps)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of masks, prompts and edits (default 0)")
+    about_networks = "leave out LPIPS, KID and probe, which take most of the time on a CPU"
+    parser.add_argument("--no-networks", action="store_true", help=about_networks)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every picture's figures to this file")
+    about_out = "also write tables into quality.md, plots and a sheet of pictures to this folder"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
+    add_model(parser, has_size=False)
+
+
+def add_model(parser: argparse.ArgumentParser, has_size: bool = True) -> None:
     parser.add_argument(
         "--model", default="builtin", help="a pipeline folder, a hub id, builtin (the default), or dummy:NAME"
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; default: the best there is")
-    parser.add_argument("--size", type=size, metavar="WxH", help="size the model works at; default: its own")
+    if has_size:
+        parser.add_argument("--size", type=size, metavar="WxH", help="size the model works at; default: its own")
 
 
 def box(text: str) -> tuple[int, int, int, int]:
@@ -239,7 +263,7 @@ def run_edit(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     editor = make_editor(options, folder, console)
     suited = {"steps": editor.model.steps, "guidance": editor.model.guidance}
-    edit = Edit(**suited | given)
+    edit = with_quality(Edit(**suited | given), options.quality)
     with edit_progress(console) as progress:
         [result] = editor.edit_many([edit], show_steps(progress, "editing"))
     save_picture(result.picture, output)
@@ -385,3 +409,11 @@ def run_calibrate(options: argparse.Namespace) -> None:
 
     hide_loading_bars()
     calibrate(options.model, options.device, options.size, options.out)
+
+
+def run_bench_quality(options: argparse.Namespace) -> None:
+    from instgenie.bench.quality import bench_quality  # brings torch and diffusers
+
+    hide_loading_bars()
+    what = options.photos, options.num, options.model, options.device, options.steps, options.seed
+    bench_quality(*what, not options.no_networks, options.json, options.out)

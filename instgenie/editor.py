@@ -18,6 +18,8 @@ from instgenie.engine.register import can_reuse, load_from_disk, make_key, regis
 from instgenie.models.load import load
 from instgenie.models.memory import memory_guard
 from instgenie.models.model import Model
+from instgenie.picture import check_edit
+from instgenie.quality import DEFAULT, Quality, with_quality
 from instgenie.types import Edit, OnStep, PixelMask, Pixels, Registered, Result, Tier, Timings
 
 In = TypeVar("In")
@@ -62,10 +64,14 @@ class Editor:
         self.registered: dict[Key, Activations] = {}
         self.loaded: WeakValueDictionary[Key, Activations] = WeakValueDictionary()  # from disk, as long as in use
 
-    def edit(self, picture: Pixels, mask: PixelMask, prompt: str, **options: Any) -> Result:
-        """Options are the other fields of `Edit`; steps and guidance default to what suits the model."""
+    def edit(self, picture: Pixels, mask: PixelMask, prompt: str, quality: Quality = DEFAULT, **options: Any) -> Result:
+        """Options are the other fields of `Edit`; steps and guidance default to what suits the model, dense steps and
+        halo to what the quality says."""
         suited = {"steps": self.model.steps, "guidance": self.model.guidance}
-        [result] = self.edit_many([Edit(picture, mask, prompt, **(suited | options))])
+        edit = Edit(picture, mask, prompt, **(suited | options))
+        check_edit(edit)
+        own = {name: options[name] for name in ("dense_steps", "halo") if name in options}
+        [result] = self.edit_many([replace(with_quality(edit, quality), **own)])
         return result
 
     def register(

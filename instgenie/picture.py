@@ -20,6 +20,7 @@ from instgenie.types import Edit, PixelMask, Pixels
 MAX_STEPS = 1000
 MAX_GUIDANCE = 100.0
 MAX_FEATHER = 256
+MAX_HALO = 256
 MAX_PROMPT = 32_000
 MAX_SEED = 2**63 - 1
 SIZE_MULTIPLE = 16
@@ -132,6 +133,7 @@ def check_edit(edit: Edit) -> None:
     _check_whole("seed", edit.seed, 0, MAX_SEED)
     _check_whole("number of steps", edit.steps, 1, MAX_STEPS)
     _check_whole("number of dense steps", edit.dense_steps, 0, MAX_STEPS)
+    _check_whole("halo", edit.halo, 0, MAX_HALO)
     _check_whole("feather", edit.feather, 0, MAX_FEATHER)
     _check_real("guidance", edit.guidance, 0.0, MAX_GUIDANCE)
     _check_real("true guidance", edit.true_guidance, 0.0, MAX_GUIDANCE)

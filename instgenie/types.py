@@ -31,6 +31,7 @@ class Edit:
     feather: int = 0  # width in pixels of the soft edge, inside the mask
     size: tuple[int, int] | None = None  # (height, width) the model works at; None = the model's own
     dense_steps: int = 0  # leading steps that compute every token, though the template's activations are there
+    halo: int = 0  # tokens around the masked ones that are computed with them; they stay what they are
 
 
 @dataclass(frozen=True)

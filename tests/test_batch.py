@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_edit
 
 from instgenie.activations import Activations, Key
-from instgenie.batch import Branch, Job, Template, guide, pack, rows
+from instgenie.batch import Branch, Job, Template, guide, pack, rows, spread
+from instgenie.mask import token_mask
 from instgenie.sampler import FlowSchedule
 
 CHANNELS, WIDTH, POOLED, HEAD = 4, 6, 3, 2
@@ -164,3 +166,11 @@ def test_advance_with_velocities_of_masked_tokens_alone(jobs: list[Job]) -> None
     cached.advance(*pack([cached]).deal(velocity[::3]))
     assert torch.equal(cached.latents, jobs[0].latents)
     assert cached.step == 1
+
+
+@pytest.mark.parametrize("halo", [1, 2, 9])
+def test_a_halo_is_what_the_mask_says_it_is(halo: int) -> None:
+    pixels = np.zeros((28, 36), dtype=np.bool_)
+    pixels[5:9, 30] = True
+    masked = torch.tensor(token_mask(pixels, 4)).reshape(-1, 1)
+    assert torch.equal(spread(masked, (7, 9), halo), torch.tensor(token_mask(pixels, 4, halo)).reshape(-1, 1))

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import make_job, prepare
 from instgenie.engine.register import make_key, register, reuse
 from instgenie.errors import EditError, PlanError
+from instgenie.models.flux_model import FluxModel
 from instgenie.models.model import Model
 from instgenie.picture import open_picture
 from instgenie.planner import Plan, check_plan
@@ -27,7 +29,7 @@ from instgenie.types import Edit
 KINDS: tuple[Kind, ...] = ("kv", "y")
 
 
-def register_for(model: Model, edit: Edit, kind: Kind, **options: int) -> Activations:
+def register_for(model: Model, edit: Edit, kind: Kind, **options: Any) -> Activations:
     return register(edit.picture, model, edit.size, edit.steps, edit.guidance, kind, **options)
 
 
@@ -243,6 +245,46 @@ def test_feasible_plans() -> None:
     check_plan((True, False, True, False, True), "kv", (1, 2, 2))
     with pytest.raises(PlanError, match=r"block 4 dense after block 3.*of each transformer"):
         check_plan((True, False, True, True, False), "kv", (1, 2, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_halo_over_everything_is_dense(model: Model, kind: Kind) -> None:
+    edit = make_edit(steps=2)
+    [dense] = run(model, [prepare(edit, model)])
+    [wide] = run(model, [make_cached(model, replace(edit, halo=64), kind)])
+    assert apart(wide, dense) < CLOSE
+
+
+@torch.no_grad()
+def test_halo_tokens_are_computed_and_stay_what_they_are(model: Model) -> None:
+    edit = make_edit(steps=2, share=0.1)
+    job = make_cached(model, replace(edit, halo=1), "kv")
+    masked = job.masked[:, 0]
+    [latents] = run(model, [job])
+    assert masked.sum() < len(job.inside) < len(masked)
+    assert torch.equal(latents[~masked], job.template.clean[~masked])
+    [without] = run(model, [make_cached(model, edit, "kv")])
+    assert apart(latents, without) > 0
+    picture = finish(replace(job, latents=latents), model)
+    assert np.array_equal(picture[~edit.mask], edit.picture[~edit.mask])
+
+
+@torch.no_grad()
+def test_what_a_registration_sees_is_part_of_its_key(model: Model) -> None:
+    edit = make_edit(steps=2)
+    plain = register_for(model, edit, "y")
+    told = register_for(model, edit, "y", prompt="a red cat")
+    assert told.key == replace(plain.key, prompt="a red cat")
+    assert any(apart(a, b) > 0 for a, b in zip(plain.rows, told.rows, strict=True))
+    if not isinstance(model, FluxModel):
+        with pytest.raises(EditError, match="isolated"):
+            register_for(model, edit, "y", isolated=True)
+        return
+    alone = register_for(model, edit, "y", isolated=True)
+    assert alone.key == replace(plain.key, isolated=True)
+    assert apart(alone.rows[0], plain.rows[0]) == 0  # into the first block, before anything saw text
+    assert apart(alone.rows[-1], plain.rows[-1]) > 0
 
 
 @pytest.fixture

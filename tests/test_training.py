@@ -7,9 +7,10 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Generator, nn
 
+from instgenie.bench.photos import Photos
 from training import latents, masks
 from training.attention import MaskedAttention
-from training.data import Photos, caption_variants, recoloured, vocabulary
+from training.data import caption_variants, recoloured, vocabulary
 from training.examples import Captions, ExampleSource
 from training.optim import Average, Clock, Muon, load_checkpoint, orthogonalise, save_checkpoint
 from training.pipeline import build_tokenizers, token_ids

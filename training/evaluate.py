@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Generator, Tensor
 
 from instgenie.bench.metrics import Features, Lpips, Probe, border_jump, crop_to_masks, kid, psnr, ssim
-from training.data import Photos, load_photos
+from instgenie.bench.photos import Photos, load_photos
 from training.masks import dilate, strokes
 from training.sampling import fill, load_pipeline, reconstruct
 from training.sheets import edit_sheet, sample_sheet

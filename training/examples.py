@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from instgenie.bench.photos import Photos
 from training import masks
-from training.data import BACKGROUND_CAPTIONS, COLOURS, Photos, caption_variants, recoloured
+from training.data import BACKGROUND_CAPTIONS, COLOURS, caption_variants, recoloured
 
 PASTED_PETS, PASTED_FLOWERS, RECOLOURED, CAPTION_DROPOUT = 0.08, 0.06, 0.06, 0.1
 KINDS = ("full", "box", "outline", "shape", "stroke", "thin", "scattered", "none", "background")

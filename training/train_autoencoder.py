@@ -15,7 +15,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Generator, Tensor
 
 from instgenie.bench.metrics import Lpips, psnr, ssim
-from training.data import load_photos
+from instgenie.bench.photos import load_photos
 from training.optim import Average, Clock, load_checkpoint, save_checkpoint, set_rate
 from training.pipeline import build_autoencoder
 

@@ -18,9 +18,10 @@ from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTinyOutput
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Generator, Tensor, nn
 
+from instgenie.bench.photos import Photos, load_photos
 from training.alignment import Alignment
 from training.attention import MaskedAttention
-from training.data import Photos, load_photos, vocabulary
+from training.data import vocabulary
 from training.examples import Captions, Examples, ExampleSource
 from training.latents import condition, encode, image_ids, token_masks
 from training.optim import Average, Clock, Muon, block_matrices, load_checkpoint, save_checkpoint, set_rate

@@ -2,7 +2,7 @@
 
 Pictures are float tensors [B, 3, H, W] in [0, 1], masks bool tensors [B, H, W] (True = edited); a metric answers one
 number per picture unless it compares two sets. Knows nothing of pipelines, edits or where pictures come from. The two
-networks need optional packages (the `train` extra); LPIPS only reads a weights file of its package, never imports it.
+networks need optional packages (the `bench` extra); LPIPS only reads a weights file of its package, never imports it.
 """
 
 import importlib
@@ -90,7 +90,7 @@ def crop_to_masks(pictures: Tensor, masks: Tensor, size: int, pad: int = 0, squa
 def _package_file(package: str, *parts: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"package {package!r} is missing; it comes with the 'train' extra of instgenie")
+        raise ModuleNotFoundError(f"package {package!r} is missing; it comes with the 'bench' extra of instgenie")
     return Path(spec.submodule_search_locations[0], *parts)
 
 

@@ -1,8 +1,9 @@
 """A picture becomes a template with activations: teacher-forced dense passes over all its steps. Edits nothing.
 
 All that unmasked tokens feed into the network is a fact of the template, so its steps do not wait for each other: those
-of a span are the jobs of a batch. Every pass sees empty prompts and a picture in which nothing is masked; where an
-empty negative prompt is another thing than an empty prompt, both branches are kept, else one stands for both.
+of a span are the jobs of a batch. Every pass sees a picture in which nothing is masked and, unless told otherwise,
+empty prompts; where an empty negative prompt is another thing than the prompt, both branches are kept, else one stands
+for both.
 
 Spans do not depend on each other either: a registration that was interrupted goes on with those that are missing, and
 comes to the same numbers.
@@ -41,14 +42,18 @@ def register(
     guidance: float | None = None,
     kind: Kind = "kv",
     num_steps_at_once: int = NUM_STEPS_AT_ONCE,
+    prompt: str = "",
+    isolated: bool = False,
     on_step: OnStep | None = None,
 ) -> Activations:
-    """On the model's device. More steps at once are faster and need more memory; the numbers stay the same."""
+    """On the model's device. More steps at once are faster and need more memory; the numbers stay the same. The prompt
+    is what the passes see; isolated, they see no text at all."""
     edit = edit_of_nothing(picture, model, size, steps, guidance)
     check_registration(kind, num_steps_at_once)
     spans = split_steps(edit.steps, num_steps_at_once)
-    seen = told(observe(edit, model, kind, spans), 0, edit.steps, on_step)
-    return join(make_key(edit, model, kind), model.units, num_tokens(edit, model), edit.steps, seen, model.device)
+    seen = told(observe(edit, model, kind, spans, prompt, isolated), 0, edit.steps, on_step)
+    key = replace(make_key(edit, model, kind), prompt=prompt, isolated=isolated)
+    return join(key, model.units, num_tokens(edit, model), edit.steps, seen, model.device)
 
 
 def register_on_disk(
@@ -100,13 +105,15 @@ def check_room(num_bytes: int, model: Model) -> None:
 
 
 @torch.inference_mode()
-def observe(edit: Edit, model: Model, kind: Kind, spans: Sequence[range]) -> Iterator[Span]:
+def observe(
+    edit: Edit, model: Model, kind: Kind, spans: Sequence[range], prompt: str = "", isolated: bool = False
+) -> Iterator[Span]:
     """What a template leaves behind, a pass for each span."""
     if not spans:
         return
     size = choose_size(edit, model)
     job = make_job(edit, np.zeros(size, dtype=np.bool_), size, model)
-    job = replace(job, branches=model.template_branches(job.grid))
+    job = replace(job, branches=model.template_branches(job.grid, prompt, isolated))
     for steps in spans:
         jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in steps]
         yield observe_span(jobs, model, kind, steps)

@@ -33,8 +33,14 @@ Block: TypeAlias = FluxTransformerBlock | FluxSingleTransformerBlock
 
 def velocity(transformer: FluxTransformer2DModel, batch: Batch) -> Tensor:
     """[image tokens, latent channels]; of the masked tokens alone where a job cached any block."""
-    text, image = batch.text, transformer.x_embedder(batch.image)
     time = embed_time(transformer, batch)
+    layout, image = flow(transformer, batch, transformer.x_embedder(batch.image), time)
+    return unembed(transformer, image, time, layout)
+
+
+def flow(transformer: FluxTransformer2DModel, batch: Batch, image: Tensor, time: Tensor) -> tuple[Layout, Tensor]:
+    """Embedded image rows through all blocks."""
+    text = batch.text
     doubles, singles = transformer.transformer_blocks, transformer.single_transformer_blocks
     layout = batch.layout
     for index, block in enumerate(doubles):
@@ -45,8 +51,7 @@ def velocity(transformer: FluxTransformer2DModel, batch: Batch) -> Tensor:
         layout, joint = batch.turn_joint(layout, joint, index)
         joint = single_block(block, joint, time, layout, recall(block, index, batch, layout))
     _, image = layout.part(joint.split(layout.num_joint))
-    layout, image = batch.turn(layout, image, len(doubles) + len(singles))
-    return unembed(transformer, image, time, layout)
+    return batch.turn(layout, image, len(doubles) + len(singles))
 
 
 def observe(transformer: FluxTransformer2DModel, batch: Batch, kind: Kind) -> Iterator[Tensor]:

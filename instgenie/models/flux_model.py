@@ -1,7 +1,7 @@
 """The Flux family: FluxPipeline, FluxInpaintPipeline and FluxFillPipeline. Knows prompts; `flux` knows the network."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -67,8 +67,11 @@ class FluxModel(Model):
         prompts = (edit.prompt, edit.negative_prompt) if self.guidance_scale(edit) > 1 else (edit.prompt,)
         return tuple(self.branch(prompt, grid) for prompt in prompts)
 
-    def template_branches(self, grid: tuple[int, int]) -> tuple[Branch, ...]:
-        return (self.branch("", grid),)
+    def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
+        branch = self.branch(prompt, grid)
+        num_text = len(branch.text)
+        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:])
+        return (without_text,) if isolated else (branch,)
 
     def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
         sequence = embed_prompt(self.transformer, self.encode_sequence(prompt))

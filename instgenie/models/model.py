@@ -106,8 +106,9 @@ class Model(ABC):
         """The prompt's, then the negative prompt's where guidance is true."""
 
     @abstractmethod
-    def template_branches(self, grid: tuple[int, int]) -> tuple[Branch, ...]:
-        """What a registration sees: those of empty prompts, each once."""
+    def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
+        """What a registration sees: the prompt's, then the empty negative prompt's where that is another thing; no
+        text at all where it is isolated."""
 
     @abstractmethod
     def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:

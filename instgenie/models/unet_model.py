@@ -72,8 +72,10 @@ class UnetModel(Model):
         positive = self.branch(edit.prompt)
         return (positive, self.negative(edit.negative_prompt)) if self.guidance_scale(edit) > 1 else (positive,)
 
-    def template_branches(self, grid: tuple[int, int]) -> tuple[Branch, ...]:
-        positive, negative = self.branch(""), self.negative("")
+    def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
+        if isolated:
+            raise EditError("an isolated registration is for Flux: every transformer of a UNet reads the text")
+        positive, negative = self.branch(prompt), self.negative("")
         return (positive,) if torch.equal(positive.text, negative.text) else (positive, negative)
 
     def negative(self, prompt: str) -> Branch:

@@ -1,0 +1,200 @@
+"""What others do instead of reusing a template's activations: drop the unmasked tokens, crop and stitch, skip steps.
+
+Each is written over the same engine parts as ours, so that only the method differs. Nothing here serves edits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from diffusers import FluxTransformer2DModel
+from torch import Tensor
+
+from instgenie.batch import Branch, Job, Template, concat, pack
+from instgenie.bench.cost import block_flops
+from instgenie.bench.metrics import mask_box
+from instgenie.models.flux import embed_time, flow, modulated, unembed
+from instgenie.models.flux_model import FluxModel
+from instgenie.picture import working_size
+from instgenie.planner import DENSE
+from instgenie.types import Edit, Pixels
+
+# TeaCache for FLUX: what a change of the first block's modulated input means for the output, highest power first
+CHANGE = (498.651651, -283.781631, 55.8554382, -3.82021401, 0.264230861)
+NUM_HALVINGS = 30
+
+
+# Dropping the unmasked tokens
+
+
+def drop_unmasked(job: Job) -> Job:
+    """A job in which the masked tokens and the text are all there is."""
+    assert not job.edit.halo
+    rows = job.inside
+    return replace(
+        job,
+        masked=job.masked[rows],
+        template=Template(job.template.clean[rows], job.template.noise[rows]),
+        conditioning=job.conditioning[rows],
+        latents=job.latents[rows],
+        branches=tuple(drop_positions(branch, rows) for branch in job.branches),
+        activations=None,
+        plan=DENSE,
+    )
+
+
+def drop_positions(branch: Branch, rows: Tensor) -> Branch:
+    text, image = branch.rotary.split([len(branch.text), len(branch.rotary) - len(branch.text)])
+    return replace(branch, rotary=torch.cat([text, image[rows]]))
+
+
+def put_back(dropped: Job, job: Job) -> Job:
+    """The job as it ends when its masked tokens took their steps alone."""
+    latents = job.template.clean.index_copy(0, job.inside, dropped.latents)
+    return replace(job, latents=latents, step=job.num_steps)
+
+
+# Crop and stitch
+
+
+@dataclass(frozen=True, eq=False)
+class Crop:
+    """A part of a picture, edited by itself."""
+
+    whole: Edit
+    edit: Edit
+    top: int
+    left: int
+
+    def stitch(self, edited: Pixels) -> Pixels:
+        """The whole picture with the edited part in its place; outside the mask both hold the same pixels."""
+        height, width, _ = edited.shape
+        picture = self.whole.picture.copy()
+        picture[self.top : self.top + height, self.left : self.left + width] = edited
+        return picture
+
+
+def crop(edit: Edit, margin: int, side: int, model: FluxModel) -> Crop:
+    """The mask's box and a margin around it, as square as the picture allows, edited as if it were the picture, with as
+    many tokens as a square of `side` has. The margin is in pixels of a picture of the model's own size."""
+    pad = round(margin * max(edit.mask.shape) / model.own_size)
+    top, left, bottom, right = mask_box(torch.from_numpy(edit.mask), pad, square=True)
+    size = working_size(bottom - top, right - left, model.unit, side)
+    part = slice(top, bottom), slice(left, right)
+    return Crop(
+        edit, replace(edit, picture=edit.picture[part].copy(), mask=edit.mask[part].copy(), size=size), top, left
+    )
+
+
+def side_of_cost(model: FluxModel, num_text: int, share: float) -> int:
+    """The largest side whose square costs no more than a share of the model's own square; at least two tokens."""
+
+    def cost(side: int) -> float:
+        num_tokens = (side // model.patch) ** 2 + num_text
+        return block_flops(model.transformer, num_tokens, num_tokens)
+
+    sides = range(2 * model.unit, model.own_size + 1, model.unit)
+    return max((side for side in sides if cost(side) <= share * cost(model.own_size)), default=sides[0])
+
+
+# Skipping steps
+
+
+@dataclass(eq=False)
+class Track:
+    """What step skipping remembers of a job."""
+
+    modulated: Tensor | None = None  # [tokens, width], into the first block at the step before
+    residual: Tensor | None = None  # [tokens, width], what the blocks added when they last ran
+    change: float = 0.0  # since then
+    num_computed: int = 0
+    changes: list[float] = field(default_factory=list)  # at each step
+
+
+class StepSkipping:
+    """Runs the blocks where enough has changed since they last ran, else adds again what they added then, as TeaCache
+    does. The first and the last step are always computed."""
+
+    def __init__(self, transformer: FluxTransformer2DModel, threshold: float) -> None:
+        self.transformer = transformer
+        self.threshold = threshold
+
+    @torch.inference_mode()
+    def run(self, jobs: Sequence[Job]) -> list[Track]:
+        """Takes all steps of the jobs, which have one branch each and as many steps; tells what became of them."""
+        assert len({(job.num_steps, len(job.branches)) for job in jobs}) == 1
+        tracks = [Track() for _ in jobs]
+        while not jobs[0].done:
+            for job, velocity in zip(jobs, self.step(jobs, tracks), strict=True):
+                job.advance([velocity])
+        return tracks
+
+    def step(self, jobs: Sequence[Job], tracks: Sequence[Track]) -> list[Tensor]:
+        batch = pack(jobs)
+        layout, time = batch.layout, embed_time(self.transformer, batch)
+        embedded = self.transformer.x_embedder(batch.image)
+        self.watch(tracks, first_input(self.transformer, embedded, time, layout.image_rows).split(layout.num_image))
+        parts = embedded.split(layout.num_image)
+        at_end = jobs[0].step in (0, jobs[0].num_steps - 1)
+        chosen = [index for index, track in enumerate(tracks) if at_end or track.change >= self.threshold]
+        if chosen:
+            self.compute([jobs[i] for i in chosen], [tracks[i] for i in chosen], [parts[i] for i in chosen])
+        added = [track.residual for track in tracks if track.residual is not None]
+        return list(unembed(self.transformer, embedded + concat(added), time, layout).split(layout.num_image))
+
+    def watch(self, tracks: Sequence[Track], modulated: Sequence[Tensor]) -> None:
+        """Adds up the change of each job's input."""
+        pairs = [(track.modulated, now) for track, now in zip(tracks, modulated, strict=True)]
+        changes = torch.stack([relative_change(before, now) for before, now in pairs]).tolist()
+        for track, now, change in zip(tracks, modulated, changes, strict=True):
+            track.modulated = now
+            track.changes.append(abs(polynomial(change)))
+            track.change += track.changes[-1]
+
+    def compute(self, jobs: Sequence[Job], tracks: Sequence[Track], embedded: Sequence[Tensor]) -> None:
+        batch = pack(jobs)
+        image = concat(embedded)
+        _, hidden = flow(self.transformer, batch, image, embed_time(self.transformer, batch))
+        for track, residual in zip(tracks, (hidden - image).split(batch.layout.num_image), strict=True):
+            track.residual, track.change = residual, 0.0
+            track.num_computed += 1
+
+
+def first_input(transformer: FluxTransformer2DModel, embedded: Tensor, time: Tensor, rows: Tensor) -> Tensor:
+    first, _ = modulated(transformer.transformer_blocks[0].norm1, embedded, time, rows)
+    return first
+
+
+def relative_change(before: Tensor | None, now: Tensor) -> Tensor:
+    if before is None:
+        return now.new_zeros((), dtype=torch.float32)
+    return (now - before).float().abs().mean() / before.float().abs().mean()
+
+
+def polynomial(x: float) -> float:
+    value = 0.0
+    for coefficient in CHANGE:
+        value = value * x + coefficient
+    return value
+
+
+def find_threshold(changes: Sequence[Sequence[float]], num_computed: float) -> float:
+    """The threshold under which jobs whose input changes so at each step compute so many steps in the mean."""
+    low, high = 0.0, max(sum(line) for line in changes) + 1
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        if sum(count_computed(line, middle) for line in changes) > num_computed * len(changes):
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def count_computed(changes: Sequence[float], threshold: float) -> int:
+    """Steps that are computed, the first and the last among them."""
+    num_computed, change = min(len(changes), 2), 0.0
+    for step_change in changes[1:-1]:
+        change += step_change
+        if change >= threshold:
+            num_computed, change = num_computed + 1, 0.0
+    return num_computed

@@ -1,0 +1,287 @@
+"""The quality study: held-out photographs, edited with the same seeds by every method, judged and reported.
+
+    instgenie bench quality --photos DIR --num 200 --out docs
+
+Ties photographs, methods and judge together. Photographs are measured, never written: pictures in the report are edits
+of the examples that ship with the project.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from instgenie.bench.edit import describe_machine, write_json
+from instgenie.bench.judge import Judge, Scores, distance, read_labels
+from instgenie.bench.masks import MaskKind, box_field, mask_of_ratio, outline_field, stroke_field, token_share
+from instgenie.bench.metrics import Probe
+from instgenie.bench.photos import Photos, load_photos
+from instgenie.bench.report import MAX_BAR_RATIO, RATIOS, Figures, Method, Picture, print_report, write_report
+from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality
+from instgenie.demo import EXAMPLES, read_samples
+from instgenie.errors import InstGenieError, ModelError
+from instgenie.models.flux_model import FluxModel
+from instgenie.models.load import load
+from instgenie.types import Edit, PixelMask, Pixels
+
+KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
+PETS = ("cat", "dog")
+NUM_AT_ONCE = {"cpu": 4, "cuda": 64}  # pictures whose activations are in memory together
+NUM_TRAIN, MAX_TRAIN = 8, 2000  # photographs that the probe is fitted on: so many for each edited one, at most so many
+
+Cell = tuple[int, MaskKind, float]  # the row of a photograph, the kind of its mask and the ratio
+
+
+def bench_quality(
+    photos: Path,
+    num: int,
+    name: str,
+    device: str,
+    steps: int | None,
+    seed: int,
+    networks: bool,
+    json: Path | None,
+    out: Path | None,
+) -> None:
+    check_targets(json, out)
+    start = time.perf_counter()
+    console = Console(stderr=True)
+    with console.status("loading the model and the photographs"):
+        model = load(name, device)
+        if not isinstance(model, FluxModel):
+            raise ModelError(f"the model {name!r} is not a Flux: the methods compared here are written for Flux")
+        steps = steps or model.steps
+        judge = Judge.load(model.device) if networks else Judge(model.device, None, None)
+        samples = make_samples(load_photos(photos, "val", 3 * num), num, model, steps, seed)
+        study = Study(model, judge, steps, samples)
+    if networks and judge.features is None:
+        console.print("without LPIPS, KID and probe: their packages come with the extra instgenie\\[bench]")
+    with make_progress(console) as progress:
+        study.run(progress)
+        study.judge_sets(lambda: load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)), progress)
+        shown = list(edit_examples(study, progress)) if out else []
+    figures = study.figures(describe_machine(model) | {"model": name, "seed": seed}, time.perf_counter() - start)
+    print_report(figures)
+    if json:
+        write_json(figures.as_json(), json)
+    if out:
+        write_report(figures, shown, out)
+
+
+def check_targets(json: Path | None, out: Path | None) -> None:
+    if json and not json.parent.is_dir():
+        raise InstGenieError(f"{json} cannot be written: there is no folder {json.parent}")
+    if out and not out.is_dir():
+        raise InstGenieError(f"the report cannot be written: there is no folder {out}")
+
+
+def make_progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console)
+
+
+def studied(steps: int) -> list[Reuse]:
+    """Every way of reuse that is drawn in the curves, each once; the qualities are among them."""
+    balanced = of_quality("balanced", steps)
+    ways = [
+        of_quality("fast", steps),
+        balanced,
+        of_quality("balanced", steps, kind="y"),
+        *(Reuse(dense_steps=num) for num in (0, 1, 2, 4, 8)),
+        *(Reuse(dense_blocks=num) for num in (1, 2, 4)),
+        *(Reuse(halo=num) for num in (1, 2)),
+        *(Reuse(dense_steps=1, halo=num) for num in (1, 2)),
+        *(Reuse(caption=True, dense_steps=num) for num in (0, 1)),
+        *(Reuse(isolated=True, dense_steps=num) for num in (0, 1)),
+    ]
+    return [way for way in dict.fromkeys(ways) if way.dense_steps < steps]
+
+
+# Samples
+
+
+def make_samples(photos: Photos, num: int, model: FluxModel, steps: int, seed: int) -> list[Sample]:
+    """Edits of `num` photographs. Every second round of ratios and kinds asks for another label of the same species,
+    the others for what is there."""
+    generator = np.random.default_rng(seed)
+    captions = {(s, label): c for s, label, c in zip(photos.species, photos.labels, photos.captions, strict=True)}
+    samples = []
+    cells = draw_cells(photos, num)
+    masks = draw_masks(photos, cells, model.patch, seed)
+    for index, ((row, kind, ratio), mask) in enumerate(zip(cells, masks, strict=True)):
+        species, label = photos.species[row], photos.labels[row]
+        if index // (len(RATIOS) * len(KINDS)) % 2:
+            choices = sorted(known for s, known in captions if s == species and known != label)
+            label = str(generator.choice(choices)) if choices else label
+        edit = Edit(pixels(photos, row), mask, captions[species, label], seed + index, steps, model.guidance)
+        samples.append(Sample(edit, photos.captions[row], label, kind, ratio))
+    return samples
+
+
+def draw_cells(photos: Photos, num: int) -> list[Cell]:
+    """A photograph, a kind of mask and a ratio, `num` times where there are so many photographs: all kinds and ratios
+    in turn, every photograph once. Outlines are for pets."""
+    num = min(num, len(photos))
+    pets = [row for row, species in enumerate(photos.species) if species in PETS]
+    outlined = pets[: -(-num // len(KINDS))]
+    rest = [row for row in range(len(photos)) if row not in set(outlined)]
+    cells: list[Cell] = []
+    for index in range(num):
+        kind = KINDS[index % len(KINDS)]
+        if (kind == "outline" and not outlined) or not rest:
+            kind = "outline" if outlined else "box"
+        row = (outlined if kind == "outline" else rest).pop(0)
+        cells.append((row, kind, RATIOS[index % len(RATIOS)]))
+    return cells
+
+
+def draw_mask(photos: Photos, cell: Cell, patch: int, seed: int) -> PixelMask:
+    row, kind, ratio = cell
+    outline: PixelMask = photos.outlines[row].numpy()
+    generator = np.random.default_rng([seed, row])
+    if kind == "outline":
+        field = outline_field(outline)
+    elif kind == "stroke":
+        field = stroke_field(outline.shape, ratio, generator)
+    else:
+        field = box_field(outline.shape, generator)
+    return mask_of_ratio(field, ratio, patch)
+
+
+def draw_masks(photos: Photos, cells: Sequence[Cell], patch: int, seed: int) -> list[PixelMask]:
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda cell: draw_mask(photos, cell, patch, seed), cells))
+
+
+def pixels(photos: Photos, row: int) -> Pixels:
+    picture: Pixels = photos.pictures[row].permute(1, 2, 0).contiguous().numpy()
+    return picture
+
+
+def edit_examples(study: "Study", progress: Progress) -> Iterator[tuple[Sample, list[Outcome]]]:
+    """The examples of a checkout, each with its first prompt; none where the package is installed without them."""
+    if not EXAMPLES.is_dir():
+        return
+    examples = read_samples(EXAMPLES)
+    qualities = list(dict.fromkeys(of_quality(quality, study.steps) for quality in ("fast", "balanced")))
+    task = progress.add_task("editing the examples", total=len(examples))
+    for example in examples:
+        edit = Edit(example.picture, example.mask, example.prompts[0], example.seed, study.steps, study.model.guidance)
+        sample = Sample(edit, "", "", "example", token_share(example.mask, study.model.patch))
+        yield sample, list(Runner(study.model, [sample]).run(qualities, study.balanced, crops=False))
+        progress.advance(task)
+
+
+# The study
+
+
+@dataclass(eq=False)
+class Study:
+    """Takes the samples through all methods and keeps what the judge says; pictures are dropped chunk by chunk."""
+
+    model: FluxModel
+    judge: Judge
+    steps: int
+    samples: list[Sample]
+    pictures: list[Sample] = field(default_factory=list)  # in the order they were judged in
+    scores: dict[str, Scores] = field(default_factory=dict)
+    seconds: dict[str, dict[float, float]] = field(default_factory=dict)  # by method and ratio
+    features: dict[str, list[Tensor]] = field(default_factory=dict)
+    sets: dict[str, dict[str, float]] = field(default_factory=dict)
+    ceiling: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def balanced(self) -> Reuse:
+        return of_quality("balanced", self.steps)
+
+    def run(self, progress: Progress) -> None:
+        ways = studied(self.steps)
+        chunks = list(self.chunks())
+        task = progress.add_task("editing", total=len(chunks) * (len(ways) + len(MARGINS) + 4))
+        self.warm_up()
+        for chunk in chunks:
+            outcomes = Runner(self.model, chunk).run(ways, self.balanced)
+            dense = next(outcomes)
+            self.keep(dense, dense, chunk)
+            progress.advance(task)
+            for outcome in outcomes:
+                self.keep(outcome, dense, chunk)
+                progress.advance(task)
+            self.pictures += chunk
+
+    def chunks(self) -> Iterator[list[Sample]]:
+        """Samples of one ratio, as many as memory should hold."""
+        size = NUM_AT_ONCE[self.model.device.type]
+        for ratio in RATIOS:
+            same = [sample for sample in self.samples if sample.ratio == ratio]
+            yield from (same[start : start + size] for start in range(0, len(same), size))
+
+    def warm_up(self) -> None:
+        """The first run of a process is slow and must not count."""
+        if self.model.device.type == "cuda":
+            next(Runner(self.model, self.samples[:4]).run([], self.balanced))
+
+    def keep(self, outcome: Outcome, dense: Outcome, chunk: Sequence[Sample]) -> None:
+        masks = [sample.edit.mask for sample in chunk]
+        scores = self.judge.compare(outcome.pictures, dense.pictures, masks) | {"cost": outcome.costs}
+        kept = self.scores.setdefault(outcome.name, {})
+        for name, values in scores.items():
+            kept.setdefault(name, []).extend(values)
+        spent = self.seconds.setdefault(outcome.name, {})
+        spent[chunk[0].ratio] = spent.get(chunk[0].ratio, 0.0) + outcome.seconds
+        if self.judge.features:
+            self.features.setdefault(outcome.name, []).append(self.judge.embed(outcome.pictures, masks))
+
+    def judge_sets(self, load_train: Callable[[], Photos], progress: Progress) -> None:
+        """KID, over the ratios that the bars are about, and what the probe reads. It is fitted on real crops of the
+        same kinds."""
+        if not self.judge.features:
+            return
+        task = progress.add_task("probing", total=len(self.features) + 1)
+        train = load_train()
+        probe = Probe().fit(self.embed_real(train), train.labels)
+        real = self.embed(self.pictures)
+        told = [sample.edit.prompt == sample.caption for sample in self.pictures]
+        labels = [sample.label for sample in self.pictures]
+        reads = [right for right, true in zip(read_labels(probe, real, labels), told, strict=True) if true]
+        self.ceiling = {"probe": sum(reads) / max(len(reads), 1), "train": len(train)}
+        progress.advance(task)
+        rows = [row for row, sample in enumerate(self.pictures) if sample.ratio <= MAX_BAR_RATIO]
+        for name, parts in self.features.items():
+            features = torch.cat(parts)
+            mean, spread = distance(features[rows], real[rows])
+            self.sets[name] = {"kid": mean, "kid_spread": spread}
+            self.scores[name]["right"] = [float(right) for right in read_labels(probe, features, labels)]
+            progress.advance(task)
+
+    def embed_real(self, photos: Photos) -> Tensor:
+        """Crops as the study's masks cut them."""
+        masks = draw_masks(photos, sorted(draw_cells(photos, len(photos))), self.model.patch, seed=0)
+        return self.judge.embed([pixels(photos, row) for row in range(len(photos))], masks).clone()
+
+    def embed(self, samples: Sequence[Sample]) -> Tensor:
+        return self.judge.embed([s.edit.picture for s in samples], [s.edit.mask for s in samples]).clone()
+
+    def figures(self, run: dict[str, str | int], seconds: float) -> Figures:
+        pictures = [
+            Picture(s.mask_kind, s.ratio, round(token_share(s.edit.mask, self.model.patch), 4)) for s in self.pictures
+        ]
+        methods = {
+            name: Method(scores, self.per_step(name), self.sets.get(name, {})) for name, scores in self.scores.items()
+        }
+        qualities = {q: of_quality(q, self.steps).name for q in ("fast", "balanced")} | {"exact": DENSE}
+        about = run | {"steps": self.steps, "pictures": len(pictures), "seconds": round(seconds)}
+        return Figures(about, pictures, methods, qualities, self.ceiling)
+
+    def per_step(self, name: str) -> dict[float, float]:
+        """Milliseconds of one step of one picture, by ratio."""
+        counts = {ratio: sum(s.ratio == ratio for s in self.pictures) for ratio in RATIOS}
+        return {ratio: 1000 * spent / counts[ratio] / self.steps for ratio, spent in self.seconds[name].items()}

@@ -1,0 +1,175 @@
+"""The ways to run an edit that the quality study compares, over one set of samples. Knows jobs and costs, judges
+nothing.
+
+All samples of a run have the same size and are denoised together, so that what is measured is the method.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from instgenie.activations import Activations, Kind
+from instgenie.batch import Job
+from instgenie.bench.baselines import StepSkipping, crop, drop_unmasked, find_threshold, put_back, side_of_cost
+from instgenie.bench.cost import job_flops
+from instgenie.bench.edit import now
+from instgenie.engine.finish import finish_many
+from instgenie.engine.loop import Engine
+from instgenie.engine.prepare import prepare
+from instgenie.engine.register import register, reuse
+from instgenie.models.flux_model import FluxModel
+from instgenie.quality import SETTINGS, Quality
+from instgenie.types import Edit, Pixels
+
+DENSE, NAIVE, SKIPPING, SMALL_CROP = "dense", "naive", "step skipping", "crop, equal cost"
+MARGINS = (32, 128)  # of a picture of 256 pixels: what A1111 and IOPaint take unless told
+NUM_STEPS_AT_ONCE = {"cpu": 4, "cuda": 28}
+NUM_TUNING = 8  # jobs that tune the threshold of step skipping
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """One way to reuse a template's activations."""
+
+    kind: Kind = "kv"
+    caption: bool = False  # registered with the picture's caption instead of the empty prompt
+    isolated: bool = False  # registered without text
+    dense_steps: int = 0
+    halo: int = 0
+    dense_blocks: int = 0
+
+    @property
+    def name(self) -> str:
+        parts = {
+            "caption": self.caption,
+            "isolated": self.isolated,
+            count(self.dense_steps, "dense step"): self.dense_steps,
+            count(self.dense_blocks, "dense block"): self.dense_blocks,
+            f"halo {self.halo}": self.halo,
+        }
+        return ", ".join([self.kind, *(part for part, on in parts.items() if on)])
+
+    @property
+    def registration(self) -> tuple[Kind, bool, bool]:
+        return self.kind, self.caption, self.isolated
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def of_quality(quality: Quality, steps: int, kind: Kind = "kv") -> Reuse:
+    setting = SETTINGS[quality]
+    return Reuse(kind, dense_steps=setting.dense_steps(steps), halo=setting.halo)
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """An edit of the study and what is known of it."""
+
+    edit: Edit
+    caption: str  # of the picture as it is
+    label: str
+    mask_kind: str
+    ratio: float  # the share of masked tokens that was asked for
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What one method made of the samples."""
+
+    name: str
+    pictures: list[Pixels]
+    costs: list[float]  # operations, as a share of the dense edit's
+    seconds: float  # of all steps of all samples
+
+
+@dataclass(frozen=True, eq=False)
+class Runner:
+    model: FluxModel
+    samples: Sequence[Sample]
+
+    def run(self, reuses: Sequence[Reuse], balanced: Reuse, crops: bool = True) -> Iterator[Outcome]:
+        """Dense, naive, each way of reuse, and the others at the cost of the balanced one."""
+        jobs = [prepare(sample.edit, self.model) for sample in self.samples]
+        dense_flops = [job_flops(self.model.transformer, job) for job in jobs]
+
+        def share(jobs: Sequence[Job]) -> list[float]:
+            return [job_flops(self.model.transformer, j) / d for j, d in zip(jobs, dense_flops, strict=True)]
+
+        def outcome(name: str, jobs: Sequence[Job], end: Callable[[Job, int], Job] = lambda job, _: job) -> Outcome:
+            own = [replace(job) for job in jobs]
+            seconds = self.denoise(own)
+            return Outcome(name, self.finish([end(job, i) for i, job in enumerate(own)]), share(jobs), seconds)
+
+        yield outcome(DENSE, jobs)
+        yield outcome(NAIVE, [drop_unmasked(job) for job in jobs], lambda job, i: put_back(job, jobs[i]))
+        target = 1.0
+        for how, made in self.reused(jobs, reuses):
+            if how == balanced:
+                shares = share(made)
+                target = sum(shares) / len(shares)
+            yield outcome(how.name, made)
+        yield self.skip(jobs, target)
+        num_text = len(jobs[0].branches[0].text)
+        sides = {f"crop, margin {margin}": (margin, self.model.own_size) for margin in MARGINS if crops}
+        sides[SMALL_CROP] = MARGINS[0], side_of_cost(self.model, num_text, target)
+        for name, (margin, side) in sides.items():
+            yield self.cropped(name, margin, side, dense_flops)
+
+    def reused(self, jobs: Sequence[Job], reuses: Iterable[Reuse]) -> Iterator[tuple[Reuse, list[Job]]]:
+        """One registration of every picture at a time is in memory."""
+        for registration, same in groupby(sorted(reuses, key=lambda how: how.registration), lambda r: r.registration):
+            activations = [self.register(sample, *registration) for sample in self.samples]
+            for how in same:
+                yield how, [make_cached(job, cache, how) for job, cache in zip(jobs, activations, strict=True)]
+
+    def register(self, sample: Sample, kind: Kind, caption: bool, isolated: bool) -> Activations:
+        edit = sample.edit
+        at_once = NUM_STEPS_AT_ONCE[self.model.device.type]
+        prompt = sample.caption if caption else ""
+        options = edit.size, edit.steps, edit.guidance, kind, at_once, prompt, isolated
+        return register(edit.picture, self.model, *options)
+
+    def skip(self, jobs: Sequence[Job], target: float) -> Outcome:
+        """A dense run of a few tells the threshold under which steps are skipped down to the target's cost."""
+        transformer = self.model.transformer
+        tuning = StepSkipping(transformer, 0.0).run([replace(job) for job in jobs[:NUM_TUNING]])
+        threshold = find_threshold([track.changes for track in tuning], target * jobs[0].num_steps)
+        own = [replace(job) for job in jobs]
+        start = now(self.model.device)
+        tracks = StepSkipping(transformer, threshold).run(own)
+        seconds = now(self.model.device) - start
+        costs = [track.num_computed / job.num_steps for track, job in zip(tracks, own, strict=True)]
+        return Outcome(SKIPPING, self.finish(own), costs, seconds)
+
+    def cropped(self, name: str, margin: int, side: int, dense_flops: Sequence[float]) -> Outcome:
+        crops = [crop(sample.edit, margin, side, self.model) for sample in self.samples]
+        jobs = [prepare(part.edit, self.model) for part in crops]
+        costs = [job_flops(self.model.transformer, job) / d for job, d in zip(jobs, dense_flops, strict=True)]
+        seconds = self.denoise(jobs)
+        return Outcome(name, [part.stitch(p) for part, p in zip(crops, self.finish(jobs), strict=True)], costs, seconds)
+
+    def denoise(self, jobs: Sequence[Job]) -> float:
+        engine = Engine(self.model, max_jobs=len(jobs))
+        start = now(self.model.device)
+        for job in jobs:
+            engine.join(job)
+        while engine.jobs:
+            engine.step()
+        return now(self.model.device) - start
+
+    def finish(self, jobs: Sequence[Job]) -> list[Pixels]:
+        """In the order of the jobs, those of one grid together."""
+        pictures: dict[Job, Pixels] = {}
+        for grid in dict.fromkeys(job.grid for job in jobs):
+            same = [job for job in jobs if job.grid == grid]
+            pictures |= zip(same, finish_many(same, self.model), strict=True)
+        return [pictures[job] for job in jobs]
+
+
+def make_cached(job: Job, activations: Activations, how: Reuse) -> Job:
+    edit = replace(job.edit, dense_steps=how.dense_steps, halo=how.halo)
+    num_blocks = activations.num_blocks
+    plan = (False,) * how.dense_blocks + (True,) * (num_blocks - how.dense_blocks)
+    return reuse(replace(job, edit=edit), activations, plan)
