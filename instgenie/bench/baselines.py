@@ -11,7 +11,7 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
 from instgenie.batch import Branch, Job, Template, concat, pack
-from instgenie.bench.cost import block_flops
+from instgenie.bench.cost import square_flops
 from instgenie.bench.metrics import mask_box
 from instgenie.models.flux import embed_time, flow, modulated, unembed
 from instgenie.models.flux_model import FluxModel
@@ -88,13 +88,9 @@ def crop(edit: Edit, margin: int, side: int, model: FluxModel) -> Crop:
 
 def side_of_cost(model: FluxModel, num_text: int, share: float) -> int:
     """The largest side whose square costs no more than a share of the model's own square; at least two tokens."""
-
-    def cost(side: int) -> float:
-        num_tokens = (side // model.patch) ** 2 + num_text
-        return block_flops(model.transformer, num_tokens, num_tokens)
-
     sides = range(2 * model.unit, model.own_size + 1, model.unit)
-    return max((side for side in sides if cost(side) <= share * cost(model.own_size)), default=sides[0])
+    most = share * square_flops(model, model.own_size, num_text)
+    return max((side for side in sides if square_flops(model, side, num_text) <= most), default=sides[0])
 
 
 # Skipping steps
