@@ -238,7 +238,7 @@ def test_the_second_edit_of_a_photograph_hits(
     assert "cache    miss" in first.out
     assert "computed 24 of 24 tokens" in first.out
     assert "registering" in first.err
-    assert edit_here(*model, "--prompt", "a blue dog", "--seed", "3", "--strength", "0.7") == 0
+    assert edit_here(*model, "--prompt", "a blue dog", "--seed", "3", "--strength", "0.7", "--quality", "fast") == 0
     second = capsys.readouterr()
     assert "cache    hit (disk)" in second.out
     assert "computed 9 of 24 tokens" in second.out

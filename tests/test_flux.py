@@ -1,7 +1,7 @@
 """The ragged forward against diffusers' own, token by token."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -98,8 +98,7 @@ def model(request: pytest.FixtureRequest, models: dict[str, FluxModel]) -> FluxM
 def in_dtype(model: FluxModel, dtype: torch.dtype) -> FluxModel:
     if dtype == torch.float32:
         return model
-    fields = {**vars(model), "transformer": copy.deepcopy(model.transformer).to(dtype)}
-    return FluxModel(**fields)
+    return replace(model, transformer=copy.deepcopy(model.transformer).to(dtype))
 
 
 @torch.no_grad()

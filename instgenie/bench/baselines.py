@@ -33,6 +33,7 @@ def drop_unmasked(job: Job) -> Job:
     rows = job.inside
     return replace(
         job,
+        grid=(1, len(rows)),
         masked=job.masked[rows],
         template=Template(job.template.clean[rows], job.template.noise[rows]),
         conditioning=job.conditioning[rows],
