@@ -64,6 +64,16 @@ def test_examples_hold_together(photos: Photos, size: tuple[int, int]) -> None:
     assert torch.equal(again.pictures, examples.pictures)
 
 
+def test_background_is_no_word_for_pets(photos: Photos) -> None:
+    captions = Captions(photos)
+    source = ExampleSource(photos, captions, Generator().manual_seed(1))
+    drawn = [source.draw(48, 256, 256) for _ in range(3)]
+    rows = torch.cat([examples.rows[examples.untouched] for examples in drawn])
+    texts = torch.cat([examples.texts[examples.untouched] for examples in drawn])
+    is_background = (texts > 0) & (texts <= captions.num_background)
+    assert {photos.species[row] for row in rows[is_background]} == {"cat", "flower", "clothing"}
+
+
 def test_a_small_batch_may_hold_plain_examples_only(photos: Photos) -> None:
     examples = ExampleSource(photos, Captions(photos), Generator().manual_seed(1)).draw(2, 256, 256)
     assert examples.untouched.all()

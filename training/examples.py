@@ -2,7 +2,8 @@
 
 Most examples mask a photograph as it is. Two kinds contradict their surroundings on purpose, so that the model learns
 to believe the caption: a pet or a flower out of one photograph put into another, and a garment given another colour.
-One kind masks background only and says so, or says nothing: that is how an object is removed later.
+One kind masks background only and says so, or says nothing: that is how an object is removed later. It is taken from
+photographs of every sort, mostly in the shape of a pet, so that neither the word nor the shape comes to mean a pet.
 """
 
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class ExampleSource:
         edge = torch.ones(256, 256, dtype=torch.bool, device=device)
         edge[2:-2, 2:-2] = False
         touching = (photos.outlines & edge).flatten(1).sum(1)
+        self.is_clothing = torch.tensor([s == "clothing" for s in photos.species], device=device)
         self.flowers = torch.tensor([i for i, s in enumerate(photos.species) if s == "flower"], device=device)
         self.whole_pets = (self.is_pet & (touching < 40)).nonzero()[:, 0]
         self.coloured = torch.tensor([i for i, c in enumerate(photos.colours) if c], device=device, dtype=torch.long)
@@ -79,9 +81,11 @@ class ExampleSource:
         pictures = self._view(self.photos.pictures[rows], theta, height, width)
         outlines = self._outline_view(rows, theta, height, width)
         texts = self.variants[rows, self._integers(self.variants.shape[1], num)]
-        mask, background = self._masks(outlines, self.is_pet[rows])
-        texts = torch.where(background, self._background_texts(num), texts)
-        texts = torch.where(self._chance(num, CAPTION_DROPOUT), 0, texts)
+        things = torch.where(self.is_clothing[rows][:, None, None], self._garments(pictures), outlines)
+        mask, is_background, is_outline = self._masks(outlines, things, self.is_pet[rows])
+        # Without a caption a hole in the shape of a pet is filled with what is around it: outlines keep theirs.
+        texts = torch.where(self._chance(num, CAPTION_DROPOUT) & ~is_outline, 0, texts)
+        texts = torch.where(is_background, self._background_texts(num), texts)
         # What contradicts its surroundings always says so: an empty caption goes on with what is there.
         if rows[recoloured].numel():
             garment = self._garments(pictures[recoloured])
@@ -102,8 +106,8 @@ class ExampleSource:
         first, second = num_recoloured + num_pets, num_recoloured + num_pets + num_flowers
         return slice(0, num_recoloured), slice(num_recoloured, first), slice(first, second)
 
-    def _masks(self, outlines: Tensor, is_pet: Tensor) -> tuple[Tensor, Tensor]:
-        """One mask a picture, of a random kind; and which of them cover background only."""
+    def _masks(self, outlines: Tensor, things: Tensor, is_pet: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One mask a picture, of a random kind; which of them cover background only, and which a pet's own outline."""
         num, height, width = outlines.shape
         shares = torch.tensor(KIND_SHARES, device=outlines.device)
         kind = torch.multinomial(shares, num, replacement=True, generator=self.generator)
@@ -125,12 +129,12 @@ class ExampleSource:
             "thin": masks.strokes(num, height, width, (0.008, 0.03), self.generator),
             "scattered": masks.scattered(num, height, width, self.generator),
             "none": torch.zeros_like(outlines),
-            "background": (foreign | stroke) & ~masks.dilate(outlines, 6),
+            "background": (foreign | (stroke & self._chance(num, 0.3)[:, None, None])) & ~masks.dilate(things, 6),
         }
         mask = torch.zeros_like(outlines)
         for i, name in enumerate(KINDS):
             mask = torch.where((kind == i)[:, None, None], made[name], mask)
-        return mask, (kind == KINDS.index("background")) & is_pet
+        return mask, kind == KINDS.index("background"), (kind == KINDS.index("outline")) & is_pet
 
     def _background_texts(self, num: int) -> Tensor:
         """The empty caption half of the time."""
