@@ -1,15 +1,16 @@
 """What a template leaves behind for its edits: the rows of every block at every step. Knows tensors; knows no model."""
 
 import hashlib
-from dataclasses import dataclass
-from typing import Literal
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 
+import torch
 from torch import Tensor
 
-from instgenie.types import Pixels
+from instgenie.types import NUM_PARTS, Kind, Pixels
 
-Kind = Literal["kv", "y"]
-NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
+__all__ = ["NUM_PARTS", "Activations", "Key", "Kind", "digest"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Key:
     """Everything the activations of a template depend on. A key that differs in anything is a miss."""
 
     picture: str  # digest of the decoded picture
-    model: str
+    model: str  # digest of its weights and of whatever else makes it what it is; not its name
     size: tuple[int, int]  # (height, width) the model works at
     levels: tuple[float, ...]  # of noise, at all steps
     guidance: float  # 0 where it does not enter the network
@@ -25,6 +26,24 @@ class Key:
     dtype: str
     prompt: str = ""  # what the registration saw
     isolated: bool = False  # whether its image tokens saw no text
+
+    @property
+    def text(self) -> str:
+        """One text for each key, the same in every process."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """What consecutive steps, registered in one pass, leave behind; the fields are those of activations."""
+
+    steps: range
+    rows: tuple[Tensor, ...]  # each [branches, steps of the span, 2 or 1, tokens, width]
+    time: Tensor  # [steps of the span, width]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +82,41 @@ class Activations:
     @property
     def num_bytes(self) -> int:
         return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
+
+    def last(self, num_steps: int) -> "Activations":
+        """Of the last steps alone; nothing is copied."""
+        if num_steps == self.num_steps:
+            return self
+        rows = tuple(rows[:, -num_steps:] for rows in self.rows)
+        return replace(self, rows=rows, time=self.time[-num_steps:])
+
+
+def split_steps(num_steps: int, num_steps_at_once: int) -> list[range]:
+    """The spans of a registration."""
+    starts = range(0, num_steps, num_steps_at_once)
+    return [range(start, min(start + num_steps_at_once, num_steps)) for start in starts]
+
+
+def join(
+    key: Key, units: tuple[int, ...], num_tokens: int, num_steps: int, spans: Iterable[Span], device: torch.device
+) -> Activations:
+    """Spans that together have all steps. They may come one by one: each is copied before the next is asked for."""
+    rows: list[Tensor] = []
+    time = torch.empty(0)
+    for span in spans:
+        if not rows:
+            rows = [torch.empty(grown(part, 1, num_steps), dtype=part.dtype, device=device) for part in span.rows]
+            time = torch.empty(grown(span.time, 0, num_steps), dtype=span.time.dtype, device=device)
+        chosen = slice(span.steps.start, span.steps.stop)
+        for whole, part in zip(rows, span.rows, strict=True):
+            whole[:, chosen] = part
+        time[chosen] = span.time
+    return Activations(key, units, num_tokens, tuple(rows), time)
+
+
+def grown(part: Tensor, dim: int, length: int) -> list[int]:
+    """The part's shape, longer in one dimension."""
+    return [*part.shape[:dim], length, *part.shape[dim + 1 :]]
 
 
 def digest(picture: Pixels) -> str:

@@ -9,7 +9,8 @@ tokens are computed, so that they see what the masked ones become, and stay on t
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from instgenie.activations import Activations
 from instgenie.errors import PlanError
+from instgenie.kernels.heads import Places
 from instgenie.planner import DENSE, Plan, check_plan, is_cached
 from instgenie.sampler import Schedule
 from instgenie.types import Edit
@@ -48,6 +50,31 @@ class Level:
 
     inside: Tensor  # [masked tokens]
     outside: Tensor  # [unmasked tokens]
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """Where a job's tokens are. Layouts are made of shapes, not of jobs, so that a layout that is kept keeps no job."""
+
+    num_all: int  # image tokens
+    inside: Tensor  # [masked tokens], where they are
+    num_text: tuple[int, ...]  # of each branch
+    rotary: tuple[Tensor, ...]  # of each branch
+
+    def num_image(self, cached: bool) -> int:
+        """Image tokens that flow."""
+        return len(self.inside) if cached else self.num_all
+
+    def tables(self, cached: bool) -> tuple[Tensor, ...]:
+        """Of each branch, the rotary table of the tokens that flow."""
+        return self.masked_rotary if cached else self.rotary
+
+    @cached_property
+    def masked_rotary(self) -> tuple[Tensor, ...]:  # of each branch [text tokens + masked tokens, head channels / 2]
+        return tuple(
+            torch.cat([table[:num_text], table[num_text:][self.inside]])
+            for table, num_text in zip(self.rotary, self.num_text, strict=True)
+        )
 
 
 @dataclass(eq=False)
@@ -84,8 +111,8 @@ class Job:
         return self.step == self.num_steps
 
     @property
-    def timestep(self) -> float:
-        return self.schedule.timestep(self.step)
+    def timestep(self) -> Tensor:  # []
+        return self.timesteps[self.step]
 
     @cached_property
     def computed(self) -> Tensor:  # [tokens, 1], bool: the masked tokens and their halo
@@ -98,6 +125,23 @@ class Job:
     @cached_property
     def outside(self) -> Tensor:  # [the other tokens], where they are
         return (~self.computed[:, 0]).nonzero()[:, 0]
+
+    @cached_property
+    def timesteps(self) -> Tensor:  # [steps], on the device from the first step on
+        return torch.tensor([self.schedule.timestep(step) for step in range(self.num_steps)], device=self.device)
+
+    @cached_property
+    def guidance(self) -> Tensor:  # []
+        return torch.tensor(self.edit.guidance, dtype=torch.float32, device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.latents.device
+
+    @cached_property
+    def shape(self) -> Shape:
+        num_text = tuple(len(branch.text) for branch in self.branches)
+        return Shape(len(self.masked), self.inside, num_text, tuple(branch.rotary for branch in self.branches))
 
     @cached_property
     def outside_rotary(self) -> Tensor:  # [unmasked tokens, head channels / 2], the same in all branches
@@ -168,55 +212,133 @@ def guide(predictions: Sequence[Tensor], scale: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which tokens flow through a block. Branches lie one after the other; rows say which branch a token belongs to."""
+    """Which tokens flow through a block, and where they lie: one branch after the other, joint = a branch's text, then
+    its image. Rows say which branch a token belongs to, places where it goes."""
 
-    jobs: tuple[Job, ...]
     cached: tuple[bool, ...]  # of each job: whether its masked tokens flow alone
-    rotary: Tensor  # [joint tokens, head channels / 2], joint = each branch's text, then its image
+    num_branches: tuple[int, ...]  # of each job
     num_text: tuple[int, ...]  # of each branch
     num_image: tuple[int, ...]  # of each branch
+    num_rest: tuple[int, ...]  # of each branch, image tokens that do not flow: their keys lie behind those that do
+    rotary: Tensor  # [joint tokens, head channels / 2]
     text_rows: Tensor  # [text tokens]
     image_rows: Tensor  # [image tokens]
     joint_rows: Tensor  # [joint tokens]
+    text_places: Places
+    image_places: Places
+    joint_places: Places
 
-    @property
+    @cached_property
     def num_joint(self) -> tuple[int, ...]:
         return tuple(text + image for text, image in zip(self.num_text, self.num_image, strict=True))
+
+    @cached_property
+    def num_keys(self) -> tuple[int, ...]:
+        return tuple(joint + rest for joint, rest in zip(self.num_joint, self.num_rest, strict=True))
+
+    @cached_property
+    def rests(self) -> list[list[slice]]:
+        """Of each job, of each branch: where among the keys those of tokens that do not flow are."""
+        ends = accumulate(self.num_keys)
+        slices = iter([slice(end - rest, end) for end, rest in zip(ends, self.num_rest, strict=True)])
+        return [[next(slices) for _ in range(num)] for num in self.num_branches]
 
     def join(self, text: Tensor, image: Tensor) -> Tensor:
         """[text tokens, ...] and [image tokens, ...] -> [joint tokens, ...]"""
         pairs = zip(text.split(self.num_text), image.split(self.num_image), strict=True)
         return torch.cat([part for pair in pairs for part in pair])
 
-    def part(self, joint: Tensor) -> tuple[Tensor, Tensor]:
-        """[joint tokens, ...] -> [text tokens, ...] and [image tokens, ...]; views when there is one branch."""
-        sizes = [size for pair in zip(self.num_text, self.num_image, strict=True) for size in pair]
-        parts = joint.split(sizes)
-        return concat(parts[0::2]), concat(parts[1::2])
+    def part(self, joint: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Of each branch [joint tokens, ...] -> [text tokens, ...] and [image tokens, ...]; views when there is one."""
+        sizes = zip(self.num_text, self.num_image, strict=True)
+        texts, images = zip(*(one.split(size) for one, size in zip(joint, sizes, strict=True)), strict=True)
+        return concat(texts), concat(images)
 
-    def suits(self, block: int) -> bool:
-        return self.cached == tuple(job.is_cached(block) for job in self.jobs)
 
-    def turn(self, image: Tensor, block: int) -> tuple["Layout", Tensor]:
+def lay_out(jobs: Sequence[Job], block: int) -> Layout:
+    return lay_out_shapes(tuple(job.shape for job in jobs), tuple(job.is_cached(block) for job in jobs))
+
+
+@lru_cache(maxsize=16)  # jobs that stay together keep their layouts from step to step
+def lay_out_shapes(shapes: tuple[Shape, ...], cached: tuple[bool, ...]) -> Layout:
+    pairs = list(zip(shapes, cached, strict=True))
+    device = shapes[0].inside.device
+    num_text = [num for shape in shapes for num in shape.num_text]
+    num_image = [shape.num_image(narrow) for shape, narrow in pairs for _ in shape.num_text]
+    num_rest = [shape.num_all - shape.num_image(narrow) for shape, narrow in pairs for _ in shape.num_text]
+    text_rows, image_rows = rows(num_text), rows(num_image)
+    joint_rows = rows([text + image for text, image in zip(num_text, num_image, strict=True)])
+    texts, images, rests = (torch.tensor(counts).cumsum(0) for counts in (num_text, num_image, num_rest))
+    joint = torch.arange(len(joint_rows))
+    text = torch.arange(len(text_rows)) + (images - torch.tensor(num_image))[text_rows]
+    image = torch.arange(len(image_rows)) + texts[image_rows]
+    keys = joint + (rests - torch.tensor(num_rest))[joint_rows]
+
+    def places(tokens: Tensor) -> Places:
+        return Places(joint=tokens.to(device), keys=keys[tokens].to(device))
+
+    return Layout(
+        cached=cached,
+        num_branches=tuple(len(shape.num_text) for shape in shapes),
+        num_text=tuple(num_text),
+        num_image=tuple(num_image),
+        num_rest=tuple(num_rest),
+        rotary=concat([table for shape, narrow in pairs for table in shape.tables(narrow)]),
+        text_rows=text_rows.to(device),
+        image_rows=image_rows.to(device),
+        joint_rows=joint_rows.to(device),
+        text_places=places(text),
+        image_places=places(image),
+        joint_places=places(joint),
+    )
+
+
+def rows(lengths: Sequence[int]) -> Tensor:
+    """(2, 3) -> [0, 0, 1, 1, 1]"""
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One step of many jobs: what the model sees, and the layout of the first block."""
+
+    jobs: tuple[Job, ...]
+    layout: Layout
+    image: Tensor  # [image tokens, latent + conditioning channels]
+    text: Tensor  # [text tokens, width]
+    pooled: Tensor  # [branches, pooled channels]
+    sigma: Tensor  # [branches]
+    guidance: Tensor  # [branches]
+
+    def suits(self, layout: Layout, block: int) -> bool:
+        return layout.cached == tuple(job.is_cached(block) for job in self.jobs)
+
+    def turn(self, layout: Layout, image: Tensor, block: int) -> tuple[Layout, Tensor]:
         """The layout of a block and the image rows in it: where a job's plan turns, its unmasked tokens leave, or come
         back from the activations."""
-        if self.suits(block):
-            return self, image
-        layout = lay_out(self.jobs, block)
-        parts = iter(image.split(self.num_image))
-        turned = [
+        if self.suits(layout, block):
+            return layout, image
+        turned = lay_out(self.jobs, block)
+        parts = iter(image.split(layout.num_image))
+        return turned, concat([
             turn_one(next(parts), job, before, after, block)
-            for job, before, after in zip(self.jobs, self.cached, layout.cached, strict=True)
+            for job, before, after in zip(self.jobs, layout.cached, turned.cached, strict=True)
             for _ in job.branches
-        ]
-        return layout, concat(turned)
+        ])  # fmt: skip
 
-    def turn_joint(self, joint: Tensor, block: int) -> tuple["Layout", Tensor]:
-        if self.suits(block):
-            return self, joint
-        text, image = self.part(joint)
-        layout, image = self.turn(image, block)
-        return layout, layout.join(text, image)
+    def turn_joint(self, layout: Layout, joint: Tensor, block: int) -> tuple[Layout, Tensor]:
+        if self.suits(layout, block):
+            return layout, joint
+        text, image = layout.part(joint.split(layout.num_joint))
+        turned, image = self.turn(layout, image, block)
+        return turned, turned.join(text, image)
+
+    def deal(self, velocity: Tensor) -> list[list[Tensor]]:
+        """Velocity [image tokens, latent channels], of masked tokens alone where the job cached any block; to each job
+        one for each of its branches."""
+        sizes = [len(job.inside if job.has_masked_velocity else job.masked) for job, _ in branches(self.jobs)]
+        velocities = iter(velocity.split(sizes))
+        return [[next(velocities) for _ in job.branches] for job in self.jobs]
 
 
 def turn_one(image: Tensor, job: Job, before: bool, after: bool, block: int) -> Tensor:
@@ -229,58 +351,16 @@ def turn_one(image: Tensor, job: Job, before: bool, after: bool, block: int) -> 
     return y.index_copy(0, job.inside, image)
 
 
-def lay_out(jobs: Sequence[Job], block: int) -> Layout:
-    cached = tuple(job.is_cached(block) for job in jobs)
-    triples = [(job, branch, narrow) for job, narrow in zip(jobs, cached, strict=True) for branch in job.branches]
-    device = triples[0][1].text.device
-    num_text = tuple(len(branch.text) for _, branch, _ in triples)
-    num_image = tuple(len(job.inside if narrow else job.masked) for job, _, narrow in triples)
-    rotary = [masked_rotary(job, branch) if narrow else branch.rotary for job, branch, narrow in triples]
-    return Layout(
-        jobs=tuple(jobs),
-        cached=cached,
-        rotary=concat(rotary),
-        num_text=num_text,
-        num_image=num_image,
-        text_rows=rows(num_text, device),
-        image_rows=rows(num_image, device),
-        joint_rows=rows([len(table) for table in rotary], device),
-    )
-
-
-def masked_rotary(job: Job, branch: Branch) -> Tensor:  # [text tokens + masked tokens, head channels / 2]
-    num_text = len(branch.text)
-    return torch.cat([branch.rotary[:num_text], branch.rotary[num_text:][job.inside]])
-
-
-@dataclass(frozen=True, eq=False)
-class Batch(Layout):
-    """One step of many jobs: the layout of the first block, and what the model sees."""
-
-    image: Tensor  # [image tokens, latent + conditioning channels]
-    text: Tensor  # [text tokens, width]
-    pooled: Tensor  # [branches, pooled channels]
-    sigma: Tensor  # [branches]
-    guidance: Tensor  # [branches]
-
-    def deal(self, velocity: Tensor) -> list[list[Tensor]]:
-        """Velocity [image tokens, latent channels], of masked tokens alone where the job cached any block; to each job
-        one for each of its branches."""
-        sizes = [len(job.inside if job.has_masked_velocity else job.masked) for job, _ in branches(self.jobs)]
-        velocities = iter(velocity.split(sizes))
-        return [[next(velocities) for _ in job.branches] for job in self.jobs]
-
-
 def pack(jobs: Sequence[Job]) -> Batch:
     pairs = list(branches(jobs))
-    device, dtype = pairs[0][1].text.device, pairs[0][1].text.dtype
     return Batch(
-        **vars(lay_out(jobs, 0)),
-        image=concat([inputs(job) for job, _ in pairs]).to(dtype),
+        jobs=tuple(jobs),
+        layout=lay_out(jobs, 0),
+        image=concat([inputs(job) for job, _ in pairs]).to(pairs[0][1].text.dtype),
         text=concat([branch.text for _, branch in pairs]),
         pooled=torch.stack([branch.pooled for _, branch in pairs]),
-        sigma=torch.tensor([job.timestep for job, _ in pairs], device=device),
-        guidance=torch.tensor([job.edit.guidance for job, _ in pairs], dtype=torch.float32, device=device),
+        sigma=torch.stack([job.timestep for job, _ in pairs]),
+        guidance=torch.stack([job.guidance for job, _ in pairs]),
     )
 
 
@@ -291,11 +371,6 @@ def inputs(job: Job) -> Tensor:  # [image tokens that flow into the first block,
 
 def branches(jobs: Sequence[Job]) -> Iterator[tuple[Job, Branch]]:
     return ((job, branch) for job in jobs for branch in job.branches)
-
-
-def rows(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """(2, 3) -> [0, 0, 1, 1, 1]"""
-    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
 
 
 def concat(parts: Sequence[Tensor]) -> Tensor:

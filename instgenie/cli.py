@@ -1,4 +1,5 @@
-"""The command line: edit a photograph, measure the engine. Knows arguments and files; the editor knows the rest."""
+"""The command line: edit or register a photograph, measure the engine. Knows arguments and files; the editor knows the
+rest."""
 
 import argparse
 import os
@@ -9,19 +10,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from instgenie.errors import InstGenieError, PictureError
+from instgenie.cache.folder import default_folder, make_folder
+from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.mask import box_mask, read_mask
 from instgenie.picture import check_edit, check_target, open_picture, save_picture
 from instgenie.quality import DEFAULT, Quality, with_quality
-from instgenie.types import Edit, PixelMask, Pixels, Result
+from instgenie.types import Edit, PixelMask, Pixels, Registered, Result
+
+if TYPE_CHECKING:
+    from instgenie.activations import Kind
+    from instgenie.cache.disk import DiskTier
+    from instgenie.editor import Editor
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+CACHE_GIB = 20.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,12 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except InstGenieError as error:
-        print(f"instgenie: {' '.join(str(error).split())}", file=sys.stderr)
+        complain(str(error))
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("instgenie: interrupted", file=sys.stderr)
+        complain("interrupted")
         return EXIT_INTERRUPTED
     return 0
+
+
+def complain(text: str) -> None:
+    print(f"instgenie: {' '.join(text.split())}", file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -48,12 +61,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"instgenie {own_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_edit(commands.add_parser("edit", help="edit a photograph", description="Edit a photograph."))
+    about_register = "Compute ahead what edits of a photograph can reuse, and keep it in the cache."
+    add_register(commands.add_parser("register", help="prepare a photograph for edits", description=about_register))
+    about_calibrate = "Measure this device with the model's own steps, and keep what planning needs to know of it."
+    add_calibrate(commands.add_parser("calibrate", help="measure this device", description=about_calibrate))
     bench = commands.add_parser("bench", help="measure speed and quality", description="Measure speed and quality.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
-    about_bench = (
-        "Time one edit through diffusers' own pipeline and through our engine, dense and cached, side by side."
-    )
-    add_bench_edit(benches.add_parser("edit", help="one edit, beside diffusers", description=about_bench))
+    about_bench = "Time edits through diffusers' own pipeline and through our engine, dense and cached, side by side."
+    add_bench_edit(benches.add_parser("edit", help="edits, beside diffusers", description=about_bench))
     about_quality = "Edit held-out photographs with every method, same seeds, and compare with the dense edits."
     add_bench_quality(benches.add_parser("quality", help="fidelity against cost", description=about_quality))
     return parser
@@ -82,7 +97,7 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
         metavar = "TEXT" if kind is str else "N"
         parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about)
 
-    add("--seed", int, "same seed, same picture (default 0)")
+    add("--seed", int, "same seed and same use of the cache, same picture (default 0)")
     add("--steps", int, "number of denoising steps; default: what suits the model")
     add("--guidance", float, "how strongly the prompt is followed; default: what suits the model")
     add("--true-guidance", float, "classifier-free guidance against the negative prompt (default 1 = off)")
@@ -94,16 +109,58 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quality", choices=get_args(Quality), default=DEFAULT, help=about_quality)
     add_model(parser)
+    about_cache = "neither look for the photograph's activations nor keep any"
+    parser.add_argument("--no-cache", action="store_true", help=about_cache)
+    about_register = "do not register a photograph that is not in the cache once its edit is done"
+    parser.add_argument("--no-register", action="store_true", help=about_register)
+    add_cache(parser)
+
+
+def add_register(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_register)
+    parser.add_argument("photo", metavar="PHOTO", type=Path, help="PNG, JPEG or WebP of any size")
+    suits = "what suits the model"
+    parser.add_argument("--steps", type=int, metavar="N", help=f"of the edits to come; default: {suits}")
+    parser.add_argument("--guidance", type=float, metavar="N", help=f"of the edits to come; default: {suits}")
+    about_kind = "what is kept of each block: K and V (the default), or half the bytes and more to compute"
+    parser.add_argument("--kind", choices=["kv", "y"], default="kv", help=about_kind)
+    add_model(parser)
+    add_cache(parser)
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    about_folder = "folder of the cache; default: instgenie/templates in the user's cache folder"
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help=about_folder)
+    about_gib = f"most the cache may hold; what was used least recently goes first (default {CACHE_GIB:g})"
+    parser.add_argument("--cache-gib", type=gib, default=CACHE_GIB, metavar="N", help=about_gib)
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_calibrate)
+    about_out = "where the figures go, a plot beside them; default: the user's cache folder, by device and model"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=about_out)
+    add_model(parser)
 
 
 def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_bench_edit)
-    parser.add_argument(
-        "--steps", type=positive, default=28, metavar="N", help="number of denoising steps (default 28)"
-    )
-    about_ratio = "share of the tokens that is masked; may be given several times (default 1 and 0.2)"
-    parser.add_argument("--mask-ratio", type=ratio, action="append", metavar="R", help=about_ratio)
-    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="runs of each system (default 5)")
+
+    def add(name: str, kind: Callable[[str], object], metavar: str, about: str) -> None:
+        parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about)
+
+    def add_several(name: str, field: str, about: str, **options: Any) -> None:
+        about = f"{about}; may be given several times"
+        parser.add_argument(name, dest=field, action="append", default=argparse.SUPPRESS, help=about, **options)
+
+    add("--steps", positive, "N", "number of denoising steps (default 28)")
+    add("--repeats", positive, "N", "runs of each system (default 5)")
+    about_ratio = "share of the tokens that is masked (default 1 and 0.2)"
+    add_several("--mask-ratio", "mask_ratios", about_ratio, type=ratio, metavar="R")
+    add_several("--batch", "batches", "edits at once (default 1)", type=positive, metavar="N")
+    add_several("--kind", "kinds", "what the cached system keeps (default kv)", choices=["kv", "y"])
+    systems = ["diffusers", "dense", "cached"]
+    add_several("--system", "systems", "what is measured (default all)", choices=systems)
+    parser.add_argument("--no-kernels", action="store_true", help="plain torch instead of fused kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add_model(parser)
 
@@ -155,11 +212,23 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def ratio(text: str) -> float:
+def gib(text: str) -> float:
+    value = number(text)
+    if not 0 < value < 2**30:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
+    return value
+
+
+def number(text: str) -> float:
+    """0 where it is none."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = 0.0
+        return 0.0
+
+
+def ratio(text: str) -> float:
+    value = number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
     return value
@@ -189,21 +258,83 @@ def run_edit(options: argparse.Namespace) -> None:
     given = {field.name: getattr(options, field.name) for field in fields(Edit) if hasattr(options, field.name)}
     given |= {"picture": picture, "mask": make_mask(picture, options)}
     check_edit(Edit(**given))
+    folder = None if options.no_cache else find_cache(options)
     console = Console(stderr=True)
     start = time.perf_counter()
-    with console.status("loading the model"):
-        from instgenie.editor import Editor  # brings torch and diffusers, seconds that bad input need not wait for
-        from instgenie.engine.prepare import choose_size
-
-        hide_loading_bars()
-        editor = Editor(model=options.model, device=options.device)
+    editor = make_editor(options, folder, console)
     suited = {"steps": editor.model.steps, "guidance": editor.model.guidance}
     edit = with_quality(Edit(**suited | given), options.quality)
     with edit_progress(console) as progress:
         [result] = editor.edit_many([edit], show_steps(progress, "editing"))
     save_picture(result.picture, output)
-    print_summary(result, choose_size(edit, editor.model), time.perf_counter() - start)
-    print(output)
+    print_summary(result, edit, editor, time.perf_counter() - start)
+    print(output, flush=True)
+    if editor.cache and result.can_reuse and not result.cache_hit and not options.no_register:
+        register_behind(edit, editor, console)
+
+
+def find_cache(options: argparse.Namespace) -> Path | None:
+    """An edit does without the user's own cache folder where that is of no use, but not without one that was named."""
+    if options.cache_dir:
+        return make_folder(options.cache_dir)
+    try:
+        return make_folder(default_folder())
+    except CacheError as error:
+        complain(f"no cache: {error}")
+        return None
+
+
+def make_editor(options: argparse.Namespace, folder: Path | None, console: Console) -> "Editor":
+    with console.status("loading the model"):
+        from instgenie.editor import Editor  # brings torch and diffusers, seconds that bad input need not wait for
+
+        hide_loading_bars()
+        cache = open_cache(folder, options.cache_gib) if folder else None
+        return Editor(model=options.model, device=options.device, cache=cache)
+
+
+def open_cache(folder: Path, limit: float) -> "DiskTier":
+    from instgenie.cache.disk import DiskTier
+
+    return DiskTier(folder, max_bytes=int(limit * 2**30))
+
+
+def register_behind(edit: Edit, editor: "Editor", console: Console) -> None:
+    """The edit is done and saved: whatever goes wrong from here on is worth a line and no more."""
+    try:
+        register(editor, edit.picture, edit.size, edit.steps, edit.guidance, "kv", console)
+    except KeyboardInterrupt:
+        complain("registering was interrupted: the next edit of this photograph goes on where it ended")
+    except InstGenieError as error:
+        complain(f"not registered: {error}")
+
+
+def register(
+    editor: "Editor",
+    picture: Pixels,
+    size: tuple[int, int] | None,
+    steps: int | None,
+    guidance: float | None,
+    kind: "Kind",
+    console: Console,
+) -> Registered:
+    with edit_progress(console) as progress:
+        return editor.register(picture, size, steps, guidance, kind, show_steps(progress, "registering"))
+
+
+def run_register(options: argparse.Namespace) -> None:
+    picture = open_picture(options.photo)
+    folder = make_folder(options.cache_dir or default_folder())
+    console = Console(stderr=True)
+    editor = make_editor(options, folder, console)
+    start = time.perf_counter()
+    registered = register(editor, picture, options.size, options.steps, options.guidance, options.kind, console)
+    seconds = time.perf_counter() - start
+    if registered.num_computed_steps:
+        print(f"registered {registered.num_computed_steps} of {registered.num_steps} steps in {seconds:.1f} seconds")
+    else:
+        print(f"already registered: {registered.num_steps} steps")
+    print(f"{decimal(registered.num_bytes)} in {folder}")
 
 
 def check_output(output: Path, options: argparse.Namespace) -> None:
@@ -235,13 +366,17 @@ def show_steps(progress: Progress, name: str) -> Callable[[int, int], None]:
     return on_step
 
 
-def print_summary(result: Result, working_size: tuple[int, int], seconds: float) -> None:
+def print_summary(result: Result, edit: Edit, editor: "Editor", seconds: float) -> None:
+    from instgenie.engine.prepare import choose_size
+
     height, width, _ = result.picture.shape
-    spent = result.seconds
-    parts = f"prepare {spent.prepare:.2f}, denoise {spent.denoise:.2f}, finish {spent.finish:.2f}"
+    working_height, working_width = choose_size(edit, editor.model)
+    parts = ", ".join(f"{name} {spent:.2f}" for name, spent in vars(result.seconds).items())
     lines = {
-        "picture": f"{width}x{height}, worked on at {working_size[1]}x{working_size[0]}",
+        "picture": f"{width}x{height}, worked on at {working_width}x{working_height}",
         "masked": f"{result.masked_share:.0%}, {result.num_masked_tokens} of {result.num_tokens} tokens",
+        "computed": f"{result.num_computed_tokens} of {result.num_tokens} tokens",
+        "cache": describe_cache(result, is_on=editor.cache is not None),
         "seconds": f"{seconds:.1f} with loading the model ({parts})",
         "seed": f"{result.seed}",
     }
@@ -249,12 +384,31 @@ def print_summary(result: Result, working_size: tuple[int, int], seconds: float)
         print(f"{name:<8} {value}")
 
 
+def describe_cache(result: Result, is_on: bool) -> str:
+    if result.cache_tier:
+        return f"hit ({result.cache_tier})"
+    if not is_on:
+        return "off"
+    return "miss" if result.can_reuse else "not asked: nothing to reuse"
+
+
 def run_bench_edit(options: argparse.Namespace) -> None:
-    from instgenie.bench.edit import MASK_RATIOS, bench_edit  # brings torch and diffusers
+    from instgenie.bench.edit import Study, bench_edit  # brings torch and diffusers
+    from instgenie.kernels.switch import kernels
 
     hide_loading_bars()
-    ratios = options.mask_ratio or MASK_RATIOS
-    bench_edit(options.model, options.device, options.size, options.steps, options.repeats, ratios, options.json)
+    given = {field.name: getattr(options, field.name) for field in fields(Study) if hasattr(options, field.name)}
+    asked: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    study = Study(**asked)
+    with kernels(enabled=not options.no_kernels):
+        bench_edit(options.model, options.device, options.size, study, options.json)
+
+
+def run_calibrate(options: argparse.Namespace) -> None:
+    from instgenie.bench.calibrate import calibrate  # brings torch and diffusers
+
+    hide_loading_bars()
+    calibrate(options.model, options.device, options.size, options.out)
 
 
 def run_bench_quality(options: argparse.Namespace) -> None:

@@ -1,13 +1,29 @@
-"""Plans: for each block, cached or dense. Knows which plans are feasible; knows no tensor."""
+"""Plans: for each block, cached or dense. Knows which plans are feasible and which is fastest; knows no tensor.
 
-from collections.abc import Sequence
-from itertools import accumulate
+`plan_exact` is a dynamic programme over units. Behind some of them nothing matters but where the two streams are, the
+one that loads and the one that computes. Of all plans so far, those that are behind another in both streams are
+dropped, and those that cannot end before the best plan known. What is left is exact.
+The other policies stand beside it to compare with: the paper's Algorithm 1 (`plan_greedy`), everything cached, with
+loads hidden (`plan_cached`) or not (`plan_naive`), and everything dense.
+"""
 
-from instgenie.activations import Kind
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
+
 from instgenie.errors import PlanError
+from instgenie.latency import BlockCost, Latency, makespan, unit_starts
+from instgenie.network import Demand, NetworkShape
+from instgenie.types import Kind
 
 Plan = tuple[bool, ...]  # for each block: cached or not
 DENSE: Plan = ()  # of a job without activations: no block is cached, however many there are
+State = tuple[float, float, int, Any]  # where loading and computing are; bits; the path there, backwards
+NUM_BISECTIONS = 12
 
 
 def is_cached(plan: Plan, block: int) -> bool:
@@ -37,3 +53,189 @@ def dense_after_cached(plan: Plan, units: Sequence[int]) -> tuple[int, int] | No
         if dense is not None:
             return cached, dense
     return None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what it takes."""
+
+    plan: Plan
+    seconds: float  # until the last compute ends
+    lead: float  # by how much loading is ahead then: it may load for the step to come
+
+
+def plan_batch(
+    network: NetworkShape, demands: Sequence[Demand], latency: Latency, lead: float = 0.0, policy: str = "exact"
+) -> Planned:
+    """One plan for all jobs of a batch; those without activations are dense in any plan. Where any has `kv`, tokens
+    that were dropped cannot come back."""
+    kinds = {demand.kind for demand in demands}
+    costs = latency.block_costs(network, demands)
+    if kinds == {None}:
+        return plan_dense(costs, "kv", network.units, lead)
+    return POLICIES[policy](costs, "kv" if "kv" in kinds else "y", network.units, lead)
+
+
+def plan_exact(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:
+    known = min(
+        plan_greedy(costs, kind, units, lead), plan_prefix(costs, kind, units, lead), key=lambda one: one.seconds
+    )
+    if kind == "kv" and len(units) == 1:
+        return known  # a dense prefix is all there is
+    found = search(costs, kind, units, lead, known.seconds)
+    return known if found is None else min(known, timed(found, costs, lead), key=lambda one: one.seconds)
+
+
+def plan_greedy(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:
+    """The paper's Algorithm 1: caches a block whenever that block then ends no later. With `kv`, where it cannot turn
+    back, it goes on caching to the end of the unit."""
+    starts = unit_starts(units)
+    loaded, computed = -lead, 0.0
+    plan: list[bool] = []
+    for block, cost in enumerate(costs):
+        is_held = kind == "kv" and block not in starts and plan[-1]
+        cached_end = max(computed, loaded + cost.load) + cost.cached
+        plan.append(is_held or cached_end <= computed + cost.dense)
+        loaded, computed = (loaded + cost.load, cached_end) if plan[-1] else (loaded, computed + cost.dense)
+    return timed(tuple(plan), costs, lead)
+
+
+def plan_prefix(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:
+    """The fastest dense prefix, then cached to the end; the fastest of all plans for a single unit of `kv`."""
+    options = unit_options(costs, [0] * len(costs))
+    best = min(options, key=lambda option: max(option.compute, option.wait - lead))
+    return timed((False,) * best.num_dense + (True,) * (len(costs) - best.num_dense), costs, lead)
+
+
+def plan_cached(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:
+    return timed((True,) * len(costs), costs, lead)
+
+
+def plan_naive(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:
+    """Every block is loaded, then computed; nothing runs side by side."""
+    return Planned((True,) * len(costs), sum(cost.load + cost.cached for cost in costs), 0.0)
+
+
+def plan_dense(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:
+    return timed((False,) * len(costs), costs, lead)
+
+
+Policy = Callable[[Sequence[BlockCost], Kind, Sequence[int], float], Planned]
+POLICIES: dict[str, Policy] = {
+    "exact": plan_exact,
+    "greedy": plan_greedy,
+    "cached": plan_cached,
+    "naive": plan_naive,
+    "dense": plan_dense,
+}
+
+
+def timed(plan: Plan, costs: Sequence[BlockCost], lead: float) -> Planned:
+    seconds = makespan(plan, costs, lead)
+    loading = sum(cost.load for cached, cost in zip(plan, costs, strict=True) if cached)
+    return Planned(plan, seconds, seconds + lead - loading)
+
+
+class Option(NamedTuple):
+    """A unit with some blocks dense, then cached to its end. From a place where loading is at l and computing at c, it
+    leads to l + load and to the later of c + compute and l + wait."""
+
+    load: float
+    compute: float
+    wait: float
+    needs: int  # bits that must not be set: those of its dense blocks
+    sets: int  # those of its cached blocks
+    num_dense: int
+
+
+def search(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float, most: float) -> Plan | None:
+    """The fastest plan that takes less than `most` seconds, if there is one."""
+    if kind == "y":  # tokens come back at any time; but of equal blocks in a row, the dense ones go first
+        units = [len(list(run)) for _, run in groupby(costs)]
+    share, still = bounds(costs, lead)
+    least = list(accumulate((min(cost.cached, cost.dense) for cost in reversed(costs)), initial=0.0))[::-1]
+    states: list[State] = [(-lead, 0.0, 0, ())]
+    for end, options in zip(accumulate(units), make_options(costs, kind, units), strict=True):
+        reached = [
+            (
+                at + load,
+                first if (first := now + compute) > (last := at + wait) else last,
+                bits | sets,
+                (num_dense, path),
+            )
+            for at, now, bits, path in states
+            for load, compute, wait, needs, sets, num_dense in options
+            if not bits & needs
+        ]
+        states = front(reached, share, most - still[end], most - least[end])
+    return unwind(min(states, key=itemgetter(1))[3], units) if states else None
+
+
+def make_options(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int]) -> Iterator[list[Option]]:
+    """The options of each unit. Equal units share bits: of two of them, the earlier has at least as many dense blocks
+    in some fastest plan, for where it has fewer, exchanging the two lets every load end as early or earlier, and as
+    much is computed. So a block that was cached once is cached whenever it comes again."""
+    names: dict[object, int] = {}
+    seen: dict[object, list[Option]] = {}
+    for end, length in zip(accumulate(units), units, strict=True):
+        unit = tuple(costs[end - length : end])
+        can_exchange = all(cost.cached <= cost.dense for cost in unit)
+        name: object = (unit if kind == "kv" else unit[0]) if can_exchange else end
+        if (name, length) not in seen:
+            places = range(length) if kind == "kv" else [0] * length
+            bits = [1 << names.setdefault((name, place), len(names)) for place in places]
+            seen[name, length] = unit_options(unit, bits)
+        yield seen[name, length]
+
+
+def unit_options(unit: Sequence[BlockCost], bits: Sequence[int]) -> list[Option]:
+    needs = list(accumulate(bits, or_, initial=0))
+    load, after, wait, sets = 0.0, 0.0, -math.inf, 0
+    before = sum(cost.dense for cost in unit)
+    options = [Option(load, before, wait, needs[-1], sets, len(unit))]
+    for place in range(len(unit) - 1, -1, -1):
+        cost = unit[place]
+        load += cost.load
+        after += cost.cached
+        before -= cost.dense
+        # its own load, then all that computes from it on; whatever later blocks wait for comes later by its load
+        wait = cost.load + max(wait, after)
+        sets |= bits[place]
+        options.append(Option(load, before + after, wait, needs[place], sets, place))
+    return options
+
+
+def front(states: list[State], share: float, most: float, most_computed: float) -> list[State]:
+    """The states that no other is ahead of in both streams, and that can still end in time."""
+    states.sort(key=itemgetter(0))
+    kept = []
+    best, rest = most_computed, 1 - share
+    for state in states:
+        computed = state[1]
+        if computed < best and share * state[0] + rest * computed < most:
+            best = computed
+            kept.append(state)
+    return kept
+
+
+def bounds(costs: Sequence[BlockCost], lead: float) -> tuple[float, list[float]]:
+    """A share s and, for each block, a sum: from a place before that block no plan ends before
+    s * loaded + (1 - s) * computed + sum, for a step is as long as either stream and so as any mean of the two."""
+    low, high = 0.0, 1.0
+    counts = Counter(costs).items()
+    for _ in range(NUM_BISECTIONS):  # towards the share whose bound on the whole step is highest
+        share = (low + high) / 2
+        slope = -lead
+        for (cached, dense, load), count in counts:
+            slope += count * (load - cached if share * load + (1 - share) * cached < (1 - share) * dense else -dense)
+        low, high = (share, high) if slope > 0 else (low, share)
+    rest = [min(low * load + (1 - low) * cached, (1 - low) * dense) for cached, dense, load in reversed(costs)]
+    return low, list(accumulate(rest, initial=0.0))[::-1]
+
+
+def unwind(path: Any, units: Sequence[int]) -> Plan:
+    plan: Plan = ()
+    for length in reversed(units):
+        num_dense, path = path
+        plan = (False,) * num_dense + (True,) * (length - num_dense) + plan
+    return plan

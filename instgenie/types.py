@@ -1,12 +1,18 @@
 """The words of the system: what a user asks for and what comes back. Knows no model and no device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 PixelMask = NDArray[np.bool_]  # [height, width], True = masked
+Tier = Literal["gpu", "host", "disk"]  # where activations live
+OnStep = Callable[[int, int], None]  # steps taken so far, steps to take
+Kind = Literal["kv", "y"]  # of activations: K and V of every block, or the rows that go into it
+NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +39,7 @@ class Timings:
     """Seconds spent on each part of an edit."""
 
     prepare: float
+    load: float  # of the template's activations
     denoise: float
     finish: float
 
@@ -46,9 +53,23 @@ class Result:
     num_tokens: int
     num_masked_tokens: int
     num_computed_tokens: int  # image tokens computed, in the mean over steps and blocks
-    cache_hit: bool  # whether the template's activations were there
+    can_reuse: bool  # whether the template's activations spare such an edit anything
+    cache_tier: Tier | None  # where they were found; None is a miss
     seconds: Timings
+
+    @property
+    def cache_hit(self) -> bool:
+        return self.cache_tier is not None
 
     @property
     def masked_share(self) -> float:
         return self.num_masked_tokens / self.num_tokens
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What a registration came to."""
+
+    num_steps: int
+    num_computed_steps: int  # the others were there
+    num_bytes: int

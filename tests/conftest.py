@@ -3,11 +3,17 @@
 
 Weights are drawn wide enough that every part of the network matters to the result: a network that answers zero would
 hide every mistake.
+
+Tests run on a CPU in float32. The laws also run on a CUDA device where there is one, in float32 and in bfloat16
+(`pytest -m gpu` runs nothing else); `pytest --where cpu-bfloat16` runs them elsewhere.
 """
 
+import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderTiny,
     DDIMScheduler,
+    DiffusionPipeline,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
@@ -29,9 +36,11 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -41,6 +50,11 @@ from transformers import (
     T5EncoderModel,
 )
 
+from instgenie.batch import Branch, Job
+from instgenie.bench.edit import stock_pipeline
+from instgenie.engine.loop import Engine
+from instgenie.engine.prepare import prepare
+from instgenie.models.flux_model import FluxModel
 from instgenie.models.load import load
 from instgenie.models.model import Model
 from instgenie.types import Edit
@@ -49,6 +63,40 @@ WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "cat", "dog", "flower", "
 FLUX_FAMILIES = ("blend", "blend_guided", "fill")
 UNET_FAMILIES = ("sd", "sdxl", "sd_fill")
 FAMILIES = (*FLUX_FAMILIES, *UNET_FAMILIES)
+CLOSE = 1e-4  # of two runs that compute the same in another order, in float32
+
+
+@dataclass(frozen=True)
+class Where:
+    device: str
+    dtype: str
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--where", metavar="DEVICE-DTYPE", help="run the laws there alone, as in cpu-bfloat16")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Everything runs on a CPU in float32, the laws on a GPU as well."""
+    if "where" not in metafunc.fixturenames:
+        return
+    asked = metafunc.config.getoption("where")
+    is_law = metafunc.function.__name__.startswith("test_law_")
+    names = ["cpu-float32", "cuda-float32", "cuda-bfloat16"] if is_law else ["cpu-float32"]
+    chosen = [asked] if asked and is_law else names
+    metafunc.parametrize("where", [make_where(name) for name in chosen], scope="session")
+
+
+def make_where(name: str) -> Any:
+    marks = [pytest.mark.gpu] if name.startswith("cuda") else []
+    return pytest.param(Where(*name.split("-")), marks=marks, id=name)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,6 +105,14 @@ def few_threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test looks at the user's cache or writes to it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -87,9 +143,12 @@ def huge_folder(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
-def models(folders: dict[str, Path]) -> dict[str, Model]:
+def models(folders: dict[str, Path], where: Where) -> dict[str, Model]:
+    if where.device == "cuda":
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # no TF32: float32 is the truth here
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
     names = {family: str(folder) for family, folder in folders.items()} | {"builtin": "builtin"}
-    return {family: load(name, device="cpu") for family, name in names.items()}
+    return {family: load(name, where.device, where.dtype) for family, name in names.items()}
 
 
 @pytest.fixture(params=[*FAMILIES, "builtin"])
@@ -260,3 +319,97 @@ def make_edit(
     mask = np.zeros(size, dtype=np.bool_)
     mask[: round(height * share**0.5), width - round(width * share**0.5) :] = True
     return Edit(picture, mask, prompt, **({"size": size, "steps": 4} | fields))
+
+
+MIX: list[dict[str, Any]] = [
+    {"steps": 3, "share": 0.1, "seed": 1},
+    {"steps": 5, "share": 0.9, "size": (64, 32), "prompt": "a blue dog on grass", "seed": 2, "true_guidance": 3.0},
+    {"steps": 4, "share": 0.4, "picture_seed": 1, "guidance": 9.0},
+    {"steps": 3, "share": 1.0, "size": (32, 32), "negative_prompt": "sky", "true_guidance": 1.5, "prompt": ""},
+    {"steps": 6, "share": 0.3, "strength": 0.5, "seed": 3, "prompt": "flower"},
+]
+
+
+def mixed_edits() -> list[Edit]:
+    return [make_edit(**fields) for fields in MIX]
+
+
+def run(model: Model, given: Sequence[Edit | Job]) -> list[Tensor]:
+    """Latents of edits or jobs that start together; jobs that are given take no step themselves."""
+    jobs = [prepare(one, model) if isinstance(one, Edit) else replace(one) for one in given]
+    engine = Engine(model)
+    for job in jobs:
+        engine.join(job)
+    while engine.jobs:
+        engine.step()
+    return [job.latents for job in jobs]
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+@cache
+def close(model: Model) -> float:
+    """How far apart two runs may be that compute the same in another order.
+
+    In float32 hardly at all. In bfloat16 every order rounds elsewhere, and a step feeds the next: how far that leads is
+    measured, as the distance of runs of mixed edits from the truth, which is the same network in float32 over the same
+    inputs. Two orders are each about as far from the truth, so they may be twice as far from each other.
+    """
+    if model.dtype == torch.float32:
+        return CLOSE
+    jobs = [prepare(edit, model) for edit in mixed_edits()]
+    return 2 * max(map(apart, run(model, jobs), run(in_float32(model), [widened(job) for job in jobs])))
+
+
+def in_float32(model: Model) -> Model:
+    """The same network; times still enter it as bfloat16 has them, for rounding them is no matter of order."""
+    network = copy.deepcopy(model.network).float()
+    if isinstance(model, FluxModel):
+        network.time_text_embed = RoundedTime(model.transformer.time_text_embed)
+    name = next(field.name for field in fields(model) if getattr(model, field.name) is model.network)
+    return replace(model, **{name: network}, dtype=torch.float32)
+
+
+class RoundedTime(nn.Module):
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def forward(self, timestep: Tensor, *others: Tensor) -> Tensor:
+        rounded = timestep.bfloat16() / 1000 * 1000
+        embedded: Tensor = self.embed(rounded, *(other.bfloat16() for other in others))
+        return embedded.float()
+
+
+def widened(job: Job) -> Job:
+    branches = [Branch(branch.text.float(), branch.pooled.float(), branch.rotary) for branch in job.branches]
+    return replace(job, branches=tuple(branches))
+
+
+def far(model: Model, times: int = 100) -> float:
+    """How far apart runs must at least be that compute different things. bfloat16 may drown small differences."""
+    return times * CLOSE if model.dtype == torch.float32 else 0.0
+
+
+def quiet_pipeline(model: Model) -> DiffusionPipeline:
+    pipeline = stock_pipeline(model)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def stock_arguments(edit: Edit) -> dict[str, Any]:
+    """Of all stock pipelines, up to the final latents."""
+    height, width = edit.picture.shape[:2]
+    return {
+        "prompt": edit.prompt,
+        "image": Image.fromarray(edit.picture),
+        "mask_image": Image.fromarray(edit.mask.astype(np.uint8) * 255),
+        "height": height,
+        "width": width,
+        "num_inference_steps": edit.steps,
+        "guidance_scale": edit.guidance,
+        "strength": 1.0,
+        "output_type": "latent",
+    }

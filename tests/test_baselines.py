@@ -18,7 +18,7 @@ from instgenie.bench.baselines import (
     put_back,
     side_of_cost,
 )
-from instgenie.bench.cost import block_flops
+from instgenie.bench.cost import square_flops
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
@@ -75,14 +75,10 @@ def test_a_crop_holds_the_mask_and_is_stitched_where_it_was(flux: FluxModel) -> 
 
 def test_the_side_of_a_cost_costs_no_more(flux: FluxModel) -> None:
     own = replace(flux, own_size=256)
-
-    def cost(side: int) -> float:
-        num_tokens = (side // own.patch) ** 2 + 5
-        return block_flops(own.transformer, num_tokens, num_tokens)
-
+    whole = square_flops(own, 256, 5)
     for share in (0.1, 0.5):
         side = side_of_cost(own, 5, share)
-        assert cost(side) <= share * cost(256) < cost(side + own.unit)
+        assert square_flops(own, side, 5) <= share * whole < square_flops(own, side + own.unit, 5)
     assert side_of_cost(own, 5, 1.0) == 256
     assert side_of_cost(own, 5, 0.0) == 2 * own.unit
 

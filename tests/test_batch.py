@@ -49,31 +49,31 @@ def jobs() -> list[Job]:
 
 
 def test_rows() -> None:
-    assert rows((2, 0, 3), torch.device("cpu")).tolist() == [0, 0, 2, 2, 2]
+    assert rows((2, 0, 3)).tolist() == [0, 0, 2, 2, 2]
 
 
 def test_differences_are_columns(jobs: list[Job]) -> None:
     jobs[2].step = 1
     batch = pack(jobs)
-    assert batch.num_image == (5, 7, 7, 4)
-    assert batch.num_text == (2, 3, 1, 2)
-    assert batch.num_joint == (7, 10, 8, 6)
+    assert batch.layout.num_image == (5, 7, 7, 4)
+    assert batch.layout.num_text == (2, 3, 1, 2)
+    assert batch.layout.num_joint == (7, 10, 8, 6)
     assert batch.image.shape == (23, CHANNELS + 2)
     assert torch.equal(batch.image[5:12], batch.image[12:19])  # two branches, one state
     torch.testing.assert_close(batch.sigma, torch.tensor([1.0, 0.8, 0.8, 0.6]))
     assert batch.guidance.tolist() == [1.0, 2.0, 2.0, 3.0]
-    assert batch.image_rows.bincount().tolist() == [5, 7, 7, 4]
-    assert batch.text_rows.bincount().tolist() == [2, 3, 1, 2]
-    assert batch.joint_rows.bincount().tolist() == [7, 10, 8, 6]
-    assert batch.rotary.shape[0] == 31
+    assert batch.layout.image_rows.bincount().tolist() == [5, 7, 7, 4]
+    assert batch.layout.text_rows.bincount().tolist() == [2, 3, 1, 2]
+    assert batch.layout.joint_rows.bincount().tolist() == [7, 10, 8, 6]
+    assert batch.layout.rotary.shape[0] == 31
 
 
 @pytest.mark.parametrize("num_jobs", [1, 2, 3])
 def test_part_undoes_join(jobs: list[Job], num_jobs: int) -> None:
     batch = pack(jobs[:num_jobs])
     image = batch.image[:, :WIDTH]
-    joint = batch.join(batch.text, image)
-    text_again, image_again = batch.part(joint)
+    joint = batch.layout.join(batch.text, image)
+    text_again, image_again = batch.layout.part(joint.split(batch.layout.num_joint))
     assert torch.equal(text_again, batch.text)
     assert torch.equal(image_again, image)
     first = jobs[0].branches[0]
@@ -112,31 +112,50 @@ def with_activations(job: Job, plan: tuple[bool, ...]) -> Job:
 def test_masked_tokens_flow_alone_where_a_job_is_cached(jobs: list[Job]) -> None:
     jobs[1] = with_activations(jobs[1], (True, False, True))
     batch = pack(jobs)
-    assert batch.cached == (False, True, False)
-    assert batch.num_image == (5, 3, 3, 4)
-    assert batch.num_joint == (7, 6, 4, 6)
-    assert batch.rotary.shape[0] == 23
+    assert batch.layout.cached == (False, True, False)
+    assert batch.layout.num_image == (5, 3, 3, 4)
+    assert batch.layout.num_joint == (7, 6, 4, 6)
+    assert batch.layout.rotary.shape[0] == 23
     seen = torch.cat([jobs[1].latents, jobs[1].conditioning], dim=1)
     assert torch.equal(batch.image[5:8], seen[::3])
     table = jobs[1].branches[0].rotary  # of three text tokens, then the image's
-    assert torch.equal(batch.rotary[7:13], torch.cat([table[:3], table[3:][::3]]))
+    assert torch.equal(batch.layout.rotary[7:13], torch.cat([table[:3], table[3:][::3]]))
+
+
+def test_layouts_are_kept_while_jobs_stay_together(jobs: list[Job]) -> None:
+    first = pack(jobs).layout
+    jobs[2].step += 1
+    assert pack(jobs).layout is first
+    assert pack(jobs[::-1]).layout is not first
+    assert pack([*jobs[:2], replace(jobs[2])]).layout is not first
+
+
+def test_places(jobs: list[Job]) -> None:
+    jobs[1] = with_activations(jobs[1], (True,))
+    layout = pack(jobs).layout
+    assert layout.num_keys == (7, 10, 8, 6)
+    assert layout.text_places.joint.tolist() == [0, 1, 7, 8, 9, 13, 17, 18]
+    assert layout.image_places.joint.tolist() == [*range(2, 7), *range(10, 13), *range(14, 17), *range(19, 23)]
+    assert layout.joint_places.keys.tolist() == [*range(13), *range(17, 21), *range(25, 31)]  # in between, the others
+    assert torch.equal(layout.image_places.keys, layout.joint_places.keys[layout.image_places.joint])
+    assert layout.rests == [[slice(7, 7)], [slice(13, 17), slice(21, 25)], [slice(31, 31)]]
 
 
 def test_unmasked_tokens_come_back_and_leave(jobs: list[Job]) -> None:
     jobs[1] = with_activations(jobs[1], (True, False, True))
     batch = pack(jobs)
     image = batch.image[:, :WIDTH]
-    same, untouched = batch.turn(image, 0)
-    assert same is batch
+    same, untouched = batch.turn(batch.layout, image, 0)
+    assert same is batch.layout
     assert untouched is image
-    wide, turned = batch.turn(image, 1)
+    wide, turned = batch.turn(batch.layout, image, 1)
     assert wide.num_image == (5, 7, 7, 4)
     assert torch.equal(turned[5:12][::3], image[5:8])
     assert torch.equal(turned[5:12][1::3], jobs[1].recall(1)[0][1::3])
-    narrow, again = wide.turn(turned, 2)
-    assert narrow.num_image == batch.num_image
+    narrow, again = batch.turn(wide, turned, 2)
+    assert narrow is batch.layout  # kept
     assert torch.equal(again, image)
-    _, joint = batch.turn_joint(batch.join(batch.text, image), 1)
+    _, joint = batch.turn_joint(batch.layout, batch.layout.join(batch.text, image), 1)
     assert torch.equal(joint, wide.join(batch.text, turned))
 
 

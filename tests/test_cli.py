@@ -2,24 +2,29 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors import safe_open
 
 import instgenie.cli
 from instgenie.cli import main
+from instgenie.editor import Editor
 from instgenie.mask import box_mask
 from instgenie.picture import open_picture
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, with a photograph and masks of it."""
+def desk(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with a photograph and masks of it, and an empty cache elsewhere."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     noise = np.random.default_rng(0).integers(0, 256, (60, 100, 3), np.uint8)
     Image.fromarray(noise).save("photo.jpg")
     mask = box_mask((20, 10, 40, 30), (60, 100))
@@ -67,7 +72,7 @@ def edit_here(*arguments: str) -> int:
 
 
 def test_masks_of_every_kind_edit_the_same_pixels(desk: Path, folders: dict[str, Path]) -> None:
-    model = ["--model", str(folders["fill"])]
+    model = ["--model", str(folders["fill"]), "--no-cache"]
     assert edit_here(*model, "--mask", "alpha.png", "-o", "alpha.webp") == 0
     assert edit_here(*model, "--mask", "luma.png", "--mask-mode", "luma", "-o", "luma.webp") == 0
     assert edit_here(*model, "--box", "20,10,40,30", "-o", "box.webp") == 0
@@ -195,7 +200,15 @@ def test_an_interrupt_ends_with_130(desk: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--help"], 0), (["edit", "--help"], 0), (["bench", "edit", "--help"], 0), (["--version"], 0), ([], 2)],
+    [
+        (["--help"], 0),
+        (["edit", "--help"], 0),
+        (["register", "--help"], 0),
+        (["bench", "edit", "--help"], 0),
+        (["calibrate", "--help"], 0),
+        (["--version"], 0),
+        ([], 2),
+    ],
 )
 def test_help_and_version(arguments: list[str], code: int) -> None:
     done = instgenie_process(*arguments)
@@ -212,19 +225,184 @@ def test_bad_input_does_not_wait_for_torch(desk: Path) -> None:
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl"])
+def cached_files() -> list[Path]:
+    return sorted(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.safetensors"))
+
+
+def test_the_second_edit_of_a_photograph_hits(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(folders["fill"]), "--box", "20,10,40,30"]
+    assert edit_here(*model) == 0
+    first = capsys.readouterr()
+    assert "cache    miss" in first.out
+    assert "computed 24 of 24 tokens" in first.out
+    assert "registering" in first.err
+    assert edit_here(*model, "--prompt", "a blue dog", "--seed", "3", "--strength", "0.7", "--quality", "fast") == 0
+    second = capsys.readouterr()
+    assert "cache    hit (disk)" in second.out
+    assert "computed 9 of 24 tokens" in second.out
+    assert "load 0." in second.out
+    assert "registering" not in second.err
+    assert edit_here(*model, "--no-cache") == 0
+    off = capsys.readouterr()
+    assert "cache    off" in off.out
+    assert "computed 24 of 24 tokens" in off.out
+
+
+def test_registering_where_it_cannot_help_is_left_out(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(folders["fill"])]
+    assert edit_here(*model) == 0
+    assert "cache    not asked: nothing to reuse" in capsys.readouterr().out
+    assert edit_here(*model, "--box", "20,10,40,30", "--no-register") == 0
+    assert "cache    miss" in capsys.readouterr().out
+    assert cached_files() == []
+
+
+REGISTER = ["register", "photo.jpg", "--device", "cpu", "--size", "48x32", "--steps", "3"]
+
+
+def test_register_then_edit(desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", str(folders["sdxl"]), "--cache-dir", "kept"]
+    assert main([*REGISTER, *model, "--size", "64x32", "--kind", "y"]) == 0
+    printed = capsys.readouterr()
+    assert "registered 3 of 3 steps" in printed.out
+    assert "in kept" in printed.out
+    assert "3/3" in printed.err
+    assert main([*REGISTER, *model, "--size", "64x32", "--kind", "y"]) == 0
+    assert "already registered: 3 steps" in capsys.readouterr().out
+    assert edit_here(*model, "--size", "64x32", "--box", "20,10,40,30") == 0
+    assert "cache    hit (disk)" in capsys.readouterr().out
+    assert cached_files() == []
+
+
+def test_a_registration_without_room_is_one_line(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--model", str(folders["fill"]), "--cache-gib", "0.0000001"]
+    assert main([*REGISTER, *small]) == 2
+    assert "has no room for" in capsys.readouterr().err
+    assert edit_here(*small, "--box", "20,10,40,30") == 0
+    assert "not registered: " in capsys.readouterr().err
+    assert Path("photo.edit.png").is_file()
+    assert cached_files() == []
+
+
+def test_an_interrupt_while_registering_leaves_the_edit(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Editor, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Editor, "register", interrupted)
+    assert edit_here("--model", str(folders["fill"]), "--box", "20,10,40,30") == 0
+    assert "registering was interrupted" in capsys.readouterr().err
+    assert Path("photo.edit.png").is_file()
+
+
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
+    with safe_open(path, framework="np") as file:
+        return file.metadata(), {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+def test_a_damaged_cache_is_a_miss_that_mends_itself(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = ["--model", str(folders["fill"]), "--box", "20,10,40,30", "--steps", "6"]
+    assert edit_here(*arguments) == 0
+    [first, second] = cached_files()
+    inode, content = first.stat().st_ino, read_tensors(second)
+    damaged = bytearray(second.read_bytes())
+    damaged[-1] ^= 1
+    second.write_bytes(damaged)
+    capsys.readouterr()
+    assert edit_here(*arguments) == 0
+    assert "cache    miss" in capsys.readouterr().out
+    assert "checksum is wrong" in caplog.text
+    assert [first, second] == cached_files()
+    assert (first.stat().st_ino, read_tensors(second)) == (inode, content)
+    assert edit_here(*arguments) == 0
+    assert "cache    hit (disk)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["edit", "register"])
+def test_cache_folders_that_are_none(command: str, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = EDIT if command == "edit" else []
+    assert main([command, "photo.jpg", *prompt, "--cache-dir", "text.png"]) == 2
+    assert "text.png cannot be a cache folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "photo.jpg", *prompt, "--cache-gib", "-1"])
+    assert "'-1' is not a number of GiB" in capsys.readouterr().err
+
+
+def test_an_edit_does_without_the_users_cache_folder(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(desk / "text.png"))
+    assert edit_here("--model", str(folders["fill"]), "--box", "20,10,40,30") == 0
+    printed = capsys.readouterr()
+    assert "no cache: " in printed.err
+    assert "cache    off" in printed.out
+
+
+def test_a_killed_registration_goes_on_and_comes_to_the_same(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["register", "photo.jpg", "--model", str(folders["sdxl"]), "--size", "96x64", "--steps", "48"]
+    assert main([*arguments, "--cache-dir", "whole"]) == 0
+    assert "registered 48 of 48 steps" in capsys.readouterr().out
+    killed = kill_registration(*arguments, "--cache-dir", "killed")
+    num_left = 48 - 4 * len(killed)
+    assert main([*arguments, "--cache-dir", "killed"]) == 0
+    assert 0 < num_left < 48
+    assert f"registered {num_left} of 48 steps" in capsys.readouterr().out
+    assert all(path.stat().st_ino == inode for path, inode in killed.items())
+    whole, resumed = (
+        {path.name: read_tensors(path) for path in Path(folder).glob("*/*.safetensors")}
+        for folder in ("whole", "killed")
+    )
+    assert len(whole) == 12
+    assert whole == resumed
+    assert {path.suffix for path in Path("killed").glob("*/*")} == {".safetensors", ""}
+
+
+def kill_registration(*arguments: str) -> dict[Path, int]:
+    """Kills it when it has stored a few spans; the files that are there then, and their inodes."""
+    command = [sys.executable, "-m", "instgenie", *arguments]
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL) as process:
+        while len(list(Path("killed").glob("*/*.safetensors"))) < 3:
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    return {path: path.stat().st_ino for path in Path("killed").glob("*/*.safetensors")}
+
+
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl", "sd_fill"])
 def test_bench_edit_prints_and_writes_its_rows(
     family: str, desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = ["--model", str(folders[family]), "--device", "cpu", "--size", "48x32"]
-    assert main(["bench", "edit", *model, "--steps", "2", "--repeats", "2", "--json", "bench.json"]) == 0
+    model = ["--model", str(folders[family]), "--device", "cpu", "--size", "48x32", "--json", "bench.json"]
+    assert main(["bench", "edit", *model, "--steps", "2", "--repeats", "2", "--batch", "1", "--batch", "3"]) == 0
     report = json.loads(Path("bench.json").read_text())
-    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "cached"] * 2
-    assert [row["batch"] for row in report["rows"]] == [1] * 6
-    assert [row["mask_ratio"] for row in report["rows"]] == pytest.approx([1] * 3 + [0.2] * 3, abs=0.05)
+    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "cached"] * 4
+    assert [row["kind"] for row in report["rows"]] == [None, None, "kv"] * 4
+    assert [row["batch"] for row in report["rows"]] == ([1] * 3 + [3] * 3) * 2
+    assert [row["mask_ratio"] for row in report["rows"]] == pytest.approx([1] * 6 + [0.2] * 6, abs=0.05)
     assert all(row["step_ms"] > 0 for row in report["rows"])
-    assert "torch" in report["machine"]
-    assert "diffusers" in capsys.readouterr().out
+    assert {"device", "torch", "cuda", "diffusers", "kernels"} < set(report["machine"])
+    assert "1.00x" in capsys.readouterr().out
+
+
+def test_bench_edit_measures_what_it_is_asked_for(desk: Path, folders: dict[str, Path]) -> None:
+    given = ["--model", str(folders["blend"]), "--device", "cpu", "--size", "48x32", "--json", "bench.json"]
+    asked = ["--system", "cached", "--kind", "y", "--kind", "kv", "--mask-ratio", "0.3", "--no-kernels"]
+    assert main(["bench", "edit", *given, *asked, "--steps", "1", "--repeats", "1"]) == 0
+    report = json.loads(Path("bench.json").read_text())
+    assert [(row["system"], row["kind"]) for row in report["rows"]] == [("cached", "y"), ("cached", "kv")]
+    assert report["machine"]["kernels"] == "off"
 
 
 @pytest.mark.parametrize("ratio", ["0", "1.5", "many"])

@@ -1,7 +1,7 @@
 """The ragged forward against diffusers' own, token by token."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def stock(model: FluxModel, sequence: Sequence, dtype: torch.dtype) -> Tensor:
 
 def ragged(model: FluxModel, sequences: list[Sequence], dtype: torch.dtype) -> list[Tensor]:
     batch = pack([make_job(model, sequence, dtype) for sequence in sequences])
-    return list(velocity(model.transformer, batch).split(batch.num_image))
+    return list(velocity(model.transformer, batch).split(batch.layout.num_image))
 
 
 def make_job(model: FluxModel, sequence: Sequence, dtype: torch.dtype) -> Job:
@@ -98,8 +98,7 @@ def model(request: pytest.FixtureRequest, models: dict[str, FluxModel]) -> FluxM
 def in_dtype(model: FluxModel, dtype: torch.dtype) -> FluxModel:
     if dtype == torch.float32:
         return model
-    fields = {**vars(model), "transformer": copy.deepcopy(model.transformer).to(dtype)}
-    return FluxModel(**fields)
+    return replace(model, transformer=copy.deepcopy(model.transformer).to(dtype))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The laws of the engine, on every model family, CPU, float32.
+"""The laws of the engine, on every model family.
 
 The truth they are held against is diffusers: its stock pipelines where the mask is everything, else a plain loop over
 its transformer and its scheduler's own stepping.
@@ -10,13 +10,21 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import FLUX_FAMILIES, make_edit
-from diffusers import FluxFillPipeline, FluxInpaintPipeline
+from conftest import (
+    FLUX_FAMILIES,
+    apart,
+    close,
+    far,
+    make_edit,
+    mixed_edits,
+    quiet_pipeline,
+    run,
+    stock_arguments,
+)
 from PIL import Image
 from torch import Tensor
 
 from instgenie.batch import Job
-from instgenie.bench.edit import stock_pipeline
 from instgenie.editor import Editor
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
@@ -25,54 +33,24 @@ from instgenie.models.flux_model import FluxModel
 from instgenie.models.model import Model, unpack_latents
 from instgenie.types import Edit, Result
 
-CLOSE = 1e-4
-
-
-def apart(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().max().item()
-
-
-def run(model: Model, edits: list[Edit]) -> list[Tensor]:
-    """Latents of edits that start together."""
-    jobs = [prepare(edit, model) for edit in edits]
-    engine = Engine(model)
-    for job in jobs:
-        engine.join(job)
-    while engine.jobs:
-        engine.step()
-    return [job.latents for job in jobs]
-
 
 @pytest.fixture(params=[*FLUX_FAMILIES, "builtin"])
 def flux(request: pytest.FixtureRequest, models: dict[str, Model]) -> FluxModel:
     return models[request.param]
 
 
-def quiet_pipeline(model: FluxModel) -> FluxFillPipeline | FluxInpaintPipeline:
-    pipeline = stock_pipeline(model)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def stock_latents(model: FluxModel, edit: Edit) -> Tensor:
     height, width = edit.picture.shape[:2]
     grid = height // model.patch, width // model.patch
-    noise = draw_noise(edit.seed, grid, model)
+    noise = draw_noise(edit.seed, grid, model).to(model.dtype)
     true = {"true_cfg_scale": edit.true_guidance, "negative_prompt": edit.negative_prompt}
-    return quiet_pipeline(model)(
-        prompt=edit.prompt,
-        image=Image.fromarray(edit.picture),
-        mask_image=Image.fromarray(edit.mask.astype(np.uint8) * 255),
-        height=height,
-        width=width,
-        num_inference_steps=edit.steps,
-        guidance_scale=edit.guidance,
-        strength=1.0,
+    latents: Tensor = quiet_pipeline(model)(
+        **stock_arguments(edit),
         latents=noise[None] if model.is_fill else unpack_latents(noise, grid),
         max_sequence_length=model.max_text_tokens,
-        output_type="latent",
         **({} if model.is_fill else true),
     ).images[0]
+    return latents.float()
 
 
 @torch.no_grad()
@@ -86,47 +64,49 @@ def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
     def pack(latents: Tensor) -> Tensor:
         return pipeline._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * cols)
 
-    picture = pipeline.image_processor.preprocess(Image.fromarray(edit.picture))
-    mask = torch.tensor(edit.mask)[None, None].float()
+    here = {"device": model.device, "dtype": model.dtype}
+    picture = pipeline.image_processor.preprocess(Image.fromarray(edit.picture)).to(**here)
+    mask = torch.tensor(edit.mask)[None, None].to(**here)
     inside = torch.nn.functional.max_pool2d(mask, model.patch).view(1, -1, 1) > 0
     encoded = model.vae.encode(picture)
     clean = encoded.latents if hasattr(encoded, "latents") else encoded.latent_dist.mode()
     clean = pack((clean - model.vae.config.shift_factor) * model.vae.config.scaling_factor)
-    noise = draw_noise(template_seed(edit.picture, (height, width)), (rows, cols), model)[None]
+    noise = draw_noise(template_seed(edit.picture, (height, width)), (rows, cols), model)[None].to(**here)
 
     beside = clean[..., :0]
     if model.is_fill:
         pixels, hole = pipeline.prepare_mask_latents(
-            mask, picture * (1 - mask), 1, model.latent_channels, 1, height, width, torch.float32, "cpu", None
+            mask, picture * (1 - mask), 1, model.latent_channels, 1, height, width, model.dtype, model.device, None
         )
-        whole = torch.cat([clean, torch.zeros(1, rows * cols, 4 * scale**2)], dim=2)
+        whole = torch.cat([clean, torch.zeros(1, rows * cols, 4 * scale**2, **here)], dim=2)
         beside = torch.where(inside, torch.cat([hole, pixels], dim=2), whole)
 
     scheduler = pipeline.scheduler
     mu = 0.5 + (1.15 - 0.5) * (rows * cols - 256) / (4096 - 256)
-    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / edit.steps, edit.steps), mu=mu)
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / edit.steps, edit.steps), mu=mu, device=model.device)
     skipped = int(edit.steps - edit.steps * edit.strength)
     scheduler.set_begin_index(skipped)
-    sigmas = scheduler.sigmas[skipped:]
-    drawn = draw_noise(edit.seed, (rows, cols), model)[None]
+    sigmas = scheduler.sigmas[skipped:].tolist()
+    drawn = draw_noise(edit.seed, (rows, cols), model)[None].to(**here)
     x = sigmas[0] * torch.where(inside, drawn, noise) + (1 - sigmas[0]) * clean
 
     prompts = [edit.prompt, edit.negative_prompt] if edit.true_guidance > 1 else [edit.prompt]
     texts = [pipeline.encode_prompt(text, text, max_sequence_length=model.max_text_tokens) for text in prompts]
-    positions = pipeline._prepare_latent_image_ids(1, rows, cols, "cpu", torch.float32)
-    guidance = torch.tensor([edit.guidance]) if model.transformer.config.guidance_embeds else None
+    positions = pipeline._prepare_latent_image_ids(1, rows, cols, **here)
+    guidance = torch.tensor([edit.guidance], device=model.device) if model.transformer.config.guidance_embeds else None
     for timestep, sigma_next in zip(scheduler.timesteps[skipped:], sigmas[1:], strict=True):
         first, *rest = [
             model.transformer(
-                hidden_states=torch.cat([x, beside], dim=2), timestep=timestep[None] / 1000, guidance=guidance,
-                pooled_projections=pooled, encoder_hidden_states=sequence, txt_ids=text_positions, img_ids=positions,
+                hidden_states=torch.cat([x, beside], dim=2), timestep=timestep[None].to(model.dtype) / 1000,
+                guidance=guidance, pooled_projections=pooled, encoder_hidden_states=sequence,
+                txt_ids=text_positions, img_ids=positions,
             ).sample
             for sequence, pooled, text_positions in texts
         ]  # fmt: skip
         velocity = rest[0] + edit.true_guidance * (first - rest[0]) if rest else first
         x = scheduler.step(velocity, timestep, x, return_dict=False)[0]
         x = torch.where(inside, x, (1 - sigma_next) * clean + sigma_next * noise)
-    return x[0]
+    return x[0].float()
 
 
 def own_edit(model: Model, **fields: object) -> Edit:
@@ -144,9 +124,9 @@ def test_law_1_full_mask_is_the_stock_pipeline(models: dict[str, Model], family:
     model = models[family]
     edit = own_edit(model, share=1.0, true_guidance=true_guidance, negative_prompt="nothing blue")
     [latents] = run(model, [edit])
-    assert apart(latents, stock_latents(model, edit)) <= CLOSE
+    assert apart(latents, stock_latents(model, edit)) <= close(model)
     assert latents.std() > 0.1
-    assert apart(latents, stock_latents(model, dataclasses.replace(edit, prompt="a blue dog on grass"))) > 100 * CLOSE
+    assert apart(latents, stock_latents(model, dataclasses.replace(edit, prompt="a blue dog on grass"))) > far(model)
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
@@ -155,31 +135,18 @@ def test_law_1_partial_mask_is_a_plain_loop(flux: FluxModel, true_guidance: floa
     model = flux
     edit = own_edit(model, steps=5, true_guidance=true_guidance, negative_prompt="nothing blue", strength=strength)
     [latents] = run(model, [edit])
-    assert apart(latents, plain_loop(model, edit)) <= CLOSE
-    assert apart(latents, plain_loop(model, dataclasses.replace(edit, seed=8))) > 100 * CLOSE
+    assert apart(latents, plain_loop(model, edit)) <= close(model)
+    assert apart(latents, plain_loop(model, dataclasses.replace(edit, seed=8))) > far(model)
     other_mask = dataclasses.replace(edit, mask=edit.mask[::-1].copy())
-    assert apart(latents, plain_loop(model, other_mask)) > 100 * CLOSE
-
-
-MIX = [
-    {"steps": 3, "share": 0.1, "seed": 1},
-    {"steps": 5, "share": 0.9, "size": (64, 32), "prompt": "a blue dog on grass", "seed": 2, "true_guidance": 3.0},
-    {"steps": 4, "share": 0.4, "picture_seed": 1, "guidance": 9.0},
-    {"steps": 3, "share": 1.0, "size": (32, 32), "negative_prompt": "sky", "true_guidance": 1.5, "prompt": ""},
-    {"steps": 6, "share": 0.3, "strength": 0.5, "seed": 3, "prompt": "flower"},
-]
-
-
-def mixed_edits() -> list[Edit]:
-    return [make_edit(**fields) for fields in MIX]
+    assert apart(latents, plain_loop(model, other_mask)) > far(model)
 
 
 def test_law_2_batched_is_alone(model: Model) -> None:
     together = run(model, mixed_edits())
     alone = [run(model, [edit])[0] for edit in mixed_edits()]
-    assert max(map(apart, together, alone)) <= CLOSE
+    assert max(map(apart, together, alone)) <= close(model)
     same_size = [latents for latents in alone if latents.shape == alone[0].shape]
-    assert min(itertools.starmap(apart, itertools.combinations(same_size, 2))) > 100 * CLOSE
+    assert min(itertools.starmap(apart, itertools.combinations(same_size, 2))) > far(model)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [3, 4, 1, 2, 0]])
@@ -198,15 +165,16 @@ def test_law_5_independent_of_arrival_and_of_others(model: Model, order: list[in
         if gives_up.step == 2 and gives_up in engine.jobs:
             engine.leave(gives_up)
     assert set(finished) == set(jobs)
-    assert max(apart(job.latents, latents) for job, latents in zip(jobs, alone, strict=True)) <= CLOSE
+    assert max(apart(job.latents, latents) for job, latents in zip(jobs, alone, strict=True)) <= close(model)
 
 
 def test_law_5_pictures_come_in_the_order_of_the_edits(model: Model) -> None:
     edits = mixed_edits()
+    levels = 1 if model.dtype == torch.float32 else 255 * close(model)  # a rounding away, or bfloat16's
     forward, backward = edit_many(model, edits), edit_many(model, edits[::-1])[::-1]
     for a, b, edit in zip(forward, backward, edits, strict=True):
         assert a.picture.shape == edit.picture.shape
-        assert np.abs(a.picture.astype(int) - b.picture).max() <= 1  # a rounding away
+        assert np.abs(a.picture.astype(int) - b.picture).max() <= levels
 
 
 def test_unmasked_tokens_are_a_fact_of_the_template(model: Model) -> None:

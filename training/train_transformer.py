@@ -6,7 +6,7 @@ would have answered, so that serving needs one branch instead of two. Both write
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -43,6 +43,7 @@ MAX_TOKENS = 256
 ISOLATED_SHARE = 0.3  # examples whose unmasked tokens see unmasked tokens only, as cached activations do
 STOCK_SHARE = 0.4  # examples conditioned as FluxFillPipeline does it: greyed latents for unmasked tokens too
 UNMASKED_WEIGHT = 0.3
+NUM_NOISES = 2  # times in a row that a batch of pictures is noised anew: making and encoding it costs a third of a step
 MAX_GUIDANCE = 7.0
 
 
@@ -89,27 +90,50 @@ class Model(nn.Module):
         )[0]
 
 
+@dataclass
+class Encoded:
+    """A batch of pictures as latents, before noise."""
+
+    examples: Examples
+    clean: Tensor  # [B, N, 4C]
+    known: Tensor  # [B, N, 4C + 256]
+    masked: Tensor  # [B, N] bool
+    places: Tensor  # [N, 3]
+    num_tokens: int  # without padding
+
+
 class Feed:
     """Turns examples into transformer inputs: encodes, noises, hides."""
 
     def __init__(self, source: ExampleSource, vae: AutoencoderTiny, batch: int) -> None:
         self.source, self.vae, self.batch, self.generator = source, vae, batch, source.generator
+        self.endless = self._endless()
 
-    @torch.no_grad()
     def next(self) -> Inputs:
+        return next(self.endless)
+
+    def _endless(self) -> Iterator[Inputs]:
         shares = torch.tensor(SIZE_SHARES)
-        height, width = SIZES[int(torch.multinomial(shares, 1))]
-        return self.inputs(self.source.draw(self.batch, height, width))
+        while True:
+            height, width = SIZES[int(torch.multinomial(shares, 1))]
+            encoded = self.encode(self.source.draw(self.batch, height, width))
+            for _ in range(NUM_NOISES):
+                yield self.noised(encoded)
 
     @torch.no_grad()
-    def inputs(self, examples: Examples) -> Inputs:
+    def encode(self, examples: Examples) -> Encoded:
         num, height, width = examples.masks.shape
         greyed = examples.pictures * ~examples.masks[:, None]
         clean, greyed = encode(self.vae, torch.cat([examples.pictures, greyed])).chunk(2)
         masked = token_masks(examples.masks)
         stock = self._chance(num, STOCK_SHARE)
         known = condition(clean, greyed, examples.masks, masked | stock[:, None])
-        num_tokens, clean, masked = clean.shape[1], pad_tokens(clean), pad_tokens(masked)
+        places = pad_tokens(image_ids(height, width, clean.device)[None])[0]
+        return Encoded(examples, pad_tokens(clean), pad_tokens(known), pad_tokens(masked), places, clean.shape[1])
+
+    @torch.no_grad()
+    def noised(self, encoded: Encoded) -> Inputs:
+        clean, masked, num = encoded.clean, encoded.masked, len(encoded.clean)
         noise = torch.randn(clean.shape, generator=self.generator, device=clean.device)
         # The transformer casts its timestep to bfloat16: draw one that survives the cast.
         spread = torch.randn(num, generator=self.generator, device=clean.device)
@@ -119,13 +143,13 @@ class Feed:
             noisy=torch.lerp(clean, noise, times[:, None, None]),
             noise=noise,
             times=times,
-            known=pad_tokens(known),
+            known=encoded.known,
             masked=masked,
-            attention=attention_mask(masked, self._chance(num, ISOLATED_SHARE), num_tokens),
-            texts=examples.texts,
-            places=pad_tokens(image_ids(height, width, clean.device)[None])[0],
-            examples=examples,
-            num_tokens=num_tokens,
+            attention=attention_mask(masked, self._chance(num, ISOLATED_SHARE), encoded.num_tokens),
+            texts=encoded.examples.texts,
+            places=encoded.places,
+            examples=encoded.examples,
+            num_tokens=encoded.num_tokens,
         )
 
     def _chance(self, num: int, share: float) -> Tensor:
@@ -152,6 +176,10 @@ def pad_tokens(x: Tensor) -> Tensor:
 def flow_loss(model: Model, inputs: Inputs) -> Tensor:
     velocity = model(inputs, inputs.texts, torch.ones_like(inputs.times))
     return weighted_error(velocity, inputs.noise - inputs.clean, inputs)
+
+
+def plain_loss(model: Model, inputs: Inputs, share: float) -> Tensor:
+    return flow_loss(model, inputs)
 
 
 def weighted_error(prediction: Tensor, target: Tensor, inputs: Inputs) -> Tensor:
@@ -191,13 +219,14 @@ def main() -> None:
     model, tokenizers = build(photos, captions, args)
     feed = Feed(ExampleSource(photos, captions, generator), fast_vae, args.batch)
     if args.stage == "flow":
-        alignment = Alignment(model, photos.pictures)
         judged = held_out_inputs(held_out, captions, vae, args.batch, args.device)
-        trainer = Trainer(model, alignment.with_loss(flow_loss), feed, judged, args)
+        alignment = None if args.init else Alignment(model, photos.pictures)  # helps at the start alone
+        trainer = Trainer(model, alignment.with_loss(flow_loss) if alignment else plain_loss, feed, judged, args)
         if args.profile:
             return trainer.profile()
         trainer.run()
-        alignment.remove()
+        if alignment:
+            alignment.remove()
     else:
         teacher, _ = build(photos, captions, args)
         model.clip.requires_grad_(False)

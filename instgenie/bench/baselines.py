@@ -10,10 +10,10 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
-from instgenie.batch import Job, Template, concat, masked_rotary, pack
-from instgenie.bench.cost import block_flops
+from instgenie.batch import Branch, Job, Template, concat, pack
+from instgenie.bench.cost import square_flops
 from instgenie.bench.metrics import mask_box
-from instgenie.models.flux import embed_time, flow, modulate, modulation, unembed
+from instgenie.models.flux import embed_time, flow, modulated, unembed
 from instgenie.models.flux_model import FluxModel
 from instgenie.picture import working_size
 from instgenie.planner import DENSE
@@ -33,14 +33,20 @@ def drop_unmasked(job: Job) -> Job:
     rows = job.inside
     return replace(
         job,
+        grid=(1, len(rows)),
         masked=job.masked[rows],
         template=Template(job.template.clean[rows], job.template.noise[rows]),
         conditioning=job.conditioning[rows],
         latents=job.latents[rows],
-        branches=tuple(replace(branch, rotary=masked_rotary(job, branch)) for branch in job.branches),
+        branches=tuple(drop_positions(branch, rows) for branch in job.branches),
         activations=None,
         plan=DENSE,
     )
+
+
+def drop_positions(branch: Branch, rows: Tensor) -> Branch:
+    text, image = branch.rotary.split([len(branch.text), len(branch.rotary) - len(branch.text)])
+    return replace(branch, rotary=torch.cat([text, image[rows]]))
 
 
 def put_back(dropped: Job, job: Job) -> Job:
@@ -83,13 +89,9 @@ def crop(edit: Edit, margin: int, side: int, model: FluxModel) -> Crop:
 
 def side_of_cost(model: FluxModel, num_text: int, share: float) -> int:
     """The largest side whose square costs no more than a share of the model's own square; at least two tokens."""
-
-    def cost(side: int) -> float:
-        num_tokens = (side // model.patch) ** 2 + num_text
-        return block_flops(model.transformer, num_tokens, num_tokens)
-
     sides = range(2 * model.unit, model.own_size + 1, model.unit)
-    return max((side for side in sides if cost(side) <= share * cost(model.own_size)), default=sides[0])
+    most = share * square_flops(model, model.own_size, num_text)
+    return max((side for side in sides if square_flops(model, side, num_text) <= most), default=sides[0])
 
 
 # Skipping steps
@@ -126,16 +128,16 @@ class StepSkipping:
 
     def step(self, jobs: Sequence[Job], tracks: Sequence[Track]) -> list[Tensor]:
         batch = pack(jobs)
-        time = embed_time(self.transformer, batch)
+        layout, time = batch.layout, embed_time(self.transformer, batch)
         embedded = self.transformer.x_embedder(batch.image)
-        self.watch(tracks, first_input(self.transformer, embedded, time, batch.image_rows).split(batch.num_image))
-        parts = embedded.split(batch.num_image)
+        self.watch(tracks, first_input(self.transformer, embedded, time, layout.image_rows).split(layout.num_image))
+        parts = embedded.split(layout.num_image)
         at_end = jobs[0].step in (0, jobs[0].num_steps - 1)
         chosen = [index for index, track in enumerate(tracks) if at_end or track.change >= self.threshold]
         if chosen:
             self.compute([jobs[i] for i in chosen], [tracks[i] for i in chosen], [parts[i] for i in chosen])
         added = [track.residual for track in tracks if track.residual is not None]
-        return list(unembed(self.transformer, embedded + concat(added), time, batch).split(batch.num_image))
+        return list(unembed(self.transformer, embedded + concat(added), time, layout).split(layout.num_image))
 
     def watch(self, tracks: Sequence[Track], modulated: Sequence[Tensor]) -> None:
         """Adds up the change of each job's input."""
@@ -150,15 +152,14 @@ class StepSkipping:
         batch = pack(jobs)
         image = concat(embedded)
         _, hidden = flow(self.transformer, batch, image, embed_time(self.transformer, batch))
-        for track, residual in zip(tracks, (hidden - image).split(batch.num_image), strict=True):
+        for track, residual in zip(tracks, (hidden - image).split(batch.layout.num_image), strict=True):
             track.residual, track.change = residual, 0.0
             track.num_computed += 1
 
 
 def first_input(transformer: FluxTransformer2DModel, embedded: Tensor, time: Tensor, rows: Tensor) -> Tensor:
-    norm = transformer.transformer_blocks[0].norm1
-    shift, scale, *_ = modulation(norm, time, rows)
-    return modulate(norm.norm(embedded), shift, scale)
+    first, _ = modulated(transformer.transformer_blocks[0].norm1, embedded, time, rows)
+    return first
 
 
 def relative_change(before: Tensor | None, now: Tensor) -> Tensor:

@@ -1,39 +1,26 @@
-"""What an edit costs in a Flux transformer: floating-point operations of its blocks. Counts products; runs nothing."""
+"""What a whole edit costs: FLOPs of all its steps, as its plan and its dense steps have it. Counts; runs nothing."""
 
-from collections.abc import Sequence
-
-from diffusers import FluxTransformer2DModel
+from dataclasses import replace
 
 from instgenie.batch import Job
-from instgenie.models.flux import num_blocks
+from instgenie.engine.demand import make_demand
+from instgenie.models.model import Model
+from instgenie.network import Demand, step_flops
 
 
-def job_flops(transformer: FluxTransformer2DModel, job: Job) -> float:
-    """All steps of a job as its plan and its dense steps have it, whatever step it is at."""
+def job_flops(model: Model, job: Job) -> int:
+    """Whatever step the job is at."""
+    network = model.describe()
+    dense = (False,) * len(network.blocks)
     num_dense = min(job.edit.dense_steps, job.num_steps) if any(job.plan) else job.num_steps
-    return num_dense * step_flops(transformer, job, ()) + (job.num_steps - num_dense) * step_flops(
-        transformer, job, job.plan
-    )
+    demand = make_demand(replace(job, step=num_dense), network)
+    costs = [step_flops(network, [demand], plan) for plan in (dense, job.plan or dense)]
+    return num_dense * costs[0] + (job.num_steps - num_dense) * costs[1]
 
 
-def step_flops(transformer: FluxTransformer2DModel, job: Job, plan: Sequence[bool]) -> float:
-    """One step of all branches of a job; blocks beyond the plan are dense."""
-    total = 0.0
-    projects = job.activations is not None and job.activations.kind == "y"
-    for branch in job.branches:
-        num_all, num_inside = (len(branch.text) + len(part) for part in (job.masked, job.inside))
-        num_cached = sum(plan)
-        total += (num_blocks(transformer) - num_cached) * block_flops(transformer, num_all, num_all)
-        total += num_cached * block_flops(transformer, num_inside, num_all)
-        total += num_cached * projects * 4 * len(job.outside) * width(transformer) ** 2  # K and V from Y
-    return total
-
-
-def block_flops(transformer: FluxTransformer2DModel, num_queries: int, num_keys: int) -> float:
-    """A double and a single block have the same products: 12 squares of the width for each token that flows."""
-    wide = width(transformer)
-    return 24 * num_queries * wide**2 + 4 * num_queries * num_keys * wide
-
-
-def width(transformer: FluxTransformer2DModel) -> int:
-    return int(transformer.config.num_attention_heads * transformer.config.attention_head_dim)
+def square_flops(model: Model, side: int, num_text: int) -> int:
+    """A dense step over a square picture."""
+    network = model.describe()
+    num_tokens = (side // model.patch) ** 2
+    masked = {shape.side: num_tokens // shape.side**2 for shape in network.blocks}
+    return step_flops(network, [Demand(num_tokens, masked, num_text)], (False,) * len(network.blocks))

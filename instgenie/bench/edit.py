@@ -1,7 +1,8 @@
-"""One edit through diffusers' own pipeline and through our engine, dense and cached, side by side in one run.
+"""Edits through diffusers' own pipeline and through our engine, dense and cached, side by side in one run.
 
 All run the same weights on the same device up to the final latents. `step` is the denoising alone, `edit` includes what
-comes before it (text encoders, autoencoder). The cached system has registered the picture ahead.
+comes before it (text encoders, autoencoder). A batch is several edits of one picture, with masks of one size at
+different places. The cached system has registered the picture ahead.
 """
 
 import json
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import diffusers
@@ -22,21 +24,34 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from instgenie.activations import Kind
 from instgenie.batch import Job
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.errors import InstGenieError
+from instgenie.kernels import switch
 from instgenie.mask import token_mask
 from instgenie.models.flux_model import FluxModel
 from instgenie.models.folder import PIPELINES
 from instgenie.models.load import load
+from instgenie.models.memory import memory_guard
 from instgenie.models.model import Model
 from instgenie.models.unet_model import UnetXlModel
 from instgenie.picture import check_edit
 from instgenie.types import Edit, PixelMask, Pixels
 
-MASK_RATIOS = (1.0, 0.2)
+
+@dataclass(frozen=True)
+class Study:
+    """What to measure."""
+
+    steps: int = 28
+    repeats: int = 5
+    mask_ratios: tuple[float, ...] = (1.0, 0.2)
+    batches: tuple[int, ...] = (1,)
+    kinds: tuple[Kind, ...] = ("kv",)
+    systems: tuple[str, ...] = ("diffusers", "dense", "cached")
 
 
 @dataclass(frozen=True)
@@ -48,49 +63,67 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class System:
+    name: str
+    kind: Kind | None  # of activations, where it is cached
+    run: Callable[[Sequence[Edit]], Sample]
+
+
+@dataclass(frozen=True)
 class Row:
     system: str
+    kind: Kind | None
     mask_ratio: float
     batch: int
-    step_ms: float
-    edit_ms: float
+    step_ms: float  # of the whole batch
+    edit_ms: float  # of the whole batch
 
 
-System = Callable[[Edit], Sample]
-
-
-def bench_edit(
-    name: str,
-    device: str,
-    size: tuple[int, int] | None,
-    steps: int,
-    repeats: int,
-    mask_ratios: Sequence[float],
-    json_path: Path | None,
-) -> None:
+def bench_edit(name: str, device: str, size: tuple[int, int] | None, study: Study, json_path: Path | None) -> None:
     if json_path and not json_path.parent.is_dir():
         raise InstGenieError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
     model = load(name, device)
     size = size or (model.own_size, model.own_size)
-    systems = {
-        "diffusers": stock_system(model),
-        "dense": dense_system(model),
-        "cached": cached_system(model, size, steps),
-    }
-    masks = [middle_mask(size, model.patch, ratio) for ratio in mask_ratios]
+    with memory_guard("the activations of a template"):
+        systems = make_systems(model, size, study)
     rows: list[Row] = []
+    warm: set[tuple[System, int]] = set()
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=len(masks) * repeats * len(systems))
-        for mask in masks:
-            edit = Edit(sample_picture(size), mask, "a flower", steps=steps, guidance=model.guidance, size=size)
-            check_edit(edit)
-            measured = measure(systems, edit, repeats, lambda: progress.advance(task))
-            ratio = float(token_mask(mask, model.patch).mean())
-            rows += [make_row(system, ratio, samples, steps) for system, samples in measured.items()]
+        cases = list(product(study.mask_ratios, study.batches))
+        task = progress.add_task("measuring", total=len(cases) * study.repeats * len(systems))
+        for ratio, batch in cases:
+            edits = make_edits(model, size, study.steps, ratio, batch)
+            with memory_guard(f"a batch of {batch} edits"):
+                warm |= warm_up(systems, edits, warm)
+                measured = measure(systems, edits, study.repeats, lambda: progress.advance(task))
+            real_ratio = float(token_mask(edits[0].mask, model.patch).mean())
+            rows += [make_row(system, real_ratio, batch, samples, study.steps) for system, samples in measured.items()]
     machine = describe_machine(model)
-    print_rows(rows, machine, f"{name}, {size[1]}x{size[0]}, {steps} steps, median of {repeats}")
+    print_rows(rows, machine, f"{name}, {size[1]}x{size[0]}, {study.steps} steps, median of {study.repeats}")
     if json_path:
         write_json({"machine": machine, "rows": [asdict(row) for row in rows]}, json_path)
+
+
+def make_systems(model: Model, size: tuple[int, int], study: Study) -> list[System]:
+    made = {
+        "diffusers": lambda: [stock_system(model)],
+        "dense": lambda: [own_system("dense", None, model, lambda edit: prepare(edit, model))],
+        "cached": lambda: [cached_system(model, size, study.steps, kind) for kind in study.kinds],
+    }
+    return [system for name in study.systems for system in made[name]()]
+
+
+def make_edits(model: Model, size: tuple[int, int], steps: int, ratio: float, batch: int) -> list[Edit]:
+    """The first mask is in the middle; irrational steps lead the others around."""
+    picture = sample_picture(size)
+    centres = [((0.5 + 0.618 * index) % 1, (0.5 + 0.755 * index) % 1) for index in range(batch)]
+    edits = [
+        Edit(picture, mask_around(centre, size, model.patch, ratio), "a flower", seed, steps, model.guidance, size=size)
+        for seed, centre in enumerate(centres)
+    ]
+    for edit in edits:
+        check_edit(edit)
+    return edits
 
 
 def write_json(report: object, path: Path) -> None:
@@ -99,50 +132,59 @@ def write_json(report: object, path: Path) -> None:
     partial.replace(path)
 
 
+def warm_up(systems: Sequence[System], edits: Sequence[Edit], warm: set[tuple[System, int]]) -> set[tuple[System, int]]:
+    """Every system once; those that compute every token, whatever is masked, once for each batch."""
+    cold = {(system, len(edits)) for system in systems} - warm
+    for system, _ in cold:
+        system.run(edits)
+    return {(system, batch) for system, batch in cold if system.kind is None}
+
+
 def measure(
-    systems: dict[str, System], edit: Edit, repeats: int, on_run: Callable[[], None]
-) -> dict[str, list[Sample]]:
-    """Every system once to warm up, then all of them `repeats` times, who goes first alternating."""
-    for system in systems.values():
-        system(edit)
-    samples: dict[str, list[Sample]] = {name: [] for name in systems}
+    systems: Sequence[System], edits: Sequence[Edit], repeats: int, on_run: Callable[[], None]
+) -> dict[System, list[Sample]]:
+    """All systems `repeats` times, who goes first alternating."""
+    samples: dict[System, list[Sample]] = {system: [] for system in systems}
     order = list(systems)
     for _ in range(repeats):
-        for name in order:
-            samples[name].append(systems[name](edit))
+        for system in order:
+            samples[system].append(system.run(edits))
             on_run()
         order.reverse()
     return samples
 
 
-def make_row(system: str, mask_ratio: float, samples: list[Sample], steps: int) -> Row:
+def make_row(system: System, mask_ratio: float, batch: int, samples: list[Sample], steps: int) -> Row:
     denoise = statistics.median(sample.denoise for sample in samples)
     edit = statistics.median(sample.edit for sample in samples)
-    return Row(system, round(mask_ratio, 3), 1, round(1000 * denoise / steps, 3), round(1000 * edit, 3))
+    return Row(
+        system=system.name,
+        kind=system.kind,
+        mask_ratio=round(mask_ratio, 3),
+        batch=batch,
+        step_ms=round(1000 * denoise / steps, 3),
+        edit_ms=round(1000 * edit, 3),
+    )
 
 
-def dense_system(model: Model) -> System:
-    return own_system(model, lambda edit: prepare(edit, model))
+def cached_system(model: Model, size: tuple[int, int], steps: int, kind: Kind) -> System:
+    activations = register(sample_picture(size), model, size, steps, kind=kind)
+    return own_system("cached", kind, model, lambda edit: reuse(prepare(edit, model), activations))
 
 
-def cached_system(model: Model, size: tuple[int, int], steps: int) -> System:
-    activations = register(sample_picture(size), model, size, steps)
-    return own_system(model, lambda edit: reuse(prepare(edit, model), activations))
-
-
-def own_system(model: Model, make_job: Callable[[Edit], Job]) -> System:
-    def run(edit: Edit) -> Sample:
+def own_system(name: str, kind: Kind | None, model: Model, make_job: Callable[[Edit], Job]) -> System:
+    def run(edits: Sequence[Edit]) -> Sample:
         start = now(model.device)
-        engine = Engine(model)
-        job = make_job(edit)
-        engine.join(job)
+        engine = Engine(model, max_jobs=len(edits))
+        for edit in edits:
+            engine.join(make_job(edit))
         prepared = now(model.device)
-        while not job.done:
+        while engine.jobs:
             engine.step()
         end = now(model.device)
         return Sample(edit=end - start, denoise=end - prepared)
 
-    return run
+    return System(name, kind, run)
 
 
 def stock_system(model: Model) -> System:
@@ -152,8 +194,9 @@ def stock_system(model: Model) -> System:
     if isinstance(model, FluxModel):
         options["max_sequence_length"] = model.max_text_tokens
 
-    def run(edit: Edit) -> Sample:
-        height, width, _ = edit.picture.shape
+    def run(edits: Sequence[Edit]) -> Sample:
+        first = edits[0]
+        height, width, _ = first.picture.shape
         prepared: list[float] = []
 
         def on_forward(*_: object) -> None:
@@ -163,14 +206,14 @@ def stock_system(model: Model) -> System:
         hook = model.network.register_forward_pre_hook(on_forward)
         start = now(model.device)
         pipeline(
-            prompt=edit.prompt,
-            image=Image.fromarray(edit.picture),
-            mask_image=Image.fromarray(edit.mask),
+            prompt=[edit.prompt for edit in edits],
+            image=[Image.fromarray(edit.picture) for edit in edits],
+            mask_image=[Image.fromarray(edit.mask) for edit in edits],
             height=height,
             width=width,
-            num_inference_steps=edit.steps,
-            guidance_scale=edit.guidance,
-            generator=torch.Generator().manual_seed(edit.seed),
+            num_inference_steps=first.steps,
+            guidance_scale=first.guidance,
+            generator=torch.Generator().manual_seed(first.seed),
             output_type="latent",
             **options,
         )
@@ -178,7 +221,7 @@ def stock_system(model: Model) -> System:
         hook.remove()
         return Sample(edit=end - start, denoise=end - prepared[0])
 
-    return run
+    return System("diffusers", None, run)
 
 
 def stock_pipeline(model: Model) -> diffusers.DiffusionPipeline:
@@ -210,24 +253,26 @@ def sample_picture(size: tuple[int, int]) -> Pixels:
     return np.stack([across, down, across[:, ::-1]], axis=2).astype(np.uint8)
 
 
-def middle_mask(size: tuple[int, int], patch: int, ratio: float) -> PixelMask:
-    """The tokens nearest to the middle, as many as the ratio says."""
+def mask_around(centre: tuple[float, float], size: tuple[int, int], patch: int, ratio: float) -> PixelMask:
+    """The tokens nearest to a point, given in shares of height and width; as many as the ratio says."""
     num_rows, num_columns = (side // patch for side in size)
     y, x = np.mgrid[:num_rows, :num_columns]
-    distance = np.hypot((y + 0.5) / num_rows - 0.5, (x + 0.5) / num_columns - 0.5).ravel()
+    distance = np.hypot((y + 0.5) / num_rows - centre[0], (x + 0.5) / num_columns - centre[1]).ravel()
     tokens = np.zeros(num_rows * num_columns, np.bool_)
     tokens[np.argsort(distance, kind="stable")[: max(round(ratio * tokens.size), 1)]] = True
     return tokens.reshape(num_rows, num_columns).repeat(patch, axis=0).repeat(patch, axis=1)
 
 
 def describe_machine(model: Model) -> dict[str, str | int]:
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu_name()
+    is_cuda = model.device.type == "cuda"
     return {
-        "device": device,
+        "device": torch.cuda.get_device_name(model.device) if is_cuda else cpu_name(),
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "python": platform.python_version(),
         "torch": version("torch"),
+        "cuda": (torch.version.cuda or "none") if is_cuda else "none",
+        "kernels": "on" if switch.runs_fused(torch.empty(0, device=model.device)) else "off",
         "diffusers": version("diffusers"),
     }
 
@@ -242,20 +287,20 @@ def cpu_name() -> str:
 def print_rows(rows: list[Row], machine: dict[str, str | int], title: str) -> None:
     table = Table(title=title, caption=", ".join(f"{name} {value}" for name, value in machine.items()))
     table.add_column("system")
-    for heading in ("mask ratio", "batch", "step ms", "ratio", "edit ms", "ratio"):
+    for heading in ("mask ratio", "batch", "step ms", "faster", "edit ms", "faster"):
         table.add_column(heading, justify="right")
-    stock = {row.mask_ratio: row for row in rows if row.system == "diffusers"}
-    for row in rows:
-        base = stock[row.mask_ratio]
-        step, edit = row.step_ms / base.step_ms, row.edit_ms / base.edit_ms
+    stock = {(row.mask_ratio, row.batch): row for row in rows if row.system == "diffusers"}
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        base = stock.get((row.mask_ratio, row.batch))
         table.add_row(
-            row.system,
+            f"{row.system} {row.kind or ''}",
             f"{row.mask_ratio:.2f}",
             str(row.batch),
             f"{row.step_ms:.2f}",
-            f"{step:.3f}",
+            f"{base.step_ms / row.step_ms:.2f}x" if base else "",
             f"{row.edit_ms:.0f}",
-            f"{edit:.3f}",
-            end_section=row.system == "cached",
+            f"{base.edit_ms / row.edit_ms:.2f}x" if base else "",
+            end_section=following is not None
+            and (following.mask_ratio, following.batch) != (row.mask_ratio, row.batch),
         )
     Console().print(table)

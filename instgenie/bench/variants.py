@@ -92,10 +92,10 @@ class Runner:
     def run(self, reuses: Sequence[Reuse], balanced: Reuse, crops: bool = True) -> Iterator[Outcome]:
         """Dense, naive, each way of reuse, and the others at the cost of the balanced one."""
         jobs = [prepare(sample.edit, self.model) for sample in self.samples]
-        dense_flops = [job_flops(self.model.transformer, job) for job in jobs]
+        dense_flops = [job_flops(self.model, job) for job in jobs]
 
         def share(jobs: Sequence[Job]) -> list[float]:
-            return [job_flops(self.model.transformer, j) / d for j, d in zip(jobs, dense_flops, strict=True)]
+            return [job_flops(self.model, j) / d for j, d in zip(jobs, dense_flops, strict=True)]
 
         def outcome(name: str, jobs: Sequence[Job], end: Callable[[Job, int], Job] = lambda job, _: job) -> Outcome:
             own = [replace(job) for job in jobs]
@@ -146,7 +146,7 @@ class Runner:
     def cropped(self, name: str, margin: int, side: int, dense_flops: Sequence[float]) -> Outcome:
         crops = [crop(sample.edit, margin, side, self.model) for sample in self.samples]
         jobs = [prepare(part.edit, self.model) for part in crops]
-        costs = [job_flops(self.model.transformer, job) / d for job, d in zip(jobs, dense_flops, strict=True)]
+        costs = [job_flops(self.model, job) / d for job, d in zip(jobs, dense_flops, strict=True)]
         seconds = self.denoise(jobs)
         return Outcome(name, [part.stitch(p) for part, p in zip(crops, self.finish(jobs), strict=True)], costs, seconds)
 

@@ -1,31 +1,39 @@
 """A picture becomes a template with activations: teacher-forced dense passes over all its steps. Edits nothing.
 
-All that unmasked tokens feed into the network is a fact of the template, so its steps do not wait for each other: they
-are the jobs of a batch. Every pass sees a picture in which nothing is masked and, unless told otherwise, empty prompts;
-where an empty negative prompt is another thing than the prompt, both branches are kept, else one stands for both.
+All that unmasked tokens feed into the network is a fact of the template, so its steps do not wait for each other: those
+of a span are the jobs of a batch. Every pass sees a picture in which nothing is masked and, unless told otherwise,
+empty prompts; where an empty negative prompt is another thing than the prompt, both branches are kept, else one stands
+for both.
+
+Spans do not depend on each other either: a registration that was interrupted goes on with those that are missing, and
+comes to the same numbers.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
-from instgenie.activations import NUM_PARTS, Activations, Key, Kind, digest
+from instgenie.activations import NUM_PARTS, Activations, Key, Kind, Span, digest, join, split_steps
 from instgenie.batch import Job
+from instgenie.cache.disk import DiskTier
 from instgenie.engine.prepare import choose_size, make_job
-from instgenie.errors import EditError
+from instgenie.errors import CacheError, EditError, OutOfMemoryError
+from instgenie.models.memory import available_bytes, memory_guard
 from instgenie.models.model import Model
 from instgenie.picture import check_edit
 from instgenie.planner import Plan
-from instgenie.types import Edit, Pixels
+from instgenie.types import Edit, OnStep, Pixels, Registered
 
 NUM_STEPS_AT_ONCE = 4
 
+logger = logging.getLogger(__name__)
 
-@torch.inference_mode()
+
 def register(
     picture: Pixels,
     model: Model,
@@ -36,38 +44,108 @@ def register(
     num_steps_at_once: int = NUM_STEPS_AT_ONCE,
     prompt: str = "",
     isolated: bool = False,
+    on_step: OnStep | None = None,
 ) -> Activations:
-    """More steps at once are faster and need more memory; the numbers stay the same. The prompt is what the passes see;
-    isolated, they see no text at all."""
+    """On the model's device. More steps at once are faster and need more memory; the numbers stay the same. The prompt
+    is what the passes see; isolated, they see no text at all."""
     edit = edit_of_nothing(picture, model, size, steps, guidance)
-    if kind not in NUM_PARTS or num_steps_at_once < 1:
-        raise EditError(f"{num_steps_at_once} steps at once of kind {kind!r}: at least 1, of kv or y, are expected")
+    check_registration(kind, num_steps_at_once)
+    spans = split_steps(edit.steps, num_steps_at_once)
+    seen = told(observe(edit, model, kind, spans, prompt, isolated), 0, edit.steps, on_step)
+    key = replace(make_key(edit, model, kind), prompt=prompt, isolated=isolated)
+    return join(key, model.units, num_tokens(edit, model), edit.steps, seen, model.device)
+
+
+def register_on_disk(
+    tier: DiskTier,
+    picture: Pixels,
+    model: Model,
+    size: tuple[int, int] | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    kind: Kind = "kv",
+    on_step: OnStep | None = None,
+) -> Registered:
+    """Computes the spans that are missing and stores each at once; no more than one is in memory."""
+    edit = edit_of_nothing(picture, model, size, steps, guidance)
+    check_registration(kind, NUM_STEPS_AT_ONCE)
+    key = make_key(edit, model, kind)
+    missing = tier.missing(key, split_steps(edit.steps, NUM_STEPS_AT_ONCE))
+    num_missing = sum(map(len, missing))
+    with tier.pin(key):
+        for span in told(observe(edit, model, kind, missing), edit.steps - num_missing, edit.steps, on_step):
+            tier.reserve(key, span.num_bytes * edit.steps // len(span.steps))
+            tier.store(key, span)
+    return Registered(edit.steps, num_missing, tier.num_bytes(key))
+
+
+def load_from_disk(tier: DiskTier, key: Key, edit: Edit, model: Model) -> Activations | None:
+    """Activations that are there but cannot be used are reported, and a miss."""
+    spans = split_steps(edit.steps, NUM_STEPS_AT_ONCE)
+    if tier.missing(key, spans):
+        return None
+    try:
+        check_room(tier.num_bytes(key), model)
+        with tier.pin(key), memory_guard("the template"):
+            loaded = [span for steps in spans if (span := tier.load(key, steps))]
+            if len(loaded) < len(spans):
+                return None
+            return join(key, model.units, num_tokens(edit, model), edit.steps, loaded, model.device)
+    except (CacheError, OutOfMemoryError) as error:
+        logger.warning("the template's activations are not used: %s", error)
+        return None
+
+
+def check_room(num_bytes: int, model: Model) -> None:
+    available = available_bytes(model.device)
+    if num_bytes > available:
+        raise OutOfMemoryError(
+            f"they need {decimal(num_bytes)}: {model.device} has {decimal(int(available))} available"
+        )
+
+
+@torch.inference_mode()
+def observe(
+    edit: Edit, model: Model, kind: Kind, spans: Sequence[range], prompt: str = "", isolated: bool = False
+) -> Iterator[Span]:
+    """What a template leaves behind, a pass for each span."""
+    if not spans:
+        return
     size = choose_size(edit, model)
     job = make_job(edit, np.zeros(size, dtype=np.bool_), size, model)
     job = replace(job, branches=model.template_branches(job.grid, prompt, isolated))
-    jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in range(job.num_steps)]
-    key = replace(make_key(edit, model, kind), prompt=prompt, isolated=isolated)
-    return fill(key, jobs, model, num_steps_at_once)
+    for steps in spans:
+        jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in steps]
+        yield observe_span(jobs, model, kind, steps)
 
 
-def fill(key: Key, jobs: list[Job], model: Model, num_steps_at_once: int) -> Activations:
+def observe_span(jobs: Sequence[Job], model: Model, kind: Kind, steps: range) -> Span:
     rows: list[Tensor] = []
-    times = []
-    num_branches = len(jobs[0].branches)
-    for start in range(0, len(jobs), num_steps_at_once):
-        chosen = jobs[start : start + num_steps_at_once]
-        places = count()
 
-        def keep(seen: Tensor, start: int = start, places: Iterator[int] = places) -> None:
-            place = next(places)
-            if place == len(rows):
-                rows.append(seen.new_empty(num_branches, len(jobs), *seen.shape[1:]))
-            by_branch = seen.unflatten(0, (-1, num_branches)).transpose(0, 1)  # [branches, steps, 2 or 1, ...]
-            rows[place][:, start : start + by_branch.shape[1]] = by_branch
+    def keep(seen: Tensor) -> None:
+        by_branch = seen.unflatten(0, (len(jobs), -1)).transpose(0, 1)  # [branches, steps, 2 or 1, tokens, width]
+        rows.append(by_branch.clone(memory_format=torch.contiguous_format))
 
-        times.append(model.observe_time(chosen))
-        model.observe(chosen, key.kind, keep)
-    return Activations(key, model.units, len(jobs[0].masked), tuple(rows), torch.cat(times))
+    time = model.observe_time(jobs)
+    model.observe(jobs, kind, keep)
+    return Span(steps, tuple(rows), time)
+
+
+def told(spans: Iterator[Span], num_done: int, num_steps: int, on_step: OnStep | None) -> Iterator[Span]:
+    """The same spans; after each was taken care of, somebody is told."""
+    if not on_step:
+        yield from spans
+        return
+    on_step(num_done, num_steps)
+    for span in spans:
+        yield span
+        num_done += len(span.steps)
+        on_step(num_done, num_steps)
+
+
+def check_registration(kind: Kind, num_steps_at_once: int) -> None:
+    if kind not in NUM_PARTS or num_steps_at_once < 1:
+        raise EditError(f"{num_steps_at_once} steps at once of kind {kind!r}: at least 1, of kv or y, are expected")
 
 
 def edit_of_nothing(
@@ -83,19 +161,30 @@ def edit_of_nothing(
 
 
 def make_key(edit: Edit, model: Model, kind: Kind) -> Key:
-    size = choose_size(edit, model)
-    num_tokens = (size[0] // model.patch) * (size[1] // model.patch)
+    """Of the whole schedule, whatever the edit's strength: one that is below 1 takes the last of the same steps."""
+    schedule = model.schedule(replace(edit, strength=1.0), num_tokens(edit, model))
     return Key(
         picture=digest(edit.picture),
-        model=model.name,
-        size=size,
-        levels=model.schedule(edit, num_tokens).levels,
+        model=model.digest,
+        size=choose_size(edit, model),
+        levels=schedule.levels,
         guidance=model.embedded_guidance(edit),
         kind=kind,
         dtype=str(model.dtype),
     )
 
 
+def num_tokens(edit: Edit, model: Model) -> int:
+    height, width = choose_size(edit, model)
+    return (height // model.patch) * (width // model.patch)
+
+
+def can_reuse(job: Job) -> bool:
+    """Whether activations would spare the job anything."""
+    return len(job.outside) > 0 and job.edit.dense_steps < job.num_steps
+
+
 def reuse(job: Job, activations: Activations, plan: Plan | None = None) -> Job:
     """The job with its template's activations; by default every block is cached."""
-    return replace(job, activations=activations, plan=(True,) * activations.num_blocks if plan is None else plan)
+    plan = (True,) * activations.num_blocks if plan is None else plan
+    return replace(job, activations=activations.last(job.num_steps), plan=plan)

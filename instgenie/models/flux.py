@@ -2,32 +2,33 @@
 
 Knows how a Flux model computes; owns no weights and no state. Linear layers, norms and rotary embedding run over the
 tokens of all branches at once; only attention looks at one branch at a time. Modulation is computed once per branch and
-spread over that branch's tokens.
+read by that branch's tokens.
 
 A cached block is the same block over fewer tokens: what flows is the layout's matter, and attention reads, behind the
-keys of the tokens that flow, those of the tokens that do not.
+keys of the tokens that flow, those of the tokens that do not. All of them are written once, to where it reads them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
 from diffusers.models.normalization import AdaLayerNormZero
-from diffusers.models.transformers.transformer_flux import (
-    FluxAttention,
-    FluxSingleTransformerBlock,
-    FluxTransformerBlock,
-)
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from torch import Tensor, nn
 
 from instgenie.activations import Kind
-from instgenie.batch import Batch, Job, Layout, concat
+from instgenie.batch import Batch, Job, Layout
+from instgenie.kernels.gather import gather_rows
+from instgenie.kernels.gelu import gelu_into
+from instgenie.kernels.heads import Heads, Projected, place
+from instgenie.kernels.modulate import add_gated, add_norm_modulate, norm_modulate
+from instgenie.models.products import products
+from instgenie.network import BlockShape, NetworkShape
 
 Block: TypeAlias = FluxTransformerBlock | FluxSingleTransformerBlock
-KeysValues = tuple[Tensor, Tensor]  # K and V, each [tokens, heads, head channels], ready for attention
-Rest = list[KeysValues | None]  # of each branch: K and V of its unmasked tokens where they do not flow
 
 
 def velocity(transformer: FluxTransformer2DModel, batch: Batch) -> Tensor:
@@ -41,40 +42,42 @@ def flow(transformer: FluxTransformer2DModel, batch: Batch, image: Tensor, time:
     """Embedded image rows through all blocks."""
     text = batch.text
     doubles, singles = transformer.transformer_blocks, transformer.single_transformer_blocks
-    layout: Layout = batch
+    layout = batch.layout
     for index, block in enumerate(doubles):
-        layout, image = layout.turn(image, index)
-        text, image = double_block(block, text, image, time, layout, recall(block, index, layout))
+        layout, image = batch.turn(layout, image, index)
+        text, image = double_block(block, text, image, time, layout, recall(block, index, batch, layout))
     joint = layout.join(text, image)
     for index, block in enumerate(singles, len(doubles)):
-        layout, joint = layout.turn_joint(joint, index)
-        joint = single_block(block, joint, time, layout, recall(block, index, layout))
-    _, image = layout.part(joint)
-    return layout.turn(image, len(doubles) + len(singles))
+        layout, joint = batch.turn_joint(layout, joint, index)
+        joint = single_block(block, joint, time, layout, recall(block, index, batch, layout))
+    _, image = layout.part(joint.split(layout.num_joint))
+    return batch.turn(layout, image, len(doubles) + len(singles))
 
 
 def observe(transformer: FluxTransformer2DModel, batch: Batch, kind: Kind) -> Iterator[Tensor]:
     """What activations keep of each block [2 or 1, image tokens, width], from a dense pass."""
-    time = embed_time(transformer, batch)
-    _, rotary = batch.part(batch.rotary)
+    time, layout = embed_time(transformer, batch), batch.layout
+    _, rotary = layout.part(layout.rotary.split(layout.num_joint))
     for block, image in walk(transformer, batch, time):
         if kind == "y":
             yield image[None]
         else:
-            yield torch.stack(keys_values(block, image, time, rotary, batch.image_rows)).flatten(2)
+            keys = reserve_keys(block, len(image), image)
+            project_keys(block, image, time, rotary, layout.image_rows, keys)
+            yield keys.flatten(2)
 
 
 def walk(transformer: FluxTransformer2DModel, batch: Batch, time: Tensor) -> Iterator[tuple[Block, Tensor]]:
     """Every block and the image rows that go into it, all dense."""
-    dense: Rest = [None] * len(batch.num_image)
+    layout = batch.layout
     text, image = batch.text, transformer.x_embedder(batch.image)
     for block in transformer.transformer_blocks:
         yield block, image
-        text, image = double_block(block, text, image, time, batch, dense)
-    joint = batch.join(text, image)
+        text, image = double_block(block, text, image, time, layout, reserve(block, layout, text))
+    joint = layout.join(text, image)
     for block in transformer.single_transformer_blocks:
-        yield block, batch.part(joint)[1]
-        joint = single_block(block, joint, time, batch, dense)
+        yield block, layout.part(joint.split(layout.num_joint))[1]
+        joint = single_block(block, joint, time, layout, reserve(block, layout, joint))
 
 
 def num_blocks(transformer: FluxTransformer2DModel) -> int:
@@ -86,12 +89,12 @@ def embed_prompt(transformer: FluxTransformer2DModel, sequence: Tensor) -> Tenso
     return embedded
 
 
-def embed_time(transformer: FluxTransformer2DModel, batch: Batch) -> Tensor:  # [branches, width]
+def embed_time(transformer: FluxTransformer2DModel, batch: Batch) -> Tensor:
+    """What modulates every block [branches, width]: as it goes into their linear layers."""
     dtype = batch.text.dtype
     timestep = (batch.sigma * 1000).to(dtype) / 1000 * 1000  # there and back, to round as the stock pipeline does
     columns = [timestep, batch.guidance.to(dtype) * 1000] if transformer.config.guidance_embeds else [timestep]
-    embedded: Tensor = transformer.time_text_embed(*columns, batch.pooled)
-    return embedded
+    return F.silu(transformer.time_text_embed(*columns, batch.pooled))
 
 
 def embed_positions(transformer: FluxTransformer2DModel, num_text: int, grid: tuple[int, int]) -> Tensor:
@@ -105,108 +108,109 @@ def embed_positions(transformer: FluxTransformer2DModel, num_text: int, grid: tu
 
 
 def double_block(
-    block: FluxTransformerBlock, text: Tensor, image: Tensor, time: Tensor, layout: Layout, rest: Rest
+    block: FluxTransformerBlock, text: Tensor, image: Tensor, time: Tensor, layout: Layout, heads: Heads
 ) -> tuple[Tensor, Tensor]:
-    attn = block.attn
-    text_mod = modulation(block.norm1_context, time, layout.text_rows)
-    image_mod = modulation(block.norm1, time, layout.image_rows)
-    text_in = modulate(block.norm1_context.norm(text), *text_mod[:2])
-    image_in = modulate(block.norm1.norm(image), *image_mod[:2])
+    attn, text_rows, image_rows = block.attn, layout.text_rows, layout.image_rows
+    text_in, text_mod = modulated(block.norm1_context, text, time, text_rows)
+    image_in, image_mod = modulated(block.norm1, image, time, image_rows)
 
-    q = layout.join(
-        heads(attn, attn.add_q_proj, text_in, attn.norm_added_q), heads(attn, attn.to_q, image_in, attn.norm_q)
-    )
-    k = layout.join(
-        heads(attn, attn.add_k_proj, text_in, attn.norm_added_k), heads(attn, attn.to_k, image_in, attn.norm_k)
-    )
-    v = layout.join(heads(attn, attn.add_v_proj, text_in), heads(attn, attn.to_v, image_in))
-    text_out, image_out = layout.part(attend(q, k, v, layout, rest))
+    added = attn.add_q_proj(text_in), attn.add_k_proj(text_in), attn.add_v_proj(text_in)
+    place(Projected(*added, attn.norm_added_q, attn.norm_added_k), layout.rotary, layout.text_places, heads)
+    own = attn.to_q(image_in), attn.to_k(image_in), attn.to_v(image_in)
+    place(Projected(*own, attn.norm_q, attn.norm_k), layout.rotary, layout.image_places, heads)
+    text_out, image_out = layout.part(attend(heads, layout))
 
-    text = feed_forward(block.norm2_context, block.ff_context, text, attn.to_add_out(text_out), text_mod[2:])
-    image = feed_forward(block.norm2, block.ff, image, attn.to_out[0](image_out), image_mod[2:])
+    text = feed_forward(block.norm2_context, block.ff_context, text, attn.to_add_out(text_out), text_mod, text_rows)
+    image = feed_forward(block.norm2, block.ff, image, attn.to_out[0](image_out), image_mod, image_rows)
     return text, image
 
 
-def single_block(block: FluxSingleTransformerBlock, joint: Tensor, time: Tensor, layout: Layout, rest: Rest) -> Tensor:
-    attn = block.attn
-    shift, scale, gate = modulation(block.norm, time, layout.joint_rows)
-    joint_in = modulate(block.norm.norm(joint), shift, scale)
+def single_block(
+    block: FluxSingleTransformerBlock, joint: Tensor, time: Tensor, layout: Layout, heads: Heads
+) -> Tensor:
+    attn, rows, width = block.attn, layout.joint_rows, joint.shape[1]
+    joint_in, [gate] = modulated(block.norm, joint, time, rows)
 
-    q = heads(attn, attn.to_q, joint_in, attn.norm_q)
-    k = heads(attn, attn.to_k, joint_in, attn.norm_k)
-    v = heads(attn, attn.to_v, joint_in)
-    hidden = block.act_mlp(block.proj_mlp(joint_in))
-    out = block.proj_out(torch.cat([attend(q, k, v, layout, rest), hidden], dim=1))
-    return torch.addcmul(joint, gate, out)
-
-
-def recall(block: Block, index: int, layout: Layout) -> Rest:
-    """Both branches of a job read the same: a template is registered once, with the empty prompt."""
-    recalled = [
-        recall_one(block, index, job) if cached else None
-        for job, cached in zip(layout.jobs, layout.cached, strict=True)
-    ]
-    return [rest for job, rest in zip(layout.jobs, recalled, strict=True) for _ in job.branches]
-
-
-def recall_one(block: Block, index: int, job: Job) -> KeysValues:
-    """K and V of a job's unmasked tokens: as they are, or projected from Y as they would have been at registration."""
-    assert job.activations is not None
-    rows = job.recall(index).index_select(1, job.outside)  # [2 or 1, unmasked tokens, width]
-    if job.activations.kind == "kv":
-        k, v = rows.unflatten(-1, (-1, block.attn.head_dim))
-        return k, v
-    return keys_values(block, rows[0], job.activations.time[job.step, None], job.outside_rotary)
-
-
-def keys_values(
-    block: Block, image: Tensor, time: Tensor, rotary: Tensor, image_rows: Tensor | None = None
-) -> KeysValues:
-    """K and V of image rows that go into a block; a lone branch needs no rows."""
-    attn = block.attn
-    norm = block.norm1 if hasattr(block, "norm1") else block.norm  # of a double, of a single block
-    shift, scale, *_ = modulation(norm, time, image_rows)
-    image_in = modulate(norm.norm(image), shift, scale)
-    return rotate(heads(attn, attn.to_k, image_in, attn.norm_k), rotary), heads(attn, attn.to_v, image_in)
+    own = attn.to_q(joint_in), attn.to_k(joint_in), attn.to_v(joint_in)
+    place(Projected(*own, attn.norm_q, attn.norm_k), layout.rotary, layout.joint_places, heads)
+    both = joint.new_empty(len(joint), block.proj_out.in_features)  # attended, then hidden
+    torch.cat(attend(heads, layout), out=both[:, :width])
+    gelu_into(block.proj_mlp(joint_in), both[:, width:])
+    return add_gated(joint, gate, block.proj_out(both), rows)
 
 
 def unembed(transformer: FluxTransformer2DModel, image: Tensor, time: Tensor, layout: Layout) -> Tensor:
-    scale, shift = modulation(transformer.norm_out, time, layout.image_rows)
-    out: Tensor = transformer.proj_out(modulate(transformer.norm_out.norm(image), shift, scale))
+    norm = transformer.norm_out
+    scale, shift = norm.linear(time).chunk(2, dim=1)
+    out: Tensor = transformer.proj_out(norm_modulate(image, shift, scale, layout.image_rows, norm.norm.eps))
     return out
 
 
-def feed_forward(norm: nn.Module, ff: nn.Module, x: Tensor, attended: Tensor, mod: tuple[Tensor, ...]) -> Tensor:
+def modulated(norm: AdaLayerNormZero, x: Tensor, time: Tensor, rows: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
+    """What goes into a block, and the columns [branches, width] of what follows in it; a lone branch needs no rows."""
+    shift, scale, *others = norm.linear(time).split(x.shape[1], dim=1)
+    return norm_modulate(x, shift, scale, rows, norm.norm.eps), others
+
+
+def feed_forward(
+    norm: nn.LayerNorm, ff: nn.Module, x: Tensor, attended: Tensor, mod: Sequence[Tensor], rows: Tensor
+) -> Tensor:
     gate_attended, shift, scale, gate = mod
-    x = torch.addcmul(x, gate_attended, attended)
-    return torch.addcmul(x, gate, ff(modulate(norm(x), shift, scale)))
+    x, inner = add_norm_modulate(x, gate_attended, attended, shift, scale, rows, norm.eps)
+    return add_gated(x, gate, ff(inner), rows)
 
 
-def modulation(norm: AdaLayerNormZero, time: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
-    """Shifts, scales and gates of a block, each [tokens, width], or [1, width] to broadcast over a lone branch."""
-    columns: Tensor = norm.linear(norm.silu(time))  # [branches, k * width]
-    spread = columns if len(columns) == 1 else columns[rows]
-    return tuple(spread.split(time.shape[1], dim=1))
+def recall(block: Block, index: int, batch: Batch, layout: Layout) -> Heads:
+    """Heads that hold K and V of the tokens that do not flow. Both branches of a job read the same: a template is
+    registered once, with the empty prompt."""
+    heads = reserve(block, layout, batch.text)
+    for job, cached, rests in zip(batch.jobs, layout.cached, layout.rests, strict=True):
+        if cached:
+            first, *others = (heads.keys[:, rest] for rest in rests)
+            recall_one(block, index, job, first)
+            for other in others:
+                other.copy_(first)
+    return heads
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return torch.addcmul(shift, x, 1 + scale)
+def recall_one(block: Block, index: int, job: Job, keys: Tensor) -> None:
+    """K and V of a job's unmasked tokens: as they are, or projected from Y as they would have been at registration."""
+    assert job.activations is not None
+    if job.activations.kind == "kv":
+        gather_rows(job.recall(index), job.outside, keys.flatten(2))
+    else:
+        y = keys.new_empty(1, *keys.flatten(2).shape[1:])
+        gather_rows(job.recall(index), job.outside, y)
+        project_keys(block, y[0], job.activations.time[job.step, None], job.outside_rotary, None, keys)
 
 
-def heads(attn: FluxAttention, project: nn.Module, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-    """[tokens, width] -> [tokens, heads, head channels]"""
-    split: Tensor = project(x).unflatten(-1, (-1, attn.head_dim))
-    return norm(split) if norm else split
+def project_keys(
+    block: Block, image: Tensor, time: Tensor, rotary: Tensor, image_rows: Tensor | None, keys: Tensor
+) -> None:
+    """Writes K and V [2, image tokens, heads, head channels] of image rows that go into a block."""
+    attn = block.attn
+    norm = block.norm1 if hasattr(block, "norm1") else block.norm  # of a double, of a single block
+    image_in, _ = modulated(norm, image, time, image_rows)
+    projected = Projected(None, attn.to_k(image_in), attn.to_v(image_in), attn.norm_q, attn.norm_k)
+    place(projected, rotary, None, Heads(None, keys))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rest: Rest) -> Tensor:  # [joint tokens, width]
-    parts = (x.split(layout.num_joint) for x in (rotate(q, layout.rotary), rotate(k, layout.rotary), v))
-    return concat([attend_one(q, *append(k, v, more)) for q, k, v, more in zip(*parts, rest, strict=True)])
+def reserve(block: Block, layout: Layout, like: Tensor) -> Heads:
+    attn = block.attn
+    q = like.new_empty(sum(layout.num_joint), attn.heads, attn.head_dim)
+    return Heads(q, reserve_keys(block, sum(layout.num_keys), like))
 
 
-def append(k: Tensor, v: Tensor, rest: KeysValues | None) -> KeysValues:
-    """Attention does not care about the order of keys: text, masked, unmasked."""
-    return (torch.cat([k, rest[0]]), torch.cat([v, rest[1]])) if rest else (k, v)
+def reserve_keys(block: Block, num_keys: int, like: Tensor) -> Tensor:
+    return like.new_empty(2, num_keys, block.attn.heads, block.attn.head_dim)
+
+
+def attend(heads: Heads, layout: Layout) -> list[Tensor]:
+    """Of each branch [joint tokens, width]"""
+    assert heads.q is not None
+    k, v = heads.keys
+    parts = zip(heads.q.split(layout.num_joint), k.split(layout.num_keys), v.split(layout.num_keys), strict=True)
+    return [attend_one(*part) for part in parts]
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [tokens, heads, head channels] -> [tokens, width]
@@ -214,7 +218,38 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [tokens, heads, he
     return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
 
 
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turns neighbouring channels, as real and imaginary part, by each token's angles."""
-    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rotary[:, None]
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+def describe(transformer: FluxTransformer2DModel) -> NetworkShape:
+    """What embeds tokens counts with the first block, what makes velocities of them with the last."""
+    doubles = [describe_double(block) for block in transformer.transformer_blocks]
+    blocks = [*doubles, *(describe_single(block) for block in transformer.single_transformer_blocks)]
+    blocks[0] = replace(blocks[0], per_token=blocks[0].per_token + products(transformer.x_embedder))
+    blocks[-1] = replace(blocks[-1], per_token=blocks[-1].per_token + products(transformer.proj_out))
+    per_branch = products(transformer.time_text_embed, transformer.norm_out)
+    return NetworkShape(tuple(blocks), (len(blocks),), per_token=0, per_branch=per_branch)
+
+
+def describe_double(block: FluxTransformerBlock) -> BlockShape:
+    attn = block.attn
+    return BlockShape(
+        per_token=products(attn.to_q, attn.to_k, attn.to_v, attn.to_out, block.ff),
+        per_text=products(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.to_add_out, block.ff_context),
+        per_rest=products(attn.to_k, attn.to_v),
+        per_pair=4 * attn.inner_dim,
+        per_branch=products(block.norm1, block.norm1_context),
+        width=attn.inner_dim,
+        joint=True,
+    )
+
+
+def describe_single(block: FluxSingleTransformerBlock) -> BlockShape:
+    attn = block.attn
+    per_token = products(attn.to_q, attn.to_k, attn.to_v, block.proj_mlp, block.proj_out)
+    return BlockShape(
+        per_token=per_token,
+        per_text=per_token,
+        per_rest=products(attn.to_k, attn.to_v),
+        per_pair=4 * attn.inner_dim,
+        per_branch=products(block.norm),
+        width=attn.inner_dim,
+        joint=True,
+    )

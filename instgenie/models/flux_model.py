@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase, T5EncoderModel
 
 from instgenie.activations import Kind
 from instgenie.batch import Branch, Job, pack
-from instgenie.models.flux import embed_positions, embed_prompt, embed_time, num_blocks, observe, velocity
+from instgenie.models.flux import describe, embed_positions, embed_prompt, embed_time, num_blocks, observe, velocity
 from instgenie.models.model import Keep, Model, pack_latents, tokenize
+from instgenie.network import NetworkShape
 from instgenie.sampler import FlowSchedule, flow_schedule
 from instgenie.types import Edit
 
@@ -49,6 +50,9 @@ class FluxModel(Model):
     @property
     def max_text_tokens(self) -> int:
         return min(int(self.tokenizer_2.model_max_length), MAX_TEXT_TOKENS)
+
+    def describe(self) -> NetworkShape:
+        return describe(self.transformer)
 
     def schedule(self, edit: Edit, num_tokens: int) -> FlowSchedule:
         return flow_schedule(self.scheduler, edit.steps, num_tokens, edit.strength)

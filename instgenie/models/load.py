@@ -108,6 +108,8 @@ def choose_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # where kernels run
     return device
 
 

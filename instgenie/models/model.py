@@ -7,6 +7,7 @@ no family.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from transformers import CLIPTextModel, PreTrainedTokenizerBase
 
 from instgenie.activations import Kind
 from instgenie.batch import Branch, Job
+from instgenie.models.identity import identify
+from instgenie.network import NetworkShape
 from instgenie.sampler import Schedule
 from instgenie.types import Edit
 
 Keep = Callable[[Tensor], None]  # takes what activations keep [branches, 2 or 1, tokens, width], place after place
+CIRCUMSTANCES = ("name", "device", "dtype", "scheduler")  # no part of a model's identity; keys have the last two
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +43,11 @@ class Model(ABC):
     @abstractmethod
     def network(self) -> torch.nn.Module:
         """diffusers' transformer or UNet."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Says which weights these are; taken once, when first asked for."""
+        return identify({field: part for field, part in vars(self).items() if field not in CIRCUMSTANCES})
 
     @property
     def latent_channels(self) -> int:
@@ -76,6 +85,10 @@ class Model(ABC):
     @property
     def num_blocks(self) -> int:
         return sum(self.units)
+
+    @abstractmethod
+    def describe(self) -> NetworkShape:
+        """What its blocks compute and what activations keep of them, as plain numbers."""
 
     @abstractmethod
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule: ...

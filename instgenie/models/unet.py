@@ -8,8 +8,8 @@ convolutions is filled up with what left it at registration.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from instgenie.activations import Kind
 from instgenie.batch import Job, concat
+from instgenie.kernels.gather import gather_rows
+from instgenie.models.products import products
+from instgenie.network import BlockShape, NetworkShape
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
-KeysValues = tuple[Tensor, Tensor]  # K and V, each [tokens, width]
-Rest = list[KeysValues | None]  # of each branch: K and V of its unmasked tokens where they do not flow
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +86,16 @@ def group_jobs(jobs: Sequence[Job], pixels_per_latent: int) -> Group:
     return Group(
         members=members,
         sample=torch.stack([see(member.job) for member in members]).to(dtype),
-        timestep=torch.tensor([member.job.timestep for member in members], device=device),
+        timestep=torch.stack([member.job.timestep for member in members]),
         text=torch.stack([branch.text for branch in branches]),
         pooled=torch.stack([branch.pooled for branch in branches]),
-        sizes=torch.tensor([[height, width, 0, 0, height, width]], device=device, dtype=dtype).expand(len(members), 6),
+        sizes=size_numbers(height, width, device, dtype).expand(len(members), 6),
     )
+
+
+@lru_cache(maxsize=16)  # a copy to the device waits for it
+def size_numbers(height: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:  # [1, 6]
+    return torch.tensor([[height, width, 0, 0, height, width]], device=device, dtype=dtype)
 
 
 def see(job: Job) -> Tensor:  # [latent + conditioning channels, rows, columns]
@@ -211,16 +217,16 @@ class Flow:
         parts = zip(tokens.split(self.num_flowing), self.members, self.cached, strict=True)
         return torch.stack([self.turn_one(*part, after=False, index=index) for part in parts])
 
-    def complete(self, k: Tensor, v: Tensor, rest: Rest) -> KeysValues:
-        """Those of flowing tokens, then of the others [branches, all tokens, width]: attention does not care about the
-        order of keys."""
-        if not any(self.cached):
-            shape = len(self.members), self.num_all, -1
-            return k.view(shape), v.view(shape)
-        parts = list(zip(k.split(self.num_flowing), v.split(self.num_flowing), rest, strict=True))
-        keys = [torch.cat([part, more[0]]) if more else part for part, _, more in parts]
-        values = [torch.cat([part, more[1]]) if more else part for _, part, more in parts]
-        return torch.stack(keys), torch.stack(values)
+    def complete(self, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+        """K and V of flowing tokens, each [flowing tokens, width], put before those of the others into keys: attention
+        does not care about their order."""
+        for whole, flowing in zip(keys, (k, v), strict=True):
+            if len(set(self.num_flowing)) == 1:
+                whole[:, : self.num_flowing[0]] = flowing.unflatten(0, (len(self.members), -1))
+            else:
+                for rows, part in zip(whole, flowing.split(self.num_flowing), strict=True):
+                    rows[: len(part)] = part
+        return keys
 
 
 def lay_out(members: tuple[Member, ...], block: int, num_all: int) -> Flow:
@@ -239,7 +245,7 @@ def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> T
         flow, tokens = flow.turn(tokens, place.block + offset, place.index + offset)
         if run.watch:
             run.watch.keep(keep_block(block, tokens, run.watch.kind).unflatten(1, (len(x), -1)).transpose(0, 1))
-        tokens = transformer_block(block, tokens, run.text, flow, recall(block, place.index + offset, flow))
+        tokens = transformer_block(block, tokens, run.text, flow, recall(block, place.index + offset, flow, tokens))
     leaving = flow.spread(project(transformer.proj_out, tokens), place.index + num_blocks)
     if run.watch:
         run.watch.keep(leaving[:, None])
@@ -255,11 +261,14 @@ def project(layer: nn.Module, tokens: Tensor) -> Tensor:
     return projected
 
 
-def transformer_block(block: BasicTransformerBlock, tokens: Tensor, text: Tensor, flow: Flow, rest: Rest) -> Tensor:
-    """[flowing tokens, width]"""
-    num_flowing = flow.num_flowing
+def transformer_block(
+    block: BasicTransformerBlock, tokens: Tensor, text: Tensor, flow: Flow, keys: Tensor | None
+) -> Tensor:
+    """[flowing tokens, width]; keys are those of tokens that do not flow, where there are any."""
+    num_flowing, num_branches = flow.num_flowing, len(flow.members)
     inner = block.norm1(tokens)
-    k, v = flow.complete(block.attn1.to_k(inner), block.attn1.to_v(inner), rest)
+    k, v = block.attn1.to_k(inner), block.attn1.to_v(inner)
+    k, v = (x.unflatten(0, (num_branches, -1)) for x in (k, v)) if keys is None else flow.complete(k, v, keys)
     tokens = tokens + attend(block.attn1, inner, k, v, num_flowing)
     k, v = block.attn2.to_k(text), block.attn2.to_v(text)
     tokens = tokens + attend(block.attn2, block.norm2(tokens), k, v, num_flowing)
@@ -284,25 +293,79 @@ def attend_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:  # [bra
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def recall(block: BasicTransformerBlock, index: int, flow: Flow) -> Rest:
-    members = zip(flow.members, flow.cached, strict=True)
-    return [recall_one(block, index, member, flow.num_all) if cached else None for member, cached in members]
+def recall(block: BasicTransformerBlock, index: int, flow: Flow, tokens: Tensor) -> Tensor | None:
+    """K and V of tokens that do not flow, at the ends of keys [2, branches, all tokens, width]; None where all flow."""
+    if not any(flow.cached):
+        return None
+    keys = tokens.new_empty(2, len(flow.members), flow.num_all, tokens.shape[1])
+    for branch, (member, cached, num) in enumerate(zip(flow.members, flow.cached, flow.num_flowing, strict=True)):
+        if cached:
+            recall_one(block, index, member, keys[:, branch, num:])
+    return keys
 
 
-def recall_one(block: BasicTransformerBlock, index: int, member: Member, num_all: int) -> KeysValues:
-    """K and V of a branch's unmasked tokens: as they are, or projected from Y as they were at registration."""
-    job = member.job
+def recall_one(block: BasicTransformerBlock, index: int, member: Member, keys: Tensor) -> None:
+    """K and V [2, unmasked tokens, width] of a branch: as they are, or projected from Y as at registration."""
+    job, rows = member.job, member.job.recall(index, member.branch)
     assert job.activations is not None
-    rows = job.recall(index, member.branch).index_select(1, job.level(num_all).outside)
+    outside = job.level(rows.shape[1]).outside
     if job.activations.kind == "kv":
-        return rows[0], rows[1]
-    return keys_values(block, rows[0])
+        gather_rows(rows, outside, keys)
+    else:
+        keys[0], keys[1] = keys_values(block, rows[0].index_select(0, outside))
 
 
 def keep_block(block: BasicTransformerBlock, tokens: Tensor, kind: Kind) -> Tensor:  # [2 or 1, tokens, width]
     return tokens[None] if kind == "y" else torch.stack(keys_values(block, tokens))
 
 
-def keys_values(block: BasicTransformerBlock, tokens: Tensor) -> KeysValues:
+def keys_values(block: BasicTransformerBlock, tokens: Tensor) -> tuple[Tensor, Tensor]:  # each [tokens, width]
     inner = block.norm1(tokens)
     return block.attn1.to_k(inner), block.attn1.to_v(inner)
+
+
+def describe(unet: UNet2DConditionModel) -> NetworkShape:
+    """What projects into a transformer counts with its first block, what projects out of it with its last."""
+    units = [
+        describe_transformer(transformer, side)
+        for block, side in with_sides(unet)
+        for transformer in getattr(block, "attentions", ())
+    ]
+    per_token = products(unet.conv_in, unet.conv_out)
+    per_branch = products(unet.time_embedding, getattr(unet, "add_embedding", None))
+    for block, side in with_sides(unet):
+        for resnet in block.resnets:
+            per_token += products(resnet.conv1, resnet.conv2, resnet.conv_shortcut) // side**2
+            per_branch += products(resnet.time_emb_proj)
+        per_token += sum(products(sampler) for sampler in getattr(block, "downsamplers", None) or ()) // (2 * side) ** 2
+        per_token += 4 * sum(products(sampler) for sampler in getattr(block, "upsamplers", None) or ()) // side**2
+    blocks = tuple(block for unit in units for block in unit)
+    return NetworkShape(blocks, tuple(len(unit) for unit in units), per_token, per_branch)
+
+
+def with_sides(unet: UNet2DConditionModel) -> Iterator[tuple[UnetBlock, int]]:
+    """Every block of the UNet, and the side of the square of tokens that one of its tokens stands for."""
+    downs = [(block, 2**level) for level, block in enumerate(unet.down_blocks)]
+    ups = [(block, 2**level) for level, block in enumerate(reversed(unet.up_blocks))]
+    middles = [(unet.mid_block, downs[-1][1])] if unet.mid_block is not None else []
+    yield from (*downs, *middles, *reversed(ups))
+
+
+def describe_transformer(transformer: Transformer2DModel, side: int) -> list[BlockShape]:
+    blocks = [describe_block(block, side) for block in transformer.transformer_blocks]
+    blocks[0] = replace(blocks[0], per_token=blocks[0].per_token + products(transformer.proj_in))
+    per_token = blocks[-1].per_token + products(transformer.proj_out)
+    return [*blocks[:-1], replace(blocks[-1], per_token=per_token, width_behind=transformer.in_channels)]
+
+
+def describe_block(block: BasicTransformerBlock, side: int) -> BlockShape:
+    own, cross = block.attn1, block.attn2
+    return BlockShape(
+        per_token=products(own, cross.to_q, cross.to_out, block.ff),
+        per_text=products(cross.to_k, cross.to_v),
+        per_rest=products(own.to_k, own.to_v),
+        per_pair=4 * own.inner_dim,
+        per_branch=0,
+        width=own.inner_dim,
+        side=side,
+    )

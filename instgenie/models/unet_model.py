@@ -17,7 +17,8 @@ from instgenie.activations import Kind
 from instgenie.batch import Branch, Job
 from instgenie.errors import EditError
 from instgenie.models.model import Keep, Model, pack_latents, tokenize
-from instgenie.models.unet import Watch, group_jobs, predict, transformers
+from instgenie.models.unet import Watch, describe, group_jobs, predict, transformers
+from instgenie.network import NetworkShape
 from instgenie.sampler import Schedule, ddim_schedule, euler_schedule
 from instgenie.types import Edit
 
@@ -50,6 +51,9 @@ class UnetModel(Model):
     @property
     def units(self) -> tuple[int, ...]:
         return tuple(len(transformer.transformer_blocks) for transformer in transformers(self.unet))
+
+    def describe(self) -> NetworkShape:
+        return describe(self.unet)
 
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule:
         if edit.steps > (most := self.scheduler.config.num_train_timesteps):

@@ -1,0 +1,265 @@
+"""The disk tier: activations as safetensors files, one for each template and span of steps. Knows bytes, not models.
+
+    FOLDER/<digest of the key>/0000-0003.safetensors    steps 0 to 3; header: format, key, steps, checksum
+    FOLDER/<digest of the key>/used                     when the template was last used; locked while it is
+
+A file appears under its name when it is complete and on the disk, so a process that dies leaves whole files and, at
+most, a partial one that the next to use the template removes. What is found is believed only if it is what was asked
+for, to the last byte: a file that is torn, altered, or another's is reported, removed, and a miss. Several processes
+may share a folder: each pins what it uses with a shared lock, and evicts only what nobody has pinned.
+
+A template is a hit when no span is missing, a miss when all are; in between its registration is pending.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.filesize import decimal
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from instgenie.activations import Key, Span
+from instgenie.cache.folder import PRIVATE, make_folder
+from instgenie.errors import CacheError
+
+FORMAT = "1"  # of what a file holds; another is a miss
+SUFFIX, PARTIAL, USED = ".safetensors", ".partial", "used"
+
+logger = logging.getLogger(__name__)
+
+
+class DamagedError(Exception):
+    """A file is not what its name says."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What one template takes up on the disk."""
+
+    folder: Path
+    num_bytes: int
+    used: float  # when it last was
+
+
+class DiskTier:
+    """Holds at most `max_bytes`; the template that was used least recently goes first, and goes whole."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = make_folder(folder)
+        self.max_bytes = max_bytes
+
+    def missing(self, key: Key, spans: Sequence[range]) -> list[range]:
+        """Those of the spans that are not there. Reads headers alone: `load` looks closer."""
+        return [steps for steps in spans if not self._find(key, steps)]
+
+    def load(self, key: Key, steps: range) -> Span | None:
+        """The span, if it is there and whole. Its tensors are views of the file, which may vanish meanwhile."""
+        path = self._path(key, steps)
+        with self._reported(path):
+            return read_span(path, key, steps)
+        return None
+
+    def reserve(self, key: Key, num_bytes: int) -> None:
+        """Makes room for a whole template before much is computed for it."""
+        self._make_room(key, num_bytes - self.num_bytes(key))
+
+    def store(self, key: Key, span: Span) -> None:
+        tensors = name_tensors(span)
+        header = describe(key, span.steps) | {"checksum": checksum(tensors)}
+        path = self._path(key, span.steps)
+        partial = path.with_name(f"{secrets.token_hex(8)}{PARTIAL}")
+        with self.pin(key):
+            self._make_room(key, span.num_bytes)
+            try:
+                write_file(partial, tensors, header)
+                os.replace(partial, path)
+            except (OSError, SafetensorError) as error:
+                raise CacheError(f"{path} ({decimal(span.num_bytes)}) cannot be written: {error}") from None
+            finally:
+                partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def pin(self, key: Key) -> Iterator[None]:
+        """Until the block ends nobody evicts the template, in this process or in another."""
+        template = self._template(key)
+        try:
+            descriptor = hold(template)
+        except OSError as error:
+            raise CacheError(f"{template} cannot be used: {error.strerror}") from None
+        try:
+            yield
+        finally:
+            os.close(descriptor)  # and with it goes the lock
+            if not any(template.glob(f"*{SUFFIX}")):
+                evict(template)
+
+    def num_bytes(self, key: Key) -> int:
+        return measure(self._template(key)).num_bytes
+
+    def stored(self) -> list[Stored]:
+        """The least recently used first. What else lies in the folder is none of ours."""
+        ours = [path for path in self.folder.iterdir() if re.fullmatch(r"[0-9a-f]{64}", path.name)]
+        return sorted((measure(folder) for folder in ours), key=lambda template: template.used)
+
+    def _template(self, key: Key) -> Path:
+        return self.folder / hashlib.sha256(key.text.encode()).hexdigest()
+
+    def _path(self, key: Key, steps: range) -> Path:
+        return self._template(key) / f"{steps.start:04}-{steps.stop - 1:04}{SUFFIX}"
+
+    def _find(self, key: Key, steps: range) -> bool:
+        path = self._path(key, steps)
+        with self._reported(path), safe_open(path, framework="pt") as file:
+            check_header(file.metadata(), key, steps)
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def _reported(self, path: Path) -> Iterator[None]:
+        """A file that is not there is a miss; so is one that is not as it should be, but that is worth a word."""
+        try:
+            yield
+        except FileNotFoundError:
+            pass
+        except (OSError, SafetensorError, DamagedError) as error:
+            logger.warning("%s is removed, its steps will be registered again: %s", path, error)
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _make_room(self, key: Key, num_bytes: int) -> None:
+        """For so many bytes more, within the limit and on the disk. Nothing is evicted where that would not help."""
+        stored, free = self.stored(), shutil.disk_usage(self.folder).free
+        others = [template for template in stored if template.folder != self._template(key)]
+        lacking = max(total(stored) + num_bytes - self.max_bytes, num_bytes - free)
+        if lacking <= total(others):
+            for template in others:
+                if lacking > 0 and evict(template.folder):
+                    lacking -= template.num_bytes
+        if lacking > 0:
+            raise CacheError(
+                f"{self.folder} has no room for {decimal(num_bytes)} of activations: it may hold "
+                f"{decimal(self.max_bytes)} and holds {decimal(total(stored))}, the disk has {decimal(free)} free"
+            )
+
+
+def total(stored: Sequence[Stored]) -> int:
+    return sum(template.num_bytes for template in stored)
+
+
+def name_tensors(span: Span) -> dict[str, Tensor]:
+    rows = {f"rows.{place:04}": rows for place, rows in enumerate(span.rows)}
+    return {name: tensor.cpu().contiguous() for name, tensor in (rows | {"time": span.time}).items()}
+
+
+def describe(key: Key, steps: range) -> dict[str, str]:
+    return {"format": FORMAT, "key": key.text, "steps": f"{steps.start} to {steps.stop - 1}"}
+
+
+def write_file(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
+    """Complete and on the disk when this returns. Whether the name survives a power cut does not matter: a file that
+    is gone is a miss."""
+    save_file(tensors, path, header)
+    with open(path, "rb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        os.fsync(file.fileno())
+
+
+def read_span(path: Path, key: Key, steps: range) -> Span:
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+        check_header(header, key, steps)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if checksum(tensors) != header.get("checksum"):
+        raise DamagedError("its checksum is wrong")
+    time = tensors.pop("time")
+    return Span(steps, tuple(tensors[name] for name in sorted(tensors)), time)
+
+
+def check_header(header: Mapping[str, str] | None, key: Key, steps: range) -> None:
+    for name, expected in describe(key, steps).items():
+        if (header or {}).get(name) != expected:
+            raise DamagedError(f"its {name} is another")
+
+
+def checksum(tensors: dict[str, Tensor]) -> str:
+    """CRC-32 of names, shapes and bytes. It guards against accidents, not against forgers, who cannot write here; and
+    it is several times as fast as a cryptographic digest, so that reading the file remains what takes the time."""
+    total = 0
+    for name, tensor in sorted(tensors.items()):
+        total = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)
+        total = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"
+
+
+def hold(template: Path) -> int:
+    """A descriptor with a shared lock on the template, which is made if need be and counts as used now. Who is alone
+    with it removes what a process that died has left half-written."""
+    while True:
+        template.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(template / USED, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:
+            continue  # evicted meanwhile
+        if lock_alone(descriptor):
+            remove(template.glob(f"*{PARTIAL}"))
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if os.fstat(descriptor).st_nlink:
+            os.utime(descriptor)
+            return descriptor
+        os.close(descriptor)  # evicted meanwhile
+
+
+def lock_alone(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def evict(template: Path) -> bool:
+    """Whether the template is gone; one that is pinned stays."""
+    try:
+        descriptor = os.open(template / USED, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        return not template.exists()
+    try:
+        if not lock_alone(descriptor):
+            return False
+        remove(path for suffix in (SUFFIX, PARTIAL) for path in template.glob(f"*{suffix}"))
+        remove([template / USED])
+        template.rmdir()
+    except OSError:
+        logger.warning("%s cannot be removed", template)
+    finally:
+        os.close(descriptor)
+    return not template.exists()
+
+
+def remove(paths: Iterator[Path] | Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def measure(template: Path) -> Stored:
+    """Files may vanish while they are looked at."""
+    num_bytes, used = 0, 0.0
+    with contextlib.suppress(OSError):
+        for file in os.scandir(template):
+            with contextlib.suppress(FileNotFoundError):
+                status = file.stat()
+                num_bytes += status.st_size
+                used = max(used, status.st_mtime)
+    return Stored(template, num_bytes, used)

@@ -1,0 +1,28 @@
+"""A job as numbers, for the planner. Knows jobs and what their activations keep; decides nothing."""
+
+from dataclasses import replace
+
+from instgenie.batch import Job
+from instgenie.network import Demand, NetworkShape
+
+
+def make_demand(job: Job, network: NetworkShape) -> Demand:
+    """Of its present step. Activations that are on the job's device need no loading."""
+    num_tokens = len(job.masked)
+    sides = {shape.side for shape in network.blocks}
+    demand = Demand(
+        num_tokens=num_tokens,
+        num_masked={side: len(job.level(num_tokens // side**2).inside) for side in sides},
+        num_text=len(job.branches[0].text),
+        num_branches=len(job.branches),
+    )
+    if job.activations is None or job.step < job.edit.dense_steps:
+        return demand
+    rows = job.activations.rows[0]
+    return replace(
+        demand,
+        kind=job.activations.kind,
+        num_kept=job.activations.num_branches,
+        value_bytes=rows.element_size(),
+        in_gpu=frozenset(range(len(network.blocks))) if rows.device == job.masked.device else frozenset(),
+    )

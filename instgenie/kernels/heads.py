@@ -1,0 +1,130 @@
+"""Heads: queries and keys normed, turned by their positions, and put with the values where attention reads them.
+
+The order of queries is that of tokens in the batch; keys and values of one branch lie in one piece, so between those of
+tokens that flow through a block there is room for those of tokens that do not.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where tokens go."""
+
+    joint: Tensor  # [tokens], among the queries and in the rotary table
+    keys: Tensor  # [tokens], among keys and values
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What attention reads; written piece by piece."""
+
+    q: Tensor | None  # [joint tokens, heads, head channels]
+    keys: Tensor  # K and V [2, keys, heads, head channels]
+
+
+@dataclass(frozen=True, eq=False)
+class Projected:
+    """Tokens as they leave the projections [tokens, width], and the norms of their heads."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    norm_q: nn.RMSNorm
+    norm_k: nn.RMSNorm
+
+
+def place(tokens: Projected, rotary: Tensor, places: Places | None, heads: Heads) -> None:
+    """Writes into heads. The rotary table is complex [joint tokens, head channels / 2]; without places, tokens go where
+    they stand in it."""
+    run = place_fused if runs_fused(tokens.k) else place_reference
+    run(tokens, rotary, places, heads)
+
+
+def place_reference(tokens: Projected, rotary: Tensor, places: Places | None, heads: Heads) -> None:
+    head_channels = heads.keys.shape[3]
+    k_out, v_out = heads.keys
+    turns = rotary if places is None else rotary[places.joint]
+    if tokens.q is not None and heads.q is not None:
+        q = tokens.norm_q(tokens.q.unflatten(1, (-1, head_channels)))
+        put(rotate(q, turns), heads.q, places.joint if places else None)
+    k = tokens.norm_k(tokens.k.unflatten(1, (-1, head_channels)))
+    put(rotate(k, turns), k_out, places.keys if places else None)
+    put(tokens.v.unflatten(1, (-1, head_channels)), v_out, places.keys if places else None)
+
+
+def put(x: Tensor, out: Tensor, places: Tensor | None) -> None:
+    if places is None:
+        out.copy_(x)
+    else:
+        out.index_copy_(0, places, x)
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Turns neighbouring channels, as real and imaginary part, by each token's angles."""
+    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rotary[:, None]
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+def place_fused(tokens: Projected, rotary: Tensor, places: Places | None, heads: Heads) -> None:
+    _, _, num_heads, head_channels = heads.keys.shape
+    k_out, v_out = heads.keys
+    num_tokens = len(tokens.k)
+    q, q_out = (tokens.q, heads.q) if tokens.q is not None and heads.q is not None else (tokens.k, k_out)
+    joint, keys = (places.joint, places.keys) if places else (q, q)
+    assert all(x.is_contiguous() for x in (q, tokens.k, tokens.v, q_out, k_out, v_out, rotary))
+    if num_tokens:
+        place_kernel[(num_tokens,)](
+            q, tokens.k, tokens.v, q_out, k_out, v_out, tokens.norm_q.weight, tokens.norm_k.weight,
+            torch.view_as_real(rotary), joint, keys, tokens.norm_q.eps, tokens.norm_k.eps,
+            num_heads=num_heads, head_channels=head_channels, block_heads=power_of_two(num_heads),
+            block_channels=power_of_two(head_channels), has_q=tokens.q is not None, has_places=places is not None,
+            num_warps=8,
+        )  # fmt: skip
+
+
+@triton.jit()
+def place_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, q_out, k_out, v_out, q_weight, k_weight, rotary, joint, keys, q_eps, k_eps,
+    num_heads: tl.constexpr, head_channels: tl.constexpr, block_heads: tl.constexpr, block_channels: tl.constexpr,
+    has_q: tl.constexpr, has_places: tl.constexpr,
+):  # fmt: skip
+    """One program for each token, with all its heads."""
+    token = tl.program_id(0).to(tl.int64)
+    place, key_place = token, token
+    if has_places:
+        place, key_place = tl.load(joint + token), tl.load(keys + token)
+    head = tl.arange(0, block_heads)[:, None]
+    channel = tl.arange(0, block_channels)[None, :]
+    inside = (head < num_heads) & (channel < head_channels)
+    within = head * head_channels + channel
+    width: tl.constexpr = num_heads * head_channels
+    in_head = channel < head_channels
+    angles = tl.load(rotary + place * head_channels + channel, mask=in_head, other=0.0)
+    if has_q:
+        weight = tl.load(q_weight + channel, mask=in_head, other=0.0).to(tl.float32)
+        value = tl.load(q + token * width + within, mask=inside, other=0.0).to(tl.float32)
+        tl.store(q_out + place * width + within, turn(norm(value, head_channels, q_eps) * weight, angles), mask=inside)
+    weight = tl.load(k_weight + channel, mask=in_head, other=0.0).to(tl.float32)
+    value = tl.load(k + token * width + within, mask=inside, other=0.0).to(tl.float32)
+    tl.store(k_out + key_place * width + within, turn(norm(value, head_channels, k_eps) * weight, angles), mask=inside)
+    value = tl.load(v + token * width + within, mask=inside, other=0.0)
+    tl.store(v_out + key_place * width + within, value, mask=inside)
+
+
+@triton.jit()
+def norm(value, num_channels: tl.constexpr, eps):  # type: ignore[no-untyped-def]
+    return value * tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / num_channels + eps)
+
+
+@triton.jit()
+def turn(value, angles):  # type: ignore[no-untyped-def]
+    """Real and imaginary parts stand side by side, cosines and sines as well."""
+    real, imaginary = tl.split(tl.reshape(value, (value.shape[0], value.shape[1] // 2, 2)))
+    cos, sin = tl.split(tl.reshape(angles, (1, value.shape[1] // 2, 2)))
+    return tl.reshape(tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos), value.shape)

@@ -1,0 +1,60 @@
+"""Whether kernels run: one switch, and whether the machine can. Knows Triton; knows no kernel but one that tries it."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = find_spec("triton") is not None  # it comes with the builds of torch for CUDA alone
+triton: Any = import_module("triton") if HAS_TRITON else SimpleNamespace(jit=lambda: lambda kernel: kernel)
+tl: Any = import_module("triton.language") if HAS_TRITON else SimpleNamespace(constexpr=int)
+
+ENABLED = True  # False: references run everywhere
+
+
+def runs_fused(x: Tensor) -> bool:
+    """On the device in use alone: Triton runs nowhere else."""
+    return ENABLED and x.is_cuda and x.device.index == torch.cuda.current_device() and compiles(x.device)
+
+
+@contextlib.contextmanager
+def kernels(enabled: bool) -> Iterator[None]:
+    """Turns all kernels on or off for a while."""
+    global ENABLED
+    before, ENABLED = ENABLED, enabled
+    try:
+        yield
+    finally:
+        ENABLED = before
+
+
+@cache
+def compiles(device: torch.device) -> bool:
+    """Triton needs a C compiler and a GPU that it knows: found out by trying, once for each device."""
+    if not HAS_TRITON:
+        return False
+    x = torch.zeros(8, device=device)
+    try:
+        add_one[(1,)](x, num_values=8)
+    except Exception as error:  # whatever it is, the references do the work
+        warnings.warn(f"Triton does not run on {device}, steps will be slower: {error}", stacklevel=2)
+        return False
+    return bool((x == 1).all())
+
+
+@triton.jit()
+def add_one(x, num_values: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = x + tl.arange(0, num_values)
+    tl.store(places, tl.load(places) + 1)
+
+
+def power_of_two(count: int) -> int:
+    """The smallest that is not less."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,142 @@
+"""Kernels against their references in float64. On a GPU where there is one, else in Triton's interpreter where that is
+on (TRITON_INTERPRET=1); references alone are tested through the laws."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instgenie.kernels import modulate, switch
+from instgenie.kernels.gather import gather_rows_fused, gather_rows_reference
+from instgenie.kernels.gelu import gelu_into_fused, gelu_into_reference
+from instgenie.kernels.heads import Heads, Places, Projected, place, place_fused, place_reference
+
+SHAPES = [(2, 8), (3, 24), (5, 16), (24, 128)]  # heads, head channels
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # half of the last place, in bfloat16
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu" and not (switch.HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"):
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
+    if request.param == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("Triton's interpreter is on")
+    return request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def close(found: Tensor, truth: Tensor) -> None:
+    """Within one rounding of each value, plus float32's own. The interpreter cuts off where a GPU rounds."""
+    rounding = ROUNDING[found.dtype] * (1 if found.is_cuda else 2)
+    torch.testing.assert_close(found.double(), truth, rtol=rounding, atol=1e-5)
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.double() for tensor in tensors]
+
+
+@pytest.mark.parametrize("width", [16, 72, 3072])
+@pytest.mark.parametrize("num_branches", [1, 3])
+def test_modulation(device: str, dtype: torch.dtype, width: int, num_branches: int) -> None:
+    torch.manual_seed(0)
+    random = partial(torch.randn, device=device, dtype=dtype)
+    x, y = 3 * random(11, width) + 1, random(11, width)
+    gate, shift, scale = random(num_branches, 3 * width).split(width, dim=1)
+    rows = torch.randint(num_branches, (11,), device=device)
+    truth = partial(modulate.norm_modulate_reference, *wide(x, shift, scale), rows, 1e-6)
+    close(modulate.norm_modulate_fused(x, shift, scale, rows, 1e-6), truth())
+    if num_branches == 1:
+        close(modulate.norm_modulate_fused(x, shift, scale, None, 1e-6), truth())
+    close(modulate.add_gated_fused(x, gate, y, rows), modulate.add_gated_reference(*wide(x, gate, y), rows))
+    total, normed = modulate.add_norm_modulate_fused(x, gate, y, shift, scale, rows, 1e-6)
+    assert torch.equal(total, modulate.add_gated_fused(x, gate, y, rows))
+    close(normed, modulate.norm_modulate_reference(*wide(total, shift, scale), rows, 1e-6))
+
+
+def norm_of(weight: Tensor) -> nn.RMSNorm:
+    norm = nn.RMSNorm(len(weight), eps=1e-6, device=weight.device, dtype=weight.dtype).requires_grad_(False)
+    norm.weight.copy_(weight)
+    return norm
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_places", [True, False])
+@pytest.mark.parametrize(("num_heads", "head_channels"), SHAPES)
+def test_places(device: str, dtype: torch.dtype, num_heads: int, head_channels: int, has_places: bool) -> None:
+    torch.manual_seed(0)
+    random = partial(torch.randn, device=device, dtype=dtype)
+    q, k, v = random(3, 7, num_heads * head_channels)
+    weights = 1 + 0.3 * random(2, head_channels)
+    rotary = torch.polar(torch.ones(9, head_channels // 2), 7 * torch.randn(9, head_channels // 2)).to(device)
+    places = Places(torch.randperm(9)[:7].to(device), torch.randperm(20)[:7].to(device)) if has_places else None
+    num_joint, num_keys = (9, 20) if has_places else (7, 7)
+
+    def run(put: object, dtype: torch.dtype, has_q: bool) -> tuple[Tensor, Tensor]:
+        norms = [norm_of(weight.to(dtype)) for weight in weights]
+        out = torch.zeros(num_joint, num_heads, head_channels, device=device, dtype=dtype)
+        keys = torch.zeros(2, num_keys, num_heads, head_channels, device=device, dtype=dtype)
+        tokens = Projected(q.to(dtype) if has_q else None, k.to(dtype), v.to(dtype), *norms)
+        put(tokens, rotary if has_places else rotary[:7], places, Heads(out if has_q else None, keys))
+        return out, keys
+
+    for has_q in (True, False):
+        found, truth = run(place_fused, dtype, has_q), run(place_in_double, torch.float64, has_q)
+        for one, other in zip(found, truth, strict=True):
+            close(one, other)
+        assert found[1].abs().sum() > 1
+
+
+def place_in_double(tokens: Projected, rotary: Tensor, places: Places | None, heads: Heads) -> None:
+    place_reference(tokens, rotary.to(torch.complex128), places, heads)
+
+
+@pytest.mark.parametrize("width", [16, 72, 3072])
+def test_gathering_is_exact(device: str, dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    source = torch.randn(3, 2, 30, width, device=device, dtype=dtype)[1]
+    index = torch.randperm(30)[:13].to(device)
+    found, expected = torch.zeros(2, 2, 20, width, device=device, dtype=dtype)
+    gather_rows_fused(source, index, found[:, 4:17])
+    gather_rows_reference(source, index, expected[:, 4:17])
+    assert torch.equal(found, expected)
+    assert torch.equal(found[:, 4:17], source[:, index])
+    gather_rows_fused(source, index[:0], found[:, :0])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:overflow"
+)  # of NumPy, in the interpreter: one over infinity is the zero it should be
+@pytest.mark.parametrize("width", [16, 72, 12288])
+def test_gelu(device: str, dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    x = 4 * torch.randn(5, width, device=device, dtype=dtype)
+    found = torch.zeros(5, 24 + width, device=device, dtype=dtype)
+    expected = torch.zeros_like(found).double()
+    gelu_into_fused(x, found[:, 24:])
+    gelu_into_reference(x.double(), expected[:, 24:])
+    close(found, expected)
+
+
+@pytest.mark.gpu
+def test_the_switch_turns_kernels_off() -> None:
+    x = torch.zeros(1, device="cuda")
+    assert switch.runs_fused(x)
+    with switch.kernels(enabled=False):
+        assert not switch.runs_fused(x)
+    assert switch.runs_fused(x)
+
+
+def test_references_run_on_a_cpu() -> None:
+    assert not switch.runs_fused(torch.zeros(1))
+    keys = torch.zeros(2, 1, 1, 2)
+    tokens = Projected(None, torch.tensor([[3.0, 4.0]]), torch.tensor([[5.0, 6.0]]), nn.RMSNorm(2), nn.RMSNorm(2))
+    with torch.no_grad():
+        place(tokens, torch.tensor([[1j]]), None, Heads(None, keys))
+    size = (12.5) ** 0.5
+    torch.testing.assert_close(keys[:, 0, 0], torch.tensor([[-4 / size, 3 / size], [5.0, 6.0]]))

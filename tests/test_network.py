@@ -1,0 +1,109 @@
+"""FLOPs from numbers of tokens against those that torch counts in the pass itself; bytes against what is registered."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_edit
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from instgenie.batch import Job
+from instgenie.engine.demand import make_demand
+from instgenie.engine.prepare import prepare
+from instgenie.engine.register import register, reuse
+from instgenie.models import flux, unet
+from instgenie.models.dummy import RECIPES, on_meta
+from instgenie.models.model import Model
+from instgenie.network import Demand, load_bytes, step_flops
+from instgenie.planner import Plan
+from instgenie.types import Kind
+
+
+@torch.inference_mode()
+def count_flops(model: Model, jobs: Sequence[Job]) -> int:
+    # fused attention on a CPU is not counted
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.predict(jobs)
+    return counter.get_total_flops()
+
+
+def make_jobs(model: Model, kind: Kind, plan: Plan) -> list[Job]:
+    """Two jobs that differ in mask and branches."""
+    edits = [
+        make_edit(size=(32, 64), share=share, steps=2, guidance=guidance, true_guidance=guidance)
+        for share, guidance in ((0.2, 1.0), (0.5, 3.0))
+    ]
+    activations = register(edits[0].picture, model, (32, 64), steps=2, guidance=1.0, kind=kind)
+    return [reuse(prepare(edit, model), activations, plan) for edit in edits]
+
+
+def make_plans(model: Model) -> list[Plan]:
+    """All dense, all cached, and the last block of every unit cached."""
+    last = tuple(block == length - 1 for length in model.units for block in range(length))
+    return [(False,) * model.num_blocks, (True,) * model.num_blocks, last]
+
+
+@pytest.mark.parametrize("kind", ["kv", "y"])
+@pytest.mark.parametrize("family", ["blend", "blend_guided", "fill", "sd", "sdxl", "sd_fill"])
+def test_flops_are_those_of_the_pass(models: dict[str, Model], family: str, kind: Kind) -> None:
+    model = models[family]
+    network = model.describe()
+    assert network.units == model.units
+    for plan in make_plans(model):
+        jobs = make_jobs(model, kind, plan)
+        for chosen in (jobs[:1], jobs[1:], jobs):
+            counted = step_flops(network, [make_demand(job, network) for job in chosen], plan)
+            # with y, what modulates the recalled rows of a Flux is not counted
+            assert counted == pytest.approx(count_flops(model, chosen), rel=0 if kind == "kv" else 0.03)
+
+
+@pytest.mark.parametrize("kind", ["kv", "y"])
+@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill"])
+def test_bytes_are_those_registered(models: dict[str, Model], family: str, kind: Kind) -> None:
+    """If nothing is masked, a step loads all that was kept of it."""
+    model = models[family]
+    network = model.describe()
+    job = make_jobs(model, kind, (True,) * model.num_blocks)[0]
+    demand = make_demand(job, network)
+    nothing = replace(demand, num_masked=dict.fromkeys(demand.num_masked, 0))
+    assert job.activations is not None
+    kept = sum(rows[:, 0].nbytes for rows in job.activations.rows)
+    assert sum(load_bytes(shape, nothing) for shape in network.blocks) == kept
+    assert 0 < sum(load_bytes(shape, demand) for shape in network.blocks) < kept
+
+
+def test_a_job_without_activations_is_dense_in_any_plan(models: dict[str, Model]) -> None:
+    network = models["fill"].describe()
+    demand = Demand(num_tokens=64, num_masked={1: 10}, num_text=6)
+    num_blocks = len(network.blocks)
+    assert step_flops(network, [demand], [True] * num_blocks) == step_flops(network, [demand], [False] * num_blocks)
+    assert not any(load_bytes(shape, demand) for shape in network.blocks)
+
+
+def test_dense_steps_of_an_edit_demand_no_activations(models: dict[str, Model]) -> None:
+    model = models["fill"]
+    job = make_jobs(model, "kv", (True,) * model.num_blocks)[0]
+    assert make_demand(job, model.describe()).kind == "kv"
+    job.edit = replace(job.edit, dense_steps=1)
+    assert make_demand(job, model.describe()).kind is None
+    job.step = 1
+    assert make_demand(job, model.describe()).kind == "kv"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "num_text", "num_branches", "tera_flops", "kv_mega_bytes"),
+    [("flux.1-dev", 4096, 512, 1, 74.4, 2869), ("sdxl-base-1.0", 16384, 77, 2, 13.5, 923)],
+)
+def test_published_architectures(
+    name: str, num_tokens: int, num_text: int, num_branches: int, tera_flops: float, kv_mega_bytes: float
+) -> None:
+    """A dense step of one picture, and all that activations keep of it in two bytes a value."""
+    part = on_meta(RECIPES[name].network)
+    network = flux.describe(part) if name.startswith("flux") else unet.describe(part)
+    sides = {shape.side for shape in network.blocks}
+    demand = Demand(num_tokens, dict.fromkeys(sides, 0), num_text, num_branches, "kv", num_kept=num_branches)
+    assert step_flops(network, [demand], [False] * len(network.blocks)) / 1e12 == pytest.approx(tera_flops, rel=0.005)
+    num_bytes = sum(load_bytes(shape, demand) for shape in network.blocks)
+    assert num_bytes / 1e6 == pytest.approx(kv_mega_bytes, rel=0.005)
