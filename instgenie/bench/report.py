@@ -403,11 +403,11 @@ def put_between(page: str, new: str) -> str:
 
 def print_report(figures: Figures) -> None:
     ratios = bar_ratios(figures)
-    columns = [*COSTS, *CLOSENESS[:3], *BORDER, *SETS]
+    columns = [*COSTS, *CLOSENESS[:2], *BORDER[1:], *SETS]
     shown = Table(
         title=f"mask ratios {ratios[0]:g} to {ratios[-1]:g}", caption=", ".join(map(str, figures.run.values()))
     )
-    shown.add_column("method", no_wrap=True)
+    shown.add_column("method")
     for heading, _ in columns:
         shown.add_column(heading, justify="right", min_width=6)
     for name in figures.methods:
