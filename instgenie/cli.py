@@ -1,6 +1,7 @@
-"""The command line: edit a photograph, measure the engine. Knows arguments and files; the editor knows the rest."""
+"""The command line: edit a photograph, serve, measure. Knows arguments and files; the editor knows the rest."""
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -9,14 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from instgenie.errors import InstGenieError, PictureError
 from instgenie.mask import box_mask, read_mask
+from instgenie.options import add_flags, nearest
 from instgenie.picture import check_edit, check_target, open_picture, save_picture
+from instgenie.server.config import MODEL, OPTIONS, read_config
 from instgenie.types import Edit, PixelMask, Pixels, Result
 
 EXIT_BAD_INPUT = 2
@@ -24,6 +27,14 @@ EXIT_INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """An option that does not exist is refused with the nearest one that does."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = getattr(options, "parser", self)
+            command.error(f"unknown argument {unknown[0]}{nearest(unknown[0], command._option_string_actions)}")
+        return options
+
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
@@ -32,14 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     quiet_libraries()
     try:
-        options.run(options)
+        return options.run(options) or 0
     except InstGenieError as error:
         print(f"instgenie: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("instgenie: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -47,12 +57,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"instgenie {own_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_edit(commands.add_parser("edit", help="edit a photograph", description="Edit a photograph."))
+    about_serve = (
+        "Serve OpenAI's images API. Every option may also be an environment variable or a line of a TOML file."
+    )
+    add_serve(commands.add_parser("serve", help="serve OpenAI's images API", description=about_serve))
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     about_bench = (
         "Time one edit through diffusers' own pipeline and through our engine, dense and cached, side by side."
     )
     add_bench_edit(benches.add_parser("edit", help="one edit, beside diffusers", description=about_bench))
+    about_load = "Send edits to a running server, or to three kinds of servers in turn, and time the answers."
+    add_bench_serve(benches.add_parser("serve", help="a load on a server", description=about_load))
     return parser
 
 
@@ -89,6 +105,14 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
 
 
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_serve, parser=parser)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL.about)
+    about_file = "TOML file with any of these options; --port is port = 8000 there and INSTGENIE_PORT outside"
+    parser.add_argument("--config", metavar="FILE", help=about_file)
+    add_flags(parser, OPTIONS)
+
+
 def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_bench_edit)
     parser.add_argument(
@@ -97,6 +121,29 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     about_ratio = "share of the tokens that is masked; may be given several times (default 1 and 0.2)"
     parser.add_argument("--mask-ratio", type=ratio, action="append", metavar="R", help=about_ratio)
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="runs of each system (default 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser)
+
+
+def add_bench_serve(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_serve, parser=parser)
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="of the server")
+    parser.add_argument("--api-key", metavar="KEY", help="that the server asks for")
+    about_compare = "start three servers in turn: continuous batching with reuse, static batching, one by one"
+    parser.add_argument("--compare", action="store_true", help=about_compare)
+    parser.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="edits to send (default 64)")
+    about_rate = "edits that arrive in a second, in the mean (default: all at once)"
+    parser.add_argument("--request-rate", type=rate, default=math.inf, metavar="R", help=about_rate)
+    about_concurrency = "edits that may be on their way at once (default 256)"
+    parser.add_argument("--max-concurrency", type=positive, default=256, metavar="N", help=about_concurrency)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same load (default 0)")
+    about_ratios = "production (the default), inpaint, retouch, or a file of numbers"
+    parser.add_argument("--mask-ratios", default="production", metavar="FILE", help=about_ratios)
+    about_slo = "an edit is in time within so many times what it takes alone (default 2)"
+    parser.add_argument("--slo-scale", type=rate, default=2.0, metavar="X", help=about_slo)
+    about_templates = "different pictures that are edited (default 4)"
+    parser.add_argument("--num-templates", type=positive, default=4, metavar="N", help=about_templates)
+    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps; default: the model's own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add_model(parser)
 
@@ -129,6 +176,16 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def ratio(text: str) -> float:
@@ -225,9 +282,36 @@ def print_summary(result: Result, working_size: tuple[int, int], seconds: float)
         print(f"{name:<8} {value}")
 
 
+def run_serve(options: argparse.Namespace) -> int:
+    config = read_config(vars(options), os.environ)
+    from instgenie.server.serve import serve  # brings the web framework
+
+    return serve(config, own_version())
+
+
 def run_bench_edit(options: argparse.Namespace) -> None:
     from instgenie.bench.edit import MASK_RATIOS, bench_edit  # brings torch and diffusers
 
     hide_loading_bars()
     ratios = options.mask_ratio or MASK_RATIOS
     bench_edit(options.model, options.device, options.size, options.steps, options.repeats, ratios, options.json)
+
+
+def run_bench_serve(options: argparse.Namespace) -> None:
+    from instgenie.bench.serve import Plan, bench_serve, compare
+
+    plan = Plan(
+        num_prompts=options.num_prompts,
+        request_rate=options.request_rate,
+        max_concurrency=options.max_concurrency,
+        seed=options.seed,
+        mask_ratios=options.mask_ratios,
+        slo_scale=options.slo_scale,
+        num_templates=options.num_templates,
+        size=options.size or (256, 256),
+        steps=options.steps,
+    )
+    if options.compare:
+        compare(plan, options.model, options.device, options.json)
+    else:
+        bench_serve(plan, options.base_url, options.api_key, options.json)

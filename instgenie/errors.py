@@ -6,7 +6,9 @@ InstGenieError
 ├── EditError         a parameter out of range, or one the model cannot honour
 ├── PlanError         a plan the model cannot run with the activations at hand
 ├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors
-└── OutOfMemoryError  the model or the edit does not fit
+├── OutOfMemoryError  the model or the edit does not fit
+├── ConfigError       an option that is unknown or out of range, in a flag, the environment or a file
+└── ServeError        the server cannot start, or a benchmark cannot reach one
 """
 
 
@@ -35,4 +37,12 @@ class ModelError(InstGenieError):
 
 
 class OutOfMemoryError(InstGenieError):
+    pass
+
+
+class ConfigError(InstGenieError):
+    pass
+
+
+class ServeError(InstGenieError):
     pass

@@ -29,9 +29,9 @@ FORMAT_OF_SUFFIX = {".png": "PNG", ".webp": "WEBP", ".jpg": "JPEG", ".jpeg": "JP
 MAX_SIDE = {"PNG": 2**31 - 1, "WEBP": 16_383, "JPEG": 65_500}
 
 
-def open_picture(source: str | Path | bytes) -> Pixels:
+def open_picture(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Pixels:
     """Decodes PNG, JPEG or WebP, upright, as RGB; transparent parts lie on white."""
-    image = decode(source, PictureError)
+    image = decode(source, PictureError, max_pixels)
     if image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.array(image.convert("RGB"))
