@@ -6,7 +6,9 @@ InstGenieError
 ├── EditError         a parameter out of range, or one the model cannot honour
 ├── PlanError         a plan the model cannot run with the activations at hand
 ├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors
-└── OutOfMemoryError  the model or the edit does not fit
+├── OutOfMemoryError  the model or the edit does not fit
+├── QueueFullError    more edits wait than the server takes
+└── ClosedError       the server is stopping, or cannot work at all
 """
 
 
@@ -35,4 +37,18 @@ class ModelError(InstGenieError):
 
 
 class OutOfMemoryError(InstGenieError):
+    pass
+
+
+class QueueFullError(InstGenieError):
+    def __init__(self, num_waiting: int, limit: int, retry_after: float) -> None:
+        super().__init__(
+            f"{num_waiting} edits are waiting: at most {limit} are accepted; try again in {retry_after:.0f} s"
+        )
+        self.num_waiting = num_waiting
+        self.limit = limit
+        self.retry_after = retry_after  # seconds
+
+
+class ClosedError(InstGenieError):
     pass
