@@ -18,6 +18,7 @@ from instgenie.errors import ConfigError
 
 PREFIX = "INSTGENIE_"
 AUTO = "auto"
+OTHER_VARIABLES = ["INSTGENIE_CONFIG", "INSTGENIE_LPIPS"]  # the file itself; weights that a metric may use
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def read_file(path: Path, options: Sequence[Option]) -> dict[str, Any]:
 
 
 def check_variables(environment: Mapping[str, str], options: Sequence[Option]) -> None:
-    known = [option.variable for option in options] + [PREFIX + "CONFIG"]
+    known = [option.variable for option in options] + OTHER_VARIABLES
     for name in environment:
         if name.startswith(PREFIX) and name not in known:
             raise ConfigError(f"unknown environment variable {name}{nearest(name, known)}")

@@ -40,6 +40,9 @@ class Schedule(Protocol):
 
     def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor: ...
 
+    def foreseen(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
+        """The clean end of the line on which a step moved."""
+
 
 @dataclass(frozen=True)
 class FlowSchedule:
@@ -67,6 +70,9 @@ class FlowSchedule:
 
     def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor:
         return flow_euler(x, prediction, self.sigmas[step], self.sigmas[step + 1])
+
+    def foreseen(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
+        return extrapolated(x, x_next, self.sigmas[step], self.sigmas[step + 1])
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,12 @@ class DdimSchedule:
     def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor:
         return ddim(x, prediction, self.alphas[step], self.alphas_next[step], self.prediction)
 
+    def foreseen(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
+        """DDIM moves on a line once the clean picture's share is divided out."""
+        signal, spread = shares(self.alphas[step])
+        signal_next, spread_next = shares(self.alphas_next[step])
+        return extrapolated(x / signal, x_next / signal_next, spread / signal, spread_next / signal_next)
+
 
 @dataclass(frozen=True)
 class EulerSchedule:
@@ -134,6 +146,9 @@ class EulerSchedule:
     def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor:
         return euler(x, prediction, self.sigmas[step], self.sigmas[step + 1], self.prediction)
 
+    def foreseen(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
+        return extrapolated(x, x_next, self.sigmas[step], self.sigmas[step + 1])
+
 
 def flow_euler(x: Tensor, velocity: Tensor, sigma: float, sigma_next: float) -> Tensor:
     return x + (sigma_next - sigma) * velocity
@@ -141,6 +156,11 @@ def flow_euler(x: Tensor, velocity: Tensor, sigma: float, sigma_next: float) -> 
 
 def flow_noise(clean: Tensor, noise: Tensor, sigma: float) -> Tensor:
     return (1 - sigma) * clean + sigma * noise
+
+
+def extrapolated(x: Tensor, x_next: Tensor, sigma: float, sigma_next: float) -> Tensor:
+    """Where the line through two points ends, at no noise."""
+    return x_next + sigma_next / (sigma - sigma_next) * (x_next - x)
 
 
 def ddim(x: Tensor, predicted: Tensor, alpha: float, alpha_next: float, prediction: Prediction) -> Tensor:

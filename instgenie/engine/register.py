@@ -5,7 +5,6 @@ are the jobs of a batch. Every pass sees empty prompts and a picture in which no
 prompt is another thing than an empty prompt, both branches are kept, else one stands for both.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -36,44 +35,96 @@ def register(
     num_steps_at_once: int = NUM_STEPS_AT_ONCE,
 ) -> Activations:
     """More steps at once are faster and need more memory; the numbers stay the same."""
-    edit = edit_of_nothing(picture, model, size, steps, guidance)
+    job = template_job(picture, model, size, steps, guidance)
     if kind not in NUM_PARTS or num_steps_at_once < 1:
         raise EditError(f"{num_steps_at_once} steps at once of kind {kind!r}: at least 1, of kv or y, are expected")
+    registration = Registration(make_key(job.edit, model, kind), job, model, num_steps_at_once)
+    while not registration.done:
+        registration.advance()
+    return registration.activations
+
+
+@torch.inference_mode()
+def template_job(
+    picture: Pixels,
+    model: Model,
+    size: tuple[int, int] | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    strength: float = 1.0,
+) -> Job:
+    """The job whose steps a registration takes."""
+    edit = edit_of_nothing(picture, model, size, steps, guidance, strength)
     size = choose_size(edit, model)
-    job = make_job(edit, np.zeros(size, dtype=np.bool_), size, model)
-    job = replace(job, branches=model.template_branches(job.grid))
-    jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in range(job.num_steps)]
-    return fill(make_key(edit, model, kind), jobs, model, num_steps_at_once)
+    job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
+    return replace(job, branches=model.template_branches(job.grid))
 
 
-def fill(key: Key, jobs: list[Job], model: Model, num_steps_at_once: int) -> Activations:
-    rows: list[Tensor] = []
-    times = []
-    num_branches = len(jobs[0].branches)
-    for start in range(0, len(jobs), num_steps_at_once):
-        chosen = jobs[start : start + num_steps_at_once]
+class Registration:
+    """A template on its way to its activations, a few steps at a time."""
+
+    def __init__(self, key: Key, job: Job, model: Model, num_steps_at_once: int = NUM_STEPS_AT_ONCE) -> None:
+        self.key = key
+        self.model = model
+        self.num_steps_at_once = num_steps_at_once
+        self.jobs = [
+            replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in range(job.num_steps)
+        ]
+        self.num_registered_steps = 0
+        self._rows: list[Tensor] = []
+        self._times: list[Tensor] = []
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.jobs)
+
+    @property
+    def done(self) -> bool:
+        return self.num_registered_steps == self.num_steps
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all steps; known after the first few."""
+        return sum(rows.nbytes for rows in self._rows)
+
+    @torch.inference_mode()
+    def advance(self) -> None:
+        start = self.num_registered_steps
+        chosen = self.jobs[start : start + self.num_steps_at_once]
+        num_branches = len(chosen[0].branches)
         places = count()
 
-        def keep(seen: Tensor, start: int = start, places: Iterator[int] = places) -> None:
+        def keep(seen: Tensor) -> None:
             place = next(places)
-            if place == len(rows):
-                rows.append(seen.new_empty(num_branches, len(jobs), *seen.shape[1:]))
+            if place == len(self._rows):
+                self._rows.append(seen.new_empty(num_branches, self.num_steps, *seen.shape[1:]))
             by_branch = seen.unflatten(0, (-1, num_branches)).transpose(0, 1)  # [branches, steps, 2 or 1, ...]
-            rows[place][:, start : start + by_branch.shape[1]] = by_branch
+            self._rows[place][:, start : start + by_branch.shape[1]] = by_branch
 
-        times.append(model.observe_time(chosen))
-        model.observe(chosen, key.kind, keep)
-    return Activations(key, model.units, len(jobs[0].masked), tuple(rows), torch.cat(times))
+        self._times.append(self.model.observe_time(chosen))
+        self.model.observe(chosen, self.key.kind, keep)
+        self.num_registered_steps += len(chosen)
+
+    @property
+    def activations(self) -> Activations:
+        assert self.done
+        num_tokens = len(self.jobs[0].masked)
+        return Activations(self.key, self.model.units, num_tokens, tuple(self._rows), torch.cat(self._times))
 
 
 def edit_of_nothing(
-    picture: Pixels, model: Model, size: tuple[int, int] | None, steps: int | None, guidance: float | None
+    picture: Pixels,
+    model: Model,
+    size: tuple[int, int] | None,
+    steps: int | None,
+    guidance: float | None,
+    strength: float = 1.0,
 ) -> Edit:
     """The edit whose steps a registration takes; checked as an edit of everything."""
     steps = model.steps if steps is None else steps
     guidance = model.guidance if guidance is None else guidance
     mask = np.ones(np.shape(picture)[:2], dtype=np.bool_)
-    edit = Edit(picture, mask, prompt="", steps=steps, guidance=guidance, size=size)
+    edit = Edit(picture, mask, prompt="", steps=steps, guidance=guidance, size=size, strength=strength)
     check_edit(edit)
     return edit
 

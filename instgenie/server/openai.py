@@ -42,7 +42,7 @@ async def generate_images(request: Request) -> Response:
     async with service.intake.form(request) as form:
         fields = parse_fields(GenerationFields, form)
     check_fields(service, fields)
-    own_size = service.cluster.model_facts.own_size
+    own_size = service.model_facts.own_size
     picture = blank_picture(answer_size(fields.size, service.config.max_pixels) or (own_size, own_size))
     mask = await service.pictures.mask(picture, None, "alpha")
     orders = make_orders(tenant_of(request), picture, mask, fields)
@@ -73,6 +73,8 @@ def check_fields(service: Service, fields: ImageFields) -> None:
         raise bad("partial_images", "Partial images need 'stream' to be true.")
     if fields.seed is not None and fields.seed + fields.n - 1 > MAX_SEED:
         raise bad("seed", f"The seed is {fields.seed}: seed + n - 1 may be at most {MAX_SEED}.")
+    if fields.negative_prompt and fields.true_cfg_scale <= 1 and service.model_facts.embeds_guidance:
+        raise bad("negative_prompt", "With this model a negative prompt needs a 'true_cfg_scale' above 1.")
 
 
 async def open_edit(service: Service, tenant: str, edit: EditForm) -> tuple[Pixels, PixelMask]:

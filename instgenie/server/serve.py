@@ -6,7 +6,8 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -73,32 +74,31 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
     address = f"{config.http.host}:{listener.getsockname()[1]}"
     print_plan(config, address, version)
     try:
-        if await start(cluster, signalled):
+        await cluster.start()
+        if await unless_signalled(cluster.until_ready(), signalled):
             say("ready", address=address)
             await signalled.wait()
         say("draining", running=service.num_watches)
         finished = await service.drain(config.http.shutdown_timeout)
     finally:
         service.draining = True
+        await cluster.stop(timeout=0)  # what is not finished by now fails, and its clients hear so
         server.should_exit = True
         await serving
-        await cluster.stop(SECONDS_TO_SEND)
         service.pictures.close()
     say("stopped", finished=finished)
     return 0 if finished else 1
 
 
-async def start(cluster: Cluster, signalled: asyncio.Event) -> bool:
-    """Whether the cluster is ready; a signal goes first."""
-    starting, stopping = asyncio.create_task(cluster.start()), asyncio.create_task(signalled.wait())
-    done, _ = await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if starting in done:
-        starting.result()
-        return True
-    starting.cancel()
-    await asyncio.wait({starting})
-    return False
+async def unless_signalled(work: Coroutine[Any, Any, None], signalled: asyncio.Event) -> bool:
+    """Whether the work is done; a signal goes first."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(signalled.wait())
+    done, _ = await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (working, stopping):
+        task.cancel()
+    if working in done:
+        working.result()
+    return working in done
 
 
 def catch_signals() -> asyncio.Event:

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from instgenie.cluster.local import Cluster, QueueFullError
+from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Order
+from instgenie.errors import ClosedError, QueueFullError
 from instgenie.server.auth import Keys
 from instgenie.server.body import Intake
 from instgenie.server.config import HttpConfig
@@ -17,6 +18,7 @@ from instgenie.server.metrics import Metrics
 from instgenie.server.pictures import Pictures
 from instgenie.server.uploads import Uploads
 from instgenie.server.watch import Watch
+from instgenie.wire import ModelFacts
 
 SECONDS_TO_LOAD = 5
 MAX_UPLOADS = 2**30  # bytes of templates' pictures
@@ -41,6 +43,13 @@ class Service:
     def ready(self) -> bool:
         return self.cluster.ready and not self.draining
 
+    @property
+    def model_facts(self) -> ModelFacts:
+        """Of a server that is ready."""
+        facts = self.cluster.model_facts
+        assert facts is not None
+        return facts
+
     def check_open(self) -> None:
         """Raises unless new work is taken; a queue that is full is refused before its picture is decoded."""
         if self.draining:
@@ -61,6 +70,8 @@ class Service:
         except QueueFullError as full:
             message = f"The queue is full: {full.num_waiting} edits wait, at most {full.limit} may."
             raise busy(message, full.retry_after, "queue_full") from None
+        except ClosedError:
+            raise closed("No worker can run the edit.", SECONDS_TO_LOAD, "unavailable") from None
         self.num_watches += 1
         self.idle.clear()
         try:

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from starlette.requests import Request
 
-from instgenie.cluster.local import Ticket
+from instgenie.cluster.entries import Ticket
 from instgenie.cluster.orders import Event, Failed, Finished
 from instgenie.server.errors import from_failure, gone, late
 from instgenie.server.log import say
