@@ -13,6 +13,8 @@ import numpy as np
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
+from instgenie.errors import EditError
+
 Prediction = Literal["epsilon", "v_prediction"]
 
 
@@ -199,6 +201,8 @@ def ddim_schedule(scheduler: DDIMScheduler, steps: int, strength: float = 1.0) -
     timesteps = table.timesteps.tolist()[num_skipped(steps, strength) :]
     stride = table.config.num_train_timesteps // steps
     alphas, end = table.alphas_cumprod.tolist(), float(table.final_alpha_cumprod)
+    if timesteps[0] >= len(alphas):
+        raise EditError(f"the number of steps is {steps}: fewer than {len(alphas)}, for this model, are expected")
     return DdimSchedule(
         timesteps=tuple(timesteps),
         alphas=tuple(alphas[timestep] for timestep in timesteps),

@@ -33,7 +33,23 @@ def edit(server: Running, key: str = ALICE, **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def edited(server: Running) -> Any:
+    """Of a registered picture, as are all that follow: an edit that finds no activations computes every token."""
+    register(server, PICTURE, num_inference_steps="2")
     return edit(server)
+
+
+def register(server: Running, image: bytes, **fields: str) -> str:
+    with server.http() as client:
+        made = client.post("/v1/templates", files={"image": image}, data=fields)
+        assert made.status_code == 201, made.text
+        name = str(made.json()["id"])
+        wait_for(lambda: client.get(f"/v1/templates/{name}").json()["state"] == "ready")
+    return name
+
+
+def alike(one: Pixels, other: Pixels) -> bool:
+    """But for rounding, where batches differ."""
+    return int(np.abs(one.astype(int) - other).max()) <= 1
 
 
 def test_an_edit_changes_what_is_masked_and_nothing_else(edited: Any) -> None:
@@ -64,7 +80,7 @@ def test_pictures_may_come_as_file_list_tuple_or_bytes(server: Running, edited: 
     with path.open("rb") as file:
         images: list[Any] = [path, file, [PICTURE], [path], ("../../x.exe", PICTURE, "text/html")]
         for image in images:
-            assert np.array_equal(pixels(edit(server, image=image)), pixels(edited)), image
+            assert alike(pixels(edit(server, image=image)), pixels(edited)), image
 
 
 def test_json_with_data_urls(server: Running, edited: Any) -> None:
@@ -74,7 +90,7 @@ def test_json_with_data_urls(server: Running, edited: Any) -> None:
         with server.http() as client:
             answer = client.post("/v1/images/edits", json=body)
         assert answer.status_code == 200, answer.text
-        assert np.array_equal(open_picture(base64.b64decode(answer.json()["data"][0]["b64_json"])), pixels(edited))
+        assert alike(open_picture(base64.b64decode(answer.json()["data"][0]["b64_json"])), pixels(edited))
 
 
 def test_a_chunked_body_without_a_length(server: Running) -> None:
@@ -92,9 +108,9 @@ def test_a_chunked_body_without_a_length(server: Running) -> None:
 def test_several_pictures_have_the_seeds_that_follow(server: Running, edited: Any) -> None:
     four = edit(server, n=4)
     assert [one.seed for one in four.data] == [5, 6, 7, 8]
-    assert np.array_equal(pixels(four), pixels(edited))
-    assert np.array_equal(pixels(four, 2), pixels(edit(server, extra_body={"seed": 7})))
-    assert not np.array_equal(pixels(four, 0), pixels(four, 1))
+    assert alike(pixels(four), pixels(edited))
+    assert alike(pixels(four, 2), pixels(edit(server, extra_body={"seed": 7})))
+    assert not alike(pixels(four, 0), pixels(four, 1))
 
 
 def test_without_a_seed_pictures_differ(server: Running) -> None:
@@ -113,7 +129,7 @@ def test_without_a_mask_the_whole_picture_is_edited(server: Running) -> None:
 
 def test_masks_of_both_kinds(server: Running, edited: Any) -> None:
     luma = png(mask().astype(np.uint8) * 255)
-    assert np.array_equal(pixels(edit(server, mask=luma, extra_body={"mask_mode": "luma"})), pixels(edited))
+    assert alike(pixels(edit(server, mask=luma, extra_body={"mask_mode": "luma"})), pixels(edited))
 
 
 @pytest.mark.parametrize("output_format", ["webp", "jpeg"])
@@ -123,7 +139,8 @@ def test_formats(server: Running, edited: Any, output_format: Any) -> None:
     data = base64.b64decode(answer.data[0].b64_json)
     assert Image.open(io.BytesIO(data)).format == output_format.upper()
     if output_format == "webp":
-        assert np.array_equal(open_picture(data), pixels(edited))
+        assert alike(open_picture(data), pixels(edited))
+        assert np.array_equal(open_picture(data)[~mask()], picture()[~mask()])
         smaller = base64.b64decode(edit(server, output_format="webp", output_compression=10).data[0].b64_json)
         assert len(smaller) < len(data)
 
@@ -151,6 +168,7 @@ def test_every_extension_is_taken(server: Running) -> None:
 
 def test_a_stream_shows_partial_pictures_and_ends_with_the_same_one(server: Running) -> None:
     four_steps = {"num_inference_steps": 4}
+    register(server, PICTURE, num_inference_steps="4")
     events = list(edit(server, stream=True, partial_images=2, extra_body=four_steps))
     assert [event.type for event in events] == ["image_edit.partial_image"] * 2 + ["image_edit.completed"]
     assert [event.partial_image_index for event in events[:2]] == [0, 1]
@@ -164,7 +182,7 @@ def test_a_stream_shows_partial_pictures_and_ends_with_the_same_one(server: Runn
         assert np.array_equal(open_picture(base64.b64decode(event.b64_json))[~mask()], picture()[~mask()])
         assert time.time() - event.created_at < 600
     last = open_picture(base64.b64decode(events[-1].b64_json))
-    assert np.array_equal(last, pixels(edit(server, extra_body=four_steps)))
+    assert alike(last, pixels(edit(server, extra_body=four_steps)))
     assert events[-1].usage.output_tokens == events[-1].num_masked_tokens
 
 
@@ -256,11 +274,11 @@ def test_a_model_that_is_not_served(server: Running) -> None:
 
 def test_a_deadline_that_passes(server: Running) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
-        edit(server, extra_body={"num_inference_steps": 1000, "deadline_ms": 100})
+        edit(server, extra_body={"num_inference_steps": 999, "deadline_ms": 100})
     assert (refused.value.status_code, refused.value.code) == (408, "deadline_exceeded")
     assert refused.value.response.headers["x-should-retry"] == "false"
     with pytest.raises(openai.APIError, match="deadline"):
-        list(edit(server, stream=True, extra_body={"num_inference_steps": 1000, "deadline_ms": 100}))
+        list(edit(server, stream=True, extra_body={"num_inference_steps": 999, "deadline_ms": 100}))
 
 
 def test_request_ids(server: Running) -> None:
@@ -283,7 +301,7 @@ def test_the_log_is_json_and_knows_the_request(server: Running) -> None:
 
 def test_a_client_that_leaves_ends_its_edits(server: Running) -> None:
     cancelled = 'instgenie:request_success_total{finished_reason="abort"}'
-    long_edit = {"prompt": "a cat", "num_inference_steps": "1000", "n": "2"}
+    long_edit = {"prompt": "a cat", "num_inference_steps": "999", "n": "2"}
     for stream in ("false", "true"):
         before = server.metric(cancelled)
         with server.http() as client, pytest.raises(httpx.TimeoutException):
@@ -320,12 +338,8 @@ def test_metrics(server: Running, edited: Any) -> None:
 
 
 def test_a_template_is_registered_used_and_forgotten(server: Running) -> None:
-    source = png(picture(seed=9))
+    name = register(server, png(picture(seed=9)), num_inference_steps="2")
     with server.http() as client:
-        made = client.post("/v1/templates", files={"image": source}, data={"num_inference_steps": "2"})
-        assert made.status_code == 201, made.text
-        name = made.json()["id"]
-        wait_for(lambda: client.get(f"/v1/templates/{name}").json()["state"] == "ready")
         status = client.get(f"/v1/templates/{name}").json()
         assert (status["num_registered_steps"], status["num_steps"], status["size"]) == (2, 2, "56x40")
         assert sum(status["tier_bytes"].values()) > 0

@@ -133,6 +133,11 @@ class Cluster:
     def template(self, tenant: str, id: str) -> TemplateStatus | None:
         return next((status for status in self.templates(tenant) if status.id == id), None)
 
+    def picture(self, tenant: str, id: str) -> Pixels | None:
+        """Of a template."""
+        template = self.flow.templates.get(id)
+        return template.registering.picture if template and template.registering.tenant == tenant else None
+
     async def forget(self, tenant: str, id: str) -> bool:
         """Whether there was one."""
         if self.template(tenant, id) is None:

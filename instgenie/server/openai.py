@@ -80,20 +80,22 @@ def check_fields(service: Service, fields: ImageFields) -> None:
 async def open_edit(service: Service, tenant: str, edit: EditForm) -> tuple[Pixels, PixelMask]:
     fields, pictures = edit.fields, service.pictures
     size = answer_size(fields.size, service.config.max_pixels)
-    image = find_upload(service, tenant, fields.template) if edit.image is None else edit.image
     try:
-        picture = await pictures.open(image)
+        if edit.image is None:
+            picture = template_picture(service, tenant, fields.template)
+        else:
+            picture = await pictures.open(edit.image)
         mask = await pictures.mask(picture, edit.mask, fields.mask_mode)
     except InstGenieError as error:
         raise from_user_error(error) from None
     return await pictures.fit(picture, mask, size)
 
 
-def find_upload(service: Service, tenant: str, template: str | None) -> bytes:
-    upload = service.uploads.find((tenant, template or ""))
-    if upload is None:
+def template_picture(service: Service, tenant: str, template: str | None) -> Pixels:
+    picture = service.cluster.picture(tenant, template or "")
+    if picture is None:
         raise not_found("template", template or "", "template_not_found", "template")
-    return upload
+    return picture
 
 
 def make_orders(tenant: str, picture: Pixels, mask: PixelMask, fields: ImageFields) -> list[Order]:

@@ -16,12 +16,10 @@ from instgenie.server.config import HttpConfig
 from instgenie.server.errors import busy, closed, not_found
 from instgenie.server.metrics import Metrics
 from instgenie.server.pictures import Pictures
-from instgenie.server.uploads import Uploads
 from instgenie.server.watch import Watch
 from instgenie.wire import ModelFacts
 
 SECONDS_TO_LOAD = 5
-MAX_UPLOADS = 2**30  # bytes of templates' pictures
 BODIES_AT_ONCE = 8  # as many of the largest size may be in memory
 
 
@@ -33,7 +31,6 @@ class Service:
         self.intake = Intake(config.max_body_bytes, BODIES_AT_ONCE * config.max_body_bytes, config.body_timeout)
         self.pictures = Pictures(config.decode_threads, config.max_pixels)
         self.metrics = Metrics(cluster)
-        self.uploads = Uploads(MAX_UPLOADS)
         self.draining = False
         self.num_watches = 0
         self.idle = asyncio.Event()

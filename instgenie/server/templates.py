@@ -1,10 +1,5 @@
 """Templates: pictures registered ahead, so that the first edit already finds its activations. Knows ids and tenants; a
-template of another tenant is as unknown as one that never was.
-
-The uploaded bytes are kept, so that an edit can name a template in place of sending its picture; what was not used for
-longest goes when they take too much room. They are gone with the process: register again, and activations that a
-disk kept are found by the picture's content.
-"""
+template of another tenant is as unknown as one that never was."""
 
 from typing import Any
 
@@ -12,11 +7,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.orders import TemplateStatus
-from instgenie.errors import InstGenieError
-from instgenie.server.errors import ApiError, JsonResponse, from_user_error, not_found
+from instgenie.errors import ClosedError, InstGenieError
+from instgenie.server.errors import NO_RETRY, ApiError, JsonResponse, closed, from_user_error, not_found
 from instgenie.server.forms import read_template
 from instgenie.server.schema import ONE_TEMPLATE, REMOVED_TEMPLATE, TEMPLATE, TEMPLATES
-from instgenie.server.service import service_of, tenant_of
+from instgenie.server.service import SECONDS_TO_LOAD, Service, service_of, tenant_of
+
+MAX_BYTES = 2**31  # pixels of one tenant's templates
 
 router = APIRouter(prefix="/v1/templates")
 
@@ -26,15 +23,16 @@ async def register_template(request: Request) -> Response:
     service = service_of(request)
     service.check_open()
     tenant = tenant_of(request)
+    check_room(service, tenant)
     async with service.intake.form(request) as form:
         fields, image = await service.pictures.run(read_template, form)
         try:
             picture = await service.pictures.open(image)
             status = await service.cluster.register(tenant, picture, fields.num_inference_steps, fields.guidance_scale)
+        except ClosedError:
+            raise closed("No worker can register the template.", SECONDS_TO_LOAD, "unavailable") from None
         except InstGenieError as error:
             raise from_user_error(error) from None
-    for dropped in service.uploads.keep((tenant, status.id), image):
-        await service.cluster.forget(*dropped)
     return JsonResponse(describe(status), 201)
 
 
@@ -57,8 +55,14 @@ async def delete_template(request: Request, template: str) -> Response:
     service, tenant = service_of(request), tenant_of(request)
     if not await service.cluster.forget(tenant, template):
         raise unknown(template)
-    service.uploads.drop((tenant, template))
     return JsonResponse({"id": template, "object": "template", "deleted": True})
+
+
+def check_room(service: Service, tenant: str) -> None:
+    num_bytes = sum(3 * status.width * status.height for status in service.cluster.templates(tenant))
+    if num_bytes > MAX_BYTES:
+        message = f"The pictures of your templates take {num_bytes:,} bytes of {MAX_BYTES:,}: delete one."
+        raise ApiError(429, message, "templates_full", headers=NO_RETRY)
 
 
 def unknown(template: str) -> ApiError:
