@@ -14,7 +14,7 @@ from serving import PICTURE, Running, running_server
 
 from instgenie.cli import main
 
-LONG = {"prompt": "a cat", "num_inference_steps": "400"}
+LONG = {"prompt": "a cat", "num_inference_steps": "200"}
 ORIGIN = "https://page.test"
 
 
