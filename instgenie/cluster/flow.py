@@ -122,6 +122,9 @@ class Flow:
         del self.templates[template.id]
         for worker in self.workers:
             worker.load.templates.discard(template.id)
+        for entry in self.entries.values():
+            if entry.template == template.id and not entry.is_running:
+                entry.template = None
         for index in {*template.holders, *template.entries}:
             process = self.workers[index].processes["denoise"]
             if process.is_ready:
@@ -156,11 +159,15 @@ class Flow:
         for entry in held + queue:
             if entry.num_deaths >= MAX_DEATHS:
                 self._fail(entry, "crashed", f"{MAX_DEATHS} processes died of it")
-            elif process.state == "failed" and not any(worker.state != "failed" for worker in self.workers):
+            elif process.state == "failed" and self._is_lost(entry):
                 self._fail(entry, "internal", process.message)
             else:
                 self._place(entry)
         self.pump()
+
+    def _is_lost(self, entry: Entry) -> bool:
+        """Templates are tied to their worker; edits go elsewhere as long as there is an elsewhere."""
+        return isinstance(entry.order, Registering) or all(worker.state == "failed" for worker in self.workers)
 
     def give_up(self, reason: str) -> None:
         for entry in list(self.entries.values()):
@@ -198,8 +205,9 @@ class Flow:
             worker.load.add(entry.id, entry.num_steps - entry.step, entry.num_computed_tokens)
 
     def _place(self, entry: Entry) -> None:
-        """Into the queue of the process of its stage; of another worker, if its own is not ready and another is."""
-        if not self._process_of(entry).is_ready and any(worker.is_ready for worker in self.workers):
+        """Into the queue of its stage's process; an edit goes to another worker if its own is not ready and one is."""
+        is_stranded = not self._process_of(entry).is_ready and any(worker.is_ready for worker in self.workers)
+        if is_stranded and isinstance(entry.order, Order):
             self._settle(entry, self._choose([entry.work]))
         self._process_of(entry).put(entry)
 
@@ -210,10 +218,18 @@ class Flow:
 
     def pump(self) -> None:
         """Sends what can be sent and tells those who wait how many are before them."""
-        for process in self._all_processes():
-            for entries in process.take():
-                self._dispatch(process, entries)
+        while taken := [(process, group) for process in self._all_processes() for group in process.take()]:
+            for process, entries in taken:  # one may put another entry into a queue
+                self._try_dispatch(process, entries)
         self._tell_positions()
+
+    def _try_dispatch(self, process: Process, entries: list[Entry]) -> None:
+        try:
+            self._dispatch(process, entries)
+        except Exception:
+            log.exception("not sent", extra={"job": entries[0].id})
+            for entry in entries:
+                self._fail(entry, "internal", "the edit could not be sent to a worker")
 
     def _dispatch(self, process: Process, entries: list[Entry]) -> None:
         head = entries[0]
@@ -399,7 +415,7 @@ class Flow:
 
     def _register_on(self, template: Template, worker: Worker, is_urgent: bool = False) -> None:
         if worker.index in template.entries:
-            template.entries[worker.index].is_urgent |= is_urgent
+            self._hurry(template.entries[worker.index], is_urgent)
             return
         order = template.registering
         work = Work(order.steps, 0, 0)
@@ -408,6 +424,13 @@ class Flow:
         if not template.holders:
             template.state = "queued"
         self.workers[worker.index].processes.get("prepare", worker.processes["denoise"]).put(entry)
+
+    def _hurry(self, entry: Entry, is_urgent: bool) -> None:
+        is_news = is_urgent and not entry.is_urgent
+        entry.is_urgent |= is_urgent
+        process = self._process_of(entry)
+        if is_news and entry.stage == "denoise" and entry.id in process.held:
+            self._dispatch(process, [entry])
 
     def _park(self, entry: Entry) -> None:
         """An edit that is to use activations its worker does not have waits until they are registered there."""
@@ -445,7 +468,8 @@ class Flow:
         if entry := self._answered(process, message):
             self._lose_template(message.template, self.workers[process.worker])
             entry.attempt += 1
-            self._park(entry)
+            entry.template = message.template if message.template in self.templates else None  # or it was forgotten
+            self._place(entry)
 
     def _on_evicted(self, process: Process, message: wire.Evicted, frames: list[wire.Frame]) -> None:
         worker = self.workers[process.worker]

@@ -23,7 +23,8 @@ from instgenie.cluster.processes import Process, Worker, make_workers
 from instgenie.cluster.status import ClusterStatus, JobStatus, Observer, WorkerStatus
 from instgenie.config import ClusterConfig
 from instgenie.errors import ClosedError
-from instgenie.types import Pixels
+from instgenie.picture import check_edit
+from instgenie.types import Edit, Pixels
 
 SECONDS_TO_END = 5.0
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -38,6 +39,7 @@ class Cluster:
         self.flow = Flow(config, self.workers, self._send)
         self._names: dict[bytes, Process] = {}  # the current start of each process
         self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
         self._is_ending = False
 
@@ -94,7 +96,8 @@ class Cluster:
 
     @property
     def healthy(self) -> bool:
-        return not self._is_ending and any(worker.state != "failed" for worker in self.workers)
+        is_running = not self._is_ending and not any(task.done() for task in self._tasks)
+        return is_running and any(worker.state != "failed" for worker in self.workers)
 
     @property
     def failure(self) -> str:
@@ -114,8 +117,10 @@ class Cluster:
     # orders and templates
 
     def submit(self, orders: Sequence[Order]) -> list[Ticket]:
-        """Orders of one request share a worker and a batch."""
+        """Orders of one request share a worker and a batch. Raises for what is out of range in any of them."""
         self._check_open()
+        for order in orders:
+            check_edit(edit_of(order))
         return self.flow.accept(orders)
 
     async def register(
@@ -265,3 +270,19 @@ class Cluster:
 
     def _send(self, process: Process, message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
         self._socket.send_multipart([process.name.encode(), wire.encode(message), *frames], copy=False)
+
+
+def edit_of(order: Order) -> Edit:
+    """To check it; what the model chooses cannot be wrong."""
+    return Edit(
+        picture=order.picture,
+        mask=order.mask,
+        prompt=order.prompt,
+        seed=order.seed,
+        steps=1 if order.steps is None else order.steps,
+        guidance=1.0 if order.guidance is None else order.guidance,
+        true_guidance=order.true_guidance,
+        negative_prompt=order.negative_prompt,
+        strength=order.strength,
+        feather=order.feather,
+    )

@@ -94,9 +94,10 @@ class Process:
 
     def back_off(self) -> float:
         """Seconds to wait before the next start."""
-        lived = time.monotonic() - self.started_at
-        self.num_quick_deaths = 0 if self.num_quick_deaths and lived > HEALTHY_SECONDS else self.num_quick_deaths + 1
-        return min(FIRST_BACK_OFF * 2 ** (self.num_quick_deaths - 1), LAST_BACK_OFF) if self.num_quick_deaths else 0.0
+        if time.monotonic() - self.started_at > HEALTHY_SECONDS:
+            self.num_quick_deaths = 0
+        self.num_quick_deaths += 1
+        return min(FIRST_BACK_OFF * 2.0 ** (self.num_quick_deaths - 1), LAST_BACK_OFF)
 
     def put(self, entry: Entry) -> None:
         insort(self.queue, entry, key=lambda entry: entry.number)

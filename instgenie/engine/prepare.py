@@ -19,7 +19,7 @@ from instgenie.models.model import Model, pack_latents
 from instgenie.picture import check_edit, resize_mask, resize_picture, working_size
 from instgenie.types import Edit, PixelMask, Pixels
 
-MAX_KNOWN = 256
+MAX_KNOWN = 64
 
 
 class Known:

@@ -211,8 +211,8 @@ class Denoiser:
             self.engine.advance(jobs)
         except Exception as error:
             left = [job for job in jobs if job.step == steps[job]]
-            if len(left) == 1:
-                return {left[0]: error}
+            if len(left) <= 1:
+                return dict.fromkeys(left, error)
             half = len(left) // 2
             if is_out_of_memory(error):
                 log.warning("out of memory: the batch is halved", extra={"num_jobs": len(left)})
@@ -254,6 +254,10 @@ class Denoiser:
     # templates
 
     def accept_template(self, message: Register, frames: list[Frame]) -> None:
+        known = self.registering.get(message.id)
+        if known and known.attempt == message.attempt:
+            known.is_urgent |= message.is_urgent
+            return
         try:
             job = read_job(message.job, frames, self.model.device)
             registration = Registration(self.template_key(message.id, job), job, self.model)
