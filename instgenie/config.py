@@ -20,6 +20,7 @@ class ClusterConfig:
     host_cache_bytes: int = 16 * 2**30  # for the activations that a worker keeps in memory
     policy: Policy = "mask_aware"  # of the router
     batching: Batching = "continuous"
+    reuse: bool = True  # whether templates are registered; without, every edit computes every token
     worker_timeout: float = 120.0  # seconds without a sign of life after which a process is taken for hung
     start_timeout: float = 1800.0  # the same while it loads the model
 

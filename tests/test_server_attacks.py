@@ -192,8 +192,11 @@ def test_a_fuzzed_server_stays_healthy_and_small(server: Running, client: httpx.
 
 def test_no_pickle_in_the_package() -> None:
     """Nothing that runs code from data, not even unused."""
+    runs_code = re.compile(
+        r"import (pickle|marshal)\b|pyobj|torch\.load\((?!.*weights_only=True)|(?<!\.)\b(eval|exec)\("
+    )
     for path in Path(instgenie.__file__).parent.rglob("*.py"):
-        assert not re.search(r"import (pickle|marshal)\b|pyobj|torch\.load|(?<!\.)\b(eval|exec)\(", path.read_text()), path
+        assert not runs_code.search(path.read_text()), path
 
 
 def test_the_http_process_imports_no_torch() -> None:

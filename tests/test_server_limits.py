@@ -22,7 +22,7 @@ ORIGIN = "https://page.test"
 def narrow(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     flags = [
         "--max-queue", "2", "--max-batch-size", "1", "--body-timeout", "2", "--max-body-mib", "1",
-        "--max-megapixels", "0.1", "--shutdown-timeout", "60", "--allowed-origins", ORIGIN,
+        "--max-megapixels", "0.1", "--shutdown-timeout", "60", "--allowed-origins", ORIGIN, "--no-reuse",
     ]  # fmt: skip
     with running_server(tmp_path_factory.mktemp("narrow"), str(folders["sd_fill"]), *flags) as running:
         yield running
@@ -53,6 +53,16 @@ def test_the_limit_on_pixels_is_the_server_s(narrow: Running) -> None:
     with narrow.http() as client:
         answer = client.post("/v1/images/generations", json={"prompt": "a", "size": "1024x1024"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "size")
+
+
+def test_without_reuse_nothing_is_registered(narrow: Running) -> None:
+    with narrow.http() as client:
+        refused = client.post("/v1/templates", files={"image": PICTURE})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_reuse")
+        for _ in range(3):
+            [one] = edit(narrow, {"prompt": "a", "num_inference_steps": "1"}).json()["data"]
+            assert (one["cache_tier"], one["num_computed_tokens"]) == (None, one["num_tokens"])
+        assert client.get("/v1/templates").json()["data"] == []
 
 
 def test_a_body_that_trickles_is_cut_off(narrow: Running) -> None:

@@ -404,7 +404,7 @@ class Flow:
 
     def _register_unasked(self, entry: Entry) -> None:
         """The next edit of this picture will find its activations."""
-        if entry.template is not None or self.model_facts is None:
+        if entry.template is not None or self.model_facts is None or not self.config.reuse:
             return
         registering = self.registering_of(entry.edit)
         name = entry.work.template or template_id(self.model_facts.name, registering)

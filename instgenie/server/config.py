@@ -11,7 +11,7 @@ from typing import Any
 from instgenie.config import ClusterConfig
 from instgenie.decode import MAX_PIXELS
 from instgenie.errors import ConfigError
-from instgenie.options import AUTO, PREFIX, Option, auto_or, one_of, read_options, real, text, whole
+from instgenie.options import AUTO, PREFIX, Option, auto_or, flag, one_of, read_options, real, text, whole
 from instgenie.server.log import LogFormat
 
 GIB = 2**30
@@ -52,6 +52,7 @@ OPTIONS = (
     Option("max-queue", whole(1, 100_000), 64, "edits that may wait; one more is refused (default 64)"),
     Option("batching", one_of("continuous", "static", "naive"), "continuous",
            "edits join a running batch at every step, or wait for it to finish, or run one by one", "HOW"),
+    Option("reuse", flag, True, "register templates, so that edits compute the masked tokens alone (default yes)"),
     Option("routing", one_of("mask_aware", "tokens", "requests", "round_robin"), "mask_aware",
            "what a worker is chosen by (default mask_aware)", "HOW"),
     Option("cache-dir", text, None, "folder for activations on disk (default: none)", "FOLDER"),
@@ -93,6 +94,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             max_batch_size=values["max_batch_size"],
             max_queue=values["max_queue"],
             batching=values["batching"],
+            reuse=values["reuse"],
             policy=values["routing"],
             cache_dir=values["cache_dir"],
             host_cache_bytes=round(values["host_cache_gib"] * GIB),

@@ -119,13 +119,18 @@ ERRORS = {
 }
 UPLOAD_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 BINARY = {"type": "string", "format": "binary"}
+SERVER_SENT_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 DATA_URL = {"type": "string", "pattern": "^data:image/[a-z0-9.+-]{1,32};base64,[A-Za-z0-9+/]+={0,2}$"}
 
 
 def answers(answer: type[BaseModel], *errors: int, status: int = 200, streams: bool = False) -> dict[int, Any]:
     found: dict[int, Any] = {status: {"model": answer, "description": "Done."}}
     if streams:
-        found[status]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        found[status]["content"] = {"text/event-stream": {"schema": SERVER_SENT_EVENT}}
     return found | {error: {"model": Error, "description": ERRORS[error]} for error in errors}
 
 

@@ -123,6 +123,7 @@ def print_plan(config: ServeConfig, address: str, version: str) -> None:
         "model": cluster.model,
         "workers": ", ".join(cluster.devices),
         "batches": f"{cluster.batching}, up to {cluster.max_batch_size} edits; up to {cluster.max_queue} wait",
+        "activations": f"up to {cluster.host_cache_bytes / 2**30:g} GiB a worker" if cluster.reuse else "not kept",
         "keys": f"{len(http.api_keys)} accepted" if http.api_keys else "none asked for",
         "limits": f"{http.max_body_bytes / 2**20:.0f} MiB a request, {http.max_pixels / 1e6:.1f} megapixels a picture",
         "look at": f"http://{address}/ready  http://{address}/metrics  http://{address}/openapi.json",

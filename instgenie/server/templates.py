@@ -59,6 +59,8 @@ async def delete_template(request: Request, template: str) -> Response:
 
 
 def check_room(service: Service, tenant: str) -> None:
+    if not service.cluster.config.reuse:
+        raise ApiError(400, "This server runs without reuse: it registers no templates.", "no_reuse")
     num_bytes = sum(3 * status.width * status.height for status in service.cluster.templates(tenant))
     if num_bytes > MAX_BYTES:
         message = f"The pictures of your templates take {num_bytes:,} bytes of {MAX_BYTES:,}: delete one."
