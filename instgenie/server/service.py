@@ -48,7 +48,7 @@ class Service:
         return facts
 
     def check_open(self) -> None:
-        """Raises unless new work is taken; a queue that is full is refused before its picture is decoded."""
+        """Raises unless new work is taken."""
         if self.draining:
             raise closed("The server is shutting down.", self.config.shutdown_timeout, "shutting_down")
         if not self.cluster.ready:
