@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--api-key", default="")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    headers = {"authorization": f"Bearer {options.api_key}"}
+    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     with httpx.Client(base_url=options.base_url, headers=headers, timeout=60, trust_env=False) as client:
         for block in range(max(1, options.num_requests // 1000)):
             statuses = fuzz(client, min(1000, options.num_requests), options.seed + block)
