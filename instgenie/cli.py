@@ -53,6 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
         "Time one edit through diffusers' own pipeline and through our engine, dense and cached, side by side."
     )
     add_bench_edit(benches.add_parser("edit", help="one edit, beside diffusers", description=about_bench))
+    about_router = "Time the router's decision, with every policy, among 8 to 256 busy workers."
+    add_bench_router(benches.add_parser("router", help="the choice of a worker", description=about_router))
     return parser
 
 
@@ -99,6 +101,11 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="runs of each system (default 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add_model(parser)
+
+
+def add_bench_router(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_router)
+    parser.add_argument("--repeats", type=positive, default=2000, metavar="N", help="decisions (default 2000)")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -231,3 +238,9 @@ def run_bench_edit(options: argparse.Namespace) -> None:
     hide_loading_bars()
     ratios = options.mask_ratio or MASK_RATIOS
     bench_edit(options.model, options.device, options.size, options.steps, options.repeats, ratios, options.json)
+
+
+def run_bench_router(options: argparse.Namespace) -> None:
+    from instgenie.bench.router import bench_router
+
+    bench_router(options.repeats)
