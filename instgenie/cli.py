@@ -69,6 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_bench_edit(benches.add_parser("edit", help="one edit, beside diffusers", description=about_bench))
     about_load = "Send edits to a running server, or to three kinds of servers in turn, and time the answers."
     add_bench_serve(benches.add_parser("serve", help="a load on a server", description=about_load))
+    about_router = "Time the router's decision, with every policy, among 8 to 256 busy workers."
+    add_bench_router(benches.add_parser("router", help="the choice of a worker", description=about_router))
     return parser
 
 
@@ -146,6 +148,11 @@ def add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps; default: the model's own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add_model(parser)
+
+
+def add_bench_router(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_router)
+    parser.add_argument("--repeats", type=positive, default=2000, metavar="N", help="decisions (default 2000)")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -315,3 +322,9 @@ def run_bench_serve(options: argparse.Namespace) -> None:
         compare(plan, options.model, options.device, options.json)
     else:
         bench_serve(plan, options.base_url, options.api_key, options.json)
+
+
+def run_bench_router(options: argparse.Namespace) -> None:
+    from instgenie.bench.router import bench_router
+
+    bench_router(options.repeats)

@@ -86,13 +86,14 @@ class Flow:
         for order, work in zip(orders, works, strict=True):
             group.append(Entry(uuid.uuid4().hex, next(self._numbers), order, work, group))
         worker = self._choose(works)
-        for entry in group:
+        tickets = [Ticket(entry, self.cancel) for entry in group]
+        for entry in list(group):
             self._decide(entry, worker)
             self.entries[entry.id] = entry
             self._settle(entry, worker)
             self._place(entry)
         self.pump()
-        return [Ticket(entry, self.cancel) for entry in group]
+        return tickets
 
     def cancel(self, entry: Entry) -> None:
         if self.entries.get(entry.id) is not entry:

@@ -169,15 +169,13 @@ class Denoiser:
             self.engine.max_jobs = self.config.max_batch_size  # whatever did not fit is gone
         if self.config.batching == "static" and self.engine.jobs:
             return
-        joined = []
         while self.waiting and self.has_room(self.waiting[0]):
-            joined += self.waiting.popleft()
-        for running in joined:
-            running.joined_at = time.perf_counter()
-            self.running[running.job] = running
-            self.engine.join(running.job)
-        if joined:
-            self.line.send(Joined(tuple(running.progress for running in joined)))
+            group = self.waiting.popleft()
+            for running in group:
+                running.joined_at = time.perf_counter()
+                self.running[running.job] = running
+                self.engine.join(running.job)
+            self.line.send(Joined(tuple(running.progress for running in group)))
 
     def has_room(self, group: list[Running]) -> bool:
         """A group larger than a batch joins alone; the engine takes its jobs in turn."""
