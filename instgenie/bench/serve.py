@@ -32,6 +32,7 @@ from instgenie.errors import ServeError
 
 NUM_ALONE = 3
 TIMEOUT = 1800.0
+TABLE_WIDTH = 110
 SYSTEMS = {  # flags of the servers that --compare starts
     "instgenie": ["--batching", "continuous"],
     "static batches, dense": ["--batching", "static", "--no-reuse"],
@@ -248,9 +249,9 @@ def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     table = Table(title=f"{plan.num_prompts} edits, {plan.request_rate:g}/s, masks {plan.mask_ratios}, {machine}")
     columns = ("edits/s", "mean s", "median", "P90", "P95", "P99", "SLO", "alone s", "mask ratio", "failed")
-    table.add_column("system")
+    table.add_column("system", no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         figures = (row.throughput, row.mean_s, row.median_s, row.p90_s, row.p95_s, row.p99_s)
         table.add_row(
@@ -261,7 +262,8 @@ def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
             f"{row.mask_ratio:.2f}",
             str(row.num_failed),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table, width=max(console.width, TABLE_WIDTH), crop=False, soft_wrap=True)
     if json_path:
         content = {"machine": machine, "plan": asdict(plan), "rows": [asdict(row) for row in rows]}
         json_path.write_text(json.dumps(content, indent=2).replace("Infinity", '"inf"') + "\n")
