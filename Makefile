@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check
 
-.PHONY: help test format demo
+.PHONY: help test format demo serve
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test    check format, lint and types, run the tests"
 	@echo "make demo    edit the sample pictures into out/demo.png"
+	@echo "make serve   serve the built-in model on http://127.0.0.1:8000 (FLAGS='--port 9000' adds flags)"
 	@echo "make format  format the code and fix what lint can fix"
 
 test: .venv/.installed
@@ -24,6 +25,9 @@ format: .venv/.installed
 
 demo: .venv/.installed
 	$(BIN)/python -m instgenie.demo
+
+serve: .venv/.installed
+	$(BIN)/instgenie serve builtin $(FLAGS)
 
 .venv/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -97,26 +96,43 @@ def split_steps(num_steps: int, num_steps_at_once: int) -> list[range]:
     return [range(start, min(start + num_steps_at_once, num_steps)) for start in starts]
 
 
-def join(
-    key: Key, units: tuple[int, ...], num_tokens: int, num_steps: int, spans: Iterable[Span], device: torch.device
-) -> Activations:
-    """Spans that together have all steps. They may come one by one: each is copied before the next is asked for."""
-    rows: list[Tensor] = []
-    time = torch.empty(0)
-    for span in spans:
-        if not rows:
-            rows = [torch.empty(grown(part, 1, num_steps), dtype=part.dtype, device=device) for part in span.rows]
-            time = torch.empty(grown(span.time, 0, num_steps), dtype=span.time.dtype, device=device)
+class Joining:
+    """Spans on their way to activations. They may come one by one: each is copied to its place."""
+
+    def __init__(self, key: Key, units: tuple[int, ...], num_tokens: int, num_steps: int, device: torch.device) -> None:
+        self.key, self.units, self.num_tokens, self.num_steps, self.device = key, units, num_tokens, num_steps, device
+        self.num_joined_steps = 0
+        self.rows: tuple[Tensor, ...] = ()
+        self.time = torch.empty(0)
+
+    def add(self, span: Span) -> None:
+        if not self.rows:
+            self.rows = tuple(self.make_room(part, 1) for part in span.rows)
+            self.time = self.make_room(span.time, 0)
         chosen = slice(span.steps.start, span.steps.stop)
-        for whole, part in zip(rows, span.rows, strict=True):
+        for whole, part in zip(self.rows, span.rows, strict=True):
             whole[:, chosen] = part
-        time[chosen] = span.time
-    return Activations(key, units, num_tokens, tuple(rows), time)
+        self.time[chosen] = span.time
+        self.num_joined_steps += len(span.steps)
 
+    def make_room(self, part: Tensor, dim: int) -> Tensor:
+        """For all steps of what a span has the first of."""
+        shape = [*part.shape[:dim], self.num_steps, *part.shape[dim + 1 :]]
+        return torch.empty(shape, dtype=part.dtype, device=self.device)
 
-def grown(part: Tensor, dim: int, length: int) -> list[int]:
-    """The part's shape, longer in one dimension."""
-    return [*part.shape[:dim], length, *part.shape[dim + 1 :]]
+    @property
+    def done(self) -> bool:
+        return self.num_joined_steps == self.num_steps
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all steps; known after the first span."""
+        return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
+
+    @property
+    def activations(self) -> Activations:
+        assert self.done, (self.num_joined_steps, self.num_steps)
+        return Activations(self.key, self.units, self.num_tokens, self.rows, self.time)
 
 
 def digest(picture: Pixels) -> str:

@@ -187,8 +187,8 @@ class Job:
         if len(prediction) < len(self.masked):
             prediction = torch.zeros_like(self.latents).index_copy(0, self.inside, prediction)
         moved = self.schedule.advanced(self.latents, prediction, self.step)
-        self.step += 1
-        self.latents = torch.where(self.masked, moved, self.template.at(self.step, self.schedule))
+        latents = torch.where(self.masked, moved, self.template.at(self.step + 1, self.schedule))
+        self.step, self.latents = self.step + 1, latents  # both or none, should memory run out
 
 
 def spread(masked: Tensor, grid: tuple[int, int], halo: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""The command line: edit or register a photograph, measure the engine. Knows arguments and files; the editor knows the
-rest."""
+"""The command line: edit or register a photograph, serve, measure. Knows arguments and files; others know the rest."""
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -19,8 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from instgenie.cache.folder import default_folder, make_folder
 from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.mask import box_mask, read_mask
+from instgenie.options import add_flags, nearest
 from instgenie.picture import check_edit, check_target, open_picture, save_picture
 from instgenie.quality import DEFAULT, Quality, with_quality
+from instgenie.server.config import MODEL, OPTIONS, read_config
 from instgenie.types import Edit, PixelMask, Pixels, Registered, Result
 
 if TYPE_CHECKING:
@@ -34,6 +36,14 @@ CACHE_GIB = 20.0
 
 
 class Parser(argparse.ArgumentParser):
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """An option that does not exist is refused with the nearest one that does."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = getattr(options, "parser", self)
+            command.error(f"unknown argument {unknown[0]}{nearest(unknown[0], command._option_string_actions)}")
+        return options
+
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
@@ -42,14 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     quiet_libraries()
     try:
-        options.run(options)
+        return options.run(options) or 0
     except InstGenieError as error:
         complain(str(error))
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         complain("interrupted")
         return EXIT_INTERRUPTED
-    return 0
 
 
 def complain(text: str) -> None:
@@ -65,12 +74,20 @@ def make_parser() -> argparse.ArgumentParser:
     add_register(commands.add_parser("register", help="prepare a photograph for edits", description=about_register))
     about_calibrate = "Measure this device with the model's own steps, and keep what planning needs to know of it."
     add_calibrate(commands.add_parser("calibrate", help="measure this device", description=about_calibrate))
+    about_serve = (
+        "Serve OpenAI's images API. Every option may also be an environment variable or a line of a TOML file."
+    )
+    add_serve(commands.add_parser("serve", help="serve OpenAI's images API", description=about_serve))
     bench = commands.add_parser("bench", help="measure speed and quality", description="Measure speed and quality.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     about_bench = "Time edits through diffusers' own pipeline and through our engine, dense and cached, side by side."
     add_bench_edit(benches.add_parser("edit", help="edits, beside diffusers", description=about_bench))
     about_quality = "Edit held-out photographs with every method, same seeds, and compare with the dense edits."
     add_bench_quality(benches.add_parser("quality", help="fidelity against cost", description=about_quality))
+    about_load = "Send edits to a running server, or to three kinds of servers in turn, and time the answers."
+    add_bench_serve(benches.add_parser("serve", help="a load on a server", description=about_load))
+    about_router = "Time the router's decision, with every policy, among 8 to 256 busy workers."
+    add_bench_router(benches.add_parser("router", help="the choice of a worker", description=about_router))
     return parser
 
 
@@ -142,6 +159,14 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
 
 
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_serve, parser=parser)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL.about)
+    about_file = "TOML file with any of these options; --port is port = 8000 there and INSTGENIE_PORT outside"
+    parser.add_argument("--config", metavar="FILE", help=about_file)
+    add_flags(parser, OPTIONS)
+
+
 def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_bench_edit)
 
@@ -181,6 +206,34 @@ def add_bench_quality(parser: argparse.ArgumentParser) -> None:
     add_model(parser, has_size=False)
 
 
+def add_bench_serve(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_serve, parser=parser)
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="of the server")
+    parser.add_argument("--api-key", metavar="KEY", help="that the server asks for")
+    about_compare = "start three servers in turn: continuous batching with reuse, static batching, one by one"
+    parser.add_argument("--compare", action="store_true", help=about_compare)
+    parser.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="edits to send (default 64)")
+    about_rate = "edits that arrive in a second, in the mean (default: all at once)"
+    parser.add_argument("--request-rate", type=rate, default=math.inf, metavar="R", help=about_rate)
+    about_concurrency = "edits that may be on their way at once (default 256)"
+    parser.add_argument("--max-concurrency", type=positive, default=256, metavar="N", help=about_concurrency)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same load (default 0)")
+    about_ratios = "production (the default), inpaint, retouch, or a file of numbers"
+    parser.add_argument("--mask-ratios", default="production", metavar="FILE", help=about_ratios)
+    about_slo = "an edit is in time within so many times what it takes alone (default 2)"
+    parser.add_argument("--slo-scale", type=rate, default=2.0, metavar="X", help=about_slo)
+    about_templates = "different pictures that are edited (default 4)"
+    parser.add_argument("--num-templates", type=positive, default=4, metavar="N", help=about_templates)
+    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps; default: the model's own")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser)
+
+
+def add_bench_router(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_router)
+    parser.add_argument("--repeats", type=positive, default=2000, metavar="N", help="decisions (default 2000)")
+
+
 def add_model(parser: argparse.ArgumentParser, has_size: bool = True) -> None:
     parser.add_argument(
         "--model", default="builtin", help="a pipeline folder, a hub id, builtin (the default), or dummy:NAME"
@@ -210,6 +263,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def rate(text: str) -> float:
+    value = number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def gib(text: str) -> float:
@@ -392,6 +452,13 @@ def describe_cache(result: Result, is_on: bool) -> str:
     return "miss" if result.can_reuse else "not asked: nothing to reuse"
 
 
+def run_serve(options: argparse.Namespace) -> int:
+    config = read_config(vars(options), os.environ)
+    from instgenie.server.serve import serve  # brings the web framework
+
+    return serve(config, own_version())
+
+
 def run_bench_edit(options: argparse.Namespace) -> None:
     from instgenie.bench.edit import Study, bench_edit  # brings torch and diffusers
     from instgenie.kernels.switch import kernels
@@ -417,3 +484,29 @@ def run_bench_quality(options: argparse.Namespace) -> None:
     hide_loading_bars()
     what = options.photos, options.num, options.model, options.device, options.steps, options.seed
     bench_quality(*what, not options.no_networks, options.json, options.out)
+
+
+def run_bench_serve(options: argparse.Namespace) -> None:
+    from instgenie.bench.serve import Plan, bench_serve, compare
+
+    plan = Plan(
+        num_prompts=options.num_prompts,
+        request_rate=options.request_rate,
+        max_concurrency=options.max_concurrency,
+        seed=options.seed,
+        mask_ratios=options.mask_ratios,
+        slo_scale=options.slo_scale,
+        num_templates=options.num_templates,
+        size=options.size or (256, 256),
+        steps=options.steps,
+    )
+    if options.compare:
+        compare(plan, options.model, options.device, options.json)
+    else:
+        bench_serve(plan, options.base_url, options.api_key, options.json)
+
+
+def run_bench_router(options: argparse.Namespace) -> None:
+    from instgenie.bench.router import bench_router
+
+    bench_router(options.repeats)

@@ -14,7 +14,7 @@ MAX_PIXELS = 64_000_000
 MIN_SIDE = 16
 
 
-def decode(source: str | Path | bytes, error: type[InstGenieError]) -> Image.Image:
+def decode(source: str | Path | bytes, error: type[InstGenieError], max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The upright, fully decoded image: L or RGB, or RGBA where the file has any kind of transparency. Whatever is
     wrong with the file is raised as `error`, in our own words."""
     name = "the data" if isinstance(source, bytes) else str(source)
@@ -25,13 +25,13 @@ def decode(source: str | Path | bytes, error: type[InstGenieError]) -> Image.Ima
         try:
             image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
         except Image.DecompressionBombError:
-            raise error(f"{name} is too large: at most {MAX_PIXELS:,} pixels are accepted") from None
+            raise error(f"{name} is too large: at most {max_pixels:,} pixels are accepted") from None
         except PermissionError:
             raise error(f"{name} cannot be read: permission denied") from None
         except Exception:  # Pillow lets every kind of error out of a hostile header; its text may carry addresses
             raise error(f"{name} is not a readable picture: PNG, JPEG or WebP is expected") from None
         with image:
-            _check_size(image, name, error)
+            _check_size(image, name, error, max_pixels)
             try:
                 return _upright(_plain(image))
             except Exception:
@@ -66,9 +66,9 @@ def _check_file(path: Path, error: type[InstGenieError]) -> None:
     raise error(f"{path} cannot be read: {found}")
 
 
-def _check_size(image: Image.Image, name: str, error: type[InstGenieError]) -> None:
+def _check_size(image: Image.Image, name: str, error: type[InstGenieError], max_pixels: int) -> None:
     width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise error(f"{name} is too large: {width}x{height} pixels; at most {MAX_PIXELS:,} are accepted")
+    if width * height > max_pixels:
+        raise error(f"{name} is too large: {width}x{height} pixels; at most {max_pixels:,} are accepted")
     if min(width, height) < MIN_SIDE:
         raise error(f"{name} is too small: {width}x{height} pixels; each side needs at least {MIN_SIDE}")

@@ -8,7 +8,11 @@ InstGenieError
 ├── CalibrationError  a latency file that is not one of ours, or cannot be written
 ├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors
 ├── CacheError        a cache folder that cannot be used, or has no room
-└── OutOfMemoryError  the model or the edit does not fit
+├── OutOfMemoryError  the model or the edit does not fit
+├── QueueFullError    more edits wait than the server takes
+├── ClosedError       the server is stopping, or cannot work at all
+├── ConfigError       an option that is unknown or out of range, in a flag, the environment or a file
+└── ServeError        the server cannot start, or a benchmark cannot reach one
 """
 
 
@@ -45,4 +49,26 @@ class CacheError(InstGenieError):
 
 
 class OutOfMemoryError(InstGenieError):
+    pass
+
+
+class QueueFullError(InstGenieError):
+    def __init__(self, num_waiting: int, limit: int, retry_after: float) -> None:
+        super().__init__(
+            f"{num_waiting} edits are waiting: at most {limit} are accepted; try again in {retry_after:.0f} s"
+        )
+        self.num_waiting = num_waiting
+        self.limit = limit
+        self.retry_after = retry_after  # seconds
+
+
+class ClosedError(InstGenieError):
+    pass
+
+
+class ConfigError(InstGenieError):
+    pass
+
+
+class ServeError(InstGenieError):
     pass

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from instgenie.decode import decode
+from instgenie.decode import MAX_PIXELS, decode
 from instgenie.errors import MaskError
 from instgenie.types import PixelMask
 
@@ -31,10 +31,12 @@ def _dilate(tokens: NDArray[np.bool_], reach: int) -> NDArray[np.bool_]:
     return spread
 
 
-def read_mask(source: str | Path | bytes, size: tuple[int, int], mode: MaskMode = "alpha") -> PixelMask:
+def read_mask(
+    source: str | Path | bytes, size: tuple[int, int], mode: MaskMode = "alpha", max_pixels: int = MAX_PIXELS
+) -> PixelMask:
     """Reads the mask of a picture of `size` (height, width). alpha: 0 = masked; luma: 128 and above = masked."""
     name = "the mask" if isinstance(source, bytes) else f"the mask {source}"
-    image = decode(source, MaskError)
+    image = decode(source, MaskError, max_pixels)
     if (image.height, image.width) != size:
         height, width = size
         raise MaskError(

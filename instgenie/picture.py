@@ -30,9 +30,9 @@ FORMAT_OF_SUFFIX = {".png": "PNG", ".webp": "WEBP", ".jpg": "JPEG", ".jpeg": "JP
 MAX_SIDE = {"PNG": 2**31 - 1, "WEBP": 16_383, "JPEG": 65_500}
 
 
-def open_picture(source: str | Path | bytes) -> Pixels:
+def open_picture(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Pixels:
     """Decodes PNG, JPEG or WebP, upright, as RGB; transparent parts lie on white."""
-    image = decode(source, PictureError)
+    image = decode(source, PictureError, max_pixels)
     if image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.array(image.convert("RGB"))
@@ -188,26 +188,31 @@ def check_target(path: str | Path) -> None:
         raise PictureError(f"{path} cannot be saved: it is a folder")
 
 
+def encode_picture(picture: Pixels, file_format: str, quality: int = 100) -> bytes:
+    """PNG always exactly, WebP at a quality of 100; a JPEG's quality ends at 95, above which it only gets larger."""
+    file_format = file_format.upper()
+    height, width, _ = picture.shape
+    if max(height, width) > MAX_SIDE[file_format]:
+        raise PictureError(f"{width}x{height} is more than the {MAX_SIDE[file_format]} a {file_format} side can be")
+    encoded = io.BytesIO()
+    image = Image.fromarray(picture)
+    if file_format == "WEBP":
+        image.save(encoded, file_format, lossless=quality == 100, quality=80 if quality == 100 else quality)
+    elif file_format == "JPEG":
+        image.save(encoded, file_format, quality=min(quality, 95), subsampling=0)
+    else:
+        image.save(encoded, file_format)
+    return encoded.getvalue()
+
+
 def save_picture(picture: Pixels, path: str | Path) -> None:
     """Saves in the format of the suffix, PNG and WebP exactly; the name appears only when the file is complete."""
     path = Path(path)
     check_target(path)
-    file_format = FORMAT_OF_SUFFIX[path.suffix.lower()]
-    height, width, _ = picture.shape
-    if max(height, width) > MAX_SIDE[file_format]:
-        raise PictureError(
-            f"{path}: {width}x{height} is more than the {MAX_SIDE[file_format]} a {file_format} side can be"
-        )
-    encoded = io.BytesIO()
-    if file_format == "WEBP":
-        Image.fromarray(picture).save(encoded, file_format, lossless=True)
-    elif file_format == "JPEG":
-        Image.fromarray(picture).save(encoded, file_format, quality=95, subsampling=0)
-    else:
-        Image.fromarray(picture).save(encoded, file_format)
+    encoded = encode_picture(picture, FORMAT_OF_SUFFIX[path.suffix.lower()])
     partial = path.with_name(f".{os.getpid()}-{path.name}.partial")
     try:
-        partial.write_bytes(encoded.getvalue())
+        partial.write_bytes(encoded)
         os.replace(partial, path)
     except OSError as failed:
         raise PictureError(f"{path} cannot be saved: {failed.strerror}") from None

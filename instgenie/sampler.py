@@ -13,6 +13,8 @@ import numpy as np
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
+from instgenie.errors import EditError
+
 Prediction = Literal["epsilon", "v_prediction"]
 
 
@@ -39,6 +41,9 @@ class Schedule(Protocol):
         """What the model sees of them."""
 
     def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor: ...
+
+    def foreseen(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
+        """The clean end of the line on which a step moved."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,9 @@ class FlowSchedule:
 
     def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor:
         return flow_euler(x, prediction, self.sigmas[step], self.sigmas[step + 1])
+
+    def foreseen(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
+        return extrapolated(x, x_next, self.sigmas[step], self.sigmas[step + 1])
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,12 @@ class DdimSchedule:
     def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor:
         return ddim(x, prediction, self.alphas[step], self.alphas_next[step], self.prediction)
 
+    def foreseen(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
+        """DDIM moves on a line once the clean picture's share is divided out."""
+        signal, spread = shares(self.alphas[step])
+        signal_next, spread_next = shares(self.alphas_next[step])
+        return extrapolated(x / signal, x_next / signal_next, spread / signal, spread_next / signal_next)
+
 
 @dataclass(frozen=True)
 class EulerSchedule:
@@ -134,6 +148,9 @@ class EulerSchedule:
     def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor:
         return euler(x, prediction, self.sigmas[step], self.sigmas[step + 1], self.prediction)
 
+    def foreseen(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
+        return extrapolated(x, x_next, self.sigmas[step], self.sigmas[step + 1])
+
 
 def flow_euler(x: Tensor, velocity: Tensor, sigma: float, sigma_next: float) -> Tensor:
     return x + (sigma_next - sigma) * velocity
@@ -141,6 +158,11 @@ def flow_euler(x: Tensor, velocity: Tensor, sigma: float, sigma_next: float) -> 
 
 def flow_noise(clean: Tensor, noise: Tensor, sigma: float) -> Tensor:
     return (1 - sigma) * clean + sigma * noise
+
+
+def extrapolated(x: Tensor, x_next: Tensor, sigma: float, sigma_next: float) -> Tensor:
+    """Where the line through two points ends, at no noise."""
+    return x_next + sigma_next / (sigma - sigma_next) * (x_next - x)
 
 
 def ddim(x: Tensor, predicted: Tensor, alpha: float, alpha_next: float, prediction: Prediction) -> Tensor:
@@ -179,6 +201,8 @@ def ddim_schedule(scheduler: DDIMScheduler, steps: int, strength: float = 1.0) -
     timesteps = table.timesteps.tolist()[num_skipped(steps, strength) :]
     stride = table.config.num_train_timesteps // steps
     alphas, end = table.alphas_cumprod.tolist(), float(table.final_alpha_cumprod)
+    if timesteps[0] >= len(alphas):
+        raise EditError(f"the number of steps is {steps}: fewer than {len(alphas)}, for this model, are expected")
     return DdimSchedule(
         timesteps=tuple(timesteps),
         alphas=tuple(alphas[timestep] for timestep in timesteps),

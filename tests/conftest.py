@@ -37,6 +37,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from PIL import Image
+from serving import ALICE, BOB, Running, running_server
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -154,6 +155,15 @@ def models(folders: dict[str, Path], where: Where) -> dict[str, Model]:
 @pytest.fixture(params=[*FAMILIES, "builtin"])
 def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
     return models[request.param]
+
+
+@pytest.fixture(scope="session")
+def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One for all tests that need no settings of their own; it knows two keys."""
+    names = ["--served-model-name", "tiny", "--served-model-name", "org/tiny"]
+    keys = ["--api-key", ALICE, "--api-key", BOB]
+    with running_server(tmp_path_factory.mktemp("server"), str(folders["sd_fill"]), *names, *keys) as running:
+        yield running
 
 
 def save_blend(folder: Path) -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, FLUX_FAMILIES, UNET_FAMILIES
+from conftest import FAMILIES, FLUX_FAMILIES, UNET_FAMILIES, make_edit
 
+from instgenie.engine.finish import finish
+from instgenie.engine.loop import Engine
+from instgenie.engine.prepare import prepare
 from instgenie.errors import InstGenieError, ModelError, OutOfMemoryError
 from instgenie.models import folder as folder_module
 from instgenie.models.load import load
@@ -218,3 +221,25 @@ def test_unet_says_nothing_and_honours_dtype(folders: dict[str, Path], capfd: py
         model = load(str(folders[family]), device="cpu", dtype="bfloat16")
         assert model.network.dtype == model.text_encoder.dtype == model.vae.dtype == torch.bfloat16
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_process_loads_only_the_weights_it_needs(folders: dict[str, Path], family: str) -> None:
+    """And works with them as if they were all there."""
+    full, edit = load(str(folders[family]), "cpu"), make_edit(true_guidance=2.0, steps=2)
+    parts = {
+        "prepare": {"vae", "text_encoder", "text_encoder_2"},
+        "denoise": {"transformer", "unet"},
+        "finish": {"vae"},
+    }
+    roles = {role: load(str(folders[family]), "cpu", weights=frozenset(names)) for role, names in parts.items()}
+    assert next(roles["prepare"].network.parameters()).is_meta
+    assert next(roles["denoise"].text_encoder.parameters()).is_meta
+    assert next(roles["finish"].network.parameters()).is_meta
+    job, expected = prepare(edit, roles["prepare"]), prepare(edit, full)
+    for one, model in ((job, roles["denoise"]), (expected, full)):
+        engine = Engine(model)
+        engine.join(one)
+        while engine.jobs:
+            engine.step()
+    assert (finish(job, roles["finish"]) == finish(expected, full)).all()

@@ -11,7 +11,7 @@ from diffusers import (
 )
 from diffusers.pipelines.flux.pipeline_flux_inpaint import FluxInpaintPipeline, calculate_shift, retrieve_timesteps
 
-from instgenie.sampler import ddim_schedule, euler_schedule, flow_euler, flow_noise, flow_sigmas
+from instgenie.sampler import ddim_schedule, euler_schedule, flow_euler, flow_noise, flow_schedule, flow_sigmas
 
 CONFIGS = [
     {"shift": 1.0},
@@ -129,3 +129,18 @@ def test_one_step_is_always_left() -> None:
         == euler_schedule(EulerDiscreteScheduler(), 6, 0.01).num_steps
         == 1
     )
+
+
+@pytest.mark.parametrize("kind", ["flow", "ddim", "euler"])
+def test_a_perfect_prediction_foresees_the_clean_end(kind: str) -> None:
+    schedule = {
+        "flow": lambda: flow_schedule(FlowMatchEulerDiscreteScheduler(shift=3.0), 6, 16),
+        "ddim": lambda: ddim_schedule(DDIMScheduler(), 6),
+        "euler": lambda: euler_schedule(EulerDiscreteScheduler(), 6),
+    }[kind]()
+    clean, noise = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    perfect = noise - clean if kind == "flow" else noise
+    for step in range(schedule.num_steps):
+        x = schedule.noised(clean, noise, step)
+        seen = schedule.foreseen(x, schedule.advanced(x, perfect, step), step)
+        torch.testing.assert_close(seen, clean, atol=1e-6, rtol=0)

@@ -1,5 +1,7 @@
 """The step loop: the one place where jobs and the model meet. Knows no picture and no prompt."""
 
+from collections.abc import Sequence
+
 import torch
 
 from instgenie.batch import Job
@@ -22,13 +24,15 @@ class Engine:
     def leave(self, job: Job) -> None:
         self.jobs.remove(job)
 
-    @torch.inference_mode()
     def step(self) -> list[Job]:
         """Pick jobs, run the model, advance, hand over the finished."""
-        jobs = self.pick()
+        self.advance(self.pick())
+        return self.hand_over()
+
+    @torch.inference_mode()
+    def advance(self, jobs: Sequence[Job]) -> None:
         for job, predictions in zip(jobs, self.model.predict(jobs), strict=True):
             job.advance(predictions)
-        return self.hand_over()
 
     def pick(self) -> list[Job]:
         return self.jobs[: self.max_jobs]

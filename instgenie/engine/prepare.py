@@ -4,6 +4,9 @@ Noise is drawn on the CPU, so that a result depends neither on the device nor on
 """
 
 import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +19,40 @@ from instgenie.models.model import Model, pack_latents
 from instgenie.picture import check_edit, resize_mask, resize_picture, working_size
 from instgenie.types import Edit, PixelMask, Pixels
 
+MAX_KNOWN = 64
+
+
+class Known:
+    """What was encoded lately, the templates and the prompts; the longest unused goes first."""
+
+    def __init__(self, max_items: int = MAX_KNOWN) -> None:
+        self.max_items = max_items
+        self._items: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def recall(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._items:
+            self._items[key] = make()
+        self._items.move_to_end(key)
+        if len(self._items) > self.max_items:
+            self._items.popitem(last=False)
+        return self._items[key]
+
 
 @torch.inference_mode()
-def prepare(edit: Edit, model: Model) -> Job:
+def prepare(edit: Edit, model: Model, known: Known | None = None) -> Job:
     check_edit(edit)
     size = choose_size(edit, model)
-    return make_job(edit, resize_mask(edit.mask, size), size, model)
+    return make_job(edit, resize_mask(edit.mask, size), size, model, known)
 
 
-def make_job(edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model) -> Job:
+def make_job(edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model, known: Known | None = None) -> Job:
     """The mask is of the size the model works at."""
+    known = known or Known()
     grid = size[0] // model.patch, size[1] // model.patch
     picture = picture_tensor(resize_picture(edit.picture, size)).to(model.device)
-    template = Template(encode(picture, model), draw_noise(template_seed(edit.picture, size), grid, model))
+    seed = template_seed(edit.picture, size)
+    template = known.recall(("template", seed), lambda: Template(encode(picture, model), draw_noise(seed, grid, model)))
+    prompts = edit.prompt, edit.negative_prompt if model.guidance_scale(edit) > 1 else None
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
     start = schedule.start(template.clean, draw_noise(edit.seed, grid, model))
@@ -38,7 +62,7 @@ def make_job(edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model) -
         template=template,
         masked=masked,
         conditioning=condition(picture, mask, masked, template, model),
-        branches=model.branches(edit, grid),
+        branches=known.recall(("prompts", prompts, grid), lambda: model.branches(edit, grid)),
         scale=model.guidance_scale(edit),
         schedule=schedule,
         latents=torch.where(masked, start, template.at(0, schedule)),

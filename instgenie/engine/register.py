@@ -18,7 +18,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from instgenie.activations import NUM_PARTS, Activations, Key, Kind, Span, digest, join, split_steps
+from instgenie.activations import NUM_PARTS, Activations, Joining, Key, Kind, Span, digest, split_steps
 from instgenie.batch import Job
 from instgenie.cache.disk import DiskTier
 from instgenie.engine.prepare import choose_size, make_job
@@ -52,8 +52,10 @@ def register(
     check_registration(kind, num_steps_at_once)
     spans = split_steps(edit.steps, num_steps_at_once)
     seen = told(observe(edit, model, kind, spans, prompt, isolated), 0, edit.steps, on_step)
-    key = replace(make_key(edit, model, kind), prompt=prompt, isolated=isolated)
-    return join(key, model.units, num_tokens(edit, model), edit.steps, seen, model.device)
+    joining = start_joining(replace(make_key(edit, model, kind), prompt=prompt, isolated=isolated), edit, model)
+    for span in seen:
+        joining.add(span)
+    return joining.activations
 
 
 def register_on_disk(
@@ -87,10 +89,11 @@ def load_from_disk(tier: DiskTier, key: Key, edit: Edit, model: Model) -> Activa
     try:
         check_room(tier.num_bytes(key), model)
         with tier.pin(key), memory_guard("the template"):
-            loaded = [span for steps in spans if (span := tier.load(key, steps))]
-            if len(loaded) < len(spans):
-                return None
-            return join(key, model.units, num_tokens(edit, model), edit.steps, loaded, model.device)
+            joining = start_joining(key, edit, model)
+            for steps in spans:
+                if span := tier.load(key, steps):
+                    joining.add(span)
+            return joining.activations if joining.done else None
     except (CacheError, OutOfMemoryError) as error:
         logger.warning("the template's activations are not used: %s", error)
         return None
@@ -111,15 +114,22 @@ def observe(
     """What a template leaves behind, a pass for each span."""
     if not spans:
         return
-    size = choose_size(edit, model)
-    job = make_job(edit, np.zeros(size, dtype=np.bool_), size, model)
-    job = replace(job, branches=model.template_branches(job.grid, prompt, isolated))
+    job = template_job(edit, model, prompt, isolated)
     for steps in spans:
-        jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in steps]
-        yield observe_span(jobs, model, kind, steps)
+        yield observe_span(job, model, kind, steps)
 
 
-def observe_span(jobs: Sequence[Job], model: Model, kind: Kind, steps: range) -> Span:
+@torch.inference_mode()
+def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = False) -> Job:
+    """The job whose steps a registration takes."""
+    size = choose_size(edit, model)
+    job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
+    return replace(job, branches=model.template_branches(job.grid, prompt, isolated))
+
+
+@torch.inference_mode()
+def observe_span(job: Job, model: Model, kind: Kind, steps: range) -> Span:
+    jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in steps]
     rows: list[Tensor] = []
 
     def keep(seen: Tensor) -> None:
@@ -129,6 +139,22 @@ def observe_span(jobs: Sequence[Job], model: Model, kind: Kind, steps: range) ->
     time = model.observe_time(jobs)
     model.observe(jobs, kind, keep)
     return Span(steps, tuple(rows), time)
+
+
+class Registration:
+    """A template on its way to its activations, one span at a time."""
+
+    def __init__(self, key: Key, job: Job, model: Model) -> None:
+        self.job, self.model = job, model
+        self.joining = Joining(key, model.units, len(job.masked), job.num_steps, model.device)
+        self.spans = split_steps(job.num_steps, NUM_STEPS_AT_ONCE)
+
+    def advance(self) -> None:
+        self.joining.add(observe_span(self.job, self.model, self.joining.key.kind, self.spans.pop(0)))
+
+
+def start_joining(key: Key, edit: Edit, model: Model) -> Joining:
+    return Joining(key, model.units, num_tokens(edit, model), edit.steps, model.device)
 
 
 def told(spans: Iterator[Span], num_done: int, num_steps: int, on_step: OnStep | None) -> Iterator[Span]:

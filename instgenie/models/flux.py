@@ -100,7 +100,7 @@ def embed_time(transformer: FluxTransformer2DModel, batch: Batch) -> Tensor:
 def embed_positions(transformer: FluxTransformer2DModel, num_text: int, grid: tuple[int, int]) -> Tensor:
     """Rotary table of one branch [text tokens + image tokens, head channels / 2] as unit complex numbers."""
     num_rows, num_columns = grid
-    positions = torch.zeros(num_text + num_rows * num_columns, 3, device=transformer.device)
+    positions = torch.zeros(num_text + num_rows * num_columns, 3, device=transformer.context_embedder.weight.device)
     positions[num_text:, 1] = torch.arange(num_rows).repeat_interleave(num_columns)
     positions[num_text:, 2] = torch.arange(num_columns).repeat(num_rows)
     cos, sin = transformer.pos_embed(positions)  # each value stands twice, for the real and the imaginary channel

@@ -60,8 +60,9 @@ class FluxModel(Model):
     def guidance_scale(self, edit: Edit) -> float:
         return edit.true_guidance
 
-    def embedded_guidance(self, edit: Edit) -> float:
-        return float(edit.guidance) if self.transformer.config.guidance_embeds else 0.0
+    @property
+    def embeds_guidance(self) -> bool:
+        return bool(self.transformer.config.guidance_embeds)
 
     def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
         prompts = (edit.prompt, edit.negative_prompt) if self.guidance_scale(edit) > 1 else (edit.prompt,)

@@ -1,6 +1,7 @@
 """From a name to a model on a device, through diffusers. Knows what is supported; runs no model."""
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from diffusers import (
     PNDMScheduler,
     UNet2DConditionModel,
 )
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from instgenie.errors import ModelError
 from instgenie.models.dummy import PREFIX, Recipe, count_dummy, find_recipe, make_parts
@@ -47,28 +48,68 @@ UNET_OPTIONS: dict[str, tuple[object, ...]] = {  # of the config, and what each 
 }
 
 
-def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Model:
+def load(
+    name: str = "builtin", device: str = "auto", dtype: str = "auto", weights: frozenset[str] | None = None
+) -> Model:
+    """A process that runs only some parts of a model names those whose weights it needs: the others have a shape and no
+    weights, but for what prompts go through on their way into the network."""
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     facts = {"name": name, "device": chosen_device, "dtype": chosen_dtype}
     if name.startswith(PREFIX):
-        return make_dummy(find_recipe(name), facts)
+        return make_dummy(find_recipe(name), facts, weights)
     folder = find_folder(name)
     pipeline = check_index(folder)
-    check_memory(name, count_parameters(folder, pipeline) * chosen_dtype.itemsize, chosen_device)
+    if weights is None:
+        check_memory(name, count_parameters(folder, pipeline) * chosen_dtype.itemsize, chosen_device)
     with memory_guard(f"the model {name!r}"), quiet():
-        loaded = load_pipeline(pipeline, folder, chosen_device, chosen_dtype)
+        hollow = {part: make_hollow(folder, part, chosen_dtype) for part in hollow_parts(pipeline, weights)}
+        loaded = load_pipeline(pipeline, folder, chosen_device, chosen_dtype, hollow)
     parts = {part: loaded.components[part] for part in PIPELINES[pipeline]}
     if "unet" in parts:
         return make_unet(parts, facts, empty_is_zero=loaded.config.get("force_zeros_for_empty_prompt", False))
     return make_flux(pipeline, parts, facts, is_builtin=folder.resolve() == BUILTIN.resolve())
 
 
-def make_dummy(recipe: Recipe, facts: dict[str, Any]) -> Model:
+def hollow_parts(pipeline: str, weights: frozenset[str] | None) -> list[str]:
+    parts = [part for part in PIPELINES[pipeline] if part in WEIGHTS]
+    return [part for part in parts if weights is not None and part not in weights]
+
+
+def make_hollow(folder: Path, part: str, dtype: torch.dtype) -> Any:
+    """A part without weights, but for those of a Flux transformer that embed the prompt."""
+    index = json.loads((folder / "model_index.json").read_text())
+    library, kind = index[part]
+    cls = getattr({"diffusers": diffusers, "transformers": transformers}[library], kind)
+    with torch.device("meta"):
+        hollow: Any = (
+            cls.from_config(cls.load_config(folder / part))
+            if library == "diffusers"
+            else cls(cls.config_class.from_pretrained(folder / part))
+        )
+    hollow.to(dtype)
+    if part == "transformer":
+        hollow.context_embedder.load_state_dict(read_weights(folder / part, "context_embedder."), assign=True)
+        hollow.context_embedder.to(dtype)
+    return hollow
+
+
+def read_weights(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    return found
+
+
+def make_dummy(recipe: Recipe, facts: dict[str, Any], weights: frozenset[str] | None) -> Model:
     name, device, dtype = facts["name"], facts["device"], facts["dtype"]
     check_memory(name, count_dummy(recipe) * dtype.itemsize, device)
     with memory_guard(f"the model {name!r}"), quiet():
         parts = make_parts(recipe, device, dtype)
+    for part in hollow_parts(recipe.pipeline, weights):
+        empty(parts[part])
     if "unet" in parts:
         return make_unet(parts, facts, empty_is_zero=True)
     return make_flux(recipe.pipeline, parts, facts)
@@ -138,21 +179,37 @@ def quiet() -> Iterator[None]:
                 library.enable_progress_bar()
 
 
-def load_pipeline(pipeline: str, folder: Path, device: torch.device, dtype: torch.dtype) -> diffusers.DiffusionPipeline:
+def empty(part: torch.nn.Module) -> None:
+    for name, child in part.named_children():
+        if name != "context_embedder":
+            child.to("meta")
+
+
+def load_pipeline(
+    pipeline: str, folder: Path, device: torch.device, dtype: torch.dtype, hollow: dict[str, torch.nn.Module]
+) -> diffusers.DiffusionPipeline:
     unused = {} if pipeline.startswith("Flux") else dict.fromkeys(UNUSED[pipeline.startswith("StableDiffusionXL")])
     try:
         loaded = getattr(diffusers, pipeline).from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True, **unused
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True, **unused, **hollow
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
         raise ModelError(f"{folder} does not load as a {pipeline}: {shorten(str(error), 300)}") from error
-    loaded.to(device)
     for part in PIPELINES[pipeline]:
         if part in WEIGHTS:
             loaded.components[part].eval().requires_grad_(False)
+            move(loaded.components[part], device)
     return loaded
+
+
+def move(part: torch.nn.Module, device: torch.device) -> None:
+    """All of it that has weights."""
+    if all(not parameter.is_meta for parameter in part.parameters()):
+        part.to(device)
+    elif hasattr(part, "context_embedder"):
+        part.context_embedder.to(device)
 
 
 def check_flow_scheduler(name: str, scheduler: object) -> None:

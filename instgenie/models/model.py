@@ -97,9 +97,14 @@ class Model(ABC):
     def guidance_scale(self, edit: Edit) -> float:
         """Of classifier-free guidance; above 1 an edit has two branches."""
 
+    @property
     @abstractmethod
+    def embeds_guidance(self) -> bool:
+        """Whether the guidance of an edit enters the network."""
+
     def embedded_guidance(self, edit: Edit) -> float:
         """The guidance that enters the network; 0 where none does."""
+        return float(edit.guidance) if self.embeds_guidance else 0.0
 
     @abstractmethod
     def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:

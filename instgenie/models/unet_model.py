@@ -65,8 +65,9 @@ class UnetModel(Model):
     def guidance_scale(self, edit: Edit) -> float:
         return edit.true_guidance if edit.true_guidance > 1 else edit.guidance
 
-    def embedded_guidance(self, edit: Edit) -> float:
-        return 0.0
+    @property
+    def embeds_guidance(self) -> bool:
+        return False
 
     def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
         positive = self.branch(edit.prompt)

@@ -1,0 +1,269 @@
+"""Load on a running server and what it makes of it: throughput, latencies, deadlines kept. Knows HTTP; nothing of how
+the server works.
+
+The deadline of an edit is `slo_scale` times what an edit takes alone, measured one by one before the load begins. With
+`--compare` three servers take turns: ours, one that batches statically and computes everything, one that runs one
+edit after the other.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from instgenie.bench.load import Arrival, draw_load, make_mask, make_picture, read_ratios
+from instgenie.errors import ServeError
+
+NUM_ALONE = 3
+TIMEOUT = 1800.0
+TABLE_WIDTH = 110
+SYSTEMS = {  # flags of the servers that --compare starts
+    "instgenie": ["--batching", "continuous"],
+    "static batches, dense": ["--batching", "static", "--no-reuse"],
+    "one by one, dense": ["--batching", "naive", "--no-reuse"],
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, the same for every server."""
+
+    num_prompts: int
+    request_rate: float
+    max_concurrency: int
+    seed: int
+    mask_ratios: str
+    slo_scale: float
+    num_templates: int
+    size: tuple[int, int]
+    steps: int | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One edit, as its client saw it."""
+
+    latency: float
+    mask_ratio: float
+    error: str  # empty if there is none
+
+
+@dataclass(frozen=True)
+class Row:
+    system: str
+    num_finished: int
+    num_failed: int
+    duration_s: float
+    throughput: float  # edits a second
+    mean_s: float
+    median_s: float
+    p90_s: float
+    p95_s: float
+    p99_s: float
+    slo_attainment: float
+    alone_s: float
+    mask_ratio: float
+
+
+def bench_serve(plan: Plan, base_url: str, api_key: str | None, json_path: Path | None) -> None:
+    rows = [asyncio.run(measure("server", plan, base_url, api_key))]
+    report(rows, plan, json_path)
+
+
+def compare(plan: Plan, model: str, device: str, json_path: Path | None) -> None:
+    rows = []
+    for system, flags in SYSTEMS.items():
+        with started(model, device, plan.num_prompts, flags) as base_url:
+            rows.append(asyncio.run(measure(system, plan, base_url, None)))
+    report(rows, plan, json_path)
+
+
+@contextmanager
+def started(model: str, device: str, max_queue: int, flags: Sequence[str]) -> Iterator[str]:
+    """The address of a server of our own, for as long as the block runs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "instgenie", "serve", model, "--device", device, "--port", port]
+    command += ["--max-queue", str(max(64, max_queue)), "--log-format", "text", *flags]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("INSTGENIE_")}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}", process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_until_ready(base_url: str, process: subprocess.Popen[bytes]) -> None:
+    with Console(stderr=True).status("loading the model"):
+        while process.poll() is None:
+            try:
+                if httpx.get(f"{base_url}/ready", trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+    raise ServeError(f"the server ended with {process.returncode} before it was ready: run it by hand to see why")
+
+
+async def measure(system: str, plan: Plan, base_url: str, api_key: str | None) -> Row:
+    ratios = read_ratios(plan.mask_ratios)
+    load = draw_load(plan.num_prompts, plan.request_rate, plan.num_templates, ratios, plan.seed)
+    pictures = [make_picture(plan.seed + index, plan.size) for index in range(plan.num_templates)]
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=base_url, headers=headers, timeout=TIMEOUT, limits=limits, trust_env=False
+    ) as client:
+        bench = Bench(client, plan, pictures)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            await bench.check()
+            task = progress.add_task(f"{system}: templates", total=len(pictures))
+            for picture in pictures:
+                await bench.register(picture)
+                progress.advance(task)
+            alone = await bench.alone(ratios)
+            task = progress.add_task(f"{system}: edits", total=len(load))
+            start = time.perf_counter()
+            answers = await bench.run(load, lambda: progress.advance(task))
+            return make_row(system, answers, time.perf_counter() - start, alone, plan.slo_scale)
+
+
+class Bench:
+    def __init__(self, client: httpx.AsyncClient, plan: Plan, pictures: Sequence[bytes]) -> None:
+        self.client = client
+        self.plan = plan
+        self.pictures = pictures
+        self.places = asyncio.Semaphore(plan.max_concurrency)
+
+    async def check(self) -> None:
+        try:
+            answer = await self.client.get("/v1/models")
+        except httpx.TransportError as failed:
+            raise ServeError(f"{self.client.base_url} cannot be reached: {failed}") from None
+        if answer.status_code != 200:
+            raise ServeError(f"{self.client.base_url} answers {answer.status_code}: {error_text(answer)}")
+
+    async def register(self, picture: bytes) -> None:
+        """As a service does with the pictures it offers; a server that keeps no activations says no, and that is
+        fine."""
+        answer = await self.client.post("/v1/templates", files={"image": picture}, data=self.fields())
+        if answer.status_code != 201:
+            return
+        name = answer.json()["id"]
+        for _ in range(int(TIMEOUT * 10)):
+            status = await self.client.get(f"/v1/templates/{name}")
+            if status.status_code != 200 or status.json()["state"] in ("ready", "failed"):
+                return
+            await asyncio.sleep(0.1)
+
+    async def alone(self, ratios: Sequence[float]) -> float:
+        """Seconds of an edit that meets an idle server, in the mean."""
+        ratio = float(np.median(ratios))
+        arrivals = [Arrival(0.0, index % len(self.pictures), ratio, index) for index in range(NUM_ALONE + 1)]
+        answers = [await self.edit(arrival) for arrival in arrivals]
+        if answers[-1].error:
+            raise ServeError(f"an edit failed: {answers[-1].error}")
+        return statistics.mean(answer.latency for answer in answers[1:])  # the first warms up
+
+    async def run(self, load: Sequence[Arrival], on_answer: Any) -> list[Answer]:
+        start = time.perf_counter()
+
+        async def send(arrival: Arrival) -> Answer:
+            await asyncio.sleep(arrival.at - (time.perf_counter() - start))
+            arrived = time.perf_counter()
+            async with self.places:
+                answer = await self.edit(arrival, arrived)
+            on_answer()
+            return answer
+
+        return list(await asyncio.gather(*(send(arrival) for arrival in load)))
+
+    async def edit(self, arrival: Arrival, arrived: float | None = None) -> Answer:
+        """Latency counts from the arrival, waiting for a place included."""
+        files = {
+            "image": self.pictures[arrival.picture],
+            "mask": make_mask(arrival.mask_ratio, arrival.seed, self.plan.size),
+        }
+        fields = self.fields() | {"prompt": "a photo of a flower", "seed": str(arrival.seed)}
+        start = time.perf_counter() if arrived is None else arrived
+        try:
+            answer = await self.client.post("/v1/images/edits", files=files, data=fields)
+        except httpx.TransportError as failed:
+            return Answer(time.perf_counter() - start, arrival.mask_ratio, str(failed) or type(failed).__name__)
+        error = "" if answer.status_code == 200 else f"{answer.status_code} {error_text(answer)}"
+        return Answer(time.perf_counter() - start, arrival.mask_ratio, error)
+
+    def fields(self) -> dict[str, str]:
+        return {} if self.plan.steps is None else {"num_inference_steps": str(self.plan.steps)}
+
+
+def error_text(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200]
+
+
+def make_row(system: str, answers: Sequence[Answer], duration: float, alone: float, slo_scale: float) -> Row:
+    finished = [answer for answer in answers if not answer.error]
+    latencies = [answer.latency for answer in finished] or [float("nan")]
+    p90, p95, p99 = np.quantile(latencies, (0.9, 0.95, 0.99))
+    in_time = sum(answer.latency <= slo_scale * alone for answer in finished)
+    return Row(
+        system=system,
+        num_finished=len(finished),
+        num_failed=len(answers) - len(finished),
+        duration_s=round(duration, 3),
+        throughput=round(len(finished) / duration, 3),
+        mean_s=round(statistics.mean(latencies), 3),
+        median_s=round(statistics.median(latencies), 3),
+        p90_s=round(float(p90), 3),
+        p95_s=round(float(p95), 3),
+        p99_s=round(float(p99), 3),
+        slo_attainment=round(in_time / len(answers), 3),
+        alone_s=round(alone, 3),
+        mask_ratio=round(statistics.mean(answer.mask_ratio for answer in answers), 3),
+    )
+
+
+def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
+    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    table = Table(title=f"{plan.num_prompts} edits, {plan.request_rate:g}/s, masks {plan.mask_ratios}, {machine}")
+    columns = ("edits/s", "mean s", "median", "P90", "P95", "P99", "SLO", "alone s", "mask ratio", "failed")
+    table.add_column("system", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        figures = (row.throughput, row.mean_s, row.median_s, row.p90_s, row.p95_s, row.p99_s)
+        table.add_row(
+            row.system,
+            *(f"{figure:.2f}" for figure in figures),
+            f"{row.slo_attainment:.0%}",
+            f"{row.alone_s:.2f}",
+            f"{row.mask_ratio:.2f}",
+            str(row.num_failed),
+        )
+    console = Console()
+    console.print(table, width=max(console.width, TABLE_WIDTH), crop=False, soft_wrap=True)
+    if json_path:
+        content = {"machine": machine, "plan": asdict(plan), "rows": [asdict(row) for row in rows]}
+        json_path.write_text(json.dumps(content, indent=2).replace("Infinity", '"inf"') + "\n")

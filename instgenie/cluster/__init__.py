@@ -1,0 +1,1 @@
+"""Many processes as one: orders go in, events come out."""

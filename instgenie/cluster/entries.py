@@ -1,0 +1,108 @@
+"""Accepted work on its way: each entry is kept, with all it takes to do it again, until it is answered. Knows stages;
+no process and no socket."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from instgenie.cluster.orders import Event, Order
+from instgenie.router import Work
+from instgenie.types import Pixels
+from instgenie.wire import Denoised, Frame, Prepared
+
+Stage = Literal["prepare", "gather", "park", "denoise", "finish"]
+MAX_DEATHS = 3  # of processes that held an entry at one stage, before it is taken for the cause
+
+
+@dataclass(frozen=True, eq=False)
+class Registering:
+    """A template to register."""
+
+    tenant: str
+    picture: Pixels
+    steps: int
+    guidance: float
+
+
+@dataclass(eq=False)
+class Entry:
+    id: str
+    number: int  # the oldest has the lowest
+    order: Order | Registering
+    work: Work
+    group: list["Entry"]  # what joins a batch together; itself among them
+    worker: int = 0
+    stage: Stage = "prepare"
+    attempt: int = 1
+    num_deaths: int = 0  # of processes that held it at this stage
+    template: str | None = None  # whose activations it uses: decided once, so that every attempt gives the same picture
+    is_running: bool = False
+    is_urgent: bool = False  # a template that an edit waits for
+    step: int = 0
+    prepared: Prepared | None = None
+    tensors: Sequence[Frame] = ()  # of the prepared job
+    denoised: Denoised | None = None
+    latents: Sequence[Frame] = ()
+    position: int = -1  # last told
+    accepted_at: float = field(default_factory=time.monotonic)
+    events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)  # None: no more will come
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what kills the processes that hold it."""
+        return self.num_deaths >= MAX_DEATHS - 1
+
+    @property
+    def is_waiting(self) -> bool:
+        return isinstance(self.order, Order) and not self.is_running and self.stage != "finish"
+
+    @property
+    def num_steps(self) -> int:
+        return self.prepared.num_steps if self.prepared else self.work.num_steps
+
+    @property
+    def edit(self) -> Order:
+        assert isinstance(self.order, Order)
+        return self.order
+
+    @property
+    def num_masked_tokens(self) -> int:
+        return self.prepared.num_masked_tokens if self.prepared else self.work.num_masked_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Of a step."""
+        num_tokens = self.prepared.num_tokens if self.prepared else self.work.num_tokens
+        return self.num_masked_tokens if self.template else num_tokens
+
+    def move(self, stage: Stage) -> None:
+        self.stage, self.num_deaths = stage, 0
+
+    def lose(self) -> None:
+        """The process that held it is gone."""
+        self.attempt += 1
+        self.num_deaths += 1
+        self.is_running, self.step = False, 0
+
+
+class Ticket:
+    """What a client holds while its order is worked on."""
+
+    def __init__(self, entry: Entry, cancel: Callable[[Entry], None]) -> None:
+        self._entry = entry
+        self._cancel = cancel
+
+    @property
+    def id(self) -> str:
+        return self._entry.id
+
+    def cancel(self) -> None:
+        """Takes effect at the next step; no further event comes."""
+        self._cancel(self._entry)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Ends with Finished or Failed, unless it was cancelled."""
+        while (event := await self._entry.events.get()) is not None:
+            yield event

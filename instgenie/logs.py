@@ -1,0 +1,34 @@
+"""Logs as JSON lines on stderr: time, level, logger, message, and the fields an entry was given."""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonFormatter(logging.Formatter):
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+        self.fields = fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {"time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "logger": record.name}
+        line |= self.fields | {"message": record.getMessage()}
+        line |= {name: value for name, value in vars(record).items() if name not in PLAIN}
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_to_stderr(level: str = "INFO", **fields: Any) -> None:
+    """Every line carries the fields."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(**fields))
+    logger = logging.getLogger("instgenie")
+    logger.handlers = [handler]
+    logger.setLevel(level)
+    logger.propagate = False

@@ -1,0 +1,130 @@
+"""Which worker gets an edit. Arithmetic over loads: no sockets, no processes, no clock.
+
+The cost of a step is a line over the tokens it computes. A worker's jobs take their steps together, so the line's
+constant is paid once per step, however many jobs share it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Policy = Literal["mask_aware", "tokens", "requests", "round_robin"]
+
+SECONDS_PER_STEP = 0.01
+SECONDS_PER_TOKEN = 1e-5
+MEMORY = 0.98  # of a measured step, after one more
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an edit asks of a worker."""
+
+    num_steps: int
+    num_tokens: int
+    num_masked_tokens: int
+    template: str | None = None  # whose activations save the unmasked tokens, where they are
+
+
+class Pace:
+    """Seconds of a step, as a line over its computed tokens: a fit to what was measured, old steps fading out. Two
+    made-up steps stand for what is not yet known."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        for num_tokens in (0, 1000):
+            self.measure(num_tokens, SECONDS_PER_STEP + SECONDS_PER_TOKEN * num_tokens)
+
+    def measure(self, num_tokens: int, seconds: float) -> None:
+        self._weight = MEMORY * self._weight + 1
+        self._x = MEMORY * self._x + num_tokens
+        self._y = MEMORY * self._y + seconds
+        self._xx = MEMORY * self._xx + num_tokens * num_tokens
+        self._xy = MEMORY * self._xy + num_tokens * seconds
+        spread = self._weight * self._xx - self._x * self._x
+        slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-9 * self._xx else 0.0
+        mean = self._y / self._weight
+        # neither more tokens nor more steps save time: what noise says otherwise is cut off
+        self.per_token = min(max(slope, 0.0), mean * self._weight / self._x if self._x else 0.0)
+        self.per_step = max(mean - self.per_token * self._x / self._weight, 0.0)
+
+    def seconds(self, num_steps: float, num_token_steps: float) -> float:
+        return num_steps * self.per_step + num_token_steps * self.per_token
+
+
+@dataclass
+class Load:
+    """What a worker still has to do. Sums are kept, so that a choice looks at every worker once."""
+
+    worker: int
+    max_batch_size: int
+    pace: Pace = field(default_factory=Pace)
+    templates: set[str] = field(default_factory=set)
+    num_edits: int = 0
+    num_steps: int = 0  # over all edits
+    num_token_steps: int = 0  # over all edits
+    _left: dict[str, tuple[int, int]] = field(default_factory=dict)  # of each edit: steps, tokens of a step
+
+    def add(self, edit: str, num_steps: int, num_tokens: int) -> None:
+        """Or what is left of it now, if it is there already."""
+        self.remove(edit)
+        self._left[edit] = num_steps, num_tokens
+        self.num_edits += 1
+        self.num_steps += num_steps
+        self.num_token_steps += num_steps * num_tokens
+
+    def step(self, edit: str) -> None:
+        if edit in self._left:
+            num_steps, num_tokens = self._left[edit]
+            self.add(edit, max(num_steps - 1, 0), num_tokens)
+
+    def remove(self, edit: str) -> None:
+        if edit in self._left:
+            num_steps, num_tokens = self._left.pop(edit)
+            self.num_edits -= 1
+            self.num_steps -= num_steps
+            self.num_token_steps -= num_steps * num_tokens
+
+    @property
+    def seconds(self) -> float:
+        """Until all of it is done."""
+        return self.pace.seconds(self.num_steps / self.max_batch_size, self.num_token_steps)
+
+    def tokens_of(self, work: Work) -> int:
+        """That a step of it computes here."""
+        return work.num_masked_tokens if work.template in self.templates else work.num_tokens
+
+
+def predicted_finish(work: Work, load: Load) -> float:
+    """Seconds until the edit would be done: what is there already and the edit itself, sharing the steps."""
+    num_steps = max(work.num_steps, (load.num_steps + work.num_steps) / load.max_batch_size)
+    return load.pace.seconds(num_steps, load.num_token_steps + work.num_steps * load.tokens_of(work))
+
+
+def fewest_tokens(work: Work, load: Load) -> float:
+    return load.num_token_steps + work.num_steps * work.num_tokens
+
+
+def fewest_requests(work: Work, load: Load) -> float:
+    return load.num_edits
+
+
+COSTS: Mapping[str, Callable[[Work, Load], float]] = {
+    "mask_aware": predicted_finish,
+    "tokens": fewest_tokens,
+    "requests": fewest_requests,
+}
+
+
+class Router:
+    def __init__(self, policy: Policy = "mask_aware") -> None:
+        self.policy = policy
+        self._turn = 0
+
+    def choose(self, work: Work, loads: Sequence[Load]) -> int:
+        """The worker of the cheapest load; of equals, the one that has waited longest for its turn."""
+        self._turn += 1
+        turned = [loads[(self._turn + place) % len(loads)] for place in range(len(loads))]
+        if self.policy == "round_robin":
+            return turned[0].worker
+        cost = COSTS[self.policy]
+        return min(turned, key=lambda load: cost(work, load)).worker

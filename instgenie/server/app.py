@@ -1,0 +1,40 @@
+"""Puts routes, errors, document and gate together into one ASGI application."""
+
+from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from instgenie.server import openai, operators, templates
+from instgenie.server.errors import ApiError, add_error_handlers, error_response
+from instgenie.server.gate import Gate
+from instgenie.server.schema import add_schema
+from instgenie.server.service import Service
+
+ABOUT = "Mask-guided image editing behind OpenAI's images API. What is outside the mask stays bit-identical."
+
+
+def make_app(service: Service, version: str) -> ASGIApp:
+    app = FastAPI(title="InstGenIE", version=version, description=ABOUT, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False
+    app.state.service = service
+    for router in (openai.router, templates.router, operators.router):
+        app.include_router(router)
+    add_error_handlers(app)
+    app.add_exception_handler(Exception, on_bug)
+    add_schema(app, needs_key=bool(service.config.api_keys))
+    gate = Gate(app, service)
+    if not service.config.allowed_origins:
+        return gate
+    # outside the gate, so that a browser may read what the gate refuses
+    return CORSMiddleware(
+        gate,
+        allow_origins=service.config.allowed_origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, "The server failed; its log has the details.", "internal_error"))

@@ -1,0 +1,145 @@
+"""Reads request bodies from strangers: bytes counted as they come, slow senders cut off. Knows HTTP; not what a field
+means.
+
+Two limits hold the memory: one for each body, one for all that are being read or worked on. Content-Length is used
+only to refuse early; what counts is what arrives.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+
+from instgenie.server.errors import ApiError, bad, busy, echo, gone
+
+MAX_FIELDS = 64
+MAX_FILES = 20
+MAX_TEXT_PART = 256 * 1024
+
+
+@dataclass
+class Form:
+    """What came, by field name, in order; multipart values are text or bytes, JSON values anything."""
+
+    values: dict[str, list[Any]] = field(default_factory=dict)
+    is_json: bool = False
+
+    def add(self, name: str, value: Any) -> None:
+        self.values.setdefault(name, []).append(value)
+
+
+class Intake:
+    """All bodies at hand, and the limits they share."""
+
+    def __init__(self, max_body: int, max_bodies: int, timeout: float) -> None:
+        self.max_body = max_body
+        self.max_bodies = max_bodies
+        self.timeout = timeout
+        self.num_bytes = 0
+
+    @asynccontextmanager
+    async def form(self, request: Request) -> AsyncIterator[Form]:
+        """The body as a form; its bytes count as taken until the block is left."""
+        body = Body(self, request)
+        try:
+            async with asyncio.timeout(self.timeout):
+                form = await body.form()
+        except TimeoutError:
+            raise ApiError(408, f"The body did not arrive within {self.timeout:g} s.", "body_timeout") from None
+        except ClientDisconnect:
+            raise gone() from None
+        else:
+            yield form
+        finally:
+            self.num_bytes -= body.num_bytes
+
+
+class Body:
+    def __init__(self, intake: Intake, request: Request) -> None:
+        self.intake = intake
+        self.request = request
+        self.num_bytes = 0
+
+    async def form(self) -> Form:
+        declared = self.request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self.intake.max_body:
+            self.refuse()
+        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "multipart/form-data":
+            return await self.multipart()
+        if kind == "application/json":
+            return await self.json()
+        raise ApiError(
+            415,
+            f"The content type is {echo(kind)}: multipart/form-data or application/json is expected.",
+            "unsupported_content_type",
+        )
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        async for chunk in self.request.stream():
+            self.num_bytes += len(chunk)
+            self.intake.num_bytes += len(chunk)
+            if self.num_bytes > self.intake.max_body:
+                self.refuse()
+            if self.intake.num_bytes > self.intake.max_bodies:
+                raise busy("The server is reading too many uploads.", 1, "too_many_uploads")
+            yield chunk
+
+    def refuse(self) -> NoReturn:
+        limit = self.intake.max_body
+        raise ApiError(413, f"The body is too large: at most {limit:,} bytes are accepted.", "body_too_large")
+
+    async def multipart(self) -> Form:
+        parser = Parser(
+            self.request.headers, self.chunks(), max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_PART
+        )
+        try:
+            parts = await parser.parse()
+        except MultiPartException as broken:
+            raise ApiError(400, describe(broken), "invalid_multipart") from None
+        except (UnicodeError, ValueError, IndexError, KeyError):
+            raise ApiError(400, "The body is not valid multipart/form-data.", "invalid_multipart") from None
+        form = Form()
+        for name, part in parts.multi_items():
+            form.add(name, await part.read() if isinstance(part, UploadFile) else part)
+        await parts.close()
+        return form
+
+    async def json(self) -> Form:
+        body = b"".join([chunk async for chunk in self.chunks()])
+        found = await asyncio.to_thread(parse_json, body)
+        return Form({name: [value] for name, value in found.items() if value is not None}, is_json=True)
+
+
+class Parser(MultiPartParser):
+    spool_max_size = sys.maxsize  # bodies are bounded, so files stay in memory and never meet a disk
+
+
+def describe(broken: MultiPartException) -> str:
+    if "Too many" in broken.message:
+        return f"The body has too many parts: at most {MAX_FILES} files and {MAX_FIELDS} fields are accepted."
+    if "exceeded" in broken.message:
+        return f"A text field is too large: at most {MAX_TEXT_PART:,} bytes are accepted."
+    return "The body is not valid multipart/form-data."
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(constant)
+
+    try:
+        found = json.loads(body, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "The body is not valid JSON.", "invalid_json") from None
+    if not isinstance(found, dict):
+        raise ApiError(400, "The body is not a JSON object.", "invalid_json")
+    if len(found) > MAX_FIELDS:
+        raise bad("body", f"The body has {len(found):,} fields: at most {MAX_FIELDS} are accepted.", "too_many_fields")
+    return found

@@ -1,0 +1,143 @@
+"""Everything `instgenie serve` can be told, and the one frozen tree it becomes. Knows names, ranges and what "auto"
+stands for on this machine; nothing changes a tree once it is made."""
+
+import ctypes
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instgenie.config import ClusterConfig
+from instgenie.decode import MAX_PIXELS
+from instgenie.errors import ConfigError
+from instgenie.options import AUTO, PREFIX, Option, auto_or, flag, one_of, read_options, real, text, whole
+from instgenie.server.log import LogFormat
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    host: str
+    port: int
+    api_keys: tuple[str, ...]
+    served_model_names: tuple[str, ...]
+    allowed_origins: tuple[str, ...]
+    max_body_bytes: int
+    max_pixels: int
+    decode_threads: int
+    body_timeout: float
+    shutdown_timeout: float
+    log_format: LogFormat
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    http: HttpConfig
+    cluster: ClusterConfig
+
+
+OPTIONS = (
+    Option("host", text, "127.0.0.1", "address to listen on (default 127.0.0.1; 0.0.0.0 = all)", "ADDRESS"),
+    Option("port", whole(0, 65535), 8000, "port to listen on (default 8000; 0 = a free one)"),
+    Option("api-key", text, (), "key that clients must send; may be given several times", "KEY", True, True),
+    Option("api-key-file", text, None, "file with one key per line", "FILE"),
+    Option("served-model-name", text, (), "name of the model to clients; may be given several times", "NAME", True),
+    Option("allowed-origins", text, (), "web origins whose pages may call this server, * = all", "ORIGIN", True),
+    Option("workers", auto_or(whole(1, 64)), AUTO, "number of workers (default: one for each GPU, or one)"),
+    Option("device", text, AUTO, "cpu, cuda, cuda:1, ... (default: the best there is)", "DEVICE"),
+    Option("dtype", text, AUTO, "numbers the model computes in (default: what suits the device)", "DTYPE"),
+    Option("max-batch-size", whole(1, 256), 8, "edits that take a step together on one worker (default 8)"),
+    Option("max-queue", whole(1, 100_000), 64, "edits that may wait; one more is refused (default 64)"),
+    Option("batching", one_of("continuous", "static", "naive"), "continuous",
+           "edits join a running batch at every step, or wait for it to finish, or run one by one", "HOW"),
+    Option("reuse", flag, True, "register templates, so that edits compute the masked tokens alone (default yes)"),
+    Option("routing", one_of("mask_aware", "tokens", "requests", "round_robin"), "mask_aware",
+           "what a worker is chosen by (default mask_aware)", "HOW"),
+    Option("cache-dir", text, None, "folder for activations on disk (default: none)", "FOLDER"),
+    Option("host-cache-gib", real(0, 65536), 16.0, "memory for activations, each worker (default 16)", "GIB"),
+    Option("max-body-mib", whole(1, 4096), 64, "largest request body (default 64)", "MIB"),
+    Option("max-megapixels", real(0.1, MAX_PIXELS / 1e6), 16.8, "largest picture (default 16.8)"),
+    Option("body-timeout", real(0.1, 3600), 60.0, "seconds in which a request body has to arrive (default 60)"),
+    Option("shutdown-timeout", real(0, 86400), 30.0, "seconds to finish accepted edits after SIGTERM (default 30)"),
+    Option("log-format", one_of("json", "text"), "json", "lines of JSON, or text for people (default json)", "FORM"),
+)  # fmt: skip
+MODEL = Option("model", text, "builtin", "a pipeline folder, a hub id, builtin (the default), or dummy:NAME", "MODEL")
+
+
+def read_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> ServeConfig:
+    named = flags.get("config") or environment.get(PREFIX + "CONFIG")
+    return make_config(read_options((MODEL, *OPTIONS), flags, environment, Path(named) if named else None))
+
+
+def make_config(values: Mapping[str, Any]) -> ServeConfig:
+    """Resolves what is auto."""
+    return ServeConfig(
+        HttpConfig(
+            host=values["host"],
+            port=values["port"],
+            api_keys=values["api_key"] + read_keys(values["api_key_file"]),
+            served_model_names=values["served_model_name"] or (short_name(values["model"]),),
+            allowed_origins=values["allowed_origins"],
+            max_body_bytes=values["max_body_mib"] * 2**20,
+            max_pixels=round(values["max_megapixels"] * 1e6),
+            decode_threads=min(4, os.cpu_count() or 1),
+            body_timeout=values["body_timeout"],
+            shutdown_timeout=values["shutdown_timeout"],
+            log_format=values["log_format"],
+        ),
+        ClusterConfig(
+            model=values["model"],
+            devices=choose_devices(values["device"], values["workers"]),
+            dtype=values["dtype"],
+            max_batch_size=values["max_batch_size"],
+            max_queue=values["max_queue"],
+            batching=values["batching"],
+            reuse=values["reuse"],
+            policy=values["routing"],
+            cache_dir=values["cache_dir"],
+            host_cache_bytes=round(values["host_cache_gib"] * GIB),
+        ),
+    )
+
+
+def read_keys(path: str | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"the file of keys {path} cannot be read") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"the file of keys {path} is empty: one key per line is expected")
+    return keys
+
+
+def short_name(model: str) -> str:
+    """A folder is not shown to clients, its name is."""
+    return Path(model).name if os.path.isdir(model) else model
+
+
+def choose_devices(device: str, num_workers: int | str) -> tuple[str, ...]:
+    """One for each worker."""
+    num_gpus = count_gpus() if device in (AUTO, "cuda") else 0
+    if device == AUTO:
+        device = "cuda" if num_gpus else "cpu"
+    if isinstance(num_workers, str):
+        num_workers = max(num_gpus, 1)
+    if device == "cuda" and num_gpus:
+        return tuple(f"cuda:{index % num_gpus}" for index in range(num_workers))
+    return (device,) * num_workers
+
+
+def count_gpus() -> int:
+    """Asks the driver, which takes milliseconds where torch takes seconds."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    num_gpus = ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(num_gpus))
+    return 0 if failed else num_gpus.value

@@ -1,0 +1,59 @@
+"""Connections of clients that are slow, stuck or silent. Knows sockets' pace; nothing of what is sent."""
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_TIMEOUT = 20.0  # for the head of a request to arrive in full
+STALL_TIMEOUT = 60.0  # without one byte of an answer taken
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which waits for ever for a head that does not come and a client that does not read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._head_timer, self._stall_timer):
+            if timer:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def _watch_head(self) -> None:
+        waits = self.conn.their_state is h11.IDLE
+        if waits and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self.transport.abort)
+        elif not waits and self._head_timer:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_stall(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall_timer:
+            self._stall_timer.cancel()
+
+    def _watch_stall(self, num_left: int) -> None:
+        def check() -> None:
+            if self.transport.get_write_buffer_size() >= num_left:
+                self.transport.abort()
+            else:
+                self._watch_stall(self.transport.get_write_buffer_size())
+
+        self._stall_timer = self.loop.call_later(STALL_TIMEOUT, check)

@@ -1,0 +1,144 @@
+"""Errors as clients of OpenAI's API expect them: `{"error": {"message", "type", "param", "code"}}`. Knows statuses; not
+routes. Texts are our own: no library's message, address or path reaches a client."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from instgenie.cluster.orders import Failed
+from instgenie.errors import InstGenieError, MaskError, PictureError
+
+MAX_ECHO = 100
+NO_RETRY = {"x-should-retry": "false"}
+
+
+class ApiError(Exception):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+class JsonResponse(Response):
+    """ASCII only: a lone surrogate that a client sent can be sent back."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, code, param)
+
+
+def busy(message: str, seconds: float, code: str) -> ApiError:
+    """Comes back by itself: the client waits and tries again."""
+    return ApiError(429, message, code, headers=retry_after(seconds))
+
+
+def closed(message: str, seconds: float, code: str) -> ApiError:
+    return ApiError(503, message, code, headers=retry_after(seconds))
+
+
+def not_found(what: str, name: str, code: str, param: str | None = None) -> ApiError:
+    return ApiError(404, f"The {what} {echo(name)} does not exist.", code, param)
+
+
+def gone() -> ApiError:
+    """Nobody reads it; it is what the log shows."""
+    return ApiError(499, "The client closed the connection.", "client_closed_request")
+
+
+def late(milliseconds: int) -> ApiError:
+    return ApiError(408, f"The deadline of {milliseconds} ms has passed.", "deadline_exceeded", "deadline_ms", NO_RETRY)
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    return {"retry-after": str(max(1, min(120, round(seconds))))}
+
+
+def from_user_error(error: InstGenieError) -> ApiError:
+    """The message of a typed error is ours and may be shown."""
+    param = "mask" if isinstance(error, MaskError) else "image" if isinstance(error, PictureError) else None
+    message = str(error)
+    return ApiError(400, message[:1].upper() + message[1:] + ".", "invalid_value", param)
+
+
+def from_failure(failed: Failed) -> ApiError:
+    match failed.kind:
+        case "bad_input":
+            return ApiError(400, failed.message, "invalid_value", failed.param)
+        case "deadline":
+            return ApiError(408, "The deadline has passed.", "deadline_exceeded", "deadline_ms", NO_RETRY)
+        case "out_of_memory":
+            return ApiError(503, "The edit does not fit into the worker's memory.", "out_of_memory", headers=NO_RETRY)
+        case "crashed":
+            return ApiError(500, "The worker that ran the edit stopped.", "worker_crashed")
+        case "internal":
+            return ApiError(500, "The edit failed inside the worker.", "internal_error")
+
+
+def echo(given: object) -> str:
+    """What a client sent, short and on one line."""
+    shown = repr(given)
+    return shown if len(shown) <= MAX_ECHO else shown[: MAX_ECHO - 3] + "..."
+
+
+def error_response(error: ApiError) -> JsonResponse:
+    return JsonResponse(error.body, error.status, error.headers)
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """Of all routes of the path; the framework names those of the first."""
+    paths = request.app.openapi()["paths"]
+    found = [name for name in paths if re.fullmatch(re.sub(r"\{\w+\}", ".+", name), request.url.path)]
+    return sorted({method.upper() for name in found for method in paths[name]}) or ["GET"]
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        route = f"{request.method} {echo(request.url.path)}"
+        message = {404: f"There is no route {route}.", 405: f"The route {route} is not allowed."}
+        text = message.get(error.status_code, "The request cannot be served.")
+        code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
+        headers = {"allow": ", ".join(allowed_methods(request))} if error.status_code == 405 else None
+        return error_response(ApiError(error.status_code, text, code, headers=headers))
+
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        place = [str(part) for part in error.errors()[0]["loc"]]
+        return error_response(bad(place[-1], f"The value of {place[-1]!r} is not valid."))
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)

@@ -1,0 +1,62 @@
+"""An answer of server-sent events: partial pictures, then finished ones. Nothing is sent before the cluster accepts the
+edits, so a full queue is still a plain 429."""
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from instgenie.cluster.orders import Finished, Order, Partial
+from instgenie.server.answers import Kind, completed_event, error_event, partial_event
+from instgenie.server.errors import ApiError
+from instgenie.server.fields import ImageFields
+from instgenie.server.service import Service
+from instgenie.server.watch import Watch, unless_gone
+
+SECONDS_BETWEEN_SIGNS = 10.0
+SIGN_OF_LIFE = b": still working\n\n"
+
+
+class EventStream(Response):
+    def __init__(
+        self, request: Request, service: Service, orders: Sequence[Order], fields: ImageFields, kind: Kind
+    ) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"cache-control": "no-store", "x-accel-buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self.request = request
+        self.service = service
+        self.orders = orders
+        self.fields = fields
+        self.kind = kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.service.watch(self.orders, self.fields.deadline_ms) as watch:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await unless_gone(self.request, self.send_events(watch, send))
+            except ApiError as error:
+                if error.status == 499:
+                    return
+                await send_chunk(send, error_event(error))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def send_events(self, watch: Watch, send: Send) -> None:
+        while watch.open:
+            happened = await watch.next(SECONDS_BETWEEN_SIGNS)
+            if happened is None:
+                await send_chunk(send, SIGN_OF_LIFE)
+                continue
+            index, event = happened
+            if isinstance(event, Partial):
+                height, width, _ = self.orders[index].picture.shape
+                size = f"{width}x{height}"
+                await send_chunk(send, partial_event(self.kind, index, event.index, event.picture, size, self.fields))
+            elif isinstance(event, Finished):
+                await send_chunk(send, completed_event(self.kind, index, event, self.fields))
+
+
+async def send_chunk(send: Send, chunk: bytes) -> None:
+    await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -1,0 +1,78 @@
+"""What every request passes: it gets an id, shows its key, and leaves a line in the log. Knows no route."""
+
+import re
+import secrets
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from instgenie.server.errors import ApiError, error_response
+from instgenie.server.log import log, request_id, say
+from instgenie.server.service import Service
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+STATUS_GONE = 499
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        visit = Visit(scope, choose_id(headers.get("x-request-id")), send)
+        request_id.set(visit.id)
+        try:
+            scope["tenant"] = self.tenant(scope["path"], headers)
+            await self.app(scope, receive, visit.send)
+        except ApiError as refused:
+            await error_response(refused)(scope, receive, visit.send)
+        except Exception:  # the framework has answered with 500 if it could
+            log.exception("a request failed")
+        finally:
+            visit.log(self.service)
+
+    def tenant(self, path: str, headers: Headers) -> str:
+        return "" if path in OPEN_PATHS else self.service.keys.tenant(headers.get("authorization"))
+
+
+class Visit:
+    def __init__(self, scope: Scope, request_id: str, send: Send) -> None:
+        self.scope = scope
+        self.id = request_id
+        self.start = time.perf_counter()
+        self.status = STATUS_GONE
+        self.num_bytes = 0
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.id
+            headers["x-content-type-options"] = "nosniff"
+        self.num_bytes += len(message.get("body", b""))
+        await self._send(message)
+
+    def log(self, service: Service) -> None:
+        route = getattr(self.scope.get("route"), "path", "none")
+        service.metrics.answered(self.scope["method"], route, self.status)
+        say(
+            "answered",
+            method=self.scope["method"],
+            path=self.scope["raw_path"].decode("ascii", "backslashreplace")[:200],
+            status=self.status,
+            seconds=round(time.perf_counter() - self.start, 4),
+            bytes=self.num_bytes,
+            tenant=self.scope.get("tenant", "")[:8],
+        )
+
+
+def choose_id(given: str | None) -> str:
+    return given if given and SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"

@@ -1,0 +1,44 @@
+"""Log lines of the HTTP process: JSON, or text for people. Knows the request at hand by its id; never logs a key, a
+prompt, a query or a picture."""
+
+import logging
+import sys
+import time
+from contextvars import ContextVar
+from typing import Any, Literal
+
+from instgenie.logs import PLAIN, JsonFormatter
+
+LogFormat = Literal["json", "text"]
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+log = logging.getLogger("instgenie.server")
+
+
+class TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        facts = {name: value for name, value in vars(record).items() if name not in PLAIN}
+        shown = " ".join(f"{name}={value}" for name, value in facts.items())
+        line = f"{time.strftime('%H:%M:%S')} {record.levelname:<7} {record.getMessage()} {shown}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def add_request_id(record: logging.LogRecord) -> bool:
+    if request_id.get():
+        record.request_id = request_id.get()
+    return True
+
+
+def set_up_log(log_format: LogFormat) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(add_request_id)
+    for name, level in (("instgenie", logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(level)
+
+
+def say(message: str, level: int = logging.INFO, **facts: Any) -> None:
+    log.log(level, message, extra=facts)

@@ -1,0 +1,137 @@
+"""OpenAI's images API: edits, generations, models. Knows the way of a request; fields, forms and answers know their
+shapes."""
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from instgenie.cluster.orders import Order
+from instgenie.errors import InstGenieError
+from instgenie.picture import MAX_SEED, MAX_SIDE
+from instgenie.server.answers import Kind, answer
+from instgenie.server.errors import JsonResponse, bad, from_user_error, not_found
+from instgenie.server.events import EventStream
+from instgenie.server.fields import OURS, EditFields, GenerationFields, ImageFields, answer_size, parse_fields
+from instgenie.server.forms import EditForm, read_edit
+from instgenie.server.pictures import blank_picture
+from instgenie.server.schema import EDIT, GENERATION, MODEL, MODELS
+from instgenie.server.service import Service, draw_seed, service_of, tenant_of
+from instgenie.server.watch import unless_gone
+from instgenie.types import PixelMask, Pixels
+
+router = APIRouter(prefix="/v1")
+
+
+@router.post("/images/edits", summary="Edit a picture", **EDIT)
+async def edit_images(request: Request) -> Response:
+    service = service_of(request)
+    service.check_open()
+    async with service.intake.form(request) as form:
+        edit = await service.pictures.run(read_edit, form)
+        check_fields(service, edit.fields)
+        picture, mask = await open_edit(service, tenant_of(request), edit)
+    orders = make_orders(tenant_of(request), picture, mask, edit.fields)
+    return await run(request, service, orders, edit.fields, "image_edit")
+
+
+@router.post("/images/generations", summary="Make a picture from a prompt", **GENERATION)
+async def generate_images(request: Request) -> Response:
+    service = service_of(request)
+    service.check_open()
+    async with service.intake.form(request) as form:
+        fields = parse_fields(GenerationFields, form)
+    check_fields(service, fields)
+    own_size = service.model_facts.own_size
+    picture = blank_picture(answer_size(fields.size, service.config.max_pixels) or (own_size, own_size))
+    mask = await service.pictures.mask(picture, None, "alpha")
+    orders = make_orders(tenant_of(request), picture, mask, fields)
+    return await run(request, service, orders, fields, "image_generation")
+
+
+@router.get("/models", summary="The models served here", **MODELS)
+async def list_models(request: Request) -> Response:
+    names = service_of(request).config.served_model_names
+    return JsonResponse({"object": "list", "data": [describe_model(name) for name in names]})
+
+
+@router.get("/models/{model:path}", summary="One model", **MODEL)
+async def get_model(request: Request, model: str) -> Response:
+    if model not in service_of(request).config.served_model_names:
+        raise not_found("model", model, "model_not_found", "model")
+    return JsonResponse(describe_model(model))
+
+
+def describe_model(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "instgenie"}
+
+
+def check_fields(service: Service, fields: ImageFields) -> None:
+    """What depends on more than one field, or on the server."""
+    service.check_model(fields.model)
+    if fields.partial_images and not fields.stream:
+        raise bad("partial_images", "Partial images need 'stream' to be true.")
+    if fields.seed is not None and fields.seed + fields.n - 1 > MAX_SEED:
+        raise bad("seed", f"The seed is {fields.seed}: seed + n - 1 may be at most {MAX_SEED}.")
+    if fields.negative_prompt and fields.true_cfg_scale <= 1 and service.model_facts.embeds_guidance:
+        raise bad("negative_prompt", "With this model a negative prompt needs a 'true_cfg_scale' above 1.")
+
+
+async def open_edit(service: Service, tenant: str, edit: EditForm) -> tuple[Pixels, PixelMask]:
+    fields, pictures = edit.fields, service.pictures
+    size = answer_size(fields.size, service.config.max_pixels)
+    try:
+        if edit.image is None:
+            picture = template_picture(service, tenant, fields.template)
+        else:
+            picture = await pictures.open(edit.image)
+        mask = await pictures.mask(picture, edit.mask, fields.mask_mode)
+    except InstGenieError as error:
+        raise from_user_error(error) from None
+    return await pictures.fit(picture, mask, size)
+
+
+def template_picture(service: Service, tenant: str, template: str | None) -> Pixels:
+    picture = service.cluster.picture(tenant, template or "")
+    if picture is None:
+        raise not_found("template", template or "", "template_not_found", "template")
+    return picture
+
+
+def make_orders(tenant: str, picture: Pixels, mask: PixelMask, fields: ImageFields) -> list[Order]:
+    """As many as asked for, alike in all but the seed."""
+    height, width, _ = picture.shape
+    longest = MAX_SIDE[fields.output_format.upper()]
+    if max(height, width) > longest:
+        message = f"The answer is {width}x{height}: a {fields.output_format} side can be {longest} at most."
+        raise bad("output_format", message)
+    first = draw_seed() if fields.seed is None else fields.seed
+    return [
+        Order(
+            tenant=tenant,
+            picture=picture,
+            mask=mask,
+            prompt=fields.prompt,
+            seed=seed,
+            negative_prompt=fields.negative_prompt,
+            steps=fields.num_inference_steps,
+            guidance=fields.guidance_scale,
+            true_guidance=fields.true_cfg_scale,
+            strength=fields.strength,
+            feather=fields.feather if isinstance(fields, EditFields) else 0,
+            quality=OURS[fields.quality],
+            output_format=fields.output_format,
+            output_compression=fields.output_compression,
+            num_partials=fields.partial_images,
+        )
+        for seed in range(first, first + fields.n)
+    ]
+
+
+async def run(request: Request, service: Service, orders: Sequence[Order], fields: ImageFields, kind: Kind) -> Response:
+    if fields.stream:
+        return EventStream(request, service, orders, fields, kind)
+    async with service.watch(orders, fields.deadline_ms) as watch:
+        results = await unless_gone(request, watch.all())
+    body = await service.pictures.run(answer, results, fields)
+    return Response(body, media_type="application/json")

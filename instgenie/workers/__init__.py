@@ -1,0 +1,1 @@
+"""The processes of a worker: prepare, denoise, finish."""

@@ -1,0 +1,75 @@
+"""The prepare process of a worker: wishes and pixels become jobs. Takes no step.
+
+What was encoded before is remembered: templates by their picture, prompts by their text.
+"""
+
+import time
+
+from instgenie.batch import Job
+from instgenie.config import ProcessConfig
+from instgenie.engine.frames import job_frames
+from instgenie.engine.prepare import Known, prepare
+from instgenie.engine.register import edit_of_nothing, template_job
+from instgenie.models.model import Model
+from instgenie.quality import with_quality
+from instgenie.types import Edit
+from instgenie.wire import Frame, Prepare, Prepared, PrepareTemplate, Stop, read_mask, read_picture
+from instgenie.workers.process import Line, failure, run_process
+
+PARTS = frozenset({"vae", "text_encoder", "text_encoder_2"})
+
+
+class Preparer:
+    def __init__(self, model: Model, line: Line) -> None:
+        self.model = model
+        self.line = line
+        self.known = Known()
+
+    def handle(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> None:
+        start = time.perf_counter()
+        try:
+            job = self.make_job(message, frames)
+            head, tensors = job_frames(job)
+        except Exception as error:
+            self.line.send(failure(message.id, message.attempt, error))
+            return
+        num_masked = int(job.masked.sum())
+        seconds = time.perf_counter() - start
+        prepared = Prepared(message.id, message.attempt, head, len(job.masked), num_masked, job.num_steps, seconds)
+        self.line.send(prepared, tensors)
+
+    def make_job(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> Job:
+        picture = read_picture(frames[0], message.size)
+        if isinstance(message, Prepare):
+            return prepare(self.make_edit(message, frames), self.model, self.known)
+        return template_job(edit_of_nothing(picture, self.model, None, message.steps, message.guidance), self.model)
+
+    def make_edit(self, message: Prepare, frames: list[Frame]) -> Edit:
+        wish = message.wish
+        edit = Edit(
+            picture=read_picture(frames[0], message.size),
+            mask=read_mask(frames[1], message.size),
+            prompt=wish.prompt,
+            negative_prompt=wish.negative_prompt,
+            seed=wish.seed,
+            steps=self.model.steps if wish.steps is None else wish.steps,
+            guidance=self.model.guidance if wish.guidance is None else wish.guidance,
+            true_guidance=wish.true_guidance,
+            strength=wish.strength,
+            feather=wish.feather,
+        )
+        return with_quality(edit, wish.quality)
+
+
+def serve(config: ProcessConfig, model: Model, line: Line) -> None:
+    preparer = Preparer(model, line)
+    while True:
+        match line.receive(wait=True):
+            case (Prepare() | PrepareTemplate()) as message, frames:
+                preparer.handle(message, frames)
+            case Stop(), _:
+                return
+
+
+if __name__ == "__main__":
+    run_process(serve, PARTS)

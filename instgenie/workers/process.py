@@ -1,0 +1,127 @@
+"""What every process of a worker does: load its parts of the model, go round its loop, say that it lives, end with its
+parent. Knows messages and the socket; what is done with them is the role's matter.
+
+The loop says that it lives, not a thread beside it: a loop that hangs falls silent.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+import zmq
+
+from instgenie.config import ProcessConfig
+from instgenie.errors import EditError, InstGenieError, MaskError, ModelError, OutOfMemoryError, PictureError
+from instgenie.logs import log_to_stderr
+from instgenie.models.load import load
+from instgenie.models.memory import is_out_of_memory
+from instgenie.models.model import Model
+from instgenie.wire import AnyMessage, Beat, Broken, Failed, Frame, Message, ModelFacts, Ready, decode, encode
+
+MS_BETWEEN_BEATS = 500
+PR_SET_PDEATHSIG = 1
+PARAMS: dict[type[InstGenieError], str] = {PictureError: "image", MaskError: "mask"}
+
+log = logging.getLogger(__name__)
+
+
+class Line:
+    """A process's line to the cluster."""
+
+    def __init__(self, config: ProcessConfig) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, config.name.encode())
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(config.endpoint)
+        self._parent = config.parent
+        self._beat_at = 0.0
+
+    def send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
+        self._socket.send_multipart([encode(message), *frames], copy=False)
+
+    def receive(self, wait: bool) -> tuple[AnyMessage, list[Frame]] | None:
+        """The next message, if there is one; waiting for it does not take longer than a beat."""
+        self._beat()
+        if not self._socket.poll(MS_BETWEEN_BEATS if wait else 0):
+            return None
+        head, *frames = self._socket.recv_multipart(copy=False)
+        return decode(head.buffer), [frame.buffer for frame in frames]
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if 1000 * (now - self._beat_at) < MS_BETWEEN_BEATS:
+            return
+        self._beat_at = now
+        self.send(Beat())
+        if os.getppid() != self._parent:
+            sys.exit("the parent is gone")
+
+    def close(self) -> None:
+        self._socket.close(linger=1000)
+        self._context.term()
+
+
+Serve = Callable[[ProcessConfig, Model, Line], None]
+
+
+def run_process(serve: Serve, parts: frozenset[str]) -> None:
+    """The life of a process; its config is the one argument. Parts are those whose weights the role needs."""
+    config = msgspec.json.decode(sys.argv[1], type=ProcessConfig)
+    die_with(config.parent)
+    log_to_stderr(worker_process=config.name)
+    torch.set_grad_enabled(False)
+    line = Line(config)
+    try:
+        model = load(config.model, config.device, config.dtype, None if config.batching == "naive" else parts)
+        line.send(Ready(facts_of(model)))
+        serve(config, model, line)
+    except (ModelError, OutOfMemoryError) as error:
+        log.error("cannot start", extra={"reason": str(error)})
+        line.send(Broken(str(error)))
+    finally:
+        line.close()
+    os._exit(0)  # taking torch apart would take seconds
+
+
+def die_with(parent: int) -> None:
+    """Interrupts are for the parent, which ends its workers in its own time."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before it could be asked for
+        sys.exit("the parent is gone")
+
+
+def facts_of(model: Model) -> ModelFacts:
+    return ModelFacts(
+        name=model.name,
+        family=type(model).__name__.removesuffix("Model").lower(),
+        is_fill=model.is_fill,
+        own_size=model.own_size,
+        steps=model.steps,
+        guidance=model.guidance,
+        embeds_guidance=model.embeds_guidance,
+        patch=model.patch,
+        unit=model.unit,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+
+
+def failure(id: str, attempt: int, error: Exception) -> Failed:
+    """What a client is told; what only we can mend is logged, not told."""
+    if isinstance(error, OutOfMemoryError) or is_out_of_memory(error):
+        log.warning("out of memory", extra={"job": id})
+        return Failed(id, attempt, "out_of_memory", str(error).splitlines()[0])
+    if isinstance(error, EditError | PictureError | MaskError):
+        return Failed(id, attempt, "bad_input", str(error), PARAMS.get(type(error)))
+    log.error("job failed", exc_info=error, extra={"job": id})
+    return Failed(id, attempt, "internal", f"the edit failed: {type(error).__name__}")

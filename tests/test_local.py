@@ -1,0 +1,436 @@
+"""The cluster with real processes and real sockets, on tiny models. Where faults are needed, a `sitecustomize` on the
+path of the worker processes makes them: the package itself has no switch for them."""
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from instgenie.cluster.entries import Ticket
+from instgenie.cluster.local import Cluster
+from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped
+from instgenie.cluster.status import Observer
+from instgenie.config import ClusterConfig
+from instgenie.editor import Editor
+from instgenie.engine.finish import finish
+from instgenie.engine.loop import Engine
+from instgenie.engine.prepare import prepare
+from instgenie.errors import ClosedError, MaskError
+from instgenie.models.model import Model
+from instgenie.types import Edit, Pixels
+
+FAULTS = """
+    import os, signal, sys
+
+    if "instgenie.workers" in " ".join(sys.orig_argv):
+        import torch
+        from instgenie.engine import loop, prepare
+
+        advance, make_job = loop.Engine.advance, prepare.make_job
+
+        def faulty_advance(self, jobs):
+            prompts = [job.edit.prompt for job in jobs]
+            if "poison of steps" in prompts:
+                raise ValueError("poison")
+            if "too large" in prompts or ("large" in prompts and len(jobs) > 1):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+            advance(self, jobs)
+
+        def faulty_make_job(edit, *others):
+            if edit.prompt == "poison of prepare":
+                raise ValueError("poison")
+            job = make_job(edit, *others)
+            if edit.prompt == "poison of finish":
+                job.latents = job.latents[:, :1]  # of a shape that cannot be decoded
+            return job
+
+        loop.Engine.advance, prepare.make_job = faulty_advance, faulty_make_job
+"""
+TENANT = "digest of a key"
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class Recorder(Observer):
+    def __init__(self) -> None:
+        self.batch_sizes: list[int] = []
+
+    def step(self, worker: int, seconds: float, batch_size: int) -> None:
+        self.batch_sizes.append(batch_size)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(FAULTS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+def make_config(folder: Path, **fields: Any) -> ClusterConfig:
+    return ClusterConfig(
+        **({"model": str(folder), "devices": ("cpu",), "max_batch_size": 4, "worker_timeout": 10.0} | fields)
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(run: Run, folders: dict[str, Path], environment: None) -> Iterator[Cluster]:
+    cluster = Cluster(make_config(folders["sd"]))
+    run(cluster.start())
+    run(cluster.until_ready())
+    yield cluster
+    run(cluster.stop(0))
+
+
+def make_order(seed: int = 0, picture_seed: int = 0, share: float = 0.3, **fields: Any) -> Order:
+    picture = np.random.default_rng(picture_seed).integers(0, 256, (40, 48, 3), dtype=np.uint8)
+    mask = np.zeros((40, 48), np.bool_)
+    mask[: round(40 * share**0.5), : round(48 * share**0.5)] = True
+    given = {"tenant": TENANT, "picture": picture, "mask": mask, "prompt": "a red cat", "seed": seed, "steps": 4}
+    return Order(**(given | fields))
+
+
+async def follow(ticket: Ticket) -> list[Event]:
+    return [event async for event in ticket.events()]
+
+
+async def collect(tickets: Sequence[Ticket]) -> list[Event]:
+    """The last event of each."""
+    return [events[-1] for events in await asyncio.gather(*map(follow, tickets))]
+
+
+async def edit(cluster: Cluster, *orders: Order) -> list[Event]:
+    """The last event of each order of a request."""
+    return await collect(cluster.submit(orders))
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(300):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def open_encoded(picture: bytes) -> Pixels:
+    return np.array(Image.open(io.BytesIO(picture)))
+
+
+def pictures(events: Sequence[Event]) -> list[Pixels]:
+    assert all(isinstance(event, Finished) for event in events), events
+    return [open_encoded(event.picture) for event in events if isinstance(event, Finished)]
+
+
+def are_equal(pictures: Sequence[Pixels], others: Sequence[Pixels]) -> bool:
+    """Who else is in a batch decides how floats are rounded, and so a value may fall on the other side."""
+    apart = [np.abs(a.astype(int) - b) for a, b in zip(pictures, others, strict=True)]
+    return all(a.max() <= 1 and (a > 0).mean() < 0.01 for a in apart)
+
+
+def edit_alone(order: Order, model: Model) -> Pixels:
+    """By the engine in this process."""
+    edit = Edit(order.picture, order.mask, order.prompt, order.seed, order.steps or 4, model.guidance)
+    job = prepare(edit, model)
+    engine = Engine(model)
+    engine.join(job)
+    while engine.jobs:
+        engine.step()
+    return finish(job, model)
+
+
+def test_the_parent_imports_no_torch() -> None:
+    code = "import sys, instgenie.cluster.local; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_order_becomes_the_engines_picture(run: Run, cluster: Cluster, models: dict[str, Model]) -> None:
+    order = make_order(seed=3, num_partials=2)
+
+    async def play() -> list[Event]:
+        return await follow(cluster.submit([order])[0])
+
+    events = run(play())
+    assert isinstance(events[0], Queued)
+    assert [event for event in events if isinstance(event, Stepped)] == [Stepped(step, 4) for step in (1, 2, 3, 4)]
+    partials = [event for event in events if isinstance(event, Partial)]
+    assert [partial.index for partial in partials] == [0, 1]
+    [edited] = pictures(events[-1:])
+    expected = edit_alone(order, models["sd"])
+    assert are_equal([edited], [expected])
+    assert (edited[~order.mask] == order.picture[~order.mask]).all()
+    errors = [np.abs(open_encoded(p.picture).astype(int) - expected)[order.mask].mean() for p in partials]
+    assert max(errors) > 0
+    facts = events[-1].facts
+    assert (facts.seed, facts.width, facts.height, facts.num_attempts, facts.cache_tier) == (3, 48, 40, 1, None)
+    assert min(facts.prepare_seconds, facts.denoise_seconds, facts.finish_seconds) > 0
+
+
+def test_formats(run: Run, cluster: Cluster) -> None:
+    orders = [
+        make_order(output_format=name, output_compression=q) for name, q in (("png", 0), ("jpeg", 50), ("webp", 100))
+    ]
+    events = run(edit(cluster, *orders))
+    opened = [Image.open(io.BytesIO(event.picture)) for event in events]
+    assert [image.format for image in opened] == ["PNG", "JPEG", "WEBP"]
+    assert (np.array(opened[0]) == np.array(opened[2])).all()
+
+
+def test_a_short_job_that_comes_later_ends_first(run: Run, cluster: Cluster) -> None:
+    async def submit() -> list[str]:
+        ended: list[str] = []
+
+        async def note(name: str, ticket: Ticket) -> None:
+            await follow(ticket)
+            ended.append(name)
+
+        [long] = cluster.submit([make_order(steps=60)])
+        noting = asyncio.create_task(note("long", long))
+        await until(lambda: any(job.step > 1 for job in cluster.status().workers[0].running))
+        await asyncio.gather(noting, note("short", cluster.submit([make_order(steps=2)])[0]))
+        return ended
+
+    assert run(submit()) == ["short", "long"]
+
+
+def test_orders_of_a_request_share_their_batch(run: Run, cluster: Cluster) -> None:
+    recorder = Recorder()
+    cluster.observe(recorder)
+    run(edit(cluster, *(make_order(seed, steps=3) for seed in range(3))))
+    assert recorder.batch_sizes == [3, 3, 3]
+
+
+def test_a_cancelled_job_leaves_and_the_others_stay(run: Run, cluster: Cluster) -> None:
+    async def cancel() -> None:
+        [long], [other] = cluster.submit([make_order(steps=900)]), cluster.submit([make_order(steps=30)])
+        running = cluster.status().workers[0]
+        assert running.num_waiting == 2
+        async for event in long.events():
+            if isinstance(event, Stepped):
+                long.cancel()
+        [last] = await collect([other])
+        assert isinstance(last, Finished)
+        assert cluster.status().num_running == 0
+
+    run(cancel())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        ("poison of prepare", "internal"),
+        ("poison of steps", "internal"),
+        ("poison of finish", "internal"),
+        ("too large", "out_of_memory"),
+    ],
+)
+def test_a_poisoned_job_fails_alone(run: Run, cluster: Cluster, prompt: str, kind: str) -> None:
+    pids = [process.pid for process in cluster.status().workers[0].processes]
+    poisoned, *others = run(edit(cluster, make_order(prompt=prompt), make_order(1), make_order(2)))
+    assert isinstance(poisoned, Failed)
+    assert poisoned.kind == kind
+    pictures(others)
+    assert pids == [process.pid for process in cluster.status().workers[0].processes]
+
+
+def test_a_batch_that_does_not_fit_is_halved(run: Run, cluster: Cluster) -> None:
+    recorder = Recorder()
+    cluster.observe(recorder)
+    pictures(run(edit(cluster, *(make_order(seed, prompt="large", steps=3) for seed in range(4)))))
+    assert recorder.batch_sizes[0] == 4
+    assert recorder.batch_sizes[1:] == [1] * len(recorder.batch_sizes[1:])
+
+
+def test_what_is_wrong_with_an_order_is_said_at_once(run: Run, cluster: Cluster) -> None:
+    order = make_order()
+    with pytest.raises(MaskError, match="empty"):
+        cluster.submit([make_order(mask=np.zeros_like(order.mask))])
+
+
+async def register(cluster: Cluster, tenant: str, *orders: Order) -> list[str]:
+    ids = [(await cluster.register(tenant, order.picture, order.steps)).id for order in orders]
+    await until(lambda: all(status.state == "ready" for status in cluster.templates(tenant)))
+    return ids
+
+
+def test_templates(run: Run, cluster: Cluster, models: dict[str, Model]) -> None:
+    order = make_order(7, picture_seed=50)
+
+    async def edit_of(tenant: str) -> Finished:
+        [event] = await edit(cluster, make_order(7, picture_seed=50, tenant=tenant))
+        assert isinstance(event, Finished)
+        return event
+
+    async def play() -> None:
+        [template] = await register(cluster, "one", order)
+        [status] = cluster.templates("one")
+        assert (status.num_steps, status.num_registered_steps, status.width, status.height) == (4, 4, 48, 40)
+        assert status.tier_bytes["host"] > 0
+        assert cluster.template("two", template) is None
+        assert not await cluster.forget("two", template)
+        hit, miss = await edit_of("one"), await edit_of("two")
+        assert (hit.facts.cache_tier, miss.facts.cache_tier) == ("host", None)
+        assert hit.facts.num_computed_tokens < miss.facts.num_computed_tokens
+        editor = Editor.__new__(Editor)
+        editor.model, editor.registered = models["sd"], {}
+        editor.register(order.picture, steps=4)
+        expected = editor.edit(order.picture, order.mask, order.prompt, seed=7, steps=4)
+        assert expected.cache_hit
+        assert are_equal(pictures([hit]), [expected.picture])
+        await until(lambda: cluster.templates("two") and cluster.templates("two")[0].state == "ready")  # unasked
+        assert (await edit_of("two")).facts.cache_tier == "host"
+        assert await cluster.forget("one", template)
+        assert (await edit_of("one")).facts.cache_tier is None
+
+    run(play())
+
+
+def mixed(tenant: str) -> list[Order]:
+    return [
+        make_order(
+            seed=index,
+            picture_seed=60 + index % 5,
+            tenant=tenant,
+            share=0.1 + 0.08 * (index % 10),
+            steps=(4, 4, 7)[index % 3],
+            guidance=(1.0, 7.5)[index % 2],
+            strength=(1.0, 1.0, 1.0, 0.6)[index % 4],
+            feather=index % 3,
+            prompt=("a red cat", "a blue dog on grass")[index % 2],
+        )
+        for index in range(30)
+    ]
+
+
+def submit_all(cluster: Cluster, orders: Sequence[Order]) -> list[Ticket]:
+    return [ticket for start in range(0, len(orders), 2) for ticket in cluster.submit(orders[start : start + 2])]
+
+
+def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
+    """Each role dies once on the way; cached and dense edits alike come out as in the undisturbed run."""
+
+    async def play(tenant: str, roles: Sequence[str]) -> list[Event]:
+        orders = mixed(tenant)
+        await register(cluster, tenant, orders[0], orders[1])
+        tickets = submit_all(cluster, orders)
+        collecting = asyncio.create_task(collect(tickets))
+        num_before = cluster.status().num_finished
+        for index, role in enumerate(roles):
+            await until(lambda index=index: cluster.status().num_finished >= num_before + 2 * index + 1)
+            [pid] = [process.pid for process in cluster.status().workers[0].processes if process.role == role]
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+        return await collecting
+
+    undisturbed = run(play("undisturbed", []))
+    num_restarts = cluster.status().num_restarts
+    disturbed = run(play("disturbed", ["finish", "denoise", "prepare"]))
+    assert cluster.status().num_restarts >= num_restarts + 2
+    assert are_equal(pictures(disturbed), pictures(undisturbed))
+    tiers = [[event.facts.cache_tier for event in events] for events in (undisturbed, disturbed)]
+    assert tiers[0] == tiers[1]
+    assert set(tiers[0]) == {None, "host"}
+    assert max(event.facts.num_attempts for event in disturbed) > 1
+
+
+def test_a_hung_process_is_found(run: Run, cluster: Cluster) -> None:
+    async def play() -> tuple[Event, int | None, int | None]:
+        await until(lambda: cluster.ready)
+        [ticket] = cluster.submit([make_order(steps=60)])
+        await until(lambda: cluster.status().workers[0].running)
+        pid = cluster.status().workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        [event] = await collect([ticket])
+        return event, pid, cluster.status().workers[0].pid
+
+    event, pid, new_pid = run(play())
+    assert isinstance(event, Finished)
+    assert event.facts.num_attempts > 1
+    assert pid != new_pid
+
+
+def is_alive(pid: int | None) -> bool:
+    assert pid is not None
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_the_naive_way_and_the_drain(run: Run, cluster: Cluster, folders: dict[str, Path]) -> None:
+    """Same pictures, interrupted steps; a cluster that is stopped finishes what it has accepted."""
+    orders = [make_order(seed, picture_seed=80 + seed, steps=(30, 3, 3, 3, 3)[seed]) for seed in range(5)]
+
+    async def play() -> None:
+        expected = pictures(await collect(submit_all(cluster, orders)))
+        other, recorder = Cluster(make_config(folders["sd"], batching="naive")), Recorder()
+        other.observe(recorder)
+        await other.start()
+        await other.until_ready()
+        tickets = submit_all(other, orders)
+        await until(lambda: recorder.batch_sizes)
+        processes = other.status().workers[0].processes
+        stopping = asyncio.create_task(other.stop(300))
+        found = await collect(tickets)
+        assert are_equal(pictures(found), expected)
+        assert other.status().workers[0].num_interruptions > 0
+        assert cluster.status().workers[0].num_interruptions == 0
+        assert await stopping
+        with pytest.raises(ClosedError):
+            other.submit([make_order()])
+        assert not other.ready
+        assert not any(is_alive(process.pid) for process in processes)
+
+    run(play())
+
+
+def test_workers_do_not_outlive_a_parent_that_is_killed(folders: dict[str, Path], environment: None) -> None:
+    code = f"""
+        import asyncio
+        from instgenie.cluster.local import Cluster
+        from instgenie.config import ClusterConfig
+
+        async def main():
+            cluster = Cluster(ClusterConfig(model={str(folders["sd"])!r}, devices=("cpu",), batching="naive"))
+            await cluster.start()
+            await cluster.until_ready()
+            print(cluster.status().workers[0].pid, flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        parent.kill()
+    asyncio.run(until(lambda: not is_alive(pid)))
+
+
+def test_a_model_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    async def play() -> None:
+        cluster = Cluster(make_config(tmp_path, batching="naive"))
+        await cluster.start()
+        [ticket] = cluster.submit([make_order()])
+        [failed] = await collect([ticket])
+        assert isinstance(failed, Failed)
+        assert "model_index.json" in failed.message
+        assert not cluster.healthy
+        with pytest.raises(ClosedError, match=r"model_index\.json"):
+            await cluster.until_ready()
+        await cluster.stop(1)
+
+    run(play())

@@ -1,0 +1,92 @@
+"""Which worker gets an edit."""
+
+import pytest
+
+from instgenie.router import Load, Pace, Policy, Router, Work
+
+WORK = Work(num_steps=10, num_tokens=1000, num_masked_tokens=100, template="cat")
+
+
+def make_load(worker: int, *edits: tuple[int, int], templates: tuple[str, ...] = ()) -> Load:
+    """Edits are (steps, tokens of a step)."""
+    load = Load(worker, max_batch_size=4, templates=set(templates))
+    for index, edit in enumerate(edits):
+        load.add(f"{worker}-{index}", *edit)
+    return load
+
+
+def test_mask_aware_counts_what_is_computed_not_requests() -> None:
+    loads = [make_load(0, (10, 1000)), make_load(1, *[(10, 50)] * 3)]
+    assert Router("mask_aware").choose(WORK, loads) == 1
+    assert Router("requests").choose(WORK, loads) == 0
+
+
+def test_mask_aware_goes_where_the_activations_are() -> None:
+    loads = [make_load(0), make_load(1, (10, 300), templates=("cat",))]
+    assert Router("mask_aware").choose(WORK, loads) == 1
+    assert Router("tokens").choose(WORK, loads) == 0
+
+
+def test_mask_aware_leaves_the_activations_when_the_queue_there_is_long() -> None:
+    loads = [make_load(0), make_load(1, *[(10, 1000)] * 4, templates=("cat",))]
+    assert Router("mask_aware").choose(WORK, loads) == 0
+
+
+def test_round_robin_takes_turns() -> None:
+    loads = [make_load(0, (100, 1000)), make_load(1), make_load(2)]
+    router = Router("round_robin")
+    chosen = [router.choose(WORK, loads) for _ in range(6)]
+    assert chosen[:3] == chosen[3:]
+    assert sorted(chosen[:3]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("policy", ["mask_aware", "tokens", "requests", "round_robin"])
+def test_equal_workers_share(policy: Policy) -> None:
+    loads = [make_load(worker) for worker in range(3)]
+    router = Router(policy)
+    assert {router.choose(WORK, loads) for _ in range(9)} == {0, 1, 2}
+
+
+def test_a_slow_worker_gets_less() -> None:
+    loads = [make_load(0), make_load(1)]
+    for num_tokens in (100, 500, 1000) * 100:
+        loads[0].pace.measure(num_tokens, 0.1 + 1e-3 * num_tokens)
+        loads[1].pace.measure(num_tokens, 0.01 + 1e-4 * num_tokens)
+    for _ in range(4):
+        assert Router().choose(WORK, loads) == 1
+
+
+def test_a_load_is_the_sum_of_what_is_left() -> None:
+    load = make_load(0, (10, 100), (4, 50))
+    assert (load.num_edits, load.num_steps, load.num_token_steps) == (2, 14, 1200)
+    load.step("0-0")
+    load.step("0-0")
+    assert (load.num_edits, load.num_steps, load.num_token_steps) == (2, 12, 1000)
+    load.add("0-1", 1, 50)
+    load.remove("0-0")
+    load.remove("0-0")
+    assert (load.num_edits, load.num_steps, load.num_token_steps) == (1, 1, 50)
+    load.remove("0-1")
+    assert load.seconds == 0
+
+
+def test_pace_learns_a_line() -> None:
+    pace = Pace()
+    for step in range(1000):
+        num_tokens = 100 + 37 * step % 900
+        pace.measure(num_tokens, 0.02 + 3e-5 * num_tokens)
+    assert pace.per_step == pytest.approx(0.02, rel=1e-3)
+    assert pace.per_token == pytest.approx(3e-5, rel=1e-3)
+    assert pace.seconds(10, 10 * 500) == pytest.approx(10 * (0.02 + 3e-5 * 500), rel=1e-3)
+
+
+@pytest.mark.parametrize("measured", [[(500, 0.5)] * 500, [(100, 0.9), (900, 0.1)] * 100, [(0, 0.0)] * 500])
+def test_pace_never_promises_negative_time(measured: list[tuple[int, float]]) -> None:
+    pace = Pace()
+    for num_tokens, seconds in measured:
+        pace.measure(num_tokens, seconds)
+        assert pace.per_step >= 0
+        assert pace.per_token >= 0
+    seen = sum(seconds for _, seconds in measured[-2:]) / 2
+    mean = sum(num_tokens for num_tokens, _ in measured[-2:]) / 2
+    assert pace.seconds(1, mean) == pytest.approx(seen, rel=0.05, abs=1e-3)

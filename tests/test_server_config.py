@@ -1,0 +1,94 @@
+"""What `instgenie serve` is told becomes one tree."""
+
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instgenie.cli import main
+from instgenie.errors import ConfigError
+from instgenie.server import config as server_config
+from instgenie.server.config import ServeConfig, choose_devices, read_config
+
+
+def read(environment: dict[str, str] | None = None, **flags: Any) -> ServeConfig:
+    return read_config(flags, environment or {})
+
+
+def test_defaults_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_config, "count_gpus", lambda: 0)
+    config = read()
+    assert (config.cluster.model, config.cluster.devices) == ("builtin", ("cpu",))
+    assert (config.http.host, config.http.port, config.http.served_model_names) == ("127.0.0.1", 8000, ("builtin",))
+    with pytest.raises(FrozenInstanceError):
+        config.http.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("device", "num_workers", "num_gpus", "expected"),
+    [
+        ("auto", "auto", 0, ("cpu",)),
+        ("auto", 3, 0, ("cpu",) * 3),
+        ("auto", "auto", 2, ("cuda:0", "cuda:1")),
+        ("cuda", 3, 2, ("cuda:0", "cuda:1", "cuda:0")),
+        ("cuda:1", 2, 2, ("cuda:1", "cuda:1")),
+        ("cpu", "auto", 2, ("cpu",)),
+        ("cuda", "auto", 0, ("cuda",)),
+    ],
+)
+def test_devices(
+    device: str, num_workers: int | str, num_gpus: int, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_config, "count_gpus", lambda: num_gpus)
+    assert choose_devices(device, num_workers) == expected
+
+
+def test_keys_come_from_flags_and_a_file(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n\n two \n")
+    config = read({"INSTGENIE_API_KEY_FILE": str(tmp_path / "keys")}, api_key=["zero"])
+    assert config.http.api_keys == ("zero", "one", "two")
+
+
+@pytest.mark.parametrize("content", [None, "\n \n"])
+def test_a_file_of_keys_without_keys(content: str | None, tmp_path: Path) -> None:
+    """Never serve without keys where keys were asked for."""
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match="file of keys"):
+        read(api_key_file=str(path))
+
+
+def test_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    assert read(model=str(tmp_path / "my-model")).http.served_model_names == ("my-model",)
+    assert read(model=str(tmp_path), served_model_name=["a", "b"]).http.served_model_names == ("a", "b")
+
+
+def test_the_config_file_by_flag_and_by_environment(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text('model = "dummy:sd2.1"\nmax-queue = 5\n')
+    for config in (read(config=str(path)), read({"INSTGENIE_CONFIG": str(path)})):
+        assert (config.cluster.model, config.cluster.max_queue) == ("dummy:sd2.1", 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--prot", "1"], "did you mean --port?"),
+        (["--port", "x"], "--port is 'x'"),
+        (["--config", "none.toml"], "none.toml cannot be read"),
+        (["--batching", "none"], "continuous, static or naive"),
+    ],
+)
+def test_bad_arguments_end_with_one_line(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["serve", *arguments])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    shown = capsys.readouterr().err
+    assert (code, len(shown.splitlines())) == (2, 1)
+    assert expected in shown
