@@ -296,7 +296,10 @@ def test_the_second_edit_of_a_picture_hits() -> None:
     assert tiers == [None, None, "host"]
 
 
-@pytest.mark.parametrize("change", [{"tenant": "you"}, {"steps": 3}, {"picture_seed": 1}, {"guidance": 9.0}])
+@pytest.mark.parametrize(
+    "change",
+    [{"tenant": "you"}, {"steps": 3}, {"picture_seed": 1}, {"quality": "exact"}, {"strength": 0.5}, {"guidance": 9.0}],
+)
 def test_what_shares_activations(change: dict[str, Any]) -> None:
     stage = Stage()
     stage.open()
@@ -306,7 +309,8 @@ def test_what_shares_activations(change: dict[str, Any]) -> None:
     stage.register()
     [ticket] = stage.flow.accept([make_order(**change)])
     is_hit = ticket._entry.template is not None
-    assert is_hit == ("guidance" in change)  # which does not enter this network
+    # strength takes the last of the same steps, and guidance does not enter this network
+    assert is_hit == bool({"guidance", "strength"} & set(change))
 
 
 def test_an_edit_stays_cached_though_its_activations_are_lost() -> None:
