@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -11,6 +12,8 @@ from instgenie.types import NUM_PARTS, Kind, Pixels
 
 __all__ = ["NUM_PARTS", "Activations", "Key", "Kind", "digest"]
 
+NUM_STEPS_AT_ONCE = 4  # steps that a registration takes in one pass, and that are kept and moved together
+
 
 @dataclass(frozen=True)
 class Key:
@@ -19,22 +22,50 @@ class Key:
     picture: str  # digest of the decoded picture
     model: str  # digest of its weights and of whatever else makes it what it is; not its name
     size: tuple[int, int]  # (height, width) the model works at
+    num_steps: int
     levels: tuple[float, ...]  # of noise, at all steps
     guidance: float  # 0 where it does not enter the network
     kind: Kind
     dtype: str
     prompt: str = ""  # what the registration saw
     isolated: bool = False  # whether its image tokens saw no text
+    tenant: str = ""  # whose template it is; nobody else's edits find it
 
     @property
     def text(self) -> str:
         """One text for each key, the same in every process."""
         return json.dumps(asdict(self), sort_keys=True)
 
+    @property
+    def name(self) -> str:
+        """One for each key, short and fit for a file."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def spans(self) -> list[range]:
+        """The pieces in which its activations are kept and moved."""
+        return split_steps(self.num_steps, NUM_STEPS_AT_ONCE)
+
+    @property
+    def steps(self) -> range:
+        return range(self.num_steps)
+
+
+def parse_key(text: str) -> Key:
+    """The key that has this text; a ValueError if there is none."""
+    try:
+        fields = json.loads(text)
+        key = Key(**fields | {name: tuple(fields[name]) for name in ("size", "levels")})
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not a key: {error}") from None
+    if key.text != text:
+        raise ValueError("not a key as we write it")
+    return key
+
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """What consecutive steps, registered in one pass, leave behind; the fields are those of activations."""
+    """What consecutive steps leave behind; the fields are those of activations. All steps together are a span too."""
 
     steps: range
     rows: tuple[Tensor, ...]  # each [branches, steps of the span, 2 or 1, tokens, width]
@@ -82,6 +113,15 @@ class Activations:
     def num_bytes(self) -> int:
         return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
 
+    def at(self, step: int, place: int, branch: int, device: torch.device) -> Tensor:
+        """What is kept of a place of the pass at a step [2 or 1, tokens, width], on the device that asks. A branch that
+        was not registered on its own reads the last that was.
+
+        All reading goes through here: whoever loads rows ahead of their use answers here too, and lets the device's
+        current stream wait for them first."""
+        rows = self.rows[place]
+        return rows[min(branch, len(rows) - 1), step].to(device, non_blocking=True)
+
     def last(self, num_steps: int) -> "Activations":
         """Of the last steps alone; nothing is copied."""
         if num_steps == self.num_steps:
@@ -97,10 +137,10 @@ def split_steps(num_steps: int, num_steps_at_once: int) -> list[range]:
 
 
 class Joining:
-    """Spans on their way to activations. They may come one by one: each is copied to its place."""
+    """Spans on their way to one that has all steps. They may come one by one: each is copied to its place."""
 
-    def __init__(self, key: Key, units: tuple[int, ...], num_tokens: int, num_steps: int, device: torch.device) -> None:
-        self.key, self.units, self.num_tokens, self.num_steps, self.device = key, units, num_tokens, num_steps, device
+    def __init__(self, num_steps: int, device: torch.device) -> None:
+        self.num_steps, self.device = num_steps, device
         self.num_joined_steps = 0
         self.rows: tuple[Tensor, ...] = ()
         self.time = torch.empty(0)
@@ -116,9 +156,8 @@ class Joining:
         self.num_joined_steps += len(span.steps)
 
     def make_room(self, part: Tensor, dim: int) -> Tensor:
-        """For all steps of what a span has the first of."""
-        shape = [*part.shape[:dim], self.num_steps, *part.shape[dim + 1 :]]
-        return torch.empty(shape, dtype=part.dtype, device=self.device)
+        """For all steps of what a span has a few of."""
+        return torch.empty(grown(part, dim, self.num_steps), dtype=part.dtype, device=self.device)
 
     @property
     def done(self) -> bool:
@@ -130,9 +169,22 @@ class Joining:
         return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
 
     @property
-    def activations(self) -> Activations:
+    def whole(self) -> Span:
         assert self.done, (self.num_joined_steps, self.num_steps)
-        return Activations(self.key, self.units, self.num_tokens, self.rows, self.time)
+        return Span(range(self.num_steps), self.rows, self.time)
+
+
+def join(num_steps: int, spans: Iterable[Span], device: torch.device) -> Span:
+    """Spans that together have all steps, as one; each is copied before the next is asked for."""
+    joining = Joining(num_steps, device)
+    for span in spans:
+        joining.add(span)
+    return joining.whole
+
+
+def grown(part: Tensor, dim: int, length: int) -> list[int]:
+    """The part's shape, longer in one dimension."""
+    return [*part.shape[:dim], length, *part.shape[dim + 1 :]]
 
 
 def digest(picture: Pixels) -> str:

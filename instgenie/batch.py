@@ -167,11 +167,9 @@ class Job:
         return self.is_cached(len(self.plan))
 
     def recall(self, index: int, branch: int = 0) -> Tensor:
-        """What the activations keep at a place of the pass, at this step [2 or 1, tokens, width]. A branch that was
-        not registered on its own reads the last that was."""
+        """What the activations keep at a place of the pass, at this step [2 or 1, tokens, width]."""
         assert self.activations is not None
-        rows = self.activations.rows[index]
-        return rows[min(branch, len(rows) - 1), self.step]
+        return self.activations.at(self.step, index, branch, self.device)
 
     @property
     def num_computed_tokens(self) -> int:

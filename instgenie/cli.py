@@ -27,7 +27,7 @@ from instgenie.types import Edit, PixelMask, Pixels, Registered, Result
 
 if TYPE_CHECKING:
     from instgenie.activations import Kind
-    from instgenie.cache.disk import DiskTier
+    from instgenie.cache.store import Store
     from instgenie.editor import Editor
 
 EXIT_BAD_INPUT = 2
@@ -353,10 +353,11 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
         return Editor(model=options.model, device=options.device, cache=cache)
 
 
-def open_cache(folder: Path, limit: float) -> "DiskTier":
+def open_cache(folder: Path, limit: float) -> "Store":
     from instgenie.cache.disk import DiskTier
+    from instgenie.cache.store import Store
 
-    return DiskTier(folder, max_bytes=int(limit * 2**30))
+    return Store(disk=DiskTier(folder, max_bytes=int(limit * 2**30)))
 
 
 def register_behind(edit: Edit, editor: "Editor", console: Console) -> None:

@@ -1,37 +1,40 @@
 """Edit pictures from Python. Ties prepare, the step loop and finish together in one process."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 
-from instgenie.activations import NUM_PARTS, Activations, Key, Kind
+from instgenie.activations import NUM_PARTS, Key, Kind
 from instgenie.batch import Job
-from instgenie.cache.disk import DiskTier
+from instgenie.cache.gpu import GpuTier
+from instgenie.cache.host import HostTier
+from instgenie.cache.store import Found, Handle, Lookup, Store
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
-from instgenie.engine.register import can_reuse, load_from_disk, make_key, register, register_on_disk, reuse
+from instgenie.engine.register import can_reuse, make_activations, make_key, may_reuse, register_in, reuse
 from instgenie.models.load import load
 from instgenie.models.memory import memory_guard
 from instgenie.models.model import Model
 from instgenie.picture import check_edit
 from instgenie.quality import DEFAULT, Quality, with_quality
-from instgenie.types import Edit, OnStep, PixelMask, Pixels, Registered, Result, Tier, Timings
+from instgenie.types import Edit, OnStep, PixelMask, Pixels, Registered, Result, Timings
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """Activations, and where they were."""
+class Queued:
+    """An edit that waits. If its template is known, it is on its way meanwhile."""
 
-    activations: Activations
-    tier: Tier
+    edit: Edit
+    loading: tuple[Key, Handle] | None
+    looking: float  # seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,18 +54,15 @@ class Editor:
     save_picture(result.picture, "cat.png")
 
     After `editor.register(picture)`, edits of that picture compute its masked tokens alone. With a cache, activations
-    are kept on disk, for other editors too, and are in memory while edits use them; without one, they stay in memory.
+    are kept where its tiers are; without one, they stay in memory, next to the model.
     """
 
-    cache: DiskTier | None = None
-
     def __init__(
-        self, model: str = "builtin", device: str = "auto", dtype: str = "auto", cache: DiskTier | None = None
+        self, model: str = "builtin", device: str = "auto", dtype: str = "auto", cache: Store | None = None
     ) -> None:
         self.model = load(model, device, dtype)
         self.cache = cache
-        self.registered: dict[Key, Activations] = {}
-        self.loaded: WeakValueDictionary[Key, Activations] = WeakValueDictionary()  # from disk, as long as in use
+        self.store = cache or make_store(self.model.device)
 
     def edit(self, picture: Pixels, mask: PixelMask, prompt: str, quality: Quality = DEFAULT, **options: Any) -> Result:
         """Options are the other fields of `Edit`; steps and guidance default to what suits the model, dense steps and
@@ -84,47 +84,41 @@ class Editor:
         on_step: OnStep | None = None,
     ) -> Registered:
         """Keeps the picture's activations; edits that match in size, steps and guidance will use them. Steps that are
-        on disk already are not computed again."""
+        kept already are not computed again."""
         with memory_guard("the activations of a template"):
-            if self.cache:
-                return register_on_disk(self.cache, picture, self.model, size, steps, guidance, kind, on_step)
-            activations = register(picture, self.model, size, steps, guidance, kind, on_step=on_step)
-        self.registered[activations.key] = activations
-        return Registered(activations.num_steps, activations.num_steps, activations.num_bytes)
+            return register_in(self.store, picture, self.model, size, steps, guidance, kind, on_step)
 
     def edit_many(self, edits: Sequence[Edit], on_step: OnStep | None = None) -> list[Result]:
         """Edits that differ in anything take their steps together; results come in the order of the edits."""
         with memory_guard(f"a batch of {len(edits)} edits"):
-            prepared = [self._prepare(edit) for edit in edits]
+            queued = [self._queue(edit) for edit in edits]
+            prepared = [self._prepare(one) for one in queued]
             denoising = self._denoise([one.job for one in prepared], on_step)
             return [self._result(one, denoising[one.job]) for one in prepared]
 
-    def _prepare(self, edit: Edit) -> Prepared:
-        job, preparing = self._timed(prepare, edit)
-        found, loading = self._timed(self._find, edit) if can_reuse(job) else (None, 0.0)
-        return Prepared(reuse(job, found.activations) if found else job, found, preparing, loading)
+    def _queue(self, edit: Edit) -> Queued:
+        """Loading starts now, so that it is done, or well under way, when the job may start."""
+        check_edit(edit)
+        if self.store.is_empty or not may_reuse(edit):
+            return Queued(edit, None, 0.0)
+        key, looking = self._timed(self._find, edit)
+        return Queued(edit, (key, self.store.prefetch(key, self.model.device)) if key else None, looking)
 
-    def _find(self, edit: Edit, model: Model) -> Found | None:
+    def _find(self, edit: Edit, model: Model) -> Key | None:
         """Where both kinds are registered, the first: it computes less."""
-        if not self.registered and not self.cache:
-            return None
         key = make_key(edit, model, "kv")
-        keys = [replace(key, kind=kind) for kind in NUM_PARTS]
-        return self._find_in_memory(keys) or self._find_on_disk(keys, edit)
+        keys = (replace(key, kind=kind) for kind in NUM_PARTS)
+        return next((key for key in keys if self.store.find(key) is not Lookup.MISS), None)
 
-    def _find_in_memory(self, keys: Sequence[Key]) -> Found | None:
-        places = (self.registered, self.loaded) if self.cache else (self.registered,)
-        found = (place.get(key) for key in keys for place in places)
-        activations = next((activations for activations in found if activations), None)
-        return Found(activations, "gpu" if self.model.device.type == "cuda" else "host") if activations else None
-
-    def _find_on_disk(self, keys: Sequence[Key], edit: Edit) -> Found | None:
-        found = (load_from_disk(self.cache, key, edit, self.model) for key in keys if self.cache)
-        activations = next((activations for activations in found if activations), None)
-        if not activations:
-            return None
-        self.loaded[activations.key] = activations
-        return Found(activations, "disk")
+    def _prepare(self, queued: Queued) -> Prepared:
+        job, preparing = self._timed(prepare, queued.edit)
+        if not queued.loading or not can_reuse(job):
+            return Prepared(job, None, preparing, queued.looking)
+        key, handle = queued.loading
+        found, waiting = self._timed(lambda handle, _: handle.result(), handle)
+        if found:
+            job = reuse(job, make_activations(key, found.span, self.model))
+        return Prepared(job, found, preparing, queued.looking + waiting)
 
     def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:
         """Runs the jobs to their end; for each, the seconds until it was handed over."""
@@ -162,3 +156,10 @@ class Editor:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
+
+
+def make_store(device: torch.device) -> Store:
+    """All there is of memory, next to the model."""
+    if device.type == "cuda":
+        return Store(gpu=GpuTier(device, sys.maxsize))
+    return Store(host=HostTier(sys.maxsize))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 PixelMask = NDArray[np.bool_]  # [height, width], True = masked
-Tier = Literal["gpu", "host", "disk"]  # where activations live
+TierName = Literal["gpu", "host", "disk", "remote"]  # of the places where activations live
 OnStep = Callable[[int, int], None]  # steps taken so far, steps to take
 Kind = Literal["kv", "y"]  # of activations: K and V of every block, or the rows that go into it
 NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
@@ -54,7 +54,7 @@ class Result:
     num_masked_tokens: int
     num_computed_tokens: int  # image tokens computed, in the mean over steps and blocks
     can_reuse: bool  # whether the template's activations spare such an edit anything
-    cache_tier: Tier | None  # where they were found; None is a miss
+    cache_tier: TierName | None  # where they were found; None is a miss
     seconds: Timings
 
     @property

@@ -104,7 +104,7 @@ def test_guide_without_a_second_branch_is_the_first() -> None:
 def with_activations(job: Job, plan: tuple[bool, ...]) -> Job:
     num_tokens = len(job.masked)
     rows = tuple(torch.randn(1, job.num_steps, 1, num_tokens, WIDTH) for _ in plan)
-    key = Key("picture", "model", (1, 1), (1.0,) * job.num_steps, 1.0, "y", "float32")
+    key = Key("picture", "model", (1, 1), job.num_steps, (1.0,), 1.0, "y", "float32")
     time = torch.randn(job.num_steps, WIDTH)
     return replace(job, activations=Activations(key, (len(plan),), num_tokens, rows, time), plan=plan)
 

@@ -22,7 +22,7 @@ from instgenie.cache.folder import default_folder, make_folder
 from instgenie.errors import CacheError
 
 GIB = 2**30
-KEY = Key("picture", "model", (32, 48), (1.0, 0.5, 0.1), 3.5, "kv", "torch.float32")
+KEY = Key("picture", "model", (32, 48), 6, (1.0, 0.5, 0.1), 3.5, "kv", "torch.float32")
 STEPS = range(0, 4)
 SPANS = [STEPS, range(4, 6)]
 

@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 
 from instgenie.batch import Job
-from instgenie.editor import Editor
+from instgenie.editor import Editor, make_store
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import draw_noise, prepare, template_seed
@@ -214,5 +214,5 @@ def test_law_6_outside_the_mask_is_bit_identical(model: Model, feather: int) -> 
 def edit_many(model: Model, edits: list[Edit]) -> list[Result]:
     editor = Editor.__new__(Editor)  # around a model that is loaded already
     editor.model = model
-    editor.registered = {}
+    editor.store = make_store(model.device)
     return editor.edit_many(edits)

@@ -14,7 +14,7 @@ from torch import Tensor
 from instgenie.activations import Activations, Kind
 from instgenie.batch import Job
 from instgenie.bench.metrics import psnr, ssim
-from instgenie.editor import Editor
+from instgenie.editor import Editor, make_store
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import make_job, prepare
@@ -291,7 +291,7 @@ def test_what_a_registration_sees_is_part_of_its_key(model: Model) -> None:
 def editor(model: Model) -> Editor:
     editor = Editor.__new__(Editor)  # around a model that is loaded already
     editor.model = model
-    editor.registered = {}
+    editor.store = make_store(model.device)
     return editor
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import make_edit
 
-from instgenie.editor import Editor
+from instgenie.editor import Editor, make_store
 from instgenie.errors import EditError
 from instgenie.models.model import Model
 from instgenie.quality import SETTINGS, with_quality
@@ -16,7 +16,7 @@ from instgenie.quality import SETTINGS, with_quality
 def editor(models: dict[str, Model]) -> Editor:
     editor = Editor.__new__(Editor)  # around a model that is loaded already
     editor.model = models["fill"]
-    editor.registered = {}
+    editor.store = make_store(editor.model.device)
     return editor
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from conftest import make_edit
 
-from instgenie.activations import Activations, split_steps
+from instgenie.activations import Activations, Key, split_steps
+from instgenie.cache import store as cache
 from instgenie.cache.disk import DiskTier
+from instgenie.cache.store import Store
 from instgenie.editor import Editor
-from instgenie.engine import register as engine
-from instgenie.engine.register import load_from_disk, make_key, register, register_on_disk
+from instgenie.engine.register import make_activations, make_key, register, register_in
 from instgenie.errors import CacheError, EditError
 from instgenie.models.model import Model
 
@@ -25,6 +26,16 @@ def tier(tmp_path: Path) -> DiskTier:
     return DiskTier(tmp_path / "cache", GIB)
 
 
+@pytest.fixture
+def store(tier: DiskTier) -> Store:
+    return Store(disk=tier)
+
+
+def find(store: Store, key: Key, model: Model) -> Activations | None:
+    found = store.get(key)
+    return make_activations(key, found.span, model) if found else None
+
+
 def equal(one: Activations | None, other: Activations) -> bool:
     assert one is not None
     assert (one.key, one.units, one.num_tokens) == (other.key, other.units, other.num_tokens)
@@ -36,7 +47,7 @@ class InterruptError(Exception):
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
-def test_on_disk_is_in_memory_bit_for_bit_however_often_interrupted(model: Model, kind: str, tier: DiskTier) -> None:
+def test_on_disk_is_in_memory_bit_for_bit_however_often_interrupted(model: Model, kind: str, store: Store) -> None:
     key = make_key(EDIT, model, kind)
     told = []
 
@@ -47,30 +58,30 @@ def test_on_disk_is_in_memory_bit_for_bit_however_often_interrupted(model: Model
 
     for _ in range(2):
         with pytest.raises(InterruptError):
-            register_on_disk(tier, EDIT.picture, model, **TEMPLATE, kind=kind, on_step=interrupt)
-        assert load_from_disk(tier, key, EDIT, model) is None
-    registered = register_on_disk(tier, EDIT.picture, model, **TEMPLATE, kind=kind)
+            register_in(store, EDIT.picture, model, **TEMPLATE, kind=kind, on_step=interrupt)
+        assert find(store, key, model) is None
+    registered = register_in(store, EDIT.picture, model, **TEMPLATE, kind=kind)
     assert told == [(0, 10), (4, 10), (4, 10), (8, 10)]
     assert (registered.num_steps, registered.num_computed_steps) == (10, 2)
     memory = register(EDIT.picture, model, **TEMPLATE, kind=kind)
     assert registered.num_bytes > memory.num_bytes
-    assert equal(load_from_disk(tier, key, EDIT, model), memory)
+    assert equal(find(store, key, model), memory)
 
 
-def test_a_gap_is_filled_and_nothing_else(models: dict[str, Model], tier: DiskTier) -> None:
+def test_a_gap_is_filled_and_nothing_else(models: dict[str, Model], tier: DiskTier, store: Store) -> None:
     model, told = models["sdxl"], []
-    register_on_disk(tier, EDIT.picture, model, **TEMPLATE)
+    register_in(store, EDIT.picture, model, **TEMPLATE)
     files = sorted(tier.folder.glob("*/*.safetensors"))
     inodes = [path.stat().st_ino for path in files]
     files[1].unlink()
-    filled = register_on_disk(tier, EDIT.picture, model, **TEMPLATE, on_step=lambda *step: told.append(step))
+    filled = register_in(store, EDIT.picture, model, **TEMPLATE, on_step=lambda *step: told.append(step))
     assert filled.num_computed_steps == 4
     assert told == [(6, 10), (10, 10)]
     assert [path.stat().st_ino for path in files][::2] == inodes[::2]
-    again = register_on_disk(tier, EDIT.picture, model, **TEMPLATE)
+    again = register_in(store, EDIT.picture, model, **TEMPLATE)
     assert (again.num_computed_steps, again.num_bytes) == (0, filled.num_bytes)
     memory = register(EDIT.picture, model, **TEMPLATE)
-    assert equal(load_from_disk(tier, memory.key, EDIT, model), memory)
+    assert equal(find(store, memory.key, model), memory)
 
 
 def test_a_template_that_will_not_fit(models: dict[str, Model], tmp_path: Path) -> None:
@@ -79,7 +90,7 @@ def test_a_template_that_will_not_fit(models: dict[str, Model], tmp_path: Path) 
     num_bytes = register(EDIT.picture, model, **TEMPLATE).num_bytes
     tier = DiskTier(tmp_path / "cache", num_bytes // 2)
     with pytest.raises(CacheError, match="no room"):
-        register_on_disk(tier, EDIT.picture, model, **TEMPLATE, on_step=lambda *step: told.append(step))
+        register_in(Store(disk=tier), EDIT.picture, model, **TEMPLATE, on_step=lambda *step: told.append(step))
     assert told == [(0, 10)]
     assert tier.stored() == []
 
@@ -102,21 +113,21 @@ def test_what_makes_another_key(change: dict[str, object], models: dict[str, Mod
         assert replace(key, **own).text != key.text
 
 
-def test_registrations_refuse_unknown_kinds(models: dict[str, Model], tier: DiskTier) -> None:
+def test_registrations_refuse_unknown_kinds(models: dict[str, Model], store: Store) -> None:
     with pytest.raises(EditError, match="'q'"):
-        register_on_disk(tier, EDIT.picture, models["fill"], kind="q")  # type: ignore[arg-type]
+        register_in(store, EDIT.picture, models["fill"], kind="q")  # type: ignore[arg-type]
 
 
-def test_editors_share_a_cache(folders: dict[str, Path], tier: DiskTier) -> None:
-    """What one registers another finds on disk, in memory while it is in use, and edits the same."""
-    first, other = (Editor(str(folders["blend_guided"]), "cpu", cache=tier) for _ in range(2))
+def test_editors_share_a_cache(folders: dict[str, Path], store: Store) -> None:
+    """What one registers another finds on disk, loads once for all edits of a batch, and edits the same."""
+    first, other = (Editor(str(folders["blend_guided"]), "cpu", cache=store) for _ in range(2))
     [miss] = other.edit_many([EDIT])
     assert (miss.cache_tier, miss.can_reuse) == (None, True)
     first.register(EDIT.picture, **TEMPLATE)
-    on_disk, in_memory, weaker = other.edit_many([EDIT, replace(EDIT, seed=1), replace(EDIT, strength=0.3)])
-    assert [result.cache_tier for result in (on_disk, in_memory, weaker)] == ["disk", "host", "host"]
+    on_disk, *others = other.edit_many([EDIT, replace(EDIT, seed=1), replace(EDIT, strength=0.3)])
+    assert on_disk.cache_tier == "disk"
+    assert all(result.cache_hit for result in others)
     assert on_disk.seconds.load > 0
-    assert len(other.loaded) == 0
     alone = Editor(str(folders["blend_guided"]), "cpu")
     alone.register(EDIT.picture, **TEMPLATE)
     [registered] = alone.edit_many([EDIT])
@@ -126,11 +137,15 @@ def test_editors_share_a_cache(folders: dict[str, Path], tier: DiskTier) -> None
 
 
 def test_an_edit_survives_a_cache_it_cannot_use(
-    folders: dict[str, Path], tier: DiskTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path],
+    tier: DiskTier,
+    store: Store,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    editor = Editor(str(folders["fill"]), "cpu", cache=tier)
+    editor = Editor(str(folders["fill"]), "cpu", cache=store)
     editor.register(EDIT.picture, **TEMPLATE)
-    monkeypatch.setattr(engine, "available_bytes", lambda _: 1000)
+    monkeypatch.setattr(cache, "available_bytes", lambda _: 1000)
     [result] = editor.edit_many([EDIT])
     assert not result.cache_hit
     assert "cpu has 1.0 kB available" in caplog.text

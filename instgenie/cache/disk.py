@@ -13,35 +13,37 @@ A template is a hit when no span is missing, a miss when all are; in between its
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import os
-import re
 import secrets
 import shutil
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.filesize import decimal
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors import SafetensorError
 
 from instgenie.activations import Key, Span
 from instgenie.cache.folder import PRIVATE, make_folder
+from instgenie.cache.format import (
+    PARTIAL,
+    SUFFIX,
+    USED,
+    DamagedError,
+    check_file,
+    file_name,
+    is_template,
+    read_file,
+    read_key,
+    write_file,
+)
+from instgenie.cache.tier import Spill, Usage, keep_nothing
 from instgenie.errors import CacheError
-
-FORMAT = "1"  # of what a file holds; another is a miss
-SUFFIX, PARTIAL, USED = ".safetensors", ".partial", "used"
+from instgenie.types import TierName
 
 logger = logging.getLogger(__name__)
-
-
-class DamagedError(Exception):
-    """A file is not what its name says."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,14 @@ class Stored:
 class DiskTier:
     """Holds at most `max_bytes`; the template that was used least recently goes first, and goes whole."""
 
+    name: TierName = "disk"
+
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = make_folder(folder)
         self.max_bytes = max_bytes
+        self.num_evictions = 0
+        self.spill: Spill = keep_nothing
+        self._storing = threading.RLock()  # one at a time, so that together they do not take more room than there is
 
     def missing(self, key: Key, spans: Sequence[range]) -> list[range]:
         """Those of the spans that are not there. Reads headers alone: `load` looks closer."""
@@ -68,22 +75,21 @@ class DiskTier:
         """The span, if it is there and whole. Its tensors are views of the file, which may vanish meanwhile."""
         path = self._path(key, steps)
         with self._reported(path):
-            return read_span(path, key, steps)
+            return read_file(path, key, steps)
         return None
 
     def reserve(self, key: Key, num_bytes: int) -> None:
         """Makes room for a whole template before much is computed for it."""
-        self._make_room(key, num_bytes - self.num_bytes(key))
+        with self._storing:
+            self._make_room(key, num_bytes - self.num_bytes(key))
 
     def store(self, key: Key, span: Span) -> None:
-        tensors = name_tensors(span)
-        header = describe(key, span.steps) | {"checksum": checksum(tensors)}
         path = self._path(key, span.steps)
         partial = path.with_name(f"{secrets.token_hex(8)}{PARTIAL}")
-        with self.pin(key):
+        with self._storing, self.pin(key):
             self._make_room(key, span.num_bytes)
             try:
-                write_file(partial, tensors, header)
+                write_file(partial, key, span)
                 os.replace(partial, path)
             except (OSError, SafetensorError) as error:
                 raise CacheError(f"{path} ({decimal(span.num_bytes)}) cannot be written: {error}") from None
@@ -105,24 +111,37 @@ class DiskTier:
             if not any(template.glob(f"*{SUFFIX}")):
                 evict(template)
 
+    def drop(self, key: Key) -> None:
+        template = self._template(key)
+        try:
+            remove(template.glob(f"*{SUFFIX}"))
+        except OSError as error:
+            raise CacheError(f"{template} cannot be removed: {error.strerror}") from None
+        if template.exists():
+            evict(template)  # or, if it is pinned, whoever unpins it last
+
     def num_bytes(self, key: Key) -> int:
         return measure(self._template(key)).num_bytes
 
+    def usage(self) -> Usage:
+        stored = self.stored()
+        return Usage(len(stored), total(stored))
+
     def stored(self) -> list[Stored]:
         """The least recently used first. What else lies in the folder is none of ours."""
-        ours = [path for path in self.folder.iterdir() if re.fullmatch(r"[0-9a-f]{64}", path.name)]
+        ours = [path for path in self.folder.iterdir() if is_template(path.name)]
         return sorted((measure(folder) for folder in ours), key=lambda template: template.used)
 
     def _template(self, key: Key) -> Path:
-        return self.folder / hashlib.sha256(key.text.encode()).hexdigest()
+        return self.folder / key.name
 
     def _path(self, key: Key, steps: range) -> Path:
-        return self._template(key) / f"{steps.start:04}-{steps.stop - 1:04}{SUFFIX}"
+        return self._template(key) / file_name(steps)
 
     def _find(self, key: Key, steps: range) -> bool:
         path = self._path(key, steps)
-        with self._reported(path), safe_open(path, framework="pt") as file:
-            check_header(file.metadata(), key, steps)
+        with self._reported(path):
+            check_file(path, key, steps)
             return True
         return False
 
@@ -145,7 +164,7 @@ class DiskTier:
         lacking = max(total(stored) + num_bytes - self.max_bytes, num_bytes - free)
         if lacking <= total(others):
             for template in others:
-                if lacking > 0 and evict(template.folder):
+                if lacking > 0 and self._evict(template):
                     lacking -= template.num_bytes
         if lacking > 0:
             raise CacheError(
@@ -153,54 +172,28 @@ class DiskTier:
                 f"{decimal(self.max_bytes)} and holds {decimal(total(stored))}, the disk has {decimal(free)} free"
             )
 
+    def _evict(self, template: Stored) -> bool:
+        if is_pinned(template.folder):
+            return False
+        if key := find_key(template.folder):
+            with self.pin(key):
+                self.spill(key)
+        is_gone = evict(template.folder)
+        self.num_evictions += is_gone
+        return is_gone
+
 
 def total(stored: Sequence[Stored]) -> int:
     return sum(template.num_bytes for template in stored)
 
 
-def name_tensors(span: Span) -> dict[str, Tensor]:
-    rows = {f"rows.{place:04}": rows for place, rows in enumerate(span.rows)}
-    return {name: tensor.cpu().contiguous() for name, tensor in (rows | {"time": span.time}).items()}
-
-
-def describe(key: Key, steps: range) -> dict[str, str]:
-    return {"format": FORMAT, "key": key.text, "steps": f"{steps.start} to {steps.stop - 1}"}
-
-
-def write_file(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
-    """Complete and on the disk when this returns. Whether the name survives a power cut does not matter: a file that
-    is gone is a miss."""
-    save_file(tensors, path, header)
-    with open(path, "rb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        os.fsync(file.fileno())
-
-
-def read_span(path: Path, key: Key, steps: range) -> Span:
-    with safe_open(path, framework="pt") as file:
-        header = file.metadata()
-        check_header(header, key, steps)
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if checksum(tensors) != header.get("checksum"):
-        raise DamagedError("its checksum is wrong")
-    time = tensors.pop("time")
-    return Span(steps, tuple(tensors[name] for name in sorted(tensors)), time)
-
-
-def check_header(header: Mapping[str, str] | None, key: Key, steps: range) -> None:
-    for name, expected in describe(key, steps).items():
-        if (header or {}).get(name) != expected:
-            raise DamagedError(f"its {name} is another")
-
-
-def checksum(tensors: dict[str, Tensor]) -> str:
-    """CRC-32 of names, shapes and bytes. It guards against accidents, not against forgers, who cannot write here; and
-    it is several times as fast as a cryptographic digest, so that reading the file remains what takes the time."""
-    total = 0
-    for name, tensor in sorted(tensors.items()):
-        total = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)
-        total = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, total)
-    return f"{total:08x}"
+def find_key(template: Path) -> Key | None:
+    """Whose folder it is, if any file in it says so."""
+    for path in template.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(OSError, SafetensorError, ValueError):
+            key = read_key(path)
+            return key if key.name == template.name else None
+    return None
 
 
 def hold(template: Path) -> int:
@@ -229,6 +222,17 @@ def lock_alone(descriptor: int) -> bool:
     return True
 
 
+def is_pinned(template: Path) -> bool:
+    try:
+        descriptor = os.open(template / USED, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not lock_alone(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def evict(template: Path) -> bool:
     """Whether the template is gone; one that is pinned stays."""
     try:
@@ -248,7 +252,7 @@ def evict(template: Path) -> bool:
     return not template.exists()
 
 
-def remove(paths: Iterator[Path] | Sequence[Path]) -> None:
+def remove(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
 

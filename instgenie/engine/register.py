@@ -9,29 +9,33 @@ Spans do not depend on each other either: a registration that was interrupted go
 comes to the same numbers.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
-from rich.filesize import decimal
 from torch import Tensor
 
-from instgenie.activations import NUM_PARTS, Activations, Joining, Key, Kind, Span, digest, split_steps
+from instgenie.activations import (
+    NUM_PARTS,
+    NUM_STEPS_AT_ONCE,
+    Activations,
+    Joining,
+    Key,
+    Kind,
+    Span,
+    digest,
+    join,
+    split_steps,
+)
 from instgenie.batch import Job
-from instgenie.cache.disk import DiskTier
+from instgenie.cache.store import Store
 from instgenie.engine.prepare import choose_size, make_job
-from instgenie.errors import CacheError, EditError, OutOfMemoryError
-from instgenie.models.memory import available_bytes, memory_guard
+from instgenie.errors import EditError
 from instgenie.models.model import Model
 from instgenie.picture import check_edit
 from instgenie.planner import Plan
 from instgenie.types import Edit, OnStep, Pixels, Registered
-
-NUM_STEPS_AT_ONCE = 4
-
-logger = logging.getLogger(__name__)
 
 
 def register(
@@ -52,14 +56,12 @@ def register(
     check_registration(kind, num_steps_at_once)
     spans = split_steps(edit.steps, num_steps_at_once)
     seen = told(observe(edit, model, kind, spans, prompt, isolated), 0, edit.steps, on_step)
-    joining = start_joining(replace(make_key(edit, model, kind), prompt=prompt, isolated=isolated), edit, model)
-    for span in seen:
-        joining.add(span)
-    return joining.activations
+    key = replace(make_key(edit, model, kind), prompt=prompt, isolated=isolated)
+    return make_activations(key, join(edit.steps, seen, model.device), model)
 
 
-def register_on_disk(
-    tier: DiskTier,
+def register_in(
+    store: Store,
     picture: Pixels,
     model: Model,
     size: tuple[int, int] | None = None,
@@ -68,43 +70,23 @@ def register_on_disk(
     kind: Kind = "kv",
     on_step: OnStep | None = None,
 ) -> Registered:
-    """Computes the spans that are missing and stores each at once; no more than one is in memory."""
+    """Computes the spans that are missing and puts each into the store at once."""
     edit = edit_of_nothing(picture, model, size, steps, guidance)
     check_registration(kind, NUM_STEPS_AT_ONCE)
     key = make_key(edit, model, kind)
-    missing = tier.missing(key, split_steps(edit.steps, NUM_STEPS_AT_ONCE))
-    num_missing = sum(map(len, missing))
-    with tier.pin(key):
+    with store.pinned(key):
+        missing = store.missing(key)
+        num_missing = sum(map(len, missing))
         for span in told(observe(edit, model, kind, missing), edit.steps - num_missing, edit.steps, on_step):
-            tier.reserve(key, span.num_bytes * edit.steps // len(span.steps))
-            tier.store(key, span)
-    return Registered(edit.steps, num_missing, tier.num_bytes(key))
+            store.put(key, span)
+    return Registered(edit.steps, num_missing, store.num_bytes(key))
 
 
-def load_from_disk(tier: DiskTier, key: Key, edit: Edit, model: Model) -> Activations | None:
-    """Activations that are there but cannot be used are reported, and a miss."""
-    spans = split_steps(edit.steps, NUM_STEPS_AT_ONCE)
-    if tier.missing(key, spans):
-        return None
-    try:
-        check_room(tier.num_bytes(key), model)
-        with tier.pin(key), memory_guard("the template"):
-            joining = start_joining(key, edit, model)
-            for steps in spans:
-                if span := tier.load(key, steps):
-                    joining.add(span)
-            return joining.activations if joining.done else None
-    except (CacheError, OutOfMemoryError) as error:
-        logger.warning("the template's activations are not used: %s", error)
-        return None
-
-
-def check_room(num_bytes: int, model: Model) -> None:
-    available = available_bytes(model.device)
-    if num_bytes > available:
-        raise OutOfMemoryError(
-            f"they need {decimal(num_bytes)}: {model.device} has {decimal(int(available))} available"
-        )
+def make_activations(key: Key, span: Span, model: Model) -> Activations:
+    """What the store found, as the model reads it. Rows may lie on another device, time may not."""
+    height, width = key.size
+    num_tokens = (height // model.patch) * (width // model.patch)
+    return Activations(key, model.units, num_tokens, span.rows, span.time.to(model.device))
 
 
 @torch.inference_mode()
@@ -145,16 +127,16 @@ class Registration:
     """A template on its way to its activations, one span at a time."""
 
     def __init__(self, key: Key, job: Job, model: Model) -> None:
-        self.job, self.model = job, model
-        self.joining = Joining(key, model.units, len(job.masked), job.num_steps, model.device)
+        self.key, self.job, self.model = key, job, model
+        self.joining = Joining(job.num_steps, model.device)
         self.spans = split_steps(job.num_steps, NUM_STEPS_AT_ONCE)
 
     def advance(self) -> None:
-        self.joining.add(observe_span(self.job, self.model, self.joining.key.kind, self.spans.pop(0)))
+        self.joining.add(observe_span(self.job, self.model, self.key.kind, self.spans.pop(0)))
 
-
-def start_joining(key: Key, edit: Edit, model: Model) -> Joining:
-    return Joining(key, model.units, num_tokens(edit, model), edit.steps, model.device)
+    @property
+    def activations(self) -> Activations:
+        return make_activations(self.key, self.joining.whole, self.model)
 
 
 def told(spans: Iterator[Span], num_done: int, num_steps: int, on_step: OnStep | None) -> Iterator[Span]:
@@ -193,6 +175,7 @@ def make_key(edit: Edit, model: Model, kind: Kind) -> Key:
         picture=digest(edit.picture),
         model=model.digest,
         size=choose_size(edit, model),
+        num_steps=schedule.num_steps,
         levels=schedule.levels,
         guidance=model.embedded_guidance(edit),
         kind=kind,
@@ -203,6 +186,11 @@ def make_key(edit: Edit, model: Model, kind: Kind) -> Key:
 def num_tokens(edit: Edit, model: Model) -> int:
     height, width = choose_size(edit, model)
     return (height // model.patch) * (width // model.patch)
+
+
+def may_reuse(edit: Edit) -> bool:
+    """Whether activations might spare the edit anything, as far as can be told before it is a job."""
+    return edit.dense_steps < edit.steps and not edit.mask.all()
 
 
 def can_reuse(job: Job) -> bool:

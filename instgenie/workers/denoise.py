@@ -271,6 +271,7 @@ class Denoiser:
             picture=template,
             model=self.model.name,
             size=job.edit.size,
+            num_steps=job.num_steps,
             levels=job.schedule.levels,
             guidance=self.model.embedded_guidance(job.edit),
             kind=KIND,
@@ -290,7 +291,7 @@ class Denoiser:
             registration.advance()
             self.evict(self.kept.make_room(template, joining.num_bytes))
             if joining.done:
-                self.evict(self.kept.keep(template, joining.activations))
+                self.evict(self.kept.keep(template, registration.activations))
         except Exception as error:
             del self.registering[template]
             self.free_memory()

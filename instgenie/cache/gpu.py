@@ -1,0 +1,32 @@
+"""The gpu tier: templates in the memory of a CUDA device, next to the model that reads them."""
+
+import torch
+from torch import Tensor
+
+from instgenie.activations import Span
+from instgenie.cache.memory import MemoryTier
+
+
+class GpuTier(MemoryTier):
+    """Copies go through a stream of their own, beside the steps of running jobs."""
+
+    name = "gpu"
+
+    def __init__(self, device: torch.device, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.device = torch.device(device.type, device.index or 0)
+        self._stream = torch.cuda.Stream(self.device)
+
+    @torch.inference_mode(False)
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _copy(self, source: Span, target: Span) -> None:
+        """Memory may come from a template that was evicted while steps that read it are still under way: they go
+        first."""
+        self._stream.wait_stream(torch.cuda.default_stream(self.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # of whoever computed the source
+        with torch.cuda.stream(self._stream):
+            for one, other in zip((*source.rows, source.time), (*target.rows, target.time), strict=True):
+                other.copy_(one, non_blocking=True)
+        self._stream.synchronize()

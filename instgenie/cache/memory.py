@@ -1,0 +1,182 @@
+"""Tiers in memory: a pool of slots, each one piece of memory that holds one template, filled span by span. Knows bytes
+and keys; which memory it is, the tiers themselves say.
+
+All steps of a template lie together, so that a span, or the whole, is a view and is handed out without a copy.
+"""
+
+import contextlib
+import math
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from rich.filesize import decimal
+from torch import Tensor
+
+from instgenie.activations import Key, Span, grown
+from instgenie.cache.tier import Spill, Usage, keep_nothing
+from instgenie.errors import CacheError
+from instgenie.types import TierName
+
+ALIGNMENT = 256  # bytes, of each tensor in a slot
+
+
+@dataclass(frozen=True)
+class Form:
+    """Of one tensor of a template, all steps together."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """With what it takes to align the next."""
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(eq=False)
+class Slot:
+    memory: Tensor  # [bytes]
+    whole: Span  # views of it
+    filled: set[int] = field(default_factory=set)  # steps
+
+
+class MemoryTier:
+    """Holds at most `max_bytes`; the template that was used least recently goes first."""
+
+    name: TierName
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_evictions = 0
+        self.spill: Spill = keep_nothing
+        self._slots: OrderedDict[Key, Slot] = OrderedDict()  # the least recently used first
+        self._pins: Counter[Key] = Counter()
+        self._lock = threading.RLock()  # over all of these; held for moments
+        self._reserving = threading.RLock()  # held while others are spilled to make room
+
+    def missing(self, key: Key, spans: Sequence[range]) -> list[range]:
+        with self._lock:
+            slot = self._slots.get(key)
+            return [steps for steps in spans if not slot or not slot.filled.issuperset(steps)]
+
+    def load(self, key: Key, steps: range) -> Span | None:
+        """A view: nothing is copied."""
+        with self._lock:
+            if self.missing(key, [steps]):
+                return None
+            self._slots.move_to_end(key)
+            return cut(self._slots[key].whole, steps)
+
+    def reserve(self, key: Key, num_bytes: int) -> None:
+        """Others go until there is room; where they cannot make enough, none goes."""
+        with self._reserving:
+            while victim := self._next_victim(key, num_bytes):
+                with self.pin(victim):
+                    self.spill(victim)
+                self._evict(victim)
+
+    def store(self, key: Key, span: Span) -> None:
+        with self.pin(key):
+            slot = self._slot(key, span)
+            self._copy(span, cut(slot.whole, span.steps))
+            with self._lock:
+                slot.filled.update(span.steps)
+
+    @contextlib.contextmanager
+    def pin(self, key: Key) -> Iterator[None]:
+        with self._lock:
+            self._pins[key] += 1
+            if key in self._slots:
+                self._slots.move_to_end(key)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pins[key] -= 1
+                self._pins += Counter()  # keeps those that are above 0
+
+    def drop(self, key: Key) -> None:
+        with self._lock:
+            if slot := self._slots.pop(key, None):
+                self._release(slot.memory)
+
+    def num_bytes(self, key: Key) -> int:
+        with self._lock:
+            return self._slots[key].memory.nbytes if key in self._slots else 0
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(len(self._slots), self._used())
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        """Memory [bytes]."""
+        raise NotImplementedError
+
+    def _release(self, memory: Tensor) -> None:
+        """What is to be done before memory is given back; views of it may still be in use."""
+
+    def _copy(self, source: Span, target: Span) -> None:
+        """Done when this returns."""
+        for one, other in zip((*source.rows, source.time), (*target.rows, target.time), strict=True):
+            other.copy_(one)
+
+    def _slot(self, key: Key, span: Span) -> Slot:
+        forms = find_forms(key, span)
+        num_bytes = sum(form.num_bytes for form in forms)
+        with self._reserving:
+            if key not in self._slots:
+                self.reserve(key, num_bytes)
+                slot = make_slot(key, forms, self._allocate(num_bytes))
+                with self._lock:
+                    self._slots[key] = slot
+            with self._lock:
+                return self._slots.get(key) or self._slot(key, span)  # dropped meanwhile
+
+    def _next_victim(self, key: Key, num_bytes: int) -> Key | None:
+        """The next that must go to make room for a template; raises if all that may go is not enough."""
+        with self._lock:
+            lacking = num_bytes + self._used() - self.num_bytes(key) - self.max_bytes
+            if lacking <= 0:
+                return None
+            others = [other for other in self._slots if other != key and not self._pins[other]]
+            if lacking > sum(map(self.num_bytes, others)):
+                raise CacheError(
+                    f"the {self.name} tier has no room for {decimal(num_bytes)} of activations: it may hold "
+                    f"{decimal(self.max_bytes)} and holds {decimal(self._used())}, "
+                    f"{decimal(sum(map(self.num_bytes, others)))} of which are not in use"
+                )
+            return others[0]
+
+    def _evict(self, key: Key) -> None:
+        with self._lock:
+            if not self._pins[key] and key in self._slots:
+                self.drop(key)
+                self.num_evictions += 1
+
+    def _used(self) -> int:
+        return sum(slot.memory.nbytes for slot in self._slots.values())
+
+
+def find_forms(key: Key, span: Span) -> list[Form]:
+    """Of the tensors of a whole template, told by one of its spans; time comes last."""
+    rows = [Form(tuple(grown(rows, 1, key.num_steps)), rows.dtype) for rows in span.rows]
+    return [*rows, Form(tuple(grown(span.time, 0, key.num_steps)), span.time.dtype)]
+
+
+@torch.inference_mode(False)  # its tensors are written to by whoever comes, in that mode or not
+def make_slot(key: Key, forms: Sequence[Form], memory: Tensor) -> Slot:
+    parts = memory.split([form.num_bytes for form in forms])
+    *rows, time = (
+        part[: math.prod(form.shape) * form.dtype.itemsize].view(form.dtype).view(form.shape)
+        for part, form in zip(parts, forms, strict=True)
+    )
+    return Slot(memory, Span(key.steps, tuple(rows), time))
+
+
+def cut(whole: Span, steps: range) -> Span:
+    chosen = slice(steps.start, steps.stop)
+    return Span(steps, tuple(rows[:, chosen] for rows in whole.rows), whole.time[chosen])
