@@ -12,15 +12,9 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
 
-from instgenie.cli import (
-    EXIT_BAD_INPUT,
-    EXIT_INTERRUPTED,
-    add_model,
-    edit_progress,
-    hide_loading_bars,
-    quiet_libraries,
-    show_steps,
-)
+from instgenie.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from instgenie.cli.arguments import add_model
+from instgenie.cli.screen import edit_progress, hide_loading_bars, quiet_libraries, show_steps
 from instgenie.errors import EditError, InstGenieError
 from instgenie.mask import read_mask
 from instgenie.picture import check_edit, check_target, edge_distance, open_picture, save_picture

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-import instgenie.cli
+import instgenie.cli.edit
 from instgenie.cli import main
 from instgenie.editor import Editor
 from instgenie.mask import box_mask
@@ -194,7 +194,7 @@ def test_an_interrupt_ends_with_130(desk: Path, monkeypatch: pytest.MonkeyPatch)
     def interrupted(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(instgenie.cli, "open_picture", interrupted)
+    monkeypatch.setattr(instgenie.cli.edit, "open_picture", interrupted)
     assert edit_here() == 130
 
 

@@ -1,0 +1,73 @@
+"""What commands have in common: kinds of arguments, and arguments that several commands take."""
+
+import argparse
+from pathlib import Path
+
+CACHE_GIB = 20.0
+
+
+def add_model(parser: argparse.ArgumentParser, has_size: bool = True) -> None:
+    parser.add_argument(
+        "--model", default="builtin", help="a pipeline folder, a hub id, builtin (the default), or dummy:NAME"
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; default: the best there is")
+    if has_size:
+        parser.add_argument("--size", type=size, metavar="WxH", help="size the model works at; default: its own")
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    about_folder = "folder of the cache; default: instgenie/templates in the user's cache folder"
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help=about_folder)
+    about_gib = f"most the cache may hold; what was used least recently goes first (default {CACHE_GIB:g})"
+    parser.add_argument("--cache-gib", type=gib, default=CACHE_GIB, metavar="N", help=about_gib)
+
+
+def box(text: str) -> tuple[int, int, int, int]:
+    try:
+        x, y, w, h = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not x,y,width,height in whole pixels") from None
+    return x, y, w, h
+
+
+def size(text: str) -> tuple[int, int]:
+    try:
+        width, height = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not WIDTHxHEIGHT in whole pixels") from None
+    return height, width
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    value = number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def gib(text: str) -> float:
+    value = number(text)
+    if not 0 < value < 2**30:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
+    return value
+
+
+def ratio(text: str) -> float:
+    value = number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+    return value
+
+
+def number(text: str) -> float:
+    """0 where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,150 @@
+"""`instgenie bench` and `instgenie calibrate`: what is measured, and with what."""
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from instgenie.cli.arguments import add_model, positive, rate, ratio
+from instgenie.cli.screen import hide_loading_bars
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    benches = parser.add_subparsers(required=True, metavar="WHAT")
+    about_bench = "Time edits through diffusers' own pipeline and through our engine, dense and cached, side by side."
+    add_bench_edit(benches.add_parser("edit", help="edits, beside diffusers", description=about_bench))
+    about_quality = "Edit held-out photographs with every method, same seeds, and compare with the dense edits."
+    add_bench_quality(benches.add_parser("quality", help="fidelity against cost", description=about_quality))
+    about_load = "Send edits to a running server, or to three kinds of servers in turn, and time the answers."
+    add_bench_serve(benches.add_parser("serve", help="a load on a server", description=about_load))
+    about_router = "Time the router's decision, with every policy, among 8 to 256 busy workers."
+    add_bench_router(benches.add_parser("router", help="the choice of a worker", description=about_router))
+
+
+def add_bench_edit(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_edit)
+
+    def add(name: str, kind: Callable[[str], object], metavar: str, about: str) -> None:
+        parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about)
+
+    def add_several(name: str, field: str, about: str, **options: Any) -> None:
+        about = f"{about}; may be given several times"
+        parser.add_argument(name, dest=field, action="append", default=argparse.SUPPRESS, help=about, **options)
+
+    add("--steps", positive, "N", "number of denoising steps (default 28)")
+    add("--repeats", positive, "N", "runs of each system (default 5)")
+    about_ratio = "share of the tokens that is masked (default 1 and 0.2)"
+    add_several("--mask-ratio", "mask_ratios", about_ratio, type=ratio, metavar="R")
+    add_several("--batch", "batches", "edits at once (default 1)", type=positive, metavar="N")
+    add_several("--kind", "kinds", "what the cached system keeps (default kv)", choices=["kv", "y"])
+    systems = ["diffusers", "dense", "cached"]
+    add_several("--system", "systems", "what is measured (default all)", choices=systems)
+    parser.add_argument("--no-kernels", action="store_true", help="plain torch instead of fused kernels")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser)
+
+
+def run_bench_edit(options: argparse.Namespace) -> None:
+    from instgenie.bench.edit import Study, bench_edit  # brings torch and diffusers
+    from instgenie.kernels.switch import kernels
+
+    hide_loading_bars()
+    given = {field.name: getattr(options, field.name) for field in fields(Study) if hasattr(options, field.name)}
+    asked: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    study = Study(**asked)
+    with kernels(enabled=not options.no_kernels):
+        bench_edit(options.model, options.device, options.size, study, options.json)
+
+
+def add_bench_quality(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_quality)
+    about_photos = "folder with captions.csv and tar shards of photographs; the held-out ones are edited"
+    parser.add_argument("--photos", type=Path, required=True, metavar="DIR", help=about_photos)
+    parser.add_argument("--num", type=positive, default=15, metavar="N", help="photographs to edit (default 15)")
+    about_steps = "number of denoising steps; default: what suits the model"
+    parser.add_argument("--steps", type=positive, metavar="N", help=about_steps)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of masks, prompts and edits (default 0)")
+    about_networks = "leave out LPIPS, KID and probe, which take most of the time on a CPU"
+    parser.add_argument("--no-networks", action="store_true", help=about_networks)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every picture's figures to this file")
+    about_out = "also write tables into quality.md, plots and a sheet of pictures to this folder"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
+    add_model(parser, has_size=False)
+
+
+def run_bench_quality(options: argparse.Namespace) -> None:
+    from instgenie.bench.quality import bench_quality  # brings torch and diffusers
+
+    hide_loading_bars()
+    what = options.photos, options.num, options.model, options.device, options.steps, options.seed
+    bench_quality(*what, not options.no_networks, options.json, options.out)
+
+
+def add_bench_serve(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_serve, parser=parser)
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="of the server")
+    parser.add_argument("--api-key", metavar="KEY", help="that the server asks for")
+    about_compare = "start three servers in turn: continuous batching with reuse, static batching, one by one"
+    parser.add_argument("--compare", action="store_true", help=about_compare)
+    parser.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="edits to send (default 64)")
+    about_rate = "edits that arrive in a second, in the mean (default: all at once)"
+    parser.add_argument("--request-rate", type=rate, default=math.inf, metavar="R", help=about_rate)
+    about_concurrency = "edits that may be on their way at once (default 256)"
+    parser.add_argument("--max-concurrency", type=positive, default=256, metavar="N", help=about_concurrency)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same load (default 0)")
+    about_ratios = "production (the default), inpaint, retouch, or a file of numbers"
+    parser.add_argument("--mask-ratios", default="production", metavar="FILE", help=about_ratios)
+    about_slo = "an edit is in time within so many times what it takes alone (default 2)"
+    parser.add_argument("--slo-scale", type=rate, default=2.0, metavar="X", help=about_slo)
+    about_templates = "different pictures that are edited (default 4)"
+    parser.add_argument("--num-templates", type=positive, default=4, metavar="N", help=about_templates)
+    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps; default: the model's own")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser)
+
+
+def run_bench_serve(options: argparse.Namespace) -> None:
+    from instgenie.bench.serve import Plan, bench_serve, compare
+
+    plan = Plan(
+        num_prompts=options.num_prompts,
+        request_rate=options.request_rate,
+        max_concurrency=options.max_concurrency,
+        seed=options.seed,
+        mask_ratios=options.mask_ratios,
+        slo_scale=options.slo_scale,
+        num_templates=options.num_templates,
+        size=options.size or (256, 256),
+        steps=options.steps,
+    )
+    if options.compare:
+        compare(plan, options.model, options.device, options.json)
+    else:
+        bench_serve(plan, options.base_url, options.api_key, options.json)
+
+
+def add_bench_router(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_router)
+    parser.add_argument("--repeats", type=positive, default=2000, metavar="N", help="decisions (default 2000)")
+
+
+def run_bench_router(options: argparse.Namespace) -> None:
+    from instgenie.bench.router import bench_router
+
+    bench_router(options.repeats)
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_calibrate)
+    about_out = "where the figures go, a plot beside them; default: the user's cache folder, by device and model"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=about_out)
+    add_model(parser)
+
+
+def run_calibrate(options: argparse.Namespace) -> None:
+    from instgenie.bench.calibrate import calibrate  # brings torch and diffusers
+
+    hide_loading_bars()
+    calibrate(options.model, options.device, options.size, options.out)

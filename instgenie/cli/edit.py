@@ -1,0 +1,199 @@
+"""`instgenie edit` and `instgenie register`. Knows files; the editor knows the rest."""
+
+import argparse
+import os
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from instgenie.cache.folder import default_folder, make_folder
+from instgenie.cli.arguments import add_cache, add_model, box
+from instgenie.cli.screen import complain, edit_progress, hide_loading_bars, show_steps
+from instgenie.errors import CacheError, InstGenieError, PictureError
+from instgenie.mask import box_mask, read_mask
+from instgenie.picture import check_edit, check_target, open_picture, save_picture
+from instgenie.quality import DEFAULT, Quality, with_quality
+from instgenie.types import Edit, PixelMask, Pixels, Registered, Result
+
+if TYPE_CHECKING:
+    from instgenie.activations import Kind
+    from instgenie.cache.store import Store
+    from instgenie.editor import Editor
+
+
+def add_edit(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_edit)
+    parser.add_argument("photo", metavar="PHOTO", type=Path, help="PNG, JPEG or WebP of any size")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the masked part becomes")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--mask", type=Path, help="picture of the same size that says where to edit")
+    where.add_argument("--box", type=box, metavar="X,Y,W,H", help="edit this box; no mask and no box = everything")
+    about_mode = "alpha: 0 is edited (the default); luma: white is edited"
+    parser.add_argument("--mask-mode", choices=["alpha", "luma"], default="alpha", help=about_mode)
+    about_output = "PNG or WebP (exact) or JPEG; default: PHOTO's name with .edit.png, in the current folder"
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT", help=about_output)
+
+    def add(name: str, kind: type[int] | type[float] | type[str], about: str) -> None:
+        metavar = "TEXT" if kind is str else "N"
+        parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about)
+
+    add("--seed", int, "same seed and same use of the cache, same picture (default 0)")
+    add("--steps", int, "number of denoising steps; default: what suits the model")
+    add("--guidance", float, "how strongly the prompt is followed; default: what suits the model")
+    add("--true-guidance", float, "classifier-free guidance against the negative prompt (default 1 = off)")
+    add("--negative-prompt", str, "what true guidance leads away from")
+    add("--strength", float, "share of the steps that is run; below 1 keeps traces of what was there (default 1)")
+    add("--feather", int, "width in pixels of a soft edge inside the mask (default 0)")
+    about_quality = (
+        "how close an edit of a registered picture keeps to the dense one; exact is dense (default balanced)"
+    )
+    parser.add_argument("--quality", choices=get_args(Quality), default=DEFAULT, help=about_quality)
+    add_model(parser)
+    about_cache = "neither look for the photograph's activations nor keep any"
+    parser.add_argument("--no-cache", action="store_true", help=about_cache)
+    about_register = "do not register a photograph that is not in the cache once its edit is done"
+    parser.add_argument("--no-register", action="store_true", help=about_register)
+    add_cache(parser)
+
+
+def run_edit(options: argparse.Namespace) -> None:
+    output = options.output or Path(f"{options.photo.stem}.edit.png")
+    check_output(output, options)
+    picture = open_picture(options.photo)
+    given = {field.name: getattr(options, field.name) for field in fields(Edit) if hasattr(options, field.name)}
+    given |= {"picture": picture, "mask": make_mask(picture, options)}
+    check_edit(Edit(**given))
+    folder = None if options.no_cache else find_cache(options)
+    console = Console(stderr=True)
+    start = time.perf_counter()
+    editor = make_editor(options, folder, console)
+    suited = {"steps": editor.model.steps, "guidance": editor.model.guidance}
+    edit = with_quality(Edit(**suited | given), options.quality)
+    with edit_progress(console) as progress:
+        [result] = editor.edit_many([edit], show_steps(progress, "editing"))
+    save_picture(result.picture, output)
+    print_summary(result, edit, editor, time.perf_counter() - start)
+    print(output, flush=True)
+    if editor.cache and result.can_reuse and not result.cache_hit and not options.no_register:
+        register_behind(edit, editor, console)
+
+
+def check_output(output: Path, options: argparse.Namespace) -> None:
+    check_target(output)
+    for given in (options.photo, options.mask):
+        if given and os.path.exists(output) and os.path.exists(given) and os.path.samefile(output, given):
+            raise PictureError(f"{output} is an input of this edit and will not be overwritten: name another with -o")
+
+
+def make_mask(picture: Pixels, options: argparse.Namespace) -> PixelMask:
+    height, width, _ = picture.shape
+    if options.mask:
+        return read_mask(options.mask, (height, width), options.mask_mode)
+    return box_mask(options.box or (0, 0, width, height), (height, width))
+
+
+def print_summary(result: Result, edit: Edit, editor: "Editor", seconds: float) -> None:
+    from instgenie.engine.prepare import choose_size
+
+    height, width, _ = result.picture.shape
+    working_height, working_width = choose_size(edit, editor.model)
+    parts = ", ".join(f"{name} {spent:.2f}" for name, spent in vars(result.seconds).items())
+    lines = {
+        "picture": f"{width}x{height}, worked on at {working_width}x{working_height}",
+        "masked": f"{result.masked_share:.0%}, {result.num_masked_tokens} of {result.num_tokens} tokens",
+        "computed": f"{result.num_computed_tokens} of {result.num_tokens} tokens",
+        "cache": describe_cache(result, is_on=editor.cache is not None),
+        "seconds": f"{seconds:.1f} with loading the model ({parts})",
+        "seed": f"{result.seed}",
+    }
+    for name, value in lines.items():
+        print(f"{name:<8} {value}")
+
+
+def describe_cache(result: Result, is_on: bool) -> str:
+    if result.cache_tier:
+        return f"hit ({result.cache_tier})"
+    if not is_on:
+        return "off"
+    return "miss" if result.can_reuse else "not asked: nothing to reuse"
+
+
+def add_register(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_register)
+    parser.add_argument("photo", metavar="PHOTO", type=Path, help="PNG, JPEG or WebP of any size")
+    suits = "what suits the model"
+    parser.add_argument("--steps", type=int, metavar="N", help=f"of the edits to come; default: {suits}")
+    parser.add_argument("--guidance", type=float, metavar="N", help=f"of the edits to come; default: {suits}")
+    about_kind = "what is kept of each block: K and V (the default), or half the bytes and more to compute"
+    parser.add_argument("--kind", choices=["kv", "y"], default="kv", help=about_kind)
+    add_model(parser)
+    add_cache(parser)
+
+
+def run_register(options: argparse.Namespace) -> None:
+    picture = open_picture(options.photo)
+    folder = make_folder(options.cache_dir or default_folder())
+    console = Console(stderr=True)
+    editor = make_editor(options, folder, console)
+    start = time.perf_counter()
+    registered = register(editor, picture, options.size, options.steps, options.guidance, options.kind, console)
+    seconds = time.perf_counter() - start
+    if registered.num_computed_steps:
+        print(f"registered {registered.num_computed_steps} of {registered.num_steps} steps in {seconds:.1f} seconds")
+    else:
+        print(f"already registered: {registered.num_steps} steps")
+    print(f"{decimal(registered.num_bytes)} in {folder}")
+
+
+def register_behind(edit: Edit, editor: "Editor", console: Console) -> None:
+    """The edit is done and saved: whatever goes wrong from here on is worth a line and no more."""
+    try:
+        register(editor, edit.picture, edit.size, edit.steps, edit.guidance, "kv", console)
+    except KeyboardInterrupt:
+        complain("registering was interrupted: the next edit of this photograph goes on where it ended")
+    except InstGenieError as error:
+        complain(f"not registered: {error}")
+
+
+def register(
+    editor: "Editor",
+    picture: Pixels,
+    size: tuple[int, int] | None,
+    steps: int | None,
+    guidance: float | None,
+    kind: "Kind",
+    console: Console,
+) -> Registered:
+    with edit_progress(console) as progress:
+        return editor.register(picture, size, steps, guidance, kind, show_steps(progress, "registering"))
+
+
+def find_cache(options: argparse.Namespace) -> Path | None:
+    """An edit does without the user's own cache folder where that is of no use, but not without one that was named."""
+    if options.cache_dir:
+        return make_folder(options.cache_dir)
+    try:
+        return make_folder(default_folder())
+    except CacheError as error:
+        complain(f"no cache: {error}")
+        return None
+
+
+def make_editor(options: argparse.Namespace, folder: Path | None, console: Console) -> "Editor":
+    with console.status("loading the model"):
+        from instgenie.editor import Editor  # brings torch and diffusers, seconds that bad input need not wait for
+
+        hide_loading_bars()
+        cache = open_cache(folder, options.cache_gib) if folder else None
+        return Editor(model=options.model, device=options.device, cache=cache)
+
+
+def open_cache(folder: Path, limit: float) -> "Store":
+    from instgenie.cache.disk import DiskTier
+    from instgenie.cache.store import Store
+
+    return Store(disk=DiskTier(folder, max_bytes=int(limit * 2**30)))
