@@ -268,7 +268,7 @@ async def register(cluster: Cluster, tenant: str, *orders: Order) -> list[str]:
     return ids
 
 
-def test_templates(run: Run, cluster: Cluster, models: dict[str, Model]) -> None:
+def test_templates(run: Run, cluster: Cluster, folders: dict[str, Path]) -> None:
     order = make_order(7, picture_seed=50)
 
     async def edit_of(tenant: str) -> Finished:
@@ -286,8 +286,7 @@ def test_templates(run: Run, cluster: Cluster, models: dict[str, Model]) -> None
         hit, miss = await edit_of("one"), await edit_of("two")
         assert (hit.facts.cache_tier, miss.facts.cache_tier) == ("host", None)
         assert hit.facts.num_computed_tokens < miss.facts.num_computed_tokens
-        editor = Editor.__new__(Editor)
-        editor.model, editor.registered = models["sd"], {}
+        editor = Editor(str(folders["sd"]), "cpu")
         editor.register(order.picture, steps=4)
         expected = editor.edit(order.picture, order.mask, order.prompt, seed=7, steps=4)
         assert expected.cache_hit

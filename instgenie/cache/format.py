@@ -9,8 +9,10 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,9 +48,19 @@ def write_file(path: Path, key: Key, span: Span) -> None:
         os.fsync(file.fileno())
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """safe_open looks for the file twice, and who evicts may have come in between."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None
+
+
 def read_file(path: Path, key: Key, steps: range) -> Span:
     """Its tensors are views of the file."""
-    with safe_open(path, framework="pt") as file:
+    with opened(path) as file:
         header = file.metadata()
         check_header(header, key, steps)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -57,13 +69,13 @@ def read_file(path: Path, key: Key, steps: range) -> Span:
 
 def check_file(path: Path, key: Key, steps: range) -> None:
     """Looks at the header alone."""
-    with safe_open(path, framework="pt") as file:
+    with opened(path) as file:
         check_header(file.metadata(), key, steps)
 
 
 def read_key(path: Path) -> Key:
     """Whose file it is; a ValueError if it does not say so."""
-    with safe_open(path, framework="pt") as file:
+    with opened(path) as file:
         return parse_key((file.metadata() or {}).get("key", ""))
 
 
