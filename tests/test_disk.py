@@ -21,6 +21,7 @@ from instgenie.cache.disk import DiskTier
 from instgenie.cache.folder import default_folder, make_folder
 from instgenie.errors import CacheError
 
+
 def one_file(tier: DiskTier) -> Path:
     [path] = tier.folder.glob("*/*.safetensors")
     return path

@@ -2,7 +2,6 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,8 +25,8 @@ def make_tier(name: str, max_bytes: int) -> MemoryTier:
 
 
 @pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
-def tier(request: pytest.FixtureRequest) -> Iterator[MemoryTier]:
-    yield make_tier(request.param, 2 * SLOT)
+def tier(request: pytest.FixtureRequest) -> MemoryTier:
+    return make_tier(request.param, 2 * SLOT)
 
 
 def fill(tier: MemoryTier, key: Key, seed: int = 0) -> None:
@@ -46,7 +45,9 @@ def test_spans_and_the_whole_are_views(tier: MemoryTier) -> None:
     whole = tier.load(KEY, KEY.steps)
     assert equal(whole, join(6, make_spans(), CPU))
     again, part = tier.load(KEY, KEY.steps), tier.load(KEY, SPANS[1])
-    assert whole and again and part
+    assert whole
+    assert again
+    assert part
     assert whole.rows[0].data_ptr() == again.rows[0].data_ptr()
     assert part.rows[0].data_ptr() == whole.rows[0][:, 4:].data_ptr()
     assert equal(part, second)
