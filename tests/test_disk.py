@@ -8,43 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from spans import GIB, KEY, SPANS, STEPS, equal, make_span, other_key
 
-from instgenie.activations import Key, Span
+from instgenie.activations import Key
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.folder import default_folder, make_folder
 from instgenie.errors import CacheError
-
-GIB = 2**30
-KEY = Key("picture", "model", (32, 48), 6, (1.0, 0.5, 0.1), 3.5, "kv", "torch.float32")
-STEPS = range(0, 4)
-SPANS = [STEPS, range(4, 6)]
-
-
-def other_key(index: int) -> Key:
-    return replace(KEY, picture=f"picture {index}")
-
-
-def make_span(steps: range = STEPS, seed: int = 0, num_tokens: int = 24) -> Span:
-    """Of two dtypes, and a time without width, as UNets have."""
-    random = torch.Generator().manual_seed(seed)
-    rows = (
-        torch.randn(2, len(steps), 2, num_tokens, 16, generator=random),
-        torch.randn(2, len(steps), 1, num_tokens, 8, generator=random).bfloat16(),
-    )
-    return Span(steps, rows, torch.empty(len(steps), 0))
-
-
-def equal(one: Span | None, other: Span) -> bool:
-    assert one is not None
-    pairs = zip((*one.rows, one.time), (*other.rows, other.time), strict=True)
-    return one.steps == other.steps and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def one_file(tier: DiskTier) -> Path:
@@ -246,6 +221,46 @@ def test_a_pin_alone_leaves_nothing(tier: DiskTier) -> None:
     assert list(tier.folder.iterdir()) == []
 
 
+def test_a_template_that_is_dropped_is_gone_pinned_or_not(tier: DiskTier) -> None:
+    for index in range(2):
+        tier.store(other_key(index), make_span())
+    tier.drop(other_key(0))
+    with tier.pin(other_key(1)):
+        loaded = tier.load(other_key(1), STEPS)
+        tier.drop(other_key(1))
+        assert tier.missing(other_key(1), [STEPS]) == [STEPS]
+    assert equal(loaded, make_span())
+    assert list(tier.folder.iterdir()) == []
+    tier.drop(KEY)
+
+
+def test_what_is_evicted_is_there_until_it_was_spilled(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "cache", int(2.4 * make_span().num_bytes))
+    seen: list[tuple[Key, bool]] = []
+    tier.spill = lambda key: seen.append((key, equal(tier.load(key, STEPS), make_span())))
+    for index in range(3):
+        tier.store(other_key(index), make_span())
+        grow_old(tier, other_key(index), 100 - index)
+    assert seen == [(other_key(0), True)]
+    with tier.pin(other_key(1)), tier.pin(other_key(2)), pytest.raises(CacheError, match="no room"):
+        tier.store(KEY, make_span())
+    assert len(seen) == tier.num_evictions == 1
+    assert tier.usage().num_templates == 2
+
+
+def test_what_does_not_say_whose_it_is_is_not_spilled(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "cache", int(1.4 * make_span().num_bytes))
+    seen: list[Key] = []
+    tier.spill = seen.append
+    for change in (rewrite(key="{}"), rewrite(key=other_key(1).text), DAMAGES["cut short"]):
+        tier.store(KEY, make_span())
+        change(one_file(tier))
+        tier.store(other_key(2), make_span())
+        tier.drop(other_key(2))
+    assert seen == []
+    assert tier.usage().num_templates == 0
+
+
 def test_a_span_that_was_loaded_outlives_its_file(tier: DiskTier) -> None:
     tier.store(KEY, make_span())
     loaded = tier.load(KEY, STEPS)
@@ -274,7 +289,7 @@ def test_a_write_that_fails_leaves_what_was_there(tier: DiskTier) -> None:
 WORK = """
 import sys
 from pathlib import Path
-from test_disk import STEPS, equal, make_span, other_key
+from spans import STEPS, equal, make_span, other_key
 from instgenie.cache.disk import DiskTier
 from instgenie.errors import CacheError
 

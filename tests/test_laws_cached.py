@@ -11,14 +11,20 @@ import torch
 from conftest import CLOSE, apart, close, far, make_edit, run
 from torch import Tensor
 
-from instgenie.activations import Activations, Kind
+from instgenie.activations import Activations, Kind, Span
 from instgenie.batch import Job
 from instgenie.bench.metrics import psnr, ssim
+from instgenie.cache.disk import DiskTier
+from instgenie.cache.gpu import GpuTier
+from instgenie.cache.host import HostTier
+from instgenie.cache.memory import cut
+from instgenie.cache.remote import RemoteTier
+from instgenie.cache.store import Store
 from instgenie.editor import Editor, make_store
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import make_job, prepare
-from instgenie.engine.register import make_key, register, reuse
+from instgenie.engine.register import make_activations, make_key, register, reuse
 from instgenie.errors import EditError, PlanError
 from instgenie.models.flux_model import FluxModel
 from instgenie.models.model import Model
@@ -26,6 +32,7 @@ from instgenie.picture import open_picture
 from instgenie.planner import Plan, check_plan
 from instgenie.types import Edit
 
+GIB = 2**30
 KINDS: tuple[Kind, ...] = ("kv", "y")
 
 
@@ -145,6 +152,38 @@ def test_law_5_independent_of_arrival_and_of_others(model: Model, mixed_jobs: li
             engine.join(mixed_jobs[arrival])
     assert all(job.done for job in mixed_jobs)
     assert max(apart(job.latents, latents) for job, latents in zip(mixed_jobs, alone, strict=True)) <= close(model)
+
+
+def find_in_all_tiers(activations: Activations, model: Model, folder: Path) -> dict[str, Activations]:
+    """The same activations, found in each tier there is on this machine, and next to the model where they were not."""
+    disk, remote = DiskTier(folder / "disk", GIB), RemoteTier(f"file://{folder}/remote", GIB)
+    stores = {"host": Store(host=HostTier(GIB)), "disk alone": Store(disk=disk), "remote": Store(remote=remote)}
+    stores |= {"disk": Store(host=HostTier(GIB), disk=disk)}
+    if model.device.type == "cuda":
+        stores |= {
+            "gpu": Store(gpu=GpuTier(model.device, GIB)),
+            "all": Store(GpuTier(model.device, GIB), HostTier(GIB)),
+        }
+    key = activations.key
+    for store in stores.values():
+        for steps in store.missing(key):
+            store.put(key, cut(Span(key.steps, activations.rows, activations.time), steps))
+        store.settle()
+    found = {name: store.get(key, model.device) for name, store in stores.items()}
+    return {name: make_activations(key, one.span, model) for name, one in found.items() if one}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_5_independent_of_the_tier(model: Model, kind: Kind, tmp_path: Path) -> None:
+    """To the last bit, and with whatever plan."""
+    edit = make_edit(steps=5, true_guidance=2.0)
+    activations = register_for(model, edit, kind)
+    found = find_in_all_tiers(activations, model, tmp_path)
+    assert set(found) >= {"host", "disk", "disk alone", "remote"}
+    for plan in feasible(kind, activations.units)[:2]:
+        [expected] = run(model, [reuse(prepare(edit, model), activations, plan)])
+        for one in found.values():
+            assert torch.equal(run(model, [reuse(prepare(edit, model), one, plan)])[0], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

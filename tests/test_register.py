@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_edit
@@ -10,8 +11,10 @@ from conftest import make_edit
 from instgenie.activations import Activations, Key, split_steps
 from instgenie.cache import store as cache
 from instgenie.cache.disk import DiskTier
-from instgenie.cache.store import Store
+from instgenie.cache.host import HostTier
+from instgenie.cache.store import CPU, Handle, Store
 from instgenie.editor import Editor
+from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, make_key, register, register_in
 from instgenie.errors import CacheError, EditError
 from instgenie.models.model import Model
@@ -134,6 +137,34 @@ def test_editors_share_a_cache(folders: dict[str, Path], store: Store) -> None:
     assert registered.cache_tier == "host"
     assert (registered.picture == on_disk.picture).all()
     assert (miss.picture != on_disk.picture).any()
+
+
+def test_loading_starts_when_an_edit_is_queued(
+    folders: dict[str, Path], tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any edit of the batch is prepared; once for all that share a template."""
+    seen = []
+
+    class SeenStore(Store):
+        def prefetch(self, key: Key, device: torch.device = CPU) -> Handle:
+            seen.append("prefetch")
+            return super().prefetch(key, device)
+
+    editor = Editor(str(folders["fill"]), "cpu", cache=SeenStore(host=HostTier(GIB), disk=tier))
+    editor.register(EDIT.picture, **TEMPLATE)
+    monkeypatch.setattr("instgenie.editor.prepare", lambda *given: (seen.append("prepare"), prepare(*given))[1])
+    full = replace(EDIT, mask=np.ones_like(EDIT.mask))
+    results = editor.edit_many([EDIT, replace(EDIT, seed=1), full])
+    assert seen == ["prefetch"] * 2 + ["prepare"] * 3
+    assert [result.cache_tier for result in results] == ["host", "host", None]
+
+
+def test_no_edit_finds_the_template_of_a_tenant(folders: dict[str, Path], store: Store) -> None:
+    editor = Editor(str(folders["fill"]), "cpu", cache=store)
+    editor.register(EDIT.picture, **TEMPLATE)
+    key = make_key(EDIT, editor.model, "kv")
+    assert store.missing(key) == []
+    assert store.missing(replace(key, tenant="shop")) == key.spans
 
 
 def test_an_edit_survives_a_cache_it_cannot_use(

@@ -108,13 +108,13 @@ class DiskTier:
             yield
         finally:
             os.close(descriptor)  # and with it goes the lock
-            if not any(template.glob(f"*{SUFFIX}")):
+            if not files_of(template, SUFFIX):
                 evict(template)
 
     def drop(self, key: Key) -> None:
         template = self._template(key)
         try:
-            remove(template.glob(f"*{SUFFIX}"))
+            remove(files_of(template, SUFFIX))
         except OSError as error:
             raise CacheError(f"{template} cannot be removed: {error.strerror}") from None
         if template.exists():
@@ -189,7 +189,7 @@ def total(stored: Sequence[Stored]) -> int:
 
 def find_key(template: Path) -> Key | None:
     """Whose folder it is, if any file in it says so."""
-    for path in template.glob(f"*{SUFFIX}"):
+    for path in files_of(template, SUFFIX):
         with contextlib.suppress(OSError, SafetensorError, ValueError):
             key = read_key(path)
             return key if key.name == template.name else None
@@ -200,13 +200,15 @@ def hold(template: Path) -> int:
     """A descriptor with a shared lock on the template, which is made if need be and counts as used now. Who is alone
     with it removes what a process that died has left half-written."""
     while True:
-        template.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         try:
+            template.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             descriptor = os.open(template / USED, os.O_RDWR | os.O_CREAT, 0o600)
-        except FileNotFoundError:
+        except (FileNotFoundError, FileExistsError):
+            if os.path.lexists(template) and not template.is_dir():
+                raise
             continue  # evicted meanwhile
         if lock_alone(descriptor):
-            remove(template.glob(f"*{PARTIAL}"))
+            remove(files_of(template, PARTIAL))
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if os.fstat(descriptor).st_nlink:
             os.utime(descriptor)
@@ -215,11 +217,12 @@ def hold(template: Path) -> int:
 
 
 def lock_alone(descriptor: int) -> bool:
+    """A file that was removed meanwhile locks nobody out."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
+    return os.fstat(descriptor).st_nlink > 0
 
 
 def is_pinned(template: Path) -> bool:
@@ -240,16 +243,24 @@ def evict(template: Path) -> bool:
     except OSError:
         return not template.exists()
     try:
-        if not lock_alone(descriptor):
-            return False
-        remove(path for suffix in (SUFFIX, PARTIAL) for path in template.glob(f"*{suffix}"))
-        remove([template / USED])
-        template.rmdir()
-    except OSError:
-        logger.warning("%s cannot be removed", template)
+        if lock_alone(descriptor):
+            remove(files_of(template, SUFFIX, PARTIAL))
+            remove([template / USED])
+            template.rmdir()
+    except OSError as error:
+        if template.exists() and not (template / USED).exists():  # else it is gone, or somebody uses it anew
+            logger.warning("%s cannot be removed: %s", template, error)
     finally:
         os.close(descriptor)
     return not template.exists()
+
+
+def files_of(template: Path, *suffixes: str) -> list[Path]:
+    """None, if somebody has removed the template."""
+    try:
+        return [path for path in template.iterdir() if path.suffix in suffixes]
+    except FileNotFoundError:
+        return []
 
 
 def remove(paths: Iterable[Path]) -> None:

@@ -216,13 +216,13 @@ class RemoteTier:
 
     def _evict(self, template: Stored) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._ask(lambda: self._files.rm(template.folder, recursive=True))
+            self._ask(lambda: remove(self._files, template.folder))
         self._room += template.num_bytes
         self.num_evictions += 1
 
     def _remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError, GoneError):
-            self._ask(lambda: self._files.rm(path, recursive=True))
+            self._ask(lambda: remove(self._files, path))
 
     def _mark_used(self, key: Key) -> None:
         path = f"{self._template(key)}/{USED}"
@@ -234,7 +234,7 @@ def open_url(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """The file system and the path on it. Nothing is remembered of what is there: others write to it too."""
     try:
         files, root = fsspec.url_to_fs(url, **options, skip_instance_cache=True, use_listings_cache=False)
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, OSError) as error:
         raise CacheError(f"{url} cannot be a cache: {error} (pip install 'instgenie[remote]' brings s3)") from None
     if isinstance(files, LocalFileSystem):
         files.auto_mkdir = True
@@ -250,13 +250,28 @@ def put(files: Any, path: str, data: bytes) -> None:
     partial = f"{path.rpartition('/')[0]}/{secrets.token_hex(8)}{PARTIAL}"
     try:
         files.pipe_file(partial, data)
-        if isinstance(files, LocalFileSystem):
-            os.chmod(partial, 0o600)
-        files.mv(partial, path)
+        move(files, partial, path)
     except BaseException:
         with contextlib.suppress(Exception):
             files.rm_file(partial)
         raise
+
+
+def remove(files: Any, path: str) -> None:
+    """A file, or a folder with all there is in it; somebody else may be at it too."""
+    try:
+        files.rm(path, recursive=True)
+    except OSError:
+        if files.exists(path):
+            raise
+
+
+def move(files: Any, path: str, target: str) -> None:
+    if isinstance(files, LocalFileSystem):
+        os.chmod(path, 0o600)
+        os.replace(path, target)
+    else:
+        files.mv(path, target)
 
 
 def group(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Stored]:

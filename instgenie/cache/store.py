@@ -73,7 +73,8 @@ class TierStatus:
 
 
 class Store:
-    """All methods may be called by several threads at once. `on_evict` is told which template leaves which tier."""
+    """All methods may be called by several threads at once. A tier belongs to one store. `on_evict` is told which
+    template leaves which tier."""
 
     def __init__(
         self,
@@ -94,8 +95,9 @@ class Store:
         self._pins: dict[Key, tuple[int, contextlib.ExitStack]] = {}
         self._loading: dict[tuple[Key, torch.device], Handle] = {}
         self._in_use: WeakValueDictionary[tuple[Key, torch.device], Span] = WeakValueDictionary()
+        self._spilling: Counter[Key] = Counter()
         self._forgetting: set[Key] = set()
-        self._lock = threading.RLock()  # over all of these; held for moments
+        self._lock = threading.Condition()  # over all of these; held for moments
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, "store-load")
         self._writer = ThreadPoolExecutor(1, "store-write")
 
@@ -109,7 +111,7 @@ class Store:
         if self._in_memory(key):
             return Lookup.HIT
         with self._lock:
-            if any(key == loading for loading, _ in self._loading):
+            if self._is_loading(key):
                 return Lookup.PENDING
         return Lookup.PENDING if self._source(key) else Lookup.MISS
 
@@ -164,11 +166,13 @@ class Store:
     def forget(self, key: Key) -> None:
         """Removes the template from all tiers, pinned or not. Jobs that use it hold on to what they have."""
         with self._lock:
-            self._forgetting.add(key)  # from here on nothing of it goes up
-            on_their_way = [handle for (loading, _), handle in self._loading.items() if loading == key]
-        for handle in on_their_way:
-            handle.exception()  # waits
-        self._drop(key, self.tiers)
+            self._forgetting.add(key)  # from here on nothing of it starts to move
+            self._lock.wait_for(lambda: not self._is_loading(key) and not self._spilling[key])
+        for tier in self.tiers:
+            try:
+                tier.drop(key)
+            except CacheError as error:
+                logger.warning("a template is not forgotten: %s", error)
         with self._lock:
             self._forgetting.discard(key)
 
@@ -194,6 +198,9 @@ class Store:
     def _in_memory(self, key: Key) -> bool:
         return any(not tier.missing(key, [key.steps]) for tier in self.memory)
 
+    def _is_loading(self, key: Key) -> bool:
+        return any(key == loading for loading, _ in self._loading)
+
     def _at_hand(self, key: Key, device: torch.device) -> Handle | None:
         """A handle that is done, if the template is where it shall be, or shall be nowhere."""
         if key in self._forgetting:
@@ -210,6 +217,7 @@ class Store:
         with self._lock:
             if self._loading.get((key, device)) is handle:
                 del self._loading[key, device]
+                self._lock.notify_all()
             if not handle.exception() and (found := handle.result()):
                 self._hits[found.tier] += 1
 
@@ -297,13 +305,27 @@ class Store:
         for steps in self._missing(key, [steps for steps in key.spans if steps not in absent], below):
             if span := tier.load(key, steps):
                 self._sink(key, span, below)
-                if tier.missing(key, [steps]):  # forgotten meanwhile
-                    self._drop(key, below)
+
+    @contextlib.contextmanager
+    def _unless_forgotten(self, key: Key) -> Iterator[bool]:
+        """Whether the template may move; who forgets it waits until the block ends."""
+        with self._lock:
+            may_move = key not in self._forgetting
+            self._spilling[key] += may_move
+        try:
+            yield may_move
+        finally:
+            with self._lock:
+                self._spilling[key] -= may_move
+                self._spilling += Counter()  # keeps those that are above 0
+                self._lock.notify_all()
 
     def _evicted(self, index: int, key: Key) -> None:
         tier = self.tiers[index]
         try:
-            self._spill(key, index)
+            with self._unless_forgotten(key) as may_move:
+                if may_move:
+                    self._spill(key, index)
         except CacheError as error:
             logger.warning("a template leaves the %s tier and is lost: %s", tier.name, error)
         if self.on_evict:
@@ -311,17 +333,11 @@ class Store:
 
     def _write_behind(self, key: Key, index: int) -> None:
         try:
-            self._spill(key, index)
+            with self._unless_forgotten(key) as may_move:
+                if may_move:
+                    self._spill(key, index)
         except CacheError as error:
             logger.warning("a template stays in the %s tier alone: %s", self.tiers[index].name, error)
-
-    def _drop(self, key: Key, tiers: Sequence[Tier]) -> None:
-        """From the top, as spans go down."""
-        for tier in tiers:
-            try:
-                tier.drop(key)
-            except CacheError as error:
-                logger.warning("a template stays: %s", error)
 
     # the rest
 

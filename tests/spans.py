@@ -1,0 +1,37 @@
+"""Spans to keep, and keys to keep them under."""
+
+from dataclasses import replace
+
+import torch
+
+from instgenie.activations import Key, Span
+
+GIB = 2**30
+KEY = Key("picture", "model", (32, 48), 6, (1.0, 0.5, 0.1), 3.5, "kv", "torch.float32")
+SPANS = KEY.spans
+STEPS = SPANS[0]
+
+
+def other_key(index: int) -> Key:
+    return replace(KEY, picture=f"picture {index}")
+
+
+def make_span(steps: range = STEPS, seed: int = 0, num_tokens: int = 24) -> Span:
+    """Of two dtypes, and a time without width, as UNets have."""
+    random = torch.Generator().manual_seed(seed)
+    rows = (
+        torch.randn(2, len(steps), 2, num_tokens, 16, generator=random),
+        torch.randn(2, len(steps), 1, num_tokens, 8, generator=random).bfloat16(),
+    )
+    return Span(steps, rows, torch.empty(len(steps), 0))
+
+
+def make_spans(seed: int = 0, num_tokens: int = 24) -> list[Span]:
+    """A whole template."""
+    return [make_span(steps, seed, num_tokens) for steps in SPANS]
+
+
+def equal(one: Span | None, other: Span) -> bool:
+    assert one is not None
+    pairs = zip((*one.rows, one.time), (*other.rows, other.time), strict=True)
+    return one.steps == other.steps and all(a.dtype == b.dtype and torch.equal(a.cpu(), b) for a, b in pairs)
