@@ -21,7 +21,7 @@ from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped
 from instgenie.cluster.status import Observer
 from instgenie.config import ClusterConfig
-from instgenie.editor import Editor
+from instgenie.editor import Editor, make_store
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
@@ -287,7 +287,7 @@ def test_templates(run: Run, cluster: Cluster, models: dict[str, Model]) -> None
         assert (hit.facts.cache_tier, miss.facts.cache_tier) == ("host", None)
         assert hit.facts.num_computed_tokens < miss.facts.num_computed_tokens
         editor = Editor.__new__(Editor)
-        editor.model, editor.registered = models["sd"], {}
+        editor.model, editor.cache, editor.store = models["sd"], None, make_store(models["sd"].device)
         editor.register(order.picture, steps=4)
         expected = editor.edit(order.picture, order.mask, order.prompt, seed=7, steps=4)
         assert expected.cache_hit
