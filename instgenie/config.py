@@ -10,14 +10,30 @@ Role = Literal["prepare", "denoise", "finish"]
 
 
 @dataclass(frozen=True)
+class CacheConfig:
+    """Where activations are kept, and how much of them. Memory is each worker's own; disk and remote are shared."""
+
+    gpu_bytes: int | None = None  # None: half of what is free beside the model; none where there is no CUDA device
+    host_bytes: int = 16 * 2**30
+    disk: str | None = None  # folder; None: nothing is kept on disk
+    disk_bytes: int = 100 * 2**30
+    remote: str | None = None  # any fsspec URL; None: nothing is kept there
+    remote_bytes: int = 1000 * 2**30
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether anything outlives a worker."""
+        return self.disk is not None or self.remote is not None
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     model: str = "builtin"
     devices: tuple[str, ...] = ("auto",)  # one worker each
     dtype: str = "auto"
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that wait; one more is refused
-    cache_dir: str | None = None  # for activations on disk
-    host_cache_bytes: int = 16 * 2**30  # for the activations that a worker keeps in memory
+    cache: CacheConfig = CacheConfig()
     policy: Policy = "mask_aware"  # of the router
     batching: Batching = "continuous"
     reuse: bool = True  # whether templates are registered; without, every edit computes every token
@@ -43,4 +59,4 @@ class ProcessConfig:
     dtype: str
     max_batch_size: int
     batching: Batching
-    cache_bytes: int
+    cache: CacheConfig

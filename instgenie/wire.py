@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from instgenie.cluster.orders import FailureKind, OutputFormat
+from instgenie.cluster.orders import FailureKind, OutputFormat, Tier
 from instgenie.quality import Quality
 from instgenie.types import PixelMask, Pixels
 
@@ -53,6 +53,17 @@ class JobHead(Struct, frozen=True):
     tensors: tuple[TensorHead, ...]
 
 
+class TemplateHead(Struct, frozen=True):
+    """All it takes to find a template's activations."""
+
+    id: str
+    tenant: str
+    model: str  # digest of the weights
+    size: tuple[int, int]  # (height, width) the model works at
+    steps: int
+    guidance: float
+
+
 # to any process
 
 
@@ -89,8 +100,16 @@ class Denoising(Struct, frozen=True):
     id: str
     attempt: int
     job: JobHead
-    template: str | None  # whose activations it uses
+    template: TemplateHead | None  # whose activations it uses, if they are found
+    is_sure: bool  # they have to be found: an earlier attempt used them, or others are told that they are there
     num_partials: int
+
+
+class Fetch(Message, frozen=True):
+    """A job will come that uses the template's activations, if they are found: they may come up meanwhile."""
+
+    id: str  # of the job
+    template: TemplateHead
 
 
 class Denoise(Message, frozen=True):
@@ -104,6 +123,7 @@ class Register(Message, frozen=True):
 
     id: str  # of the template
     attempt: int
+    template: TemplateHead
     job: JobHead
     is_urgent: bool  # a job waits for it, so it does not wait for an idle moment
 
@@ -113,7 +133,7 @@ class Cancel(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
-    template: str
+    template: TemplateHead
 
 
 # to finish
@@ -152,6 +172,7 @@ class ModelFacts(Struct, frozen=True):
 
 class Ready(Message, frozen=True):
     facts: ModelFacts
+    digest: str  # of the model, as far as this process has its weights
 
 
 class Broken(Message, frozen=True):
@@ -235,18 +256,34 @@ class Registered(Message, frozen=True):
     attempt: int
     num_registered_steps: int
     num_steps: int
-    num_bytes: int
+    tier_bytes: dict[Tier, int]  # in memory
+
+
+class Found(Message, frozen=True):
+    """Where a job's activations were; None: it is computed in full."""
+
+    id: str
+    attempt: int
+    tier: Tier | None
 
 
 class Missing(Message, frozen=True):
-    """The activations a job was to use are not there."""
+    """The activations a job has to use are not there."""
 
     id: str
     attempt: int
     template: str
 
 
-class Evicted(Message, frozen=True):
+class Kept(Message, frozen=True):
+    """What has become of a template, and what the tiers hold altogether."""
+
+    template: str | None
+    template_bytes: dict[Tier, int]
+    tier_bytes: dict[Tier, int]
+
+
+class Forgotten(Message, frozen=True):
     template: str
 
 
@@ -263,8 +300,9 @@ class Painted(Message, frozen=True):
 
 
 AnyMessage: TypeAlias = (
-    Stop | Prepare | PrepareTemplate | Denoise | Register | Cancel | Forget | Finish | Ready | Broken | Beat | Failed
-    | Prepared | Joined | Stepped | Glimpsed | Denoised | Registered | Missing | Evicted | Painted
+    Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | Finish | Ready | Broken | Beat
+    | Failed | Prepared | Joined | Stepped | Glimpsed | Denoised | Registered | Found | Missing | Kept | Forgotten
+    | Painted
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

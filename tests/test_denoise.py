@@ -1,7 +1,8 @@
 """The step loop of a worker, in this process, with a line that only records."""
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,14 +10,11 @@ import torch
 from conftest import make_edit
 
 from instgenie import wire
-from instgenie.activations import Activations
-from instgenie.config import Batching, ProcessConfig
+from instgenie.config import Batching, CacheConfig, ProcessConfig
 from instgenie.engine.frames import job_frames, read_tensor
-from instgenie.engine.kept import Kept
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import edit_of_nothing, register, reuse, template_job
-from instgenie.errors import OutOfMemoryError
 from instgenie.models.model import Model
 from instgenie.workers.denoise import Denoiser, partial_steps
 
@@ -29,6 +27,8 @@ class Tape:
     def __init__(self) -> None:
         self.rounds: deque[list[tuple[wire.Message, list[wire.Frame]]]] = deque()
         self.sent: list[tuple[Any, Sequence[wire.Frame]]] = []
+        self.woken = threading.Event()
+        self.is_busy: Callable[[], Any] = lambda: False  # whether something is yet to come of threads
 
     def send(self, message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
         self.sent.append((message, [bytes(frame) for frame in frames]))
@@ -39,7 +39,14 @@ class Tape:
         if self.rounds:
             self.rounds.popleft()
             return None
+        if wait and self.is_busy():
+            assert self.woken.wait(60)
+            self.woken.clear()
+            return None
         return (wire.Stop(), []) if wait else None
+
+    def wake(self) -> None:
+        self.woken.set()
 
     def of(self, kind: type) -> list[Any]:
         return [message for message, _ in self.sent if isinstance(message, kind)]
@@ -50,25 +57,30 @@ def small(models: dict[str, Model]) -> Model:
     return models["blend"]
 
 
-def make_denoiser(model: Model, batching: Batching = "continuous", **fields: Any) -> tuple[Denoiser, Tape]:
-    config = ProcessConfig("a", "denoise", 0, "", "", "cpu", "auto", 2, batching, 10**9)
+def make_denoiser(model: Model, batching: Batching = "continuous", **cache: Any) -> tuple[Denoiser, Tape]:
+    config = ProcessConfig("a", "denoise", 0, "", "", "cpu", "auto", 2, batching, CacheConfig(**cache))
     tape = Tape()
     denoiser = Denoiser(config, model, tape)  # type: ignore[arg-type]
-    for name, value in fields.items():
-        setattr(denoiser, name, value)
+    tape.is_busy = lambda: denoiser.waiting or denoiser.registering
     return denoiser, tape
 
 
-def jobs(model: Model, *steps: tuple[str, int], template: str | None = None) -> tuple[wire.Message, list[wire.Frame]]:
+def head_of(name: str, tenant: str = "me", weights: str = "these") -> wire.TemplateHead:
+    return wire.TemplateHead(name, tenant, weights, SIZE, 4, 3.5)
+
+
+def jobs(
+    model: Model, *steps: tuple[str, int], template: wire.TemplateHead | None = None, is_sure: bool = True
+) -> tuple[wire.Message, list[wire.Frame]]:
     """One group of jobs, each a name and a number of steps."""
     made = [(name, job_frames(prepare(make_edit(size=SIZE, steps=num), model))) for name, num in steps]
-    message = wire.Denoise(tuple(wire.Denoising(name, 1, head, template, 0) for name, (head, _) in made))
+    message = wire.Denoise(tuple(wire.Denoising(name, 1, head, template, is_sure, 0) for name, (head, _) in made))
     return message, [frame for _, (_, frames) in made for frame in frames]
 
 
 def template(model: Model, name: str, urgent: bool = False) -> tuple[wire.Message, list[wire.Frame]]:
     head, frames = job_frames(template_job(edit_of_nothing(make_edit(size=SIZE).picture, model, SIZE, 4, None), model))
-    return wire.Register(name, 1, head, urgent), frames
+    return wire.Register(name, 1, head_of(name), head, urgent), frames
 
 
 def batches(tape: Tape) -> list[str]:
@@ -126,7 +138,7 @@ def test_an_urgent_template_does_not_wait(small: Model) -> None:
 
 def test_a_job_uses_what_was_registered(small: Model) -> None:
     denoiser, tape = make_denoiser(small)
-    job = jobs(small, ("a", 4), template="t")
+    job = jobs(small, ("a", 4), template=head_of("t"))
     tape.rounds.extend([[job], [template(small, "t")], [], [job]])
     denoiser.run()
     assert tape.of(wire.Missing) == [wire.Missing("a", 1, "t")]
@@ -146,30 +158,14 @@ def test_a_newer_attempt_takes_the_place_of_an_older(small: Model) -> None:
     message, frames = jobs(small, ("a", 3))
     assert isinstance(message, wire.Denoise)
     [job] = message.jobs
-    again = wire.Denoise((wire.Denoising("a", 2, job.job, None, 0),))
+    again = wire.Denoise((wire.Denoising("a", 2, job.job, None, False, 0),))
     tape.rounds.extend([[(message, frames)], [(again, frames)], []])
     denoiser.run()
     assert [(done.id, done.attempt) for done in tape.of(wire.Denoised)] == [("a", 2)]
 
 
-def test_templates_make_room_unless_in_use(small: Model) -> None:
-    edit = make_edit(size=SIZE)
-    activations: Activations = register(edit.picture, small, SIZE, 4, None)
-    kept = Kept(2 * activations.num_bytes)
-    assert kept.keep("a", activations) == kept.keep("b", activations) == []
-    assert kept.pin("a") is activations
-    assert kept.keep("c", activations) == ["b"]
-    kept.pin("c")
-    with pytest.raises(OutOfMemoryError, match=f"need {activations.num_bytes:,} bytes: 0 of"):
-        kept.keep("d", activations)
-    kept.unpin("a")
-    assert kept.keep("d", activations) == ["a"]
-    kept.drop("d")
-    assert ("c" in kept, "d" in kept, kept.num_bytes) == (True, False, activations.num_bytes)
-
-
 def test_a_template_larger_than_the_budget_fails(small: Model) -> None:
-    denoiser, tape = make_denoiser(small, kept=Kept(1000))
+    denoiser, tape = make_denoiser(small, host_bytes=1000)
     tape.rounds.append([template(small, "t")])
     denoiser.run()
     [failed] = tape.of(wire.Failed)

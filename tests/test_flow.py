@@ -11,7 +11,7 @@ import pytest
 from instgenie import wire
 from instgenie.cluster.entries import Ticket
 from instgenie.cluster.flow import Flow
-from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped
+from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped, Tier
 from instgenie.cluster.processes import Process, make_workers
 from instgenie.config import ClusterConfig, Role
 from instgenie.errors import QueueFullError
@@ -31,10 +31,14 @@ class Stage:
         self.config = ClusterConfig(**({"model": "tiny", "devices": ("cpu",)} | config))
         self.workers = make_workers(self.config)
         self.sent: list[tuple[str, wire.Message]] = []
+        self.foreseen: list[tuple[int, wire.Fetch]] = []
         self.flow = Flow(self.config, self.workers, self.send)
 
     def send(self, process: Process, message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
-        self.sent.append((f"{process.worker}.{process.role}", message))
+        if isinstance(message, wire.Fetch):
+            self.foreseen.append((process.worker, message))
+        else:
+            self.sent.append((f"{process.worker}.{process.role}", message))
 
     def process(self, role: Role, worker: int = 0) -> Process:
         return self.workers[worker].processes[role]
@@ -46,7 +50,7 @@ class Stage:
 
     def revive(self, process: Process) -> None:
         process.state = "ready"
-        self.flow.ready(process, FACTS)
+        self.flow.ready(process, FACTS, "digest")
 
     def kill(self, role: Role, worker: int = 0) -> None:
         process = self.process(role, worker)
@@ -73,7 +77,16 @@ class Stage:
                 for job in message.jobs:
                     self.denoised(job, worker)
 
+    def found(self, job: Any, tier: Tier | None, worker: int = 0) -> None:
+        self.flow.handle(self.process("denoise", worker), wire.Found(job.id, job.attempt, tier), [])
+
+    def kept(self, template: str, worker: int = 0, **tier_bytes: int) -> None:
+        message = wire.Kept(template, tier_bytes, tier_bytes)  # type: ignore[arg-type]
+        self.flow.handle(self.process("denoise", worker), message, [])
+
     def denoised(self, job: Any, worker: int = 0) -> None:
+        if job.template and job.is_sure:
+            self.found(job, "host", worker)
         self.flow.handle(
             self.process("denoise", worker), wire.Denoised(job.id, job.attempt, LATENTS, 16, 0.2), [b"\0" * 4]
         )
@@ -88,7 +101,9 @@ class Stage:
     def register(self, worker: int = 0) -> None:
         for m in self.take("denoise", worker):
             if isinstance(m, wire.Register):
-                self.flow.handle(self.process("denoise", worker), wire.Registered(m.id, m.attempt, 4, 4, 1000), [])
+                self.flow.handle(
+                    self.process("denoise", worker), wire.Registered(m.id, m.attempt, 4, 4, {"host": 1000}), []
+                )
 
     def run(self, worker: int = 0) -> None:
         self.prepare(worker)
@@ -289,7 +304,7 @@ def test_the_second_edit_of_a_picture_hits() -> None:
     again = stage.flow.accept([make_order(seed=9)])[0]
     stage.prepare()
     [message] = stage.take("denoise")
-    assert message.jobs[0].template == first._entry.work.template != other._entry.work.template
+    assert message.jobs[0].template.id == first._entry.work.template != other._entry.work.template
     stage.denoised(message.jobs[0])
     stage.finish()
     tiers = [events(ticket)[-2].facts.cache_tier for ticket in (first, other, again)]  # type: ignore[union-attr]
@@ -348,7 +363,7 @@ def test_activations_that_are_gone_by_the_time_a_job_comes() -> None:
     stage.prepare()
     [message] = stage.take("denoise")
     [job] = message.jobs
-    stage.flow.handle(stage.process("denoise"), wire.Missing(job.id, job.attempt, job.template), [])
+    stage.flow.handle(stage.process("denoise"), wire.Missing(job.id, job.attempt, job.template.id), [])
     stage.prepare()
     stage.register()
     stage.denoise()
@@ -384,7 +399,8 @@ def test_forgotten_templates_are_not_used() -> None:
     stage.prepare()
     stage.register()
     stage.flow.forget(template)
-    assert wire.Forget(template.id) in stage.take("denoise")
+    [forget] = [message for message in stage.take("denoise") if isinstance(message, wire.Forget)]
+    assert (forget.template.id, forget.template.tenant) == (template.id, "me")
     [ticket] = stage.flow.accept([make_order()])
     assert ticket._entry.template is None
 

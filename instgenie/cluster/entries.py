@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from instgenie.cluster.orders import Event, Order
+from instgenie.cluster.orders import Event, Order, Tier
 from instgenie.router import Work
 from instgenie.types import Pixels
 from instgenie.wire import Denoised, Frame, Prepared
@@ -37,7 +37,10 @@ class Entry:
     stage: Stage = "prepare"
     attempt: int = 1
     num_deaths: int = 0  # of processes that held it at this stage
-    template: str | None = None  # whose activations it uses: decided once, so that every attempt gives the same picture
+    template: str | None = None  # whose activations it uses, if they are found
+    is_sure: bool = False  # that it uses them: once it does, every attempt does, so that its picture stays the same
+    is_told: bool = False  # whether they were found, to who counts
+    tier: Tier | None = None  # where they were found
     is_running: bool = False
     is_urgent: bool = False  # a template that an edit waits for
     step: int = 0
@@ -75,10 +78,13 @@ class Entry:
     def num_computed_tokens(self) -> int:
         """Of a step."""
         num_tokens = self.prepared.num_tokens if self.prepared else self.work.num_tokens
-        return self.num_masked_tokens if self.template else num_tokens
+        return self.num_masked_tokens if self.is_sure else num_tokens
 
     def move(self, stage: Stage) -> None:
         self.stage, self.num_deaths = stage, 0
+
+    def run_dense(self) -> None:
+        self.template, self.is_sure, self.tier = None, False, None
 
     def lose(self) -> None:
         """The process that held it is gone."""

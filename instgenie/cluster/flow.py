@@ -2,8 +2,12 @@
 
 An entry is with exactly one process at a time, and what a stage made is kept until the next one has answered, so a
 process that dies costs its own stage and no more. An answer counts if it comes from the process that holds the entry,
-for the current attempt. Whether an edit uses its template's activations is decided once, when it is accepted: wherever
-and however often it is run again, its picture is the same.
+for the current attempt.
+
+Whether an edit uses its template's activations is decided once: when it is accepted, if the cluster knows of them; if
+they may be on disk or further down, when its worker has looked. Wherever and however often it is run again after that,
+its picture is the same. A worker that lacks the activations of such an edit registers them first; only where that
+fails, or where they fit nowhere, the edit is computed in full.
 """
 
 import itertools
@@ -31,7 +35,7 @@ from instgenie.cluster.orders import (
 )
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.status import Observer
-from instgenie.cluster.templates import Template, template_id
+from instgenie.cluster.templates import SHARED, Template, template_id
 from instgenie.config import ClusterConfig, Role
 from instgenie.errors import QueueFullError
 from instgenie.picture import working_size
@@ -60,6 +64,7 @@ class Flow:
         self.observers: list[Observer] = []
         self.counts: Counter[str] = Counter()
         self.cache_hits: Counter[Tier] = Counter()
+        self._forgetting: dict[int, dict[str, wire.TemplateHead]] = {worker.index: {} for worker in workers}
         self._numbers = itertools.count()
         self._handlers: dict[type, Callable[[Process, Any, list[wire.Frame]], None]] = {
             wire.Failed: self._on_failed,
@@ -69,8 +74,10 @@ class Flow:
             wire.Glimpsed: self._on_glimpsed,
             wire.Denoised: self._on_denoised,
             wire.Registered: self._on_registered,
+            wire.Found: self._on_found,
             wire.Missing: self._on_missing,
-            wire.Evicted: self._on_evicted,
+            wire.Kept: self._on_kept,
+            wire.Forgotten: self._on_forgotten,
             wire.Painted: self._on_painted,
         }
 
@@ -91,6 +98,7 @@ class Flow:
             self._decide(entry, worker)
             self.entries[entry.id] = entry
             self._settle(entry, worker)
+            self._foresee(entry)
             self._place(entry)
         self.pump()
         return tickets
@@ -110,27 +118,29 @@ class Flow:
     def register(self, registering: Registering) -> Template:
         """Asked for by a client."""
         assert self.model_facts is not None
-        name = template_id(self.model_facts.name, registering)
+        name = template_id(registering)
         template = self.templates.setdefault(name, Template(name, registering))
         template.is_asked_for = True
-        if template.state == "failed" or not (template.holders or template.entries):
+        if template.state == "failed" or not (template.is_held or template.entries):
             worker = self._choose([Work(registering.steps, 0, 0, name)])
             self._register_on(template, worker)
             self.pump()
         return template
 
     def forget(self, template: Template) -> None:
+        """Every worker forgets it, in all its tiers; one that is not there does when it comes back."""
         del self.templates[template.id]
         for worker in self.workers:
             worker.load.templates.discard(template.id)
         for entry in self.entries.values():
             if entry.template == template.id and not entry.is_running:
-                entry.template = None
-        for index in {*template.holders, *template.entries}:
-            process = self.workers[index].processes["denoise"]
-            if process.is_ready:
-                self.send(process, wire.Cancel(template.id))
-                self.send(process, wire.Forget(template.id))
+                entry.run_dense()
+        for worker in self.workers:
+            if head := self._head_of(template.id, template.registering, worker):
+                self._forgetting[worker.index][template.id] = head
+            if worker.processes["denoise"].is_ready:
+                self.send(worker.processes["denoise"], wire.Cancel(template.id))
+                self._send_forgetting(worker)
         for entry in template.entries.values():
             self._process_of(entry).remove(entry)
         self._unpark(template)
@@ -140,9 +150,12 @@ class Flow:
         self._handlers[type(message)](process, message, frames)
         self.pump()
 
-    def ready(self, process: Process, facts: wire.ModelFacts) -> None:
+    def ready(self, process: Process, facts: wire.ModelFacts, digest: str) -> None:
         """What waits for processes that are not there goes to those that are."""
         self.model_facts = facts
+        self.workers[process.worker].digests[process.role] = digest
+        if process.role == "denoise":
+            self._send_forgetting(self.workers[process.worker])
         for other in self._all_processes():
             if not other.is_ready:
                 _, queue = other.empty()
@@ -190,14 +203,55 @@ class Flow:
         return self.workers[self.router.choose(total, loads)]
 
     def _decide(self, entry: Entry, worker: Worker) -> None:
-        """Whether it uses its template's activations."""
-        if can_reuse(entry.edit) and entry.work.template in worker.load.templates:
-            entry.template = entry.work.template
-            self.cache_hits[self.tier] += 1
-        self.counts["queries"] += 1
+        """Whether it uses its template's activations; or whether its worker is to look for them."""
         for observer in self.observers:
             observer.accepted(float(entry.edit.mask.mean()))
-            observer.cache_query(self.tier if entry.template else None)
+        name = entry.work.template
+        if not can_reuse(entry.edit):
+            return
+        entry.is_sure = name in worker.load.templates
+        if entry.is_sure or (name and self._may_be_below(name)):
+            entry.template = name
+        else:
+            self._tell_found(entry)
+
+    def _may_be_below(self, template: str) -> bool:
+        """Whether activations that the cluster does not know of may lie in a tier that outlives it."""
+        is_known = template in self.templates or any(template in heads for heads in self._forgetting.values())
+        return self.config.reuse and self.config.cache.is_lasting and not is_known
+
+    def _foresee(self, entry: Entry) -> None:
+        """Loading starts now, if the edit is among those that its worker takes next."""
+        worker = self.workers[entry.worker]
+        process = worker.processes["denoise"]
+        if process.is_ready and worker.load.num_edits <= process.max_held and (head := self._head(entry)):
+            self.send(process, wire.Fetch(entry.id, head))
+
+    def _head(self, entry: Entry) -> wire.TemplateHead | None:
+        if entry.template is None:
+            return None
+        return self._head_of(entry.template, self.registering_of(entry.edit), self.workers[entry.worker])
+
+    def _head_of(self, template: str, registering: Registering, worker: Worker) -> wire.TemplateHead | None:
+        """None as long as it is not known which model the worker has."""
+        facts = self.model_facts
+        if facts is None or worker.identity is None:
+            return None
+        size = working_size_of(*registering.picture.shape[:2], facts.unit, facts.own_size)
+        return wire.TemplateHead(
+            template, registering.tenant, worker.identity, size, registering.steps, registering.guidance
+        )
+
+    def _tell_found(self, entry: Entry) -> None:
+        """An edit counts once, however often it is run."""
+        if entry.is_told:
+            return
+        entry.is_told = True
+        self.counts["queries"] += 1
+        if entry.tier:
+            self.cache_hits[entry.tier] += 1
+        for observer in self.observers:
+            observer.cache_query(entry.tier)
 
     def _settle(self, entry: Entry, worker: Worker) -> None:
         self.workers[entry.worker].load.remove(entry.id)
@@ -235,7 +289,7 @@ class Flow:
     def _dispatch(self, process: Process, entries: list[Entry]) -> None:
         head = entries[0]
         if isinstance(head.order, Registering):
-            self.send(process, *template_message(head, head.order))
+            self.send(process, *self._template_message(head, head.order))
         elif head.stage == "prepare":
             self.send(process, *prepare_message(head))
         elif head.stage == "finish":
@@ -246,12 +300,13 @@ class Flow:
 
     def _dispatch_jobs(self, process: Process, entries: list[Entry]) -> None:
         known = self.workers[process.worker].load.templates
-        missing = [entry for entry in entries if entry.template and entry.template not in known]
+        missing = [entry for entry in entries if entry.is_sure and entry.template not in known]
         for entry in missing:
             self._park(entry)
         if going := [entry for entry in entries if entry not in missing]:
             frames = [frame for entry in going for frame in entry.tensors]
-            self.send(process, wire.Denoise(tuple(denoising(entry) for entry in going)), frames)
+            jobs = tuple(denoising(entry, self._head(entry)) for entry in going)
+            self.send(process, wire.Denoise(jobs), frames)
 
     def _answered(self, process: Process, message: Any) -> Entry | None:
         """The entry that is answered, unless the answer is to an attempt that was given up."""
@@ -374,7 +429,7 @@ class Flow:
             num_tokens=prepared.num_tokens,
             num_masked_tokens=prepared.num_masked_tokens,
             num_computed_tokens=denoised.num_computed_tokens,
-            cache_tier=self.tier if entry.template else None,
+            cache_tier=entry.tier,
             worker=entry.worker,
             num_attempts=entry.attempt,
             queue_seconds=max(time.monotonic() - entry.accepted_at - worked, 0.0),
@@ -384,11 +439,6 @@ class Flow:
         )
 
     # templates
-
-    @property
-    def tier(self) -> Tier:
-        """Where workers keep activations: in the memory of their device."""
-        return "gpu" if self.model_facts and self.model_facts.device.startswith("cuda") else "host"
 
     def registering(self, tenant: str, picture: Pixels, steps: int | None, guidance: float | None) -> Registering:
         """What is None, and what makes no difference to the model, is filled in."""
@@ -407,7 +457,7 @@ class Flow:
         if entry.template is not None or self.model_facts is None or not is_wanted:
             return
         registering = self.registering_of(entry.edit)
-        name = entry.work.template or template_id(self.model_facts.name, registering)
+        name = entry.work.template or template_id(registering)
         num_unasked = sum(not template.is_asked_for and bool(template.entries) for template in self.templates.values())
         if name not in self.templates and num_unasked < MAX_UNASKED:
             self.templates[name] = Template(name, registering)
@@ -421,9 +471,19 @@ class Flow:
         work = Work(order.steps, 0, 0)
         entry = Entry(template.id, next(self._numbers), order, work, [], worker.index, is_urgent=is_urgent)
         template.entries[worker.index] = entry
-        if not template.holders:
+        if not template.is_held:
             template.state = "queued"
         self.workers[worker.index].processes.get("prepare", worker.processes["denoise"]).put(entry)
+
+    def _template_message(self, entry: Entry, order: Registering) -> tuple[wire.Message, Sequence[wire.Frame]]:
+        if entry.stage == "prepare":
+            size = order.picture.shape[:2]
+            message = wire.PrepareTemplate(entry.id, entry.attempt, order.steps, order.guidance, size)
+            return message, wire.picture_frames(order.picture)
+        head = self._head_of(entry.id, order, self.workers[entry.worker])
+        assert head is not None
+        assert entry.prepared is not None
+        return wire.Register(entry.id, entry.attempt, head, entry.prepared.job, entry.is_urgent), entry.tensors
 
     def _hurry(self, entry: Entry, is_urgent: bool) -> None:
         is_news = is_urgent and not entry.is_urgent
@@ -460,40 +520,80 @@ class Flow:
             del process.held[message.id]
             template.entries.pop(process.worker, None)
             template.state = "ready"
-            template.holders[process.worker] = message.num_bytes
+            template.keep_in_memory(process.worker, message.tier_bytes)
             worker.load.templates.add(template.id)
             self._unpark(template, process.worker)
+
+    def _on_found(self, process: Process, message: wire.Found, frames: list[wire.Frame]) -> None:
+        entry = process.held.get(message.id)
+        if entry is None or entry.attempt != message.attempt:
+            return
+        entry.tier = message.tier
+        self._tell_found(entry)
+        if message.tier is None:
+            entry.run_dense()
+        elif entry.template:
+            entry.is_sure = True
+            self._meet(entry.template, entry)
+        self._settle(entry, self.workers[process.worker])
+
+    def _meet(self, name: str, entry: Entry) -> None:
+        """A template that was registered before the cluster was there."""
+        if name not in self.templates:
+            registering = self.registering_of(entry.edit)
+            met = Template(name, registering, state="ready", num_registered_steps=registering.steps)
+            self.templates[name] = met
+        self.workers[entry.worker].load.templates.add(name)
 
     def _on_missing(self, process: Process, message: wire.Missing, frames: list[wire.Frame]) -> None:
         if entry := self._answered(process, message):
             self._lose_template(message.template, self.workers[process.worker])
             entry.attempt += 1
-            entry.template = message.template if message.template in self.templates else None  # or it was forgotten
+            if message.template not in self.templates:  # it was forgotten
+                entry.run_dense()
             self._place(entry)
 
-    def _on_evicted(self, process: Process, message: wire.Evicted, frames: list[wire.Frame]) -> None:
-        worker = self.workers[process.worker]
-        self._lose_template(message.template, worker)
-        template = self.templates.get(message.template)
-        if template and not (template.holders or template.entries):
+    def _on_kept(self, process: Process, message: wire.Kept, frames: list[wire.Frame]) -> None:
+        self.workers[process.worker].tier_bytes = message.tier_bytes
+        template = self.templates.get(message.template or "")
+        if template is None:
+            return
+        template.keep(process.worker, message.template_bytes)
+        for worker in self.workers:
+            known = worker.load.templates
+            (known.add if template.is_held_by(worker.index) else known.discard)(template.id)
+        if not (template.is_held or template.entries or template.parked):
             template.state, template.message = "failed", "its activations made room for others: register it again"
             if not template.is_asked_for:
-                del self.templates[message.template]
+                del self.templates[template.id]
+
+    def _on_forgotten(self, process: Process, message: wire.Forgotten, frames: list[wire.Frame]) -> None:
+        self._forgetting[process.worker].pop(message.template, None)
+
+    def _send_forgetting(self, worker: Worker) -> None:
+        for head in self._forgetting[worker.index].values():
+            self.send(worker.processes["denoise"], wire.Forget(head))
 
     def _lose_templates(self, worker: Worker) -> None:
+        """What is on disk is not lost with a process."""
+        worker.tier_bytes = {tier: num for tier, num in worker.tier_bytes.items() if tier in SHARED}
         for name in list(worker.load.templates):
             self._lose_template(name, worker)
-            template = self.templates[name]
-            if template.is_asked_for and not template.holders:
+            template = self.templates.get(name)
+            if template is None or template.is_held:
+                continue
+            if template.is_asked_for:
                 template.num_registered_steps = 0
                 self._register_on(template, worker)
-            elif not (template.holders or template.entries or template.parked):
+            elif not (template.entries or template.parked):
                 del self.templates[name]
 
     def _lose_template(self, name: str, worker: Worker) -> None:
-        worker.load.templates.discard(name)
-        if name in self.templates:
-            self.templates[name].holders.pop(worker.index, None)
+        template = self.templates.get(name)
+        if template:
+            template.holders.pop(worker.index, None)
+        if not (template and template.shared):
+            worker.load.templates.discard(name)
 
     def _fail_template(self, entry: Entry, message: str) -> None:
         """Edits that wait for it are computed in full."""
@@ -501,11 +601,11 @@ class Flow:
         if template is None:
             return
         template.entries.pop(entry.worker, None)
-        if not template.holders:
+        if not template.is_held:
             template.state, template.message = "failed", message
         for parked in template.parked:
             if parked.worker == entry.worker:
-                parked.template = None
+                parked.run_dense()
         self._unpark(template, entry.worker)
 
     # numbers
@@ -529,7 +629,7 @@ class Flow:
             registering = self.registering_of(order)
             key = id(order.picture), order.tenant, registering.steps, registering.guidance
             if key not in names:
-                names[key] = template_id(facts.name, registering)
+                names[key] = template_id(registering)
             height, width = working_size_of(*order.picture.shape[:2], facts.unit, facts.own_size)
             num_tokens = (height // facts.patch) * (width // facts.patch)
             num_masked = max(round(num_tokens * float(order.mask.mean())), 1)
@@ -576,18 +676,16 @@ def prepare_message(entry: Entry) -> tuple[wire.Prepare, list[wire.Frame]]:
     return message, wire.picture_frames(order.picture, order.mask)
 
 
-def template_message(entry: Entry, order: Registering) -> tuple[wire.Message, Sequence[wire.Frame]]:
-    if entry.stage == "prepare":
-        size = order.picture.shape[:2]
-        message = wire.PrepareTemplate(entry.id, entry.attempt, order.steps, order.guidance, size)
-        return message, wire.picture_frames(order.picture)
+def denoising(entry: Entry, template: wire.TemplateHead | None) -> wire.Denoising:
     assert entry.prepared is not None
-    return wire.Register(entry.id, entry.attempt, entry.prepared.job, entry.is_urgent), entry.tensors
-
-
-def denoising(entry: Entry) -> wire.Denoising:
-    assert entry.prepared is not None
-    return wire.Denoising(entry.id, entry.attempt, entry.prepared.job, entry.template, entry.edit.num_partials)
+    return wire.Denoising(
+        id=entry.id,
+        attempt=entry.attempt,
+        job=entry.prepared.job,
+        template=template,
+        is_sure=entry.is_sure,
+        num_partials=entry.edit.num_partials,
+    )
 
 
 def finish_message(

@@ -129,11 +129,11 @@ class Cluster:
         """Queued, and registered when a worker has a moment. Waits until the model is known."""
         await self.until_ready()
         template = self.flow.register(self.flow.registering(tenant, picture, steps, guidance))
-        return template.status(self.flow.tier)
+        return template.status()
 
     def templates(self, tenant: str) -> list[TemplateStatus]:
         found = (template for template in self.flow.templates.values() if template.registering.tenant == tenant)
-        return [template.status(self.flow.tier) for template in found]
+        return [template.status() for template in found]
 
     def template(self, tenant: str, id: str) -> TemplateStatus | None:
         return next((status for status in self.templates(tenant) if status.id == id), None)
@@ -169,7 +169,6 @@ class Cluster:
 
     def _worker_status(self, worker: Worker) -> WorkerStatus:
         entries = [entry for entry in self.flow.entries.values() if entry.worker == worker.index]
-        num_bytes = sum(template.holders.get(worker.index, 0) for template in self.flow.templates.values())
         return WorkerStatus(
             index=worker.index,
             device=worker.device,
@@ -187,7 +186,7 @@ class Cluster:
             num_interruptions=worker.num_interruptions,
             predicted_seconds=worker.load.seconds,
             templates=tuple(worker.load.templates),
-            tier_bytes={self.flow.tier: num_bytes},
+            tier_bytes=dict(worker.tier_bytes),
         )
 
     def _check_open(self) -> None:
@@ -242,10 +241,10 @@ class Cluster:
         match message:
             case wire.Beat():
                 pass
-            case wire.Ready(facts):
+            case wire.Ready(facts, digest):
                 process.state = "ready"
                 log.info("process ready", extra={"worker_process": process.name})
-                self.flow.ready(process, facts)
+                self.flow.ready(process, facts, digest)
             case wire.Broken(reason):
                 process.state, process.message = "failed", reason
             case _:

@@ -2,6 +2,7 @@
 holds; what a message means is not its matter."""
 
 import asyncio
+import hashlib
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from instgenie.cluster.entries import Entry
-from instgenie.cluster.orders import Order
+from instgenie.cluster.orders import Order, Tier
 from instgenie.cluster.status import ProcessState, ProcessStatus
 from instgenie.config import ClusterConfig, ProcessConfig, Role
 from instgenie.router import Load
@@ -73,7 +74,7 @@ class Process:
             dtype=self.config.dtype,
             max_batch_size=self.config.max_batch_size,
             batching=self.config.batching,
-            cache_bytes=self.config.host_cache_bytes,
+            cache=self.config.cache,
         )
         self.started_at = self.heard_at = time.monotonic()
         self.child = await asyncio.create_subprocess_exec(
@@ -150,6 +151,8 @@ class Worker:
     device: str
     processes: dict[Role, Process]
     load: Load
+    digests: dict[Role, str] = field(default_factory=dict)  # of the model, as far as each process has it
+    tier_bytes: dict[Tier, int] = field(default_factory=dict)
     num_steps: int = 0
     num_interruptions: int = 0
     last_step_seconds: float = 0.0
@@ -165,6 +168,15 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def identity(self) -> str | None:
+        """Of the model: what prepares jobs and what takes their steps both enter the activations. None until both have
+        said which weights they have. Weights of another checkpoint under the same name have another identity."""
+        roles = [role for role in ("prepare", "denoise") if role in self.processes]
+        if not self.digests.keys() >= set(roles):
+            return None
+        return hashlib.sha256(" ".join(self.digests[role] for role in roles).encode()).hexdigest()
 
     def step(self, seconds: float, num_tokens: int) -> None:
         now = time.monotonic()

@@ -1,11 +1,15 @@
 """What the cluster knows of templates: who asked for them, how far they are, which workers hold their activations."""
 
 import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from instgenie.cluster.entries import Entry, Registering
 from instgenie.cluster.orders import TemplateStatus, Tier
+
+SHARED: tuple[Tier, ...] = ("disk", "remote")  # by all workers
 
 
 @dataclass(eq=False)
@@ -16,13 +20,30 @@ class Template:
     state: Literal["queued", "registering", "ready", "failed"] = "queued"
     num_registered_steps: int = 0
     message: str = ""
-    holders: dict[int, int] = field(default_factory=dict)  # bytes on each worker
+    holders: dict[int, dict[Tier, int]] = field(default_factory=dict)  # bytes in the memory of each worker
+    shared: dict[Tier, int] = field(default_factory=dict)  # bytes where every worker finds them
     entries: dict[int, Entry] = field(default_factory=dict)  # where it is being registered
     parked: list[Entry] = field(default_factory=list)  # edits that wait for it
 
-    def status(self, tier: Tier) -> TemplateStatus:
+    @property
+    def is_held(self) -> bool:
+        return bool(self.holders or self.shared)
+
+    def is_held_by(self, worker: int) -> bool:
+        return worker in self.holders or bool(self.shared)
+
+    def keep(self, worker: int, tier_bytes: Mapping[Tier, int]) -> None:
+        """All there is of it, as far as this worker sees."""
+        self.shared = {tier: tier_bytes[tier] for tier in SHARED if tier in tier_bytes}
+        self.keep_in_memory(worker, {tier: num for tier, num in tier_bytes.items() if tier not in SHARED})
+
+    def keep_in_memory(self, worker: int, tier_bytes: dict[Tier, int]) -> None:
+        self.holders.pop(worker, None)
+        if tier_bytes:
+            self.holders[worker] = tier_bytes
+
+    def status(self) -> TemplateStatus:
         height, width, _ = self.registering.picture.shape
-        num_bytes = sum(self.holders.values())
         return TemplateStatus(
             id=self.id,
             state=self.state,
@@ -30,15 +51,22 @@ class Template:
             num_registered_steps=self.num_registered_steps,
             width=width,
             height=height,
-            tier_bytes={tier: num_bytes} if num_bytes else {},
+            tier_bytes=add_up([*self.holders.values(), self.shared]),
             message=self.message,
         )
 
 
-def template_id(model: str, registering: Registering) -> str:
-    """The same for all that may share activations; never for two tenants."""
+def add_up(all_bytes: Iterable[Mapping[Tier, int]]) -> dict[Tier, int]:
+    total: Counter[Tier] = Counter()
+    for tier_bytes in all_bytes:
+        total.update(tier_bytes)
+    return dict(total)
+
+
+def template_id(registering: Registering) -> str:
+    """The same for all that may share activations of a model; never for two tenants."""
     picture = registering.picture
-    facts = (registering.tenant, model, registering.steps, registering.guidance, picture.shape)
+    facts = (registering.tenant, registering.steps, registering.guidance, picture.shape)
     hashed = hashlib.sha256(repr(facts).encode())
     hashed.update(picture.tobytes())
     return hashed.hexdigest()[:32]

@@ -20,7 +20,6 @@ from instgenie.activations import (
     NUM_PARTS,
     NUM_STEPS_AT_ONCE,
     Activations,
-    Joining,
     Key,
     Kind,
     Span,
@@ -124,19 +123,24 @@ def observe_span(job: Job, model: Model, kind: Kind, steps: range) -> Span:
 
 
 class Registration:
-    """A template on its way to its activations, one span at a time."""
+    """A template on its way to its activations, one of the missing spans at a time."""
 
-    def __init__(self, key: Key, job: Job, model: Model) -> None:
-        self.key, self.job, self.model = key, job, model
-        self.joining = Joining(job.num_steps, model.device)
-        self.spans = split_steps(job.num_steps, NUM_STEPS_AT_ONCE)
-
-    def advance(self) -> None:
-        self.joining.add(observe_span(self.job, self.model, self.key.kind, self.spans.pop(0)))
+    def __init__(self, key: Key, job: Job, missing: Sequence[range]) -> None:
+        self.key, self.job = key, job
+        self.missing = list(missing)
 
     @property
-    def activations(self) -> Activations:
-        return make_activations(self.key, self.joining.whole, self.model)
+    def num_registered_steps(self) -> int:
+        return self.key.num_steps - sum(map(len, self.missing))
+
+    @property
+    def done(self) -> bool:
+        return not self.missing
+
+    def advance(self, model: Model, store: Store) -> None:
+        """Raises a CacheError if there is no room."""
+        if self.missing:
+            store.put(self.key, observe_span(self.job, model, self.key.kind, self.missing.pop(0)))
 
 
 def told(spans: Iterator[Span], num_done: int, num_steps: int, on_step: OnStep | None) -> Iterator[Span]:
@@ -169,17 +173,23 @@ def edit_of_nothing(
 
 
 def make_key(edit: Edit, model: Model, kind: Kind) -> Key:
-    """Of the whole schedule, whatever the edit's strength: one that is below 1 takes the last of the same steps."""
+    return name_key(digest(edit.picture), model.digest, edit, model, kind)
+
+
+def name_key(picture: str, identity: str, edit: Edit, model: Model, kind: Kind, tenant: str = "") -> Key:
+    """Of the whole schedule, whatever the edit's strength: one that is below 1 takes the last of the same steps. Looks
+    neither at pixels, if the edit names its size, nor at weights."""
     schedule = model.schedule(replace(edit, strength=1.0), num_tokens(edit, model))
     return Key(
-        picture=digest(edit.picture),
-        model=model.digest,
+        picture=picture,
+        model=identity,
         size=choose_size(edit, model),
         num_steps=schedule.num_steps,
         levels=schedule.levels,
         guidance=model.embedded_guidance(edit),
         kind=kind,
         dtype=str(model.dtype),
+        tenant=tenant,
     )
 
 

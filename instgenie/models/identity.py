@@ -4,6 +4,10 @@ Every weight counts, and none leaves its device: bytes are read as whole numbers
 the speed of memory, and the sums alone are hashed. Whole numbers add up to the same in any order, so the digest is the
 same on every device. It tells checkpoints apart, whatever was trained, merged or rounded; it does not withstand a
 forger.
+
+Of a part without weights the shape alone counts. A process that has only some of the weights says so much of what the
+model is; processes that together have all of them, together say which model it is. So it is always what was loaded that
+counts, not what lies under the same name by now.
 """
 
 import hashlib
@@ -28,7 +32,7 @@ def identify(parts: Mapping[str, Any]) -> str:
         if isinstance(part, nn.Module):
             for path, tensor in part.state_dict().items():
                 hashed.update(f"{path} {tensor.dtype} {list(tensor.shape)}\n".encode())
-                for sums in add_up(tensor):
+                for sums in () if tensor.is_meta else add_up(tensor):
                     hashed.update(sums.cpu().numpy().tobytes())
     return hashed.hexdigest()
 

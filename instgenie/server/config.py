@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instgenie.config import ClusterConfig
+from instgenie.cache.folder import make_folder
+from instgenie.config import CacheConfig, ClusterConfig
 from instgenie.decode import MAX_PIXELS
 from instgenie.errors import ConfigError
 from instgenie.options import AUTO, PREFIX, Option, auto_or, flag, one_of, read_options, real, text, whole
@@ -55,8 +56,13 @@ OPTIONS = (
     Option("reuse", flag, True, "register templates, so that edits compute the masked tokens alone (default yes)"),
     Option("routing", one_of("mask_aware", "tokens", "requests", "round_robin"), "mask_aware",
            "what a worker is chosen by (default mask_aware)", "HOW"),
-    Option("cache-dir", text, None, "folder for activations on disk (default: none)", "FOLDER"),
+    Option("gpu-cache-gib", auto_or(real(0, 65536)), AUTO,
+           "GPU memory for activations, each worker (default: half of what is free beside the model)", "GIB"),
     Option("host-cache-gib", real(0, 65536), 16.0, "memory for activations, each worker (default 16)", "GIB"),
+    Option("cache-dir", text, None, "folder for activations that outlive the server (default: none)", "FOLDER"),
+    Option("disk-cache-gib", real(0.001, 2**20), 100.0, "most that folder may hold (default 100)", "GIB"),
+    Option("remote-cache", text, None, "the same for several machines: s3://bucket/folder, ... (default: none)", "URL"),
+    Option("remote-cache-gib", real(0.001, 2**30), 1000.0, "most it may hold (default 1000)", "GIB"),
     Option("max-body-mib", whole(1, 4096), 64, "largest request body (default 64)", "MIB"),
     Option("max-megapixels", real(0.1, MAX_PIXELS / 1e6), 16.8, "largest picture (default 16.8)"),
     Option("body-timeout", real(0.1, 3600), 60.0, "seconds in which a request body has to arrive (default 60)"),
@@ -96,9 +102,20 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             batching=values["batching"],
             reuse=values["reuse"],
             policy=values["routing"],
-            cache_dir=values["cache_dir"],
-            host_cache_bytes=round(values["host_cache_gib"] * GIB),
+            cache=make_cache(values),
         ),
+    )
+
+
+def make_cache(values: Mapping[str, Any]) -> CacheConfig:
+    gpu = values["gpu_cache_gib"]
+    return CacheConfig(
+        gpu_bytes=None if gpu == AUTO else round(gpu * GIB),
+        host_bytes=round(values["host_cache_gib"] * GIB),
+        disk=values["cache_dir"] and str(make_folder(Path(values["cache_dir"]).resolve())),
+        disk_bytes=round(values["disk_cache_gib"] * GIB),
+        remote=values["remote_cache"],
+        remote_bytes=round(values["remote_cache_gib"] * GIB),
     )
 
 

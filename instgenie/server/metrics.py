@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Facts, FailureKind, Tier
 from instgenie.cluster.status import Observer
+from instgenie.cluster.templates import SHARED
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -91,7 +92,8 @@ class Live(Collector):
         yield gauge("num_requests_waiting", "Edits that wait for a worker.", status.num_waiting)
         usage = GaugeMetricFamily("instgenie:cache_usage_bytes", "Activations kept, over all workers.", labels=["tier"])
         for tier in get_args(Tier):
-            usage.add_metric([tier], sum(worker.tier_bytes.get(tier, 0) for worker in status.workers))
+            of_each = [worker.tier_bytes.get(tier, 0) for worker in status.workers]
+            usage.add_metric([tier], max(of_each) if tier in SHARED else sum(of_each))
         yield usage
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from instgenie.cluster.local import Cluster
+from instgenie.config import CacheConfig
 from instgenie.errors import ServeError
 from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
@@ -123,7 +124,7 @@ def print_plan(config: ServeConfig, address: str, version: str) -> None:
         "model": cluster.model,
         "workers": ", ".join(cluster.devices),
         "batches": f"{cluster.batching}, up to {cluster.max_batch_size} edits; up to {cluster.max_queue} wait",
-        "activations": f"up to {cluster.host_cache_bytes / 2**30:g} GiB a worker" if cluster.reuse else "not kept",
+        "activations": describe_cache(cluster.cache) if cluster.reuse else "not kept",
         "keys": f"{len(http.api_keys)} accepted" if http.api_keys else "none asked for",
         "limits": f"{http.max_body_bytes / 2**20:.0f} MiB a request, {http.max_pixels / 1e6:.1f} megapixels a picture",
         "look at": f"http://{address}/ready  http://{address}/metrics  http://{address}/openapi.json",
@@ -132,3 +133,13 @@ def print_plan(config: ServeConfig, address: str, version: str) -> None:
         print(f"{name:<16} {value}", flush=True)
     if not http.api_keys and not http.host.startswith(LOOPBACK):
         print("everyone who reaches this address may use it: --api-key asks for a key", flush=True)
+
+
+def describe_cache(cache: CacheConfig) -> str:
+    """From the top; what each worker has, then what they share."""
+    tiers = [f"up to {cache.host_bytes / 2**30:g} GiB in memory"]
+    if cache.disk:
+        tiers.append(f"{cache.disk_bytes / 2**30:g} GiB in {cache.disk}")
+    if cache.remote:
+        tiers.append(f"{cache.remote_bytes / 2**30:g} GiB remote")
+    return ", ".join(tiers)

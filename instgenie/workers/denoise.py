@@ -1,6 +1,7 @@
 """The denoise process of a worker: takes steps, and registers templates in between. Knows no picture and no prompt.
 
-At every step finished jobs leave and waiting jobs join, the oldest first. Two other policies are there to compare with:
+At every step finished jobs leave and waiting jobs join, the oldest first. A job whose template is still on its way up
+from a lower tier lets others go first; the loop never waits for one. Two other policies are there to compare with:
 `static` lets no job join before the whole batch is done, `naive` prepares and finishes inside the step loop.
 """
 
@@ -8,9 +9,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,19 +22,20 @@ from instgenie.activations import Key, Kind
 from instgenie.batch import Job
 from instgenie.config import ProcessConfig
 from instgenie.engine.frames import read_job, tensor_frame, tensor_head
-from instgenie.engine.kept import Kept
 from instgenie.engine.loop import Engine
-from instgenie.engine.register import Registration, reuse
+from instgenie.engine.register import Registration, make_activations, name_key, reuse
 from instgenie.models.memory import is_out_of_memory
 from instgenie.models.model import Model
+from instgenie.types import Edit
 from instgenie.wire import (
     Cancel,
     Denoise,
     Denoised,
     Denoising,
-    Evicted,
+    Fetch,
     Finish,
     Forget,
+    Found,
     Frame,
     Glimpsed,
     JobStep,
@@ -42,13 +47,17 @@ from instgenie.wire import (
     Registered,
     Stepped,
     Stop,
+    TemplateHead,
     split_frames,
 )
 from instgenie.workers.finish import Finisher
 from instgenie.workers.prepare import Preparer
 from instgenie.workers.process import Line, failure, run_process
+from instgenie.workers.templates import Fetching, Outcome, Templates, open_store
 
 KIND: Kind = "kv"
+MAX_KEYS = 1024  # that are remembered
+NO_PICTURE, NO_MASK = np.empty((0, 0, 3), np.uint8), np.empty((0, 0), np.bool_)
 PARTS = frozenset({"transformer", "unet"})
 
 log = logging.getLogger(__name__)
@@ -61,8 +70,10 @@ class Running:
     id: str
     attempt: int
     job: Job
-    template: str | None
     partials: tuple[int, ...]  # steps after which the client wants to see a picture
+    fetching: Fetching | None = None  # its template's activations
+    is_sure: bool = False  # it may not do without them
+    key: Key | None = None  # of the activations it uses
     joined_at: float = 0.0
 
     @property
@@ -73,8 +84,11 @@ class Running:
 @dataclass(eq=False)
 class Registering:
     attempt: int
-    registration: Registration
+    key: Key
+    job: Job
     is_urgent: bool
+    missing: Future[list[range]]
+    registration: Registration | None = None  # once it is known what is missing
 
 
 class Denoiser:
@@ -86,11 +100,13 @@ class Denoiser:
         self.waiting: deque[list[Running]] = deque()  # groups, each joins as one
         self.running: dict[Job, Running] = {}
         self.registering: dict[str, Registering] = {}
-        self.kept = Kept(config.cache_bytes)
+        self.templates = Templates(open_store(config.cache, model.device), model.device, line.wake)
+        self.find_key = lru_cache(MAX_KEYS)(self.make_key)
         self.num_interruptions = 0
         self.is_stopped = False
         self.handlers: dict[type, Callable[[Any, list[Frame]], None]] = {
             Denoise: self.accept,
+            Fetch: self.foresee,
             Register: self.accept_template,
             Cancel: self.cancel,
             Forget: self.forget,
@@ -108,6 +124,7 @@ class Denoiser:
                 self.step()
             if registering := self.next_registering():
                 self.register(*registering)
+        self.templates.close()
 
     # messages
 
@@ -117,10 +134,14 @@ class Denoiser:
             if isinstance(message, Prepare | PrepareTemplate | Finish):
                 self.interrupt()
             self.handlers[type(message)](message, frames)
+        for told in self.templates.told():
+            self.line.send(told)
 
     @property
     def is_idle(self) -> bool:
-        return not (self.engine.jobs or self.waiting or self.registering or self.is_stopped)
+        """Whether there is nothing to do but to wait for messages, or for what threads do."""
+        has_jobs = self.engine.jobs or any(is_settled(group) for group in self.waiting)
+        return not (has_jobs or self.next_registering() or self.is_stopped)
 
     def interrupt(self) -> None:
         self.num_interruptions += bool(self.engine.jobs)
@@ -132,20 +153,25 @@ class Denoiser:
 
     def read(self, given: Denoising, frames: Sequence[Frame]) -> Running | None:
         self.cancel(Cancel(given.id), [])  # an older attempt
-        if given.template is not None and given.template not in self.kept:
-            self.line.send(Missing(given.id, given.attempt, given.template))
-            return None
         try:
             job = read_job(given.job, frames, self.model.device)
-            if given.template is not None:
-                job = reuse(job, self.kept.pin(given.template))
+            fetching = self.templates.fetch(self.find_key(given.template)) if given.template else None
         except Exception as error:
             self.line.send(failure(given.id, given.attempt, error))
             return None
-        return Running(given.id, given.attempt, job, given.template, partial_steps(job.num_steps, given.num_partials))
+        partials = partial_steps(job.num_steps, given.num_partials)
+        return Running(given.id, given.attempt, job, partials, fetching, given.is_sure)
+
+    def foresee(self, message: Fetch, _: list[Frame]) -> None:
+        self.templates.foresee(message.id, self.find_key(message.template))
+
+    def make_key(self, template: TemplateHead) -> Key:
+        edit = Edit(NO_PICTURE, NO_MASK, "", steps=template.steps, guidance=template.guidance, size=template.size)
+        return name_key(template.id, template.model, edit, self.model, KIND, template.tenant)
 
     def cancel(self, message: Cancel, _: list[Frame]) -> None:
-        self.registering.pop(message.id, None)
+        if registering := self.registering.pop(message.id, None):
+            self.templates.unpin(registering.key)
         for group in self.waiting:
             for running in [running for running in group if running.id == message.id]:
                 group.remove(running)
@@ -156,7 +182,7 @@ class Denoiser:
             self.leave(running)
 
     def forget(self, message: Forget, _: list[Frame]) -> None:
-        self.kept.drop(message.template)
+        self.templates.forget(self.find_key(message.template))
 
     def stop(self, _: Stop, __: list[Frame]) -> None:
         self.is_stopped = True
@@ -164,18 +190,50 @@ class Denoiser:
     # steps
 
     def join(self) -> None:
-        """Groups join whole, the oldest first, as far as there is room."""
+        """Groups join whole, the oldest first, as far as there is room; who still waits for a template is passed by."""
+        self.settle()
         if not self.engine.jobs:
             self.engine.max_jobs = self.config.max_batch_size  # whatever did not fit is gone
         if self.config.batching == "static" and self.engine.jobs:
             return
-        while self.waiting and self.has_room(self.waiting[0]):
-            group = self.waiting.popleft()
+        for group in [group for group in self.waiting if is_settled(group)]:
+            if not self.has_room(group):
+                break
+            self.waiting.remove(group)
             for running in group:
                 running.joined_at = time.perf_counter()
                 self.running[running.job] = running
                 self.engine.join(running.job)
             self.line.send(Joined(tuple(running.progress for running in group)))
+
+    def settle(self) -> None:
+        """What was fetched for waiting jobs is theirs."""
+        for group in self.waiting:
+            for running in [running for running in group if running.fetching]:
+                self.settle_one(running, group)
+        self.waiting = deque(group for group in self.waiting if group)
+
+    def settle_one(self, running: Running, group: list[Running]) -> None:
+        assert running.fetching
+        key, outcome = running.fetching.key, running.fetching.outcome
+        if outcome is Outcome.LOADING or (outcome is Outcome.REFUSED and self.will_have_room()):
+            return
+        running.fetching = None
+        if outcome is Outcome.ABSENT and running.is_sure:
+            self.line.send(Missing(running.id, running.attempt, key.picture))
+            group.remove(running)
+        elif isinstance(outcome, Outcome):
+            self.line.send(Found(running.id, running.attempt, None))
+        else:
+            running.job = reuse(running.job, make_activations(key, outcome.span, self.model))
+            running.key = key
+            self.templates.pin(key)
+            self.line.send(Found(running.id, running.attempt, self.templates.where(running.id, outcome)))
+
+    def will_have_room(self) -> bool:
+        """For other templates, when those in use no longer are."""
+        settled = (running for group in self.waiting if is_settled(group) for running in group)
+        return any(running.key for running in (*self.running.values(), *settled))
 
     def has_room(self, group: list[Running]) -> bool:
         """A group larger than a batch joins alone; the engine takes its jobs in turn."""
@@ -238,8 +296,13 @@ class Denoiser:
         self.release(running)
 
     def release(self, running: Running) -> None:
-        if running.template is not None:
-            self.kept.unpin(running.template)
+        if running.key is None:
+            return
+        self.templates.unpin(running.key)
+        for group in self.waiting:
+            for other in group:
+                if other.fetching and other.fetching.outcome is Outcome.REFUSED:
+                    self.templates.retry(other.fetching)
 
     def synchronize(self) -> None:
         if self.model.device.type == "cuda":
@@ -256,55 +319,49 @@ class Denoiser:
         if known and known.attempt == message.attempt:
             known.is_urgent |= message.is_urgent
             return
+        self.cancel(Cancel(message.id), [])  # an older attempt
         try:
+            key = self.find_key(message.template)
             job = read_job(message.job, frames, self.model.device)
-            registration = Registration(self.template_key(message.id, job), job, self.model)
         except Exception as error:
             self.line.send(failure(message.id, message.attempt, error))
             return
-        self.registering[message.id] = Registering(message.attempt, registration, message.is_urgent)
-
-    def template_key(self, template: str, job: Job) -> Key:
-        """Named by its id, for the picture itself stayed behind, and so did the model's other parts."""
-        assert job.edit.size is not None
-        return Key(
-            picture=template,
-            model=self.model.name,
-            size=job.edit.size,
-            num_steps=job.num_steps,
-            levels=job.schedule.levels,
-            guidance=self.model.embedded_guidance(job.edit),
-            kind=KIND,
-            dtype=str(self.model.dtype),
-        )
+        self.templates.pin(key)
+        missing = self.templates.missing(key)
+        self.registering[message.id] = Registering(message.attempt, key, job, message.is_urgent, missing)
 
     def next_registering(self) -> tuple[str, Registering] | None:
-        """A template that a job waits for; or any, while no job runs."""
+        """A template that a job waits for; or any, while no job runs. What is missing of it has to be known."""
         is_idle = not self.engine.jobs
-        return next((item for item in self.registering.items() if is_idle or item[1].is_urgent), None)
+        known = ((name, one) for name, one in self.registering.items() if one.missing.done())
+        return next((item for item in known if is_idle or item[1].is_urgent), None)
 
     def register(self, template: str, registering: Registering) -> None:
         """A few steps of a template."""
         self.interrupt()
-        registration, joining = registering.registration, registering.registration.joining
+        key = registering.key
         try:
-            registration.advance()
-            self.evict(self.kept.make_room(template, joining.num_bytes))
-            if joining.done:
-                self.evict(self.kept.keep(template, registration.activations))
+            registration = self.registration_of(registering)
+            registration.advance(self.model, self.templates.store)
         except Exception as error:
-            del self.registering[template]
+            self.cancel(Cancel(template), [])
             self.free_memory()
             self.line.send(failure(template, registering.attempt, error))
             return
-        if joining.done:
-            del self.registering[template]
-        progress = joining.num_joined_steps, joining.num_steps
-        self.line.send(Registered(template, registering.attempt, *progress, joining.num_bytes))
+        if registration.done:
+            self.cancel(Cancel(template), [])
+            self.templates.report(key)
+        progress = registration.num_registered_steps, key.num_steps
+        self.line.send(Registered(template, registering.attempt, *progress, self.templates.memory_bytes(key)))
 
-    def evict(self, templates: list[str]) -> None:
-        for template in templates:
-            self.line.send(Evicted(template))
+    def registration_of(self, registering: Registering) -> Registration:
+        if registering.registration is None:
+            registering.registration = Registration(registering.key, registering.job, registering.missing.result())
+        return registering.registration
+
+
+def is_settled(group: list[Running]) -> bool:
+    return not any(running.fetching for running in group)
 
 
 def num_flowing(job: Job) -> int:

@@ -11,13 +11,22 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 import torch
 import zmq
 
 from instgenie.config import ProcessConfig
-from instgenie.errors import EditError, InstGenieError, MaskError, ModelError, OutOfMemoryError, PictureError
+from instgenie.errors import (
+    CacheError,
+    EditError,
+    InstGenieError,
+    MaskError,
+    ModelError,
+    OutOfMemoryError,
+    PictureError,
+)
 from instgenie.logs import log_to_stderr
 from instgenie.models.load import load
 from instgenie.models.memory import is_out_of_memory
@@ -41,6 +50,11 @@ class Line:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(config.endpoint)
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
         self._parent = config.parent
         self._beat_at = 0.0
 
@@ -48,12 +62,20 @@ class Line:
         self._socket.send_multipart([encode(message), *frames], copy=False)
 
     def receive(self, wait: bool) -> tuple[AnyMessage, list[Frame]] | None:
-        """The next message, if there is one; waiting for it does not take longer than a beat."""
+        """The next message, if there is one; waiting for it takes no longer than a beat, and ends when woken."""
         self._beat()
-        if not self._socket.poll(MS_BETWEEN_BEATS if wait else 0):
+        ready = dict(self._poller.poll(MS_BETWEEN_BEATS if wait else 0))
+        if self._woken in ready:
+            os.read(self._woken, 4096)
+        if self._socket not in ready:
             return None
         head, *frames = self._socket.recv_multipart(copy=False)
         return decode(head.buffer), [frame.buffer for frame in frames]
+
+    def wake(self) -> None:
+        """Ends the waiting for a message; may be called by any thread."""
+        with suppress(BlockingIOError):  # it is woken already
+            os.write(self._wake, b"!")
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -81,9 +103,9 @@ def run_process(serve: Serve, parts: frozenset[str]) -> None:
     line = Line(config)
     try:
         model = load(config.model, config.device, config.dtype, None if config.batching == "naive" else parts)
-        line.send(Ready(facts_of(model)))
+        line.send(Ready(facts_of(model), model.digest))
         serve(config, model, line)
-    except (ModelError, OutOfMemoryError) as error:
+    except (ModelError, OutOfMemoryError, CacheError) as error:
         log.error("cannot start", extra={"reason": str(error)})
         line.send(Broken(str(error)))
     finally:
@@ -118,7 +140,7 @@ def facts_of(model: Model) -> ModelFacts:
 
 def failure(id: str, attempt: int, error: Exception) -> Failed:
     """What a client is told; what only we can mend is logged, not told."""
-    if isinstance(error, OutOfMemoryError) or is_out_of_memory(error):
+    if isinstance(error, OutOfMemoryError | CacheError) or is_out_of_memory(error):
         log.warning("out of memory", extra={"job": id})
         return Failed(id, attempt, "out_of_memory", str(error).splitlines()[0])
     if isinstance(error, EditError | PictureError | MaskError):
