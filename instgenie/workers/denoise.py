@@ -175,7 +175,8 @@ class Denoiser:
                 running.joined_at = time.perf_counter()
                 self.running[running.job] = running
                 self.engine.join(running.job)
-            self.line.send(Joined(tuple(running.progress for running in group)))
+            plans = tuple(running.job.plan for running in group)
+            self.line.send(Joined(tuple(running.progress for running in group), plans))
 
     def has_room(self, group: list[Running]) -> bool:
         """A group larger than a batch joins alone; the engine takes its jobs in turn."""
