@@ -20,7 +20,7 @@ from instgenie.mask import read_mask
 from instgenie.picture import check_edit, check_target, edge_distance, open_picture, save_picture
 from instgenie.types import Edit, PixelMask, Pixels
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parent / "examples"
 OUTPUT = Path("out/demo.png")
 
 CELL, GAP, MARGIN = 256, 16, 32

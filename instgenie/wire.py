@@ -166,6 +166,7 @@ class ModelFacts(Struct, frozen=True):
     embeds_guidance: bool  # whether the guidance of an edit enters the network
     patch: int  # side in pixels of a token
     unit: int  # working sizes are multiples of this
+    num_blocks: int
     device: str
     dtype: str
 
@@ -219,6 +220,7 @@ class JobStep(Struct, frozen=True):
 
 class Joined(Message, frozen=True):
     jobs: tuple[JobStep, ...]
+    plans: tuple[tuple[bool, ...], ...]  # one for each job
 
 
 class Stepped(Message, frozen=True):

@@ -18,7 +18,7 @@ from instgenie.errors import QueueFullError
 
 FACTS = wire.ModelFacts(
     name="tiny", family="flux", is_fill=False, own_size=64, steps=4, guidance=3.5, embeds_guidance=False, patch=16,
-    unit=16, device="cpu", dtype="float32",
+    unit=16, num_blocks=3, device="cpu", dtype="float32",
 )  # fmt: skip
 JOB = wire.JobHead({}, (4, 4), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), 1, (wire.TensorHead("float32", (1,)),))
 LATENTS = wire.TensorHead("float32", (1,))
@@ -131,7 +131,7 @@ def test_an_order_goes_through_all_stages() -> None:
     [message] = stage.take("denoise")
     [job] = message.jobs
     denoiser = stage.process("denoise")
-    stage.flow.handle(denoiser, wire.Joined((wire.JobStep(job.id, 1, 0),)), [])
+    stage.flow.handle(denoiser, wire.Joined((wire.JobStep(job.id, 1, 0),), ((),)), [])
     stage.flow.handle(denoiser, wire.Stepped(0.1, 16, 0, (wire.JobStep(job.id, 1, 1),)), [])
     stage.flow.handle(denoiser, wire.Glimpsed(job.id, 1, 0, LATENTS), [b"\0" * 4])
     stage.finish()

@@ -21,7 +21,7 @@ from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped
 from instgenie.cluster.status import Observer
 from instgenie.config import ClusterConfig
-from instgenie.editor import Editor, make_store
+from instgenie.editor import Editor
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from instgenie.cluster.orders import Event, Order, Tier
+from instgenie.cluster.status import JobStatus
 from instgenie.router import Work
 from instgenie.types import Pixels
 from instgenie.wire import Denoised, Frame, Prepared
@@ -44,6 +45,7 @@ class Entry:
     is_running: bool = False
     is_urgent: bool = False  # a template that an edit waits for
     step: int = 0
+    plan: tuple[bool, ...] = ()  # told when it joined
     prepared: Prepared | None = None
     tensors: Sequence[Frame] = ()  # of the prepared job
     denoised: Denoised | None = None
@@ -75,10 +77,25 @@ class Entry:
         return self.prepared.num_masked_tokens if self.prepared else self.work.num_masked_tokens
 
     @property
+    def num_tokens(self) -> int:
+        return self.prepared.num_tokens if self.prepared else self.work.num_tokens
+
+    @property
     def num_computed_tokens(self) -> int:
         """Of a step."""
-        num_tokens = self.prepared.num_tokens if self.prepared else self.work.num_tokens
-        return self.num_masked_tokens if self.is_sure else num_tokens
+        return self.num_masked_tokens if self.is_sure else self.num_tokens
+
+    @property
+    def status(self) -> JobStatus:
+        return JobStatus(
+            id=self.id,
+            step=self.step,
+            num_steps=self.num_steps,
+            num_tokens=self.num_tokens,
+            num_masked_tokens=self.num_masked_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            plan=self.plan,
+        )
 
     def move(self, stage: Stage) -> None:
         self.stage, self.num_deaths = stage, 0
@@ -90,7 +107,7 @@ class Entry:
         """The process that held it is gone."""
         self.attempt += 1
         self.num_deaths += 1
-        self.is_running, self.step = False, 0
+        self.step = 0
 
 
 class Ticket:

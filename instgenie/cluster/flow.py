@@ -169,6 +169,7 @@ class Flow:
             self._lose_templates(self.workers[process.worker])
         for entry in held:
             log.warning("run again", extra={"job": entry.id, "attempt": entry.attempt, "num_deaths": entry.num_deaths})
+            self._leave(entry)
             entry.lose()
         for entry in held + queue:
             if entry.num_deaths >= MAX_DEATHS:
@@ -339,10 +340,19 @@ class Flow:
             self._place(entry)
 
     def _on_joined(self, process: Process, message: wire.Joined, frames: list[wire.Frame]) -> None:
-        for told in message.jobs:
+        for told, plan in zip(message.jobs, message.plans, strict=True):
             entry = process.held.get(told.id)
             if entry and entry.attempt == told.attempt:
-                entry.is_running = True
+                entry.is_running, entry.plan = True, plan
+                for observer in self.observers:
+                    observer.joined(process.worker, entry.status)
+
+    def _leave(self, entry: Entry) -> None:
+        """Out of the batch, if it is in one."""
+        if entry.is_running:
+            entry.is_running = False
+            for observer in self.observers:
+                observer.left(entry.worker, entry.id)
 
     def _on_stepped(self, process: Process, message: wire.Stepped, frames: list[wire.Frame]) -> None:
         worker = self.workers[process.worker]
@@ -367,7 +377,7 @@ class Flow:
     def _on_denoised(self, process: Process, message: wire.Denoised, frames: list[wire.Frame]) -> None:
         if entry := self._answered(process, message):
             entry.denoised, entry.latents = message, frames
-            entry.is_running = False
+            self._leave(entry)
             self.workers[process.worker].load.remove(entry.id)
             entry.move("finish")
             self._place(entry)
@@ -408,6 +418,7 @@ class Flow:
 
     def _drop(self, entry: Entry) -> None:
         self.entries.pop(entry.id, None)
+        self._leave(entry)
         self.workers[entry.worker].load.remove(entry.id)
         self._process_of(entry).remove(entry)
         if entry.template in self.templates and entry in (parked := self.templates[entry.template].parked):
@@ -422,6 +433,8 @@ class Flow:
         assert denoised is not None
         height, width, _ = entry.edit.picture.shape
         worked = prepared.seconds + denoised.seconds + painted.seconds
+        num_saved = prepared.num_steps * (prepared.num_tokens - denoised.num_computed_tokens)
+        pace = self.workers[entry.worker].load.pace
         return Facts(
             seed=entry.edit.seed,
             width=width,
@@ -435,6 +448,7 @@ class Flow:
             queue_seconds=max(time.monotonic() - entry.accepted_at - worked, 0.0),
             prepare_seconds=prepared.seconds,
             denoise_seconds=denoised.seconds,
+            dense_seconds=denoised.seconds + pace.seconds(0, num_saved),
             finish_seconds=painted.seconds,
         )
 

@@ -20,7 +20,7 @@ from instgenie.cluster.entries import Ticket
 from instgenie.cluster.flow import Flow
 from instgenie.cluster.orders import Order, TemplateStatus
 from instgenie.cluster.processes import Process, Worker, make_workers
-from instgenie.cluster.status import ClusterStatus, JobStatus, Observer, WorkerStatus
+from instgenie.cluster.status import ClusterStatus, Observer, WorkerStatus
 from instgenie.config import ClusterConfig
 from instgenie.errors import ClosedError
 from instgenie.picture import check_edit
@@ -174,17 +174,15 @@ class Cluster:
             device=worker.device,
             state=worker.state,
             processes=tuple(process.status for process in worker.processes.values()),
-            running=tuple(
-                JobStatus(entry.id, entry.step, entry.num_steps, entry.num_masked_tokens, entry.num_computed_tokens)
-                for entry in entries
-                if entry.is_running
-            ),
+            running=tuple(entry.status for entry in entries if entry.is_running),
             num_waiting=sum(entry.is_waiting for entry in entries),
             steps_per_second=worker.steps_per_second,
             last_step_seconds=worker.last_step_seconds,
             num_steps=worker.num_steps,
             num_interruptions=worker.num_interruptions,
             predicted_seconds=worker.load.seconds,
+            seconds_per_step=worker.load.pace.per_step,
+            seconds_per_token=worker.load.pace.per_token,
             templates=tuple(worker.load.templates),
             tier_bytes=dict(worker.tier_bytes),
         )

@@ -65,6 +65,7 @@ class Facts:
     queue_seconds: float
     prepare_seconds: float
     denoise_seconds: float
+    dense_seconds: float  # predicted: what the steps would have taken with every token computed
     finish_seconds: float
 
 

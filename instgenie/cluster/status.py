@@ -13,8 +13,10 @@ class JobStatus:
     id: str
     step: int
     num_steps: int
+    num_tokens: int
     num_masked_tokens: int
     num_computed_tokens: int
+    plan: tuple[bool, ...]  # for each block, whether it is cached; empty: none is
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class WorkerStatus:
     num_steps: int  # taken since it started
     num_interruptions: int  # of the step loop, by other work while jobs were running
     predicted_seconds: float  # until all it has is done
+    seconds_per_step: float  # a step takes so long, however many tokens it computes
+    seconds_per_token: float  # and so much longer for each of them
     templates: tuple[str, ...]
     tier_bytes: dict[Tier, int]
 
@@ -66,6 +70,12 @@ class Observer:
 
     def step(self, worker: int, seconds: float, batch_size: int) -> None:
         """A batch took a step."""
+
+    def joined(self, worker: int, job: JobStatus) -> None:
+        """A job joined the running batch."""
+
+    def left(self, worker: int, job: str) -> None:
+        """A job is out of the batch, finished or not."""
 
     def accepted(self, mask_ratio: float) -> None:
         """An order was accepted."""

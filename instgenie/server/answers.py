@@ -49,6 +49,7 @@ def facts_of(facts: Facts) -> dict[str, Any]:
             "denoise": round(facts.denoise_seconds, 4),
             "finish": round(facts.finish_seconds, 4),
         },
+        "predicted_dense_seconds": round(facts.dense_seconds, 4),
     }
 
 

@@ -5,7 +5,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from instgenie.server import openai, operators, templates
+from instgenie.server import openai, operators, pages, templates
 from instgenie.server.errors import ApiError, add_error_handlers, error_response
 from instgenie.server.gate import Gate
 from instgenie.server.schema import add_schema
@@ -18,7 +18,7 @@ def make_app(service: Service, version: str) -> ASGIApp:
     app = FastAPI(title="InstGenIE", version=version, description=ABOUT, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     app.state.service = service
-    for router in (openai.router, templates.router, operators.router):
+    for router in (openai.router, templates.router, operators.router, pages.router):
         app.include_router(router)
     add_error_handlers(app)
     app.add_exception_handler(Exception, on_bug)

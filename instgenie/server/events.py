@@ -1,5 +1,5 @@
-"""An answer of server-sent events: partial pictures, then finished ones. Nothing is sent before the cluster accepts the
-edits, so a full queue is still a plain 429."""
+"""An answer of server-sent events: progress if asked for, partial pictures, then finished ones. Nothing is sent before
+the cluster accepts the edits, so a full queue is still a plain 429."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from instgenie.cluster.orders import Finished, Order, Partial
-from instgenie.server.answers import Kind, completed_event, error_event, partial_event
+from instgenie.cluster.orders import Event, Finished, Order, Partial, Queued, Stepped
+from instgenie.server.answers import Kind, completed_event, error_event, event, partial_event
 from instgenie.server.errors import ApiError
 from instgenie.server.fields import ImageFields
 from instgenie.server.service import Service
@@ -49,13 +49,23 @@ class EventStream(Response):
             if happened is None:
                 await send_chunk(send, SIGN_OF_LIFE)
                 continue
-            index, event = happened
-            if isinstance(event, Partial):
+            if chunk := self.chunk_of(*happened):
+                await send_chunk(send, chunk)
+
+    def chunk_of(self, index: int, happened: Event) -> bytes | None:
+        """Clients that did not ask for progress hear OpenAI's events alone."""
+        match happened:
+            case Partial():
                 height, width, _ = self.orders[index].picture.shape
                 size = f"{width}x{height}"
-                await send_chunk(send, partial_event(self.kind, index, event.index, event.picture, size, self.fields))
-            elif isinstance(event, Finished):
-                await send_chunk(send, completed_event(self.kind, index, event, self.fields))
+                return partial_event(self.kind, index, happened.index, happened.picture, size, self.fields)
+            case Finished():
+                return completed_event(self.kind, index, happened, self.fields)
+            case Queued(position) if self.fields.stream_progress:
+                return event("instgenie.queued", {"index": index, "position": position})
+            case Stepped(step, num_steps) if self.fields.stream_progress:
+                return event("instgenie.step", {"index": index, "step": step, "num_steps": num_steps})
+        return None
 
 
 async def send_chunk(send: Send, chunk: bytes) -> None:

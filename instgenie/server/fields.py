@@ -53,6 +53,7 @@ class ImageFields(Fields):
     response_format: Literal["b64_json", "url"] = Field("b64_json", description="Both are answered with b64_json.")
     stream: bool = Field(False, description="Answer with server-sent events.")
     partial_images: int = Field(0, ge=0, le=3, description="Pictures to show on the way; needs stream.")
+    stream_progress: bool = Field(False, description="Events instgenie.queued and instgenie.step too; needs stream.")
     user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     moderation: Literal["auto", "low"] = Field("auto", description="Accepted, not used.")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description="Same seed, same picture; drawn where left out.")

@@ -11,7 +11,8 @@ from instgenie.server.errors import ApiError, error_response
 from instgenie.server.log import log, request_id, say
 from instgenie.server.service import Service
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/", "/engine"})
+OPEN_FOLDER = "/static/"  # files of the pages: the same for everyone
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 STATUS_GONE = 499
 
@@ -39,7 +40,8 @@ class Gate:
             visit.log(self.service)
 
     def tenant(self, path: str, headers: Headers) -> str:
-        return "" if path in OPEN_PATHS else self.service.keys.tenant(headers.get("authorization"))
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+        return "" if is_open else self.service.keys.tenant(headers.get("authorization"))
 
 
 class Visit:

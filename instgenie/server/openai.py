@@ -71,6 +71,8 @@ def check_fields(service: Service, fields: ImageFields) -> None:
     service.check_model(fields.model)
     if fields.partial_images and not fields.stream:
         raise bad("partial_images", "Partial images need 'stream' to be true.")
+    if fields.stream_progress and not fields.stream:
+        raise bad("stream_progress", "Progress needs 'stream' to be true.")
     if fields.seed is not None and fields.seed + fields.n - 1 > MAX_SEED:
         raise bad("seed", f"The seed is {fields.seed}: seed + n - 1 may be at most {MAX_SEED}.")
     if fields.negative_prompt and fields.true_cfg_scale <= 1 and service.model_facts.embeds_guidance:

@@ -43,6 +43,7 @@ class PictureAnswer(Closed):
     worker: int
     num_attempts: int
     seconds: Seconds
+    predicted_dense_seconds: float  # of the denoising, had every token been computed
 
 
 class TokenDetails(Closed):

@@ -127,6 +127,7 @@ def print_plan(config: ServeConfig, address: str, version: str) -> None:
         "activations": describe_cache(cluster.cache) if cluster.reuse else "not kept",
         "keys": f"{len(http.api_keys)} accepted" if http.api_keys else "none asked for",
         "limits": f"{http.max_body_bytes / 2**20:.0f} MiB a request, {http.max_pixels / 1e6:.1f} megapixels a picture",
+        "pages": f"http://{address}/  http://{address}/engine",
         "look at": f"http://{address}/ready  http://{address}/metrics  http://{address}/openapi.json",
     }
     for name, value in lines.items():

@@ -16,6 +16,7 @@ from instgenie.server.config import HttpConfig
 from instgenie.server.errors import busy, closed, not_found
 from instgenie.server.metrics import Metrics
 from instgenie.server.pictures import Pictures
+from instgenie.server.pulse import Pulse
 from instgenie.server.watch import Watch
 from instgenie.wire import ModelFacts
 
@@ -31,6 +32,7 @@ class Service:
         self.intake = Intake(config.max_body_bytes, BODIES_AT_ONCE * config.max_body_bytes, config.body_timeout)
         self.pictures = Pictures(config.decode_threads, config.max_pixels)
         self.metrics = Metrics(cluster)
+        self.pulse = Pulse(cluster)
         self.draining = False
         self.num_watches = 0
         self.idle = asyncio.Event()

@@ -204,7 +204,8 @@ class Denoiser:
                 running.joined_at = time.perf_counter()
                 self.running[running.job] = running
                 self.engine.join(running.job)
-            self.line.send(Joined(tuple(running.progress for running in group)))
+            plans = tuple(running.job.plan for running in group)
+            self.line.send(Joined(tuple(running.progress for running in group), plans))
 
     def settle(self) -> None:
         """What was fetched for waiting jobs is theirs."""

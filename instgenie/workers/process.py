@@ -133,6 +133,7 @@ def facts_of(model: Model) -> ModelFacts:
         embeds_guidance=model.embeds_guidance,
         patch=model.patch,
         unit=model.unit,
+        num_blocks=model.num_blocks,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
     )

@@ -1,0 +1,118 @@
+"""The last moments of the engine, for a page that watches it: jobs that joined and left, steps, latencies, mask ratios.
+Hears the cluster as an observer; knows no route and keeps no picture, prompt or key."""
+
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from instgenie.cluster.local import Cluster
+from instgenie.cluster.orders import Facts
+from instgenie.cluster.status import JobStatus, Observer, WorkerStatus
+
+WINDOW = 30.0  # seconds of the timeline
+RECENT = 300.0  # seconds that percentiles and ratios look back
+MAX_REMEMBERED = 2000  # of each kind
+NUM_BINS = 10
+
+
+@dataclass
+class Bar:
+    """A job in a batch, from when it joined to when it left."""
+
+    job: str
+    joined: float
+    left: float | None  # None: it is still there
+    is_cached: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    ended: float
+    seconds: float
+    batch_size: int
+
+
+class Pulse(Observer):
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.bars: dict[int, deque[Bar]] = defaultdict(lambda: deque(maxlen=MAX_REMEMBERED))
+        self.steps: dict[int, deque[Step]] = defaultdict(lambda: deque(maxlen=MAX_REMEMBERED))
+        self.latencies: deque[tuple[float, float]] = deque(maxlen=MAX_REMEMBERED)
+        self.mask_ratios: deque[tuple[float, float]] = deque(maxlen=MAX_REMEMBERED)
+        cluster.observe(self)
+
+    def step(self, worker: int, seconds: float, batch_size: int) -> None:
+        self.steps[worker].append(Step(time.monotonic(), seconds, batch_size))
+
+    def joined(self, worker: int, job: JobStatus) -> None:
+        self.bars[worker].append(Bar(job.id, time.monotonic(), None, any(job.plan)))
+
+    def left(self, worker: int, job: str) -> None:
+        for bar in self.bars[worker]:
+            if bar.job == job and bar.left is None:
+                bar.left = time.monotonic()
+
+    def accepted(self, mask_ratio: float) -> None:
+        self.mask_ratios.append((time.monotonic(), mask_ratio))
+
+    def finished(self, facts: Facts, seconds: float) -> None:
+        self.latencies.append((time.monotonic(), seconds))
+
+    def snapshot(self, since: float) -> dict[str, Any]:
+        """All there is to show; of the steps, those after `since`."""
+        now = time.monotonic()
+        status, config, model = self.cluster.status(), self.cluster.config, self.cluster.model_facts
+        seconds = recent(self.latencies, now)
+        return {
+            "now": now,
+            "window": WINDOW,
+            "model": {"name": model.name, "num_blocks": model.num_blocks, "dtype": model.dtype} if model else None,
+            "max_batch_size": config.max_batch_size,
+            "max_queue": config.max_queue,
+            "cache_bytes": config.cache.host_bytes * len(status.workers) if config.reuse else 0,
+            "num_waiting": status.num_waiting,
+            "num_running": status.num_running,
+            "num_finished": status.num_finished,
+            "num_failed": status.num_failed,
+            "num_cancelled": status.num_cancelled,
+            "num_restarts": status.num_restarts,
+            "requests_per_second": sum(now - at < 60 for at, _ in self.latencies) / 60,
+            "latency": {name: percentile(seconds, share) for name, share in PERCENTILES.items()},
+            "mask_ratios": histogram(recent(self.mask_ratios, now)),
+            "num_cache_queries": status.num_cache_queries,
+            "cache_hits": status.cache_hits,
+            "workers": [self.describe(worker, now, since) for worker in status.workers],
+        }
+
+    def describe(self, worker: WorkerStatus, now: float, since: float) -> dict[str, Any]:
+        """Of templates only how many: whose they are is nobody's business."""
+        shown = [bar for bar in self.bars[worker.index] if bar.left is None or now - bar.left < WINDOW]
+        start = max(since, now - WINDOW)
+        facts = asdict(worker) | {"num_templates": len(worker.templates)}
+        del facts["templates"]
+        return facts | {
+            "bars": [asdict(bar) for bar in shown],
+            "steps": [asdict(step) for step in self.steps[worker.index] if step.ended > start],
+        }
+
+
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def recent(values: Sequence[tuple[float, float]], now: float) -> list[float]:
+    return [value for at, value in values if now - at < RECENT]
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that this share of them does not exceed."""
+    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)] if values else None
+
+
+def histogram(ratios: Sequence[float]) -> list[int]:
+    counts = [0] * NUM_BINS
+    for ratio in ratios:
+        counts[min(int(ratio * NUM_BINS), NUM_BINS - 1)] += 1
+    return counts

@@ -1,0 +1,143 @@
+// Draws the picture with its mask, or the picture before and after, at most once per frame. Input comes from hands.js.
+import { View } from "./view.js";
+
+const FIRST_SPLIT = 0.08; // nearly all of the result
+const MASK_ALPHA = 0.55;
+const SMOOTH_BELOW = 3; // times larger; beyond, single pixels are to be seen
+
+export class Board {
+  constructor(canvas) {
+    this.canvas = canvas;
+    this.context = canvas.getContext("2d");
+    this.view = new View();
+    this.picture = null;
+    this.mask = null;
+    this.after = null; // a bitmap: the result, or how far it is
+    this.mode = "mask"; // or "compare", or "partial"
+    this.split = FIRST_SPLIT; // of the picture's width: left of it is before, right of it after
+    this.outline = null; // a box or lasso being drawn: {kind, points}
+    this.cursor = null; // {x, y, size} in pixels of the picture
+    this.isWaiting = false;
+    this.colour = getComputedStyle(document.documentElement).getPropertyValue("--mask");
+    new ResizeObserver(() => this.resize()).observe(canvas);
+  }
+
+  open(picture, mask) {
+    Object.assign(this, { picture, mask, after: null, mode: "mask", outline: null, cursor: null });
+    this.view.picture = picture;
+    this.view.fit();
+    this.redraw();
+  }
+
+  resize() {
+    const { clientWidth: width, clientHeight: height } = this.canvas;
+    const ratio = Math.min(devicePixelRatio, 2);
+    const wasFitting = Math.abs(this.view.scale - this.view.fitting) < 1e-6;
+    Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
+    this.view.window = { width, height };
+    if (wasFitting) this.view.fit();
+    this.draw();
+  }
+
+  redraw() {
+    if (this.isWaiting) return;
+    this.isWaiting = true;
+    requestAnimationFrame(() => this.draw());
+  }
+
+  draw() {
+    this.isWaiting = false;
+    const { canvas, context, view } = this;
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, canvas.width, canvas.height);
+    if (!this.picture) return;
+    const ratio = canvas.width / Math.max(view.window.width, 1);
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.imageSmoothingEnabled = view.scale < SMOOTH_BELOW;
+    this.place(this.mode === "partial" ? this.after : this.picture.bitmap);
+    if (this.mode === "compare") this.drawAfter();
+    if (this.mode === "mask") this.drawMask();
+  }
+
+  place(image) {
+    const { view, picture } = this;
+    this.context.drawImage(image, view.x, view.y, picture.width * view.scale, picture.height * view.scale);
+  }
+
+  drawMask() {
+    this.context.globalAlpha = MASK_ALPHA;
+    this.place(this.mask.canvas);
+    this.context.globalAlpha = 1;
+    if (this.outline) this.drawOutline(this.outline);
+    if (this.cursor) this.drawCursor(this.cursor);
+  }
+
+  drawOutline({ kind, points }) {
+    const { context, view } = this;
+    context.beginPath();
+    for (const point of kind === "box" ? corners(points) : points) context.lineTo(...view.toWindow(...point));
+    context.closePath();
+    this.stroke([6, 4]);
+  }
+
+  drawCursor({ x, y, size }) {
+    const { context, view } = this;
+    const [left, top] = view.toWindow(x, y);
+    context.beginPath();
+    if (size) context.arc(left, top, Math.max((size * view.scale) / 2, 2), 0, 2 * Math.PI);
+    context.moveTo(left - 5, top);
+    context.lineTo(left + 5, top);
+    context.moveTo(left, top - 5);
+    context.lineTo(left, top + 5);
+    this.stroke([]);
+  }
+
+  // White in dark, so that it shows on any picture.
+  stroke(dashes) {
+    const { context } = this;
+    context.lineWidth = 3;
+    context.strokeStyle = "rgb(0 0 0 / 0.5)";
+    context.stroke();
+    context.setLineDash(dashes);
+    context.lineWidth = 1.5;
+    context.strokeStyle = "#fff";
+    context.stroke();
+    context.setLineDash([]);
+  }
+
+  drawAfter() {
+    const { context, view, picture } = this;
+    const [x] = view.toWindow(this.split * picture.width, 0);
+    const [top, height] = [view.y, picture.height * view.scale];
+    context.save();
+    context.beginPath();
+    context.rect(x, top, view.window.width + Math.abs(x), height);
+    context.clip();
+    this.place(this.after);
+    context.restore();
+    context.fillStyle = "#fff";
+    context.shadowColor = "rgb(0 0 0 / 0.5)";
+    context.shadowBlur = 6;
+    context.fillRect(x - 1, top, 2, height);
+    context.beginPath();
+    context.arc(x, top + height / 2, 14, 0, 2 * Math.PI);
+    context.fill();
+    context.shadowBlur = 0;
+    this.drawArrows(x, top + height / 2);
+  }
+
+  drawArrows(x, y) {
+    const { context } = this;
+    context.lineWidth = 2;
+    context.strokeStyle = this.colour;
+    for (const side of [-1, 1]) {
+      context.beginPath();
+      context.moveTo(x + side * 4, y - 4);
+      context.lineTo(x + side * 8, y);
+      context.lineTo(x + side * 4, y + 4);
+      context.stroke();
+    }
+  }
+}
+
+const corners = ([[x, y], [right, bottom]]) => [[x, y], [right, y], [right, bottom], [x, bottom]];

@@ -1,0 +1,27 @@
+// What is told beside a result: how much was computed, where activations came from, what it took.
+import { percent, seconds, terms } from "./dom.js";
+
+const TIERS = { gpu: "GPU memory", host: "host memory", disk: "disk", remote: "remote store" };
+
+export function showFacts(list, facts) {
+  const { queue, prepare, denoise, finish } = facts.seconds;
+  list.replaceChildren(
+    ...terms([
+      ["Masked", percent(facts.masked_share), "of the picture's tokens"],
+      ["Computed", `${facts.num_computed_tokens} of ${facts.num_tokens}`, "tokens at each step"],
+      ["Cache", ...cacheOf(facts)],
+      ["Steps took", seconds(denoise), ...savedOf(facts)],
+      ["Beside them", seconds(queue + prepare + finish), `${seconds(queue)} of it waiting`],
+      ["Seed", String(facts.seed)],
+    ]),
+  );
+}
+
+function cacheOf({ cache_tier }) {
+  return cache_tier ? ["hit", `from ${TIERS[cache_tier]}`] : ["miss", "the next edit of this picture can reuse it"];
+}
+
+function savedOf({ cache_tier, seconds: { denoise }, predicted_dense_seconds: dense }) {
+  if (!cache_tier) return ["every token computed"];
+  return [`computing every token: ${seconds(dense)} predicted, ${(dense / Math.max(denoise, 1e-6)).toFixed(1)}× as long`];
+}

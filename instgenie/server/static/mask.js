@@ -1,0 +1,144 @@
+// The mask: a canvas of bounded size, and the strokes that made it, so that each can be undone and done again.
+// Coordinates are pixels of the picture.
+
+const MAX_SIDE = 1024;
+const MAX_UNDO = 60; // older strokes stay, for good
+const SAMPLE = 128; // side of the small copy that is counted
+
+export class Mask {
+  constructor(width, height) {
+    this.scale = Math.min(1, MAX_SIDE / Math.max(width, height));
+    this.canvas = canvasOf(width * this.scale, height * this.scale);
+    this.base = canvasOf(this.canvas.width, this.canvas.height); // what can no longer be undone
+    this.context = contextOf(this.canvas, this.scale);
+    this.sample = canvasOf(SAMPLE, SAMPLE).getContext("2d", { willReadFrequently: true });
+    this.strokes = [];
+    this.undone = [];
+  }
+
+  add(stroke) {
+    this.strokes.push(stroke);
+    this.undone = [];
+    this.paint(stroke);
+    if (this.strokes.length > MAX_UNDO) this.settle();
+  }
+
+  // A stroke that was added grows by a point.
+  extend(point) {
+    const { points, size, erase } = this.strokes.at(-1);
+    this.paint({ kind: "brush", points: [points.at(-1), point], size, erase });
+    points.push(point);
+  }
+
+  undo() {
+    if (this.strokes.length) this.undone.push(this.strokes.pop());
+    this.repaint();
+  }
+
+  redo() {
+    if (!this.undone.length) return;
+    this.strokes.push(this.undone.pop());
+    this.paint(this.strokes.at(-1));
+  }
+
+  settle() {
+    const { canvas } = this;
+    const later = this.strokes.splice(1);
+    this.repaint();
+    const base = this.base.getContext("2d");
+    base.clearRect(0, 0, canvas.width, canvas.height);
+    base.drawImage(canvas, 0, 0);
+    this.strokes = later;
+    for (const stroke of later) this.paint(stroke);
+  }
+
+  repaint() {
+    this.clear();
+    this.whole((context) => context.drawImage(this.base, 0, 0));
+    for (const stroke of this.strokes) this.paint(stroke);
+  }
+
+  paint(stroke) {
+    const { context } = this;
+    context.globalCompositeOperation = stroke.erase ? "destination-out" : "source-over";
+    KINDS[stroke.kind](this, stroke);
+    context.globalCompositeOperation = "source-over";
+  }
+
+  clear() {
+    this.whole((context, { width, height }) => context.clearRect(0, 0, width, height));
+  }
+
+  // Draws in pixels of the mask's own canvas.
+  whole(draw) {
+    this.context.save();
+    this.context.setTransform(1, 0, 0, 1, 0, 0);
+    draw(this.context, this.canvas);
+    this.context.restore();
+  }
+
+  // How much of the picture is masked, nearly.
+  get share() {
+    this.sample.clearRect(0, 0, SAMPLE, SAMPLE);
+    this.sample.drawImage(this.canvas, 0, 0, SAMPLE, SAMPLE);
+    const { data } = this.sample.getImageData(0, 0, SAMPLE, SAMPLE);
+    let sum = 0;
+    for (let at = 3; at < data.length; at += 4) sum += data[at];
+    return sum / 255 / SAMPLE ** 2;
+  }
+
+  // One byte per pixel of the mask's own canvas: 1 is masked.
+  get pixels() {
+    const { width, height } = this.canvas;
+    const copy = canvasOf(width, height).getContext("2d", { willReadFrequently: true });
+    copy.drawImage(this.canvas, 0, 0);
+    const { data } = copy.getImageData(0, 0, width, height);
+    return Uint8Array.from({ length: width * height }, (_, at) => data[4 * at + 3] >> 7);
+  }
+}
+
+const KINDS = {
+  brush({ context }, { points, size }) {
+    context.lineWidth = size;
+    context.beginPath();
+    context.moveTo(...points[0]);
+    for (const point of points) context.lineTo(...point);
+    context.stroke();
+  },
+  box({ context }, { points: [[x, y], [right, bottom]] }) {
+    context.fillRect(Math.min(x, right), Math.min(y, bottom), Math.abs(right - x), Math.abs(bottom - y));
+  },
+  lasso({ context }, { points }) {
+    context.beginPath();
+    for (const point of points) context.lineTo(...point);
+    context.fill();
+  },
+  image(mask, { alpha }) {
+    mask.whole((context, { width, height }) => {
+      context.fillRect(0, 0, width, height);
+      context.globalCompositeOperation = "destination-out"; // what is opaque is kept
+      context.drawImage(alpha, 0, 0, width, height);
+    });
+  },
+  clear(mask) {
+    mask.clear();
+  },
+  invert(mask) {
+    mask.whole((context, { width, height }) => {
+      context.globalCompositeOperation = "xor";
+      context.fillRect(0, 0, width, height);
+    });
+  },
+};
+
+function canvasOf(width, height) {
+  return Object.assign(document.createElement("canvas"), { width: Math.round(width), height: Math.round(height) });
+}
+
+function contextOf(canvas, scale) {
+  const context = canvas.getContext("2d");
+  context.scale(scale, scale);
+  context.lineCap = context.lineJoin = "round";
+  context.fillStyle = context.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--mask");
+  return context;
+}
