@@ -32,7 +32,7 @@ def test_a_job_that_travelled_takes_the_same_steps(model: Model) -> None:
     edit = make_edit(steps=3, true_guidance=2.0, negative_prompt="sky", guidance=2.5)
     job = prepare(edit, model)
     head, frames = job_frames(job)
-    message = decode(encode(Denoise((Denoising("a", 1, head, None, 0),))))
+    message = decode(encode(Denoise((Denoising("a", 1, head, None, False, 0),))))
     assert isinstance(message, Denoise)
     again = read_job(message.jobs[0].job, [bytes(frame) for frame in frames], model.device)
     for mine, other in zip(job_tensors(job), job_tensors(again), strict=True):
