@@ -90,7 +90,7 @@ class Store:
         self.tiers: list[Tier] = [*self.memory, *below]  # from the top
         self.on_evict = on_evict
         for index, tier in enumerate(self.tiers):
-            tier.spill = partial(self._evicted, index)
+            tier.spill = partial(self._before_eviction, index)
         self._hits: Counter[TierName] = Counter()
         self._pins: dict[Key, tuple[int, contextlib.ExitStack]] = {}
         self._loading: dict[tuple[Key, torch.device], Handle] = {}
@@ -139,7 +139,8 @@ class Store:
         tiers = self.tiers[1:] if self.gpu and self.host else self.tiers  # the gpu tier gets what is asked for
         taken = self._sink(key, span, tiers)
         if self.disk and taken in self.memory:
-            self._writer.submit(self._write_behind, key, self.tiers.index(taken))
+            otherwise = f"stays in the {taken.name} tier alone"
+            self._writer.submit(self._spill, key, self.tiers.index(taken), otherwise)
 
     def pin(self, key: Key) -> None:
         """Until it is unpinned as often, the template stays where it is, and where it comes to be."""
@@ -296,9 +297,16 @@ class Store:
                 refusals.append(str(error))
         raise CacheError("; ".join(refusals) or "the store has no tiers")
 
-    def _spill(self, key: Key, index: int) -> None:
+    def _spill(self, key: Key, index: int, otherwise: str) -> None:
         """What a tier has of a template, and none below it has, goes down."""
-        tier, below = self.tiers[index], self.tiers[index + 1 :]
+        try:
+            with self._unless_forgotten(key) as may_move:
+                if may_move:
+                    self._send_down(key, self.tiers[index], self.tiers[index + 1 :])
+        except CacheError as error:
+            logger.warning("a template %s: %s", otherwise, error)
+
+    def _send_down(self, key: Key, tier: Tier, below: Sequence[Tier]) -> None:
         if not below:
             return
         absent = tier.missing(key, key.spans)
@@ -320,24 +328,11 @@ class Store:
                 self._spilling += Counter()  # keeps those that are above 0
                 self._lock.notify_all()
 
-    def _evicted(self, index: int, key: Key) -> None:
-        tier = self.tiers[index]
-        try:
-            with self._unless_forgotten(key) as may_move:
-                if may_move:
-                    self._spill(key, index)
-        except CacheError as error:
-            logger.warning("a template leaves the %s tier and is lost: %s", tier.name, error)
+    def _before_eviction(self, index: int, key: Key) -> None:
+        name = self.tiers[index].name
+        self._spill(key, index, f"leaves the {name} tier and is lost")
         if self.on_evict:
-            self.on_evict(tier.name, key)
-
-    def _write_behind(self, key: Key, index: int) -> None:
-        try:
-            with self._unless_forgotten(key) as may_move:
-                if may_move:
-                    self._spill(key, index)
-        except CacheError as error:
-            logger.warning("a template stays in the %s tier alone: %s", self.tiers[index].name, error)
+            self.on_evict(name, key)
 
     # the rest
 
