@@ -371,6 +371,27 @@ def test_activations_that_are_gone_by_the_time_a_job_comes() -> None:
     assert isinstance(events(ticket)[-2], Finished)
 
 
+def test_shared_activations_that_turn_out_to_be_damaged() -> None:
+    stage = lasting()
+    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
+    stage.prepare()
+    stage.register()
+    stage.kept(template.id, disk=900)
+    [ticket] = stage.flow.accept([make_order()])
+    stage.prepare()
+    [message] = stage.take("denoise")
+    [job] = message.jobs
+    stage.flow.handle(stage.process("denoise"), wire.Missing(job.id, job.attempt, template.id), [])
+    assert not stage.take("denoise")  # it is registered first
+    stage.prepare()
+    stage.register()
+    stage.denoise()
+    stage.finish()
+    finished = events(ticket)[-2]
+    assert isinstance(finished, Finished)
+    assert finished.facts.cache_tier == "host"
+
+
 def test_a_template_that_does_not_fit_leaves_its_edits_dense() -> None:
     stage = Stage()
     stage.open()
