@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from conftest import make_edit
 
 from instgenie import wire
+from instgenie.activations import Key, Span
+from instgenie.cache.disk import DiskTier
 from instgenie.config import Batching, CacheConfig, ProcessConfig
 from instgenie.engine.frames import job_frames, read_tensor
 from instgenie.engine.loop import Engine
@@ -65,8 +68,8 @@ def make_denoiser(model: Model, batching: Batching = "continuous", **cache: Any)
     return denoiser, tape
 
 
-def head_of(name: str, tenant: str = "me", weights: str = "these") -> wire.TemplateHead:
-    return wire.TemplateHead(name, tenant, weights, SIZE, 4, 3.5)
+def head_of(name: str, tenant: str = "me", weights: str = "these", steps: int = 4) -> wire.TemplateHead:
+    return wire.TemplateHead(name, tenant, weights, SIZE, steps, 3.5)
 
 
 def jobs(
@@ -78,9 +81,23 @@ def jobs(
     return message, [frame for _, (_, frames) in made for frame in frames]
 
 
-def template(model: Model, name: str, urgent: bool = False) -> tuple[wire.Message, list[wire.Frame]]:
-    head, frames = job_frames(template_job(edit_of_nothing(make_edit(size=SIZE).picture, model, SIZE, 4, None), model))
-    return wire.Register(name, 1, head_of(name), head, urgent), frames
+def template(model: Model, name: str, urgent: bool = False, steps: int = 4) -> tuple[wire.Message, list[wire.Frame]]:
+    edit = edit_of_nothing(make_edit(size=SIZE).picture, model, SIZE, steps, None)
+    head, frames = job_frames(template_job(edit, model))
+    return wire.Register(name, 1, head_of(name, steps=steps), head, urgent), frames
+
+
+def register_on_disk(model: Model, folder: Path, *names: str, steps: int = 4) -> list[wire.Registered]:
+    """By a process that ends."""
+    denoiser, tape = make_denoiser(model, disk=str(folder))
+    tape.rounds.append([template(model, name, steps=steps) for name in names])
+    denoiser.run()
+    registered: list[wire.Registered] = tape.of(wire.Registered)
+    return registered
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.safetensors"))
 
 
 def batches(tape: Tape) -> list[str]:
@@ -178,3 +195,152 @@ def test_partial_pictures_are_spread_over_the_steps() -> None:
     assert partial_steps(2, 3) == (1,)
     assert partial_steps(1, 3) == ()
     assert partial_steps(10, 0) == ()
+
+
+def found(tape: Tape) -> dict[str, Any]:
+    return {message.id: message.tier for message in tape.of(wire.Found)}
+
+
+@pytest.mark.parametrize(
+    ("head", "tier"),
+    [
+        (head_of("t"), "disk"),
+        (head_of("t", tenant="you"), None),
+        (head_of("t", weights="others"), None),
+        (head_of("u"), None),
+    ],
+)
+def test_what_another_process_left_on_disk(small: Model, tmp_path: Path, head: wire.TemplateHead, tier: Any) -> None:
+    register_on_disk(small, tmp_path, "t")
+    denoiser, tape = make_denoiser(small, disk=str(tmp_path))
+    tape.rounds.append([jobs(small, ("a", 4), template=head, is_sure=False)])
+    denoiser.run()
+    assert found(tape) == {"a": tier}
+    [denoised] = tape.of(wire.Denoised)
+    num_tokens = SIZE[0] * SIZE[1] // small.patch**2
+    assert (denoised.num_computed_tokens < num_tokens) == (tier is not None)
+    assert denoiser.num_interruptions == 0
+
+
+def test_where_activations_were_when_the_job_was_queued(small: Model, tmp_path: Path) -> None:
+    register_on_disk(small, tmp_path, "t")
+    denoiser, tape = make_denoiser(small, disk=str(tmp_path))
+    key = denoiser.find_key(head_of("t"))
+    denoiser.foresee(wire.Fetch("a", head_of("t")), [])
+    assert denoiser.templates.store.get(key) is not None
+    both = [jobs(small, (name, 4), template=head_of("t")) for name in "ab"]
+    tape.rounds.append(both)
+    denoiser.run()
+    assert found(tape) == {"a": "disk", "b": "host"}
+
+
+class SlowDisk:
+    """Loads when it is told to, and counts."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.num_loads = 0
+        load = DiskTier.load
+
+        def slow_load(tier: DiskTier, key: Key, steps: range) -> Span | None:
+            assert self.go.wait(60)
+            self.num_loads += 1
+            return load(tier, key, steps)
+
+        patch.setattr(DiskTier, "load", slow_load)
+
+
+def test_who_waits_for_the_disk_holds_up_nobody(small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register_on_disk(small, tmp_path, "t")
+    disk = SlowDisk(monkeypatch)
+    denoiser, tape = make_denoiser(small, disk=str(tmp_path))
+    tape.rounds.append([jobs(small, (name, 4), template=head_of("t")) for name in "ab"])
+    tape.rounds.extend([[jobs(small, ("c", 3))], [], [], []])
+    hand_over = denoiser.hand_over
+
+    def note(running: Any) -> None:
+        disk.go.set()
+        hand_over(running)
+
+    denoiser.hand_over = note  # type: ignore[method-assign]
+    denoiser.run()
+    assert batches(tape) == ["c", "c", "c", "ab", "ab", "ab", "ab"]
+    assert found(tape) == {"a": "disk", "b": "disk"}
+    assert disk.num_loads == 1  # for both
+    assert denoiser.num_interruptions == 0
+
+
+def test_a_job_waits_for_room(small: Model, tmp_path: Path) -> None:
+    register_on_disk(small, tmp_path, "t", "u")
+    [num_bytes] = {tier.num_bytes for tier in measure(small, tmp_path, "t", "u")}
+    denoiser, tape = make_denoiser(small, disk=str(tmp_path), host_bytes=num_bytes)
+    tape.rounds.append([jobs(small, ("a", 4), template=head_of("t"))])
+    send = tape.send
+
+    def send_and_queue(message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
+        send(message, frames)
+        if isinstance(message, wire.Joined) and message.jobs[0].id == "a":
+            denoiser.templates._pinner.submit(lambda: None).result()
+            tape.rounds.append([jobs(small, ("b", 4), template=head_of("u"))])
+
+    tape.send = send_and_queue  # type: ignore[method-assign]
+    denoiser.run()
+    assert batches(tape) == ["a"] * 4 + ["b"] * 4
+    assert found(tape) == {"a": "disk", "b": "disk"}
+    assert denoiser.templates.store.status()["host"].num_bytes <= num_bytes
+
+
+def measure(model: Model, folder: Path, *names: str) -> list[Any]:
+    """What each template takes in main memory."""
+    measured = []
+    for name in names:
+        denoiser, _ = make_denoiser(model, disk=str(folder))
+        denoiser.templates.store.get(denoiser.find_key(head_of(name)))
+        measured.append(denoiser.templates.store.status()["host"])
+    return measured
+
+
+def test_a_job_that_fits_nowhere_is_computed_in_full(small: Model, tmp_path: Path) -> None:
+    register_on_disk(small, tmp_path, "t")
+    denoiser, tape = make_denoiser(small, disk=str(tmp_path), host_bytes=1000)
+    tape.rounds.append([jobs(small, ("a", 4), template=head_of("t"))])
+    denoiser.run()
+    assert found(tape) == {"a": None}
+    assert len(tape.of(wire.Denoised)) == 1
+
+
+def test_a_registration_goes_on_where_it_ended(small: Model, tmp_path: Path) -> None:
+    assert [one.num_registered_steps for one in register_on_disk(small, tmp_path, "t", steps=12)] == [4, 8, 12]
+    files(tmp_path)[1].unlink()
+    assert [one.num_registered_steps for one in register_on_disk(small, tmp_path, "t", steps=12)] == [12]
+    assert len(files(tmp_path)) == 3
+    assert {path.stat().st_mode & 0o777 for path in files(tmp_path)} == {0o600}
+
+
+def test_forgotten_templates_leave_every_tier(small: Model, tmp_path: Path) -> None:
+    register_on_disk(small, tmp_path / "disk", "t", "u")
+    denoiser, tape = make_denoiser(small, disk=str(tmp_path / "disk"), remote=(tmp_path / "remote").as_uri())
+    tape.rounds.append([(wire.Forget(head_of("t")), [])])
+    denoiser.run()
+    told = [*tape.of(wire.Forgotten), *denoiser.templates.told()]
+    assert wire.Forgotten("t") in told
+    [kept] = [message for message in told if isinstance(message, wire.Kept) and message.template == "t"]
+    assert kept.template_bytes == {}
+    assert kept.tier_bytes["disk"] > 0
+    assert {path.parent.name for path in files(tmp_path / "disk")} == {denoiser.find_key(head_of("u")).name}
+
+
+def test_evicted_templates_are_told(small: Model, tmp_path: Path) -> None:
+    [num_bytes] = {tier.num_bytes for tier in measure_registered(small, tmp_path)}
+    denoiser, tape = make_denoiser(small, host_bytes=num_bytes)
+    tape.rounds.append([template(small, "t"), template(small, "u")])
+    denoiser.run()
+    told = [*tape.of(wire.Kept), *denoiser.templates.told()]
+    last = {message.template: message.template_bytes for message in told if isinstance(message, wire.Kept)}
+    assert last["t"] == {}
+    assert last["u"] == {"host": num_bytes}
+
+
+def measure_registered(model: Model, folder: Path) -> list[Any]:
+    register_on_disk(model, folder, "t")
+    return measure(model, folder, "t")

@@ -13,7 +13,7 @@ from instgenie.cluster.entries import Ticket
 from instgenie.cluster.flow import Flow
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped, Tier
 from instgenie.cluster.processes import Process, make_workers
-from instgenie.config import ClusterConfig, Role
+from instgenie.config import CacheConfig, ClusterConfig, Role
 from instgenie.errors import QueueFullError
 
 FACTS = wire.ModelFacts(
@@ -371,6 +371,27 @@ def test_activations_that_are_gone_by_the_time_a_job_comes() -> None:
     assert isinstance(events(ticket)[-2], Finished)
 
 
+def test_shared_activations_that_turn_out_to_be_damaged() -> None:
+    stage = lasting()
+    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
+    stage.prepare()
+    stage.register()
+    stage.kept(template.id, disk=900)
+    [ticket] = stage.flow.accept([make_order()])
+    stage.prepare()
+    [message] = stage.take("denoise")
+    [job] = message.jobs
+    stage.flow.handle(stage.process("denoise"), wire.Missing(job.id, job.attempt, template.id), [])
+    assert not stage.take("denoise")  # it is registered first
+    stage.prepare()
+    stage.register()
+    stage.denoise()
+    stage.finish()
+    finished = events(ticket)[-2]
+    assert isinstance(finished, Finished)
+    assert finished.facts.cache_tier == "host"
+
+
 def test_a_template_that_does_not_fit_leaves_its_edits_dense() -> None:
     stage = Stage()
     stage.open()
@@ -454,3 +475,85 @@ def test_a_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         Stage().config.model = "other"  # type: ignore[misc]
     assert replace(ClusterConfig(), batching="naive").roles == ("denoise",)
+
+
+def lasting(**config: Any) -> Stage:
+    stage = Stage(cache=CacheConfig(disk="somewhere"), **config)
+    stage.open()
+    return stage
+
+
+@pytest.mark.parametrize("tier", ["disk", "remote", None])
+def test_a_worker_says_whether_an_unknown_template_is_below(tier: Tier | None) -> None:
+    stage = lasting()
+    [ticket] = stage.flow.accept([make_order()])
+    [(_, foreseen)] = stage.foreseen
+    stage.prepare()
+    [message] = stage.take("denoise")
+    [job] = message.jobs
+    assert (job.template, job.is_sure) == (foreseen.template, False)
+    assert stage.flow.counts["queries"] == 0
+    stage.found(job, tier)
+    assert (stage.flow.counts["queries"], dict(stage.flow.cache_hits)) == (1, {tier: 1} if tier else {})
+    stage.kill("denoise")
+    stage.revive(stage.process("denoise"))
+    if tier:  # it was told of before it died; what is on disk is yet to be told
+        stage.prepare()
+        stage.register()
+    [message] = [message for message in stage.take("denoise") if isinstance(message, wire.Denoise)]
+    assert [bool(job.template and job.is_sure) for job in message.jobs] == [tier is not None]
+    stage.denoised(message.jobs[0])
+    stage.finish()
+    finished = events(ticket)[-2]
+    assert isinstance(finished, Finished)
+    assert (finished.facts.cache_tier is None) == (tier is None)
+    assert stage.flow.counts["queries"] == 1
+
+
+def test_what_is_shared_outlives_a_worker() -> None:
+    stage = lasting(devices=("cpu", "cpu"))
+    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
+    [holder] = template.entries
+    stage.prepare(holder)
+    stage.register(holder)
+    assert template.status().tier_bytes == {"host": 1000}
+    assert [template.id in worker.load.templates for worker in stage.workers].count(True) == 1
+    stage.kept(template.id, holder, host=1000, disk=900)
+    stage.kept(template.id, 1 - holder, host=1000, disk=900)
+    assert template.status().tier_bytes == {"host": 2000, "disk": 900}
+    assert all(template.id in worker.load.templates for worker in stage.workers)
+    stage.kill("denoise", holder)
+    assert (template.state, template.status().tier_bytes) == ("ready", {"host": 1000, "disk": 900})
+    stage.kept(template.id, 1 - holder)
+    assert template.state == "failed"
+    assert not any(template.id in worker.load.templates for worker in stage.workers)
+
+
+def test_a_worker_that_was_away_forgets_when_it_is_back() -> None:
+    stage = lasting(devices=("cpu", "cpu"))
+    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
+    [holder] = template.entries
+    stage.prepare(holder)
+    stage.register(holder)
+    stage.kill("denoise", holder)
+    stage.flow.forget(template)
+    assert [type(message) for message in stage.take("denoise", 1 - holder)] == [wire.Cancel, wire.Forget]
+    stage.flow.handle(stage.process("denoise", 1 - holder), wire.Forgotten(template.id), [])
+    [ticket] = stage.flow.accept([make_order()])
+    assert ticket._entry.template is None  # though it is still there
+    stage.revive(stage.process("denoise", holder))
+    [forget] = [message for message in stage.take("denoise", holder) if isinstance(message, wire.Forget)]
+    assert forget.template.id == template.id
+    stage.flow.handle(stage.process("denoise", holder), wire.Forgotten(template.id), [])
+    [ticket] = stage.flow.accept([make_order()])
+    assert ticket._entry.template == template.id  # to be looked for
+
+
+def test_other_weights_are_another_model() -> None:
+    stage = lasting()
+    stage.flow.accept([make_order()])
+    stage.flow.ready(stage.process("prepare"), FACTS, "other text encoders")
+    stage.flow.accept([make_order()])
+    stage.flow.ready(stage.process("denoise"), FACTS, "another transformer")
+    stage.flow.accept([make_order()])
+    assert len({fetch.template.model for _, fetch in stage.foreseen}) == 3

@@ -561,9 +561,11 @@ class Flow:
 
     def _on_missing(self, process: Process, message: wire.Missing, frames: list[wire.Frame]) -> None:
         if entry := self._answered(process, message):
-            self._lose_template(message.template, self.workers[process.worker])
             entry.attempt += 1
-            if message.template not in self.templates:  # it was forgotten
+            if template := self.templates.get(message.template):
+                template.keep(process.worker, {})
+                self._tell_router(template)
+            else:  # it was forgotten
                 entry.run_dense()
             self._place(entry)
 
@@ -573,13 +575,18 @@ class Flow:
         if template is None:
             return
         template.keep(process.worker, message.template_bytes)
-        for worker in self.workers:
-            known = worker.load.templates
-            (known.add if template.is_held_by(worker.index) else known.discard)(template.id)
+        self._tell_router(template)
         if not (template.is_held or template.entries or template.parked):
             template.state, template.message = "failed", "its activations made room for others: register it again"
             if not template.is_asked_for:
                 del self.templates[template.id]
+
+    def _tell_router(self, template: Template) -> None:
+        for worker in self.workers:
+            if template.is_held_by(worker.index):
+                worker.load.templates.add(template.id)
+            else:
+                worker.load.templates.discard(template.id)
 
     def _on_forgotten(self, process: Process, message: wire.Forgotten, frames: list[wire.Frame]) -> None:
         self._forgetting[process.worker].pop(message.template, None)
