@@ -1,5 +1,6 @@
 """The store over its tiers, with real threads, real processes and a real S3-compatible server."""
 
+import contextlib
 import os
 import random
 import resource
@@ -157,6 +158,9 @@ def test_without_tiers_in_memory_it_is_there_as_long_as_it_is_held(tmp_path: Pat
     again = store.get(KEY)
     assert again
     assert again.tier == "disk"
+    store.forget(KEY)
+    assert store.get(KEY) is None
+    assert equal(again.span, whole())
 
 
 def test_evicted_templates_go_down_tier_by_tier(tmp_path: Path) -> None:
@@ -335,29 +339,30 @@ def test_no_tenant_finds_what_is_another_s(disk: DiskTier, remote: RemoteTier) -
     assert is_found(store, mine)
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def no_long_files() -> Iterator[None]:
     """The system refuses to write any file that is not short, as it refuses to write to a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_reported_and_memory_goes_on(
-    disk: DiskTier, no_long_files: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_reported_and_memory_goes_on(disk: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(host=HostTier(SLOT), disk=disk)
-    put(store, KEY)
-    store.settle()
-    assert is_found(store, KEY)
+    with no_long_files():
+        put(store, KEY)
+        store.settle()
+        assert is_found(store, KEY)
+        put(store, other_key(1), 1)
+        store.settle()
+        with pytest.raises(CacheError, match="cannot be written"):
+            Store(disk=disk).put(KEY, make_span())
     assert "stays in the host tier alone" in caplog.text
-    put(store, other_key(1), 1)
     assert "leaves the host tier and is lost" in caplog.text
     assert (store.find(KEY), is_found(store, other_key(1), 1)) == (MISS, True)
-    with pytest.raises(CacheError, match="cannot be written"):
-        Store(disk=disk).put(KEY, make_span())
-    store.settle()
     assert list(disk.folder.iterdir()) == []
 
 

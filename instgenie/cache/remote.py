@@ -193,7 +193,6 @@ class RemoteTier:
             found = {}
         stored = sorted(group(found), key=lambda template: template.used)
         self._usage = Usage(len(stored), total(stored))
-        self._room = self.max_bytes - total(stored)
         return stored
 
     def _make_room(self, key: Key, num_bytes: int) -> None:
@@ -202,6 +201,7 @@ class RemoteTier:
             return
         try:
             stored = self._look()
+            self._room = self.max_bytes - total(stored)
             others = [one for one in stored if one.folder != self._template(key) and not self._pins[one.folder]]
             if num_bytes <= self._room + total(others):
                 while num_bytes > self._room:

@@ -175,6 +175,8 @@ class Store:
             except CacheError as error:
                 logger.warning("a template is not forgotten: %s", error)
         with self._lock:
+            for loaded in [loaded for loaded in self._in_use if loaded[0] == key]:
+                del self._in_use[loaded]
             self._forgetting.discard(key)
 
     def num_bytes(self, key: Key) -> int:
