@@ -22,9 +22,9 @@ test: .venv/.installed chromium
 
 # the browser that the tests of the pages drive; without one, they are skipped
 chromium:
-	@command -v chromium chromium-browser google-chrome >/dev/null || { \
-		[ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y chromium; } >/dev/null 2>&1 \
-		|| echo "no Chromium and no way to install one: the tests of the pages are skipped"
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y chromium; }; } >/dev/null 2>&1 \
+		|| echo "no Chromium, and none can be installed here: the tests of the pages are skipped"
 
 screenshots: .venv/.installed chromium
 	$(BIN)/python tests/screenshots.py

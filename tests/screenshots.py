@@ -5,12 +5,13 @@ python tests/screenshots.py [--output docs]
 
 import argparse
 import io
+import re
 import tempfile
 from pathlib import Path
 
 from browser import Visitor, running_browser
 from PIL import Image
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 from serving import running_server
 
 WAIT = 120_000
@@ -49,7 +50,7 @@ def take(visitor: Visitor, scheme: str, folder: Path) -> None:
     save(page, folder / f"page-{scheme}.png")
     engine = visitor.open("/engine", color_scheme=scheme, viewport=size)
     start(page, "a photo of a Pomeranian dog", 3)
-    engine.wait_for_function("document.querySelector('.jobs progress')?.value > 4", timeout=WAIT)
+    expect(engine.locator(".jobs")).to_contain_text(re.compile(r"step ([5-9]|\d\d) of"), timeout=WAIT)
     save(engine, folder / f"engine-{scheme}.png")
     page.wait_for_selector("#result:visible", timeout=WAIT)
 

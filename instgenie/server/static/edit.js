@@ -143,7 +143,7 @@ function setMode(mode) {
   board.mode = mode;
   find("modes").hidden = !result || Boolean(running);
   for (const option of document.getElementsByName("mode")) option.checked = option.value === mode;
-  find("split").hidden = mode !== "compare";
+  find("compare").hidden = mode !== "compare";
   find("view").dataset.mode = mode;
   showSplit();
   board.redraw();
