@@ -321,6 +321,12 @@ def submit_all(cluster: Cluster, orders: Sequence[Order]) -> list[Ticket]:
     return [ticket for start in range(0, len(orders), 2) for ticket in cluster.submit(orders[start : start + 2])]
 
 
+def kill(cluster: Cluster, role: str) -> None:
+    [pid] = [process.pid for process in cluster.status().workers[0].processes if process.role == role]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
 def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
     """Each role dies once on the way; cached and dense edits alike come out as in the undisturbed run."""
 
@@ -330,17 +336,22 @@ def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
         tickets = submit_all(cluster, orders)
         collecting = asyncio.create_task(collect(tickets))
         num_before = cluster.status().num_finished
-        for index, role in enumerate(roles):
-            await until(lambda index=index: cluster.status().num_finished >= num_before + 2 * index + 1)
-            [pid] = [process.pid for process in cluster.status().workers[0].processes if process.role == role]
-            if pid:
-                os.kill(pid, signal.SIGKILL)
-        return await collecting
+        moments = {
+            "prepare": lambda: True,
+            "denoise": lambda: cluster.status().workers[0].running,
+            "finish": lambda: cluster.status().num_finished > num_before,
+        }
+        for role in roles:
+            await until(moments[role])
+            kill(cluster, role)
+        events = await collecting
+        await until(lambda: cluster.ready)
+        return events
 
     undisturbed = run(play("undisturbed", []))
     num_restarts = cluster.status().num_restarts
-    disturbed = run(play("disturbed", ["finish", "denoise", "prepare"]))
-    assert cluster.status().num_restarts >= num_restarts + 2
+    disturbed = run(play("disturbed", ["prepare", "denoise", "finish"]))
+    assert cluster.status().num_restarts == num_restarts + 3
     assert are_equal(pictures(disturbed), pictures(undisturbed))
     tiers = [[event.facts.cache_tier for event in events] for events in (undisturbed, disturbed)]
     assert tiers[0] == tiers[1]

@@ -32,7 +32,7 @@ from instgenie.errors import ServeError
 
 NUM_ALONE = 3
 TIMEOUT = 1800.0
-TABLE_WIDTH = 110
+TABLE_WIDTH = 124
 SYSTEMS = {  # flags of the servers that --compare starts
     "instgenie": ["--batching", "continuous"],
     "static batches, dense": ["--batching", "static", "--no-reuse"],
@@ -262,8 +262,7 @@ def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
             f"{row.mask_ratio:.2f}",
             str(row.num_failed),
         )
-    console = Console()
-    console.print(table, width=max(console.width, TABLE_WIDTH), crop=False, soft_wrap=True)
+    Console(width=max(Console().width, TABLE_WIDTH)).print(table)
     if json_path:
         content = {"machine": machine, "plan": asdict(plan), "rows": [asdict(row) for row in rows]}
         json_path.write_text(json.dumps(content, indent=2).replace("Infinity", '"inf"') + "\n")
