@@ -4,20 +4,30 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check
 
-.PHONY: help test format demo serve
+.PHONY: help test format demo serve chromium screenshots
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test    check format, lint and types, run the tests"
 	@echo "make demo    edit the sample pictures into out/demo.png"
 	@echo "make serve   serve the built-in model on http://127.0.0.1:8000 (FLAGS='--port 9000' adds flags)"
+	@echo "make screenshots  take the pictures of the pages in docs/"
 	@echo "make format  format the code and fix what lint can fix"
 
-test: .venv/.installed
+test: .venv/.installed chromium
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# the browser that the tests of the pages drive; without one, they are skipped
+chromium:
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y chromium; }; } >/dev/null 2>&1 \
+		|| echo "no Chromium, and none can be installed here: the tests of the pages are skipped"
+
+screenshots: .venv/.installed chromium
+	$(BIN)/python tests/screenshots.py
 
 format: .venv/.installed
 	$(BIN)/ruff format .

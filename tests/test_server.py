@@ -375,7 +375,8 @@ def test_a_template_needs_a_picture(server: Running) -> None:
 GUARDED = [
     ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/images/edits"), ("POST", "/v1/images/generations"),
     ("GET", "/v1/templates"), ("POST", "/v1/templates"), ("GET", "/v1/templates/x"), ("DELETE", "/v1/templates/x"),
-    ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//health"),
+    ("GET", "/metrics"), ("GET", "/openapi.json"),
+    ("GET", "/page/facts"), ("GET", "/engine/events"), ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//health"),
 ]  # fmt: skip
 
 
@@ -412,3 +413,44 @@ def test_no_origin_is_allowed_unless_named(server: Running) -> None:
         assert (
             "access-control-allow-origin" not in client.get("/health", headers={"origin": "https://evil.test"}).headers
         )
+
+
+def events_of(server: Running, **fields: str) -> list[str]:
+    data = {"prompt": "a cat", "stream": "true", "num_inference_steps": "2", **fields}
+    with server.http() as client:
+        answer = client.post("/v1/images/edits", files={"image": PICTURE, "mask": MASK}, data=data)
+    assert answer.status_code == 200, answer.text
+    return [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
+
+
+def test_progress_is_told_to_those_who_ask_for_it(server: Running) -> None:
+    told = events_of(server, stream_progress="true")
+    assert told[0] == "instgenie.queued"
+    assert told.count("instgenie.step") == 2
+    assert told[-1] == "image_edit.completed"
+    assert events_of(server) == ["image_edit.completed"]
+
+
+def test_progress_needs_a_stream(server: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="Progress needs"):
+        edit(server, extra_body={"stream_progress": True})
+
+
+def test_the_pages_come_with_a_policy_and_are_open_to_all(server: Running) -> None:
+    with server.http(key=None) as client:
+        for path in ("/", "/engine", "/static/edit.js", "/static/examples/daisies.png"):
+            answer = client.get(path)
+            assert answer.status_code == 200
+            assert "script-src 'self';" in answer.headers["content-security-policy"]
+            assert client.get(path, headers={"if-none-match": answer.headers["etag"]}).status_code == 304
+        for path in ("/static/", "/static/../gate.py", "/static/%2e%2e/gate.py", "/static/examples/edits.toml"):
+            assert client.get(path).status_code in (401, 404)
+
+
+def test_the_engine_tells_how_it_is_doing(server: Running) -> None:
+    with server.http() as client, client.stream("GET", "/engine/events") as answer:
+        line = next(line for line in answer.iter_lines() if line)
+    snapshot = json.loads(line.removeprefix("data: "))
+    assert snapshot["num_finished"] >= 1
+    assert [worker["state"] for worker in snapshot["workers"]] == ["ready"]
+    assert ALICE not in line

@@ -70,6 +70,7 @@ async function openExample({ name, mask, prompts, seed }) {
 
 async function openFile(file, name = file.name || "picture") {
   find("picture-error").textContent = find("error").textContent = "";
+  await met;
   try {
     show(await openPicture(file, name, facts));
     return true;
@@ -142,7 +143,7 @@ function setMode(mode) {
   board.mode = mode;
   find("modes").hidden = !result || Boolean(running);
   for (const option of document.getElementsByName("mode")) option.checked = option.value === mode;
-  find("split").hidden = mode !== "compare";
+  find("compare").hidden = mode !== "compare";
   find("view").dataset.mode = mode;
   showSplit();
   board.redraw();
@@ -289,11 +290,11 @@ document.addEventListener("dragover", (event) => event.preventDefault());
 document.addEventListener("drop", (event) => {
   event.preventDefault();
   const file = event.dataTransfer.files[0];
-  if (file && !running && facts) openFile(file);
+  if (file && !running) openFile(file);
 });
 document.addEventListener("paste", (event) => {
   const file = event.clipboardData.files[0];
-  if (file && !running && facts) openFile(file);
+  if (file && !running) openFile(file);
 });
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey) return withControl(event);
@@ -317,4 +318,4 @@ function withControl(event) {
 }
 
 setTool("brush");
-meet();
+const met = meet(); // what the server takes is known then

@@ -76,7 +76,7 @@ function showTiers({ workers, cache_hits, cache_bytes }) {
         "div",
         { className: "tier" },
         element("span", { textContent: `${tier}: ${bytes(amount)} of ${bytes(cache_bytes)}` }),
-        element("span", { className: "quiet", textContent: `${templates} templates, ${cache_hits[tier] ?? 0} hits` }),
+        element("span", { className: "quiet", textContent: `${templates} ${templates === 1 ? "template" : "templates"}, ${cache_hits[tier] ?? 0} hits` }),
         element("progress", { max: Math.max(cache_bytes, 1), value: amount, ariaLabel: `${tier} memory in use` }),
       ),
     ),
@@ -134,7 +134,7 @@ function planText(job, plan, { seconds_per_token }) {
   const cached = plan.filter(Boolean).length;
   const compute = seconds(job.num_computed_tokens * seconds_per_token);
   const tokens = `${job.num_computed_tokens} of ${job.num_tokens} tokens`;
-  return `${cached} of ${plan.length} blocks cached, ${tokens}, ${compute} a step predicted`;
+  return `${cached} of ${plan.length} blocks cached, ${tokens}: ${compute} of a step (predicted)`;
 }
 
 function cardOf(index) {

@@ -101,7 +101,9 @@ const KINDS = {
   brush({ context }, { points, size }) {
     context.lineWidth = size;
     context.beginPath();
-    context.moveTo(...points[0]);
+    context.arc(...points[0], size / 2, 0, 2 * Math.PI); // a line of one point would not show
+    context.fill();
+    context.beginPath();
     for (const point of points) context.lineTo(...point);
     context.stroke();
   },

@@ -1,7 +1,6 @@
 // Pictures from files: checked, measured, and made small enough to paint on. The file itself is what the server gets.
 
 const TYPES = ["image/png", "image/jpeg", "image/webp"];
-const MAX_SIDE = 2048; // of what is shown
 
 export class PictureError extends Error {}
 
@@ -12,35 +11,24 @@ export async function openPicture(file, name, limits) {
   if (file.size > limits.max_body_bytes) {
     throw new PictureError(`${name} is too large: the server takes ${Math.floor(limits.max_body_bytes / 2 ** 20)} MiB.`);
   }
-  const { width, height } = await measure(file, name);
+  const { width, height, bitmap } = await shrunk(file).catch(() => {
+    throw new PictureError(`${name} cannot be opened: the file is damaged or not a picture.`);
+  });
   if (width * height > limits.max_pixels) {
     const [has, may] = [width * height, limits.max_pixels].map((pixels) => (pixels / 1e6).toFixed(1));
     throw new PictureError(`${name} has ${has} megapixels: the server takes up to ${may}.`);
   }
-  return { file, name, width, height, bitmap: await shown(file, width, height) };
+  return { file, name, width, height, bitmap };
 }
 
-async function measure(file, name) {
-  const image = new Image();
-  image.src = URL.createObjectURL(file);
-  try {
-    await new Promise((resolve, reject) => Object.assign(image, { onload: resolve, onerror: reject }));
-    return { width: image.naturalWidth, height: image.naturalHeight };
-  } catch {
-    throw new PictureError(`${name} cannot be opened: the file is damaged or not a picture.`);
-  } finally {
-    URL.revokeObjectURL(image.src);
-  }
-}
-
-export function shown(file, width, height) {
-  const scale = Math.min(1, MAX_SIDE / Math.max(width, height));
-  if (scale === 1) return createImageBitmap(file);
-  return createImageBitmap(file, {
-    resizeWidth: Math.round(width * scale),
-    resizeHeight: Math.round(height * scale),
-    resizeQuality: "medium",
-  });
+// Decoded and made small in a thread of its own: the page stays quick.
+export function shrunk(file) {
+  const worker = new Worker("/static/shrink.js");
+  return new Promise((resolve, reject) => {
+    worker.onmessage = ({ data }) => (data ? resolve(data) : reject(new Error("not decodable")));
+    worker.onerror = reject;
+    worker.postMessage(file);
+  }).finally(() => worker.terminate());
 }
 
 export function thumbnail(bitmap, side) {

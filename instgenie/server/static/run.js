@@ -1,7 +1,7 @@
 // One run: sends picture, mask and wishes to the API, and tells what happens on the way.
 import { ask, bytesOf, events } from "./api.js";
 import { maskPng } from "./png.js";
-import { shown } from "./picture.js";
+import { shrunk } from "./picture.js";
 
 const MANY_PIXELS = 4e6; // pictures on the way are sent in full: of large ones, fewer
 
@@ -13,21 +13,21 @@ export async function runEdit({ picture, mask, wishes }, on, signal) {
   const fields = { ...wishes, stream: true, stream_progress: true, partial_images: partials };
   for (const [name, value] of Object.entries(fields)) if (value !== "") form.append(name, value);
   const response = await ask("/v1/images/edits", { method: "POST", body: form, signal });
-  for await (const event of events(response)) await HEARD[event.type]?.(event, on, picture);
+  for await (const event of events(response)) await HEARD[event.type]?.(event, on);
 }
 
 const HEARD = {
   "instgenie.queued": (event, on) => on.queued(event.index, event.position),
   "instgenie.step": (event, on) => on.step(event.index, event.step, event.num_steps),
-  "image_edit.partial_image": async (event, on, picture) => {
-    if (event.index === 0) on.partial((await opened(event, picture)).bitmap);
+  "image_edit.partial_image": async (event, on) => {
+    if (event.index === 0) on.partial((await opened(event)).bitmap);
   },
-  "image_edit.completed": async (event, on, picture) => on.completed({ ...(await opened(event, picture)), facts: factsOf(event) }),
+  "image_edit.completed": async (event, on) => on.completed({ ...(await opened(event)), facts: factsOf(event) }),
 };
 
-async function opened({ b64_json }, { width, height }) {
+async function opened({ b64_json }) {
   const file = new Blob([bytesOf(b64_json)], { type: "image/png" });
-  return { file, width, height, bitmap: await shown(file, width, height) };
+  return { file, ...(await shrunk(file)) };
 }
 
 function factsOf({ b64_json, ...facts }) {
