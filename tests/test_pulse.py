@@ -15,7 +15,7 @@ def job(name: str, plan: tuple[bool, ...] = ()) -> JobStatus:
 
 @pytest.fixture
 def pulse() -> Pulse:
-    return Pulse(Cluster(ClusterConfig(devices=("cpu", "cpu"))))
+    return Pulse(Cluster(ClusterConfig(devices=("cpu", "cpu"))), "tiny")
 
 
 def test_a_bar_lasts_from_joining_to_leaving(pulse: Pulse) -> None:

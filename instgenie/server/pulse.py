@@ -36,8 +36,9 @@ class Step:
 
 
 class Pulse(Observer):
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, model_name: str) -> None:
         self.cluster = cluster
+        self.model_name = model_name  # to clients: the model itself may be a folder
         self.bars: dict[int, deque[Bar]] = defaultdict(lambda: deque(maxlen=MAX_REMEMBERED))
         self.steps: dict[int, deque[Step]] = defaultdict(lambda: deque(maxlen=MAX_REMEMBERED))
         self.latencies: deque[tuple[float, float]] = deque(maxlen=MAX_REMEMBERED)
@@ -69,7 +70,7 @@ class Pulse(Observer):
         return {
             "now": now,
             "window": WINDOW,
-            "model": {"name": model.name, "num_blocks": model.num_blocks, "dtype": model.dtype} if model else None,
+            "model": {"name": self.model_name, "num_blocks": model.num_blocks, "dtype": model.dtype} if model else None,
             "max_batch_size": config.max_batch_size,
             "max_queue": config.max_queue,
             "cache_bytes": config.cache.host_bytes * len(status.workers) if config.reuse else 0,

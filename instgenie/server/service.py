@@ -32,7 +32,7 @@ class Service:
         self.intake = Intake(config.max_body_bytes, BODIES_AT_ONCE * config.max_body_bytes, config.body_timeout)
         self.pictures = Pictures(config.decode_threads, config.max_pixels)
         self.metrics = Metrics(cluster)
-        self.pulse = Pulse(cluster)
+        self.pulse = Pulse(cluster, config.served_model_names[0])
         self.draining = False
         self.num_watches = 0
         self.idle = asyncio.Event()
