@@ -434,7 +434,7 @@ def test_templates_outlive_workers_and_clusters(
     async def leave_behind() -> Finished:
         cluster = await open_cluster(folders["sd"], cache)
         await register(cluster, TENANT, order)
-        await until(lambda: "disk" in cluster.templates(TENANT)[0].tier_bytes)
+        await until(lambda: len(spans(cache)) == 2)  # of four steps each: all of them are written
         finished = await edit_one(cluster)
         assert await cluster.stop(60)
         return finished
