@@ -13,6 +13,7 @@ from instgenie.cluster.entries import Ticket
 from instgenie.cluster.flow import Flow
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped, Tier
 from instgenie.cluster.processes import Process, make_workers
+from instgenie.cluster.templates import Template
 from instgenie.config import CacheConfig, ClusterConfig, Role
 from instgenie.errors import QueueFullError
 
@@ -39,6 +40,13 @@ class Stage:
             self.foreseen.append((process.worker, message))
         else:
             self.sent.append((f"{process.worker}.{process.role}", message))
+
+    def register_one(self) -> Template:
+        """A template of the usual order's picture, from the wish to its activations."""
+        template = self.flow.register(self.flow.registering("me", make_order().picture, None, None))
+        self.prepare()
+        self.register()
+        return template
 
     def process(self, role: Role, worker: int = 0) -> Process:
         return self.workers[worker].processes[role]
@@ -331,9 +339,7 @@ def test_what_shares_activations(change: dict[str, Any]) -> None:
 def test_an_edit_stays_cached_though_its_activations_are_lost() -> None:
     stage = Stage()
     stage.open()
-    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
-    stage.prepare()
-    stage.register()
+    template = stage.register_one()
     assert template.state == "ready"
     [ticket] = stage.flow.accept([make_order()])
     stage.prepare()
@@ -356,9 +362,7 @@ def test_an_edit_stays_cached_though_its_activations_are_lost() -> None:
 def test_activations_that_are_gone_by_the_time_a_job_comes() -> None:
     stage = Stage()
     stage.open()
-    stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
-    stage.prepare()
-    stage.register()
+    stage.register_one()
     [ticket] = stage.flow.accept([make_order()])
     stage.prepare()
     [message] = stage.take("denoise")
@@ -373,9 +377,7 @@ def test_activations_that_are_gone_by_the_time_a_job_comes() -> None:
 
 def test_shared_activations_that_turn_out_to_be_damaged() -> None:
     stage = lasting()
-    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
-    stage.prepare()
-    stage.register()
+    template = stage.register_one()
     stage.kept(template.id, disk=900)
     [ticket] = stage.flow.accept([make_order()])
     stage.prepare()
@@ -395,9 +397,7 @@ def test_shared_activations_that_turn_out_to_be_damaged() -> None:
 def test_a_template_that_does_not_fit_leaves_its_edits_dense() -> None:
     stage = Stage()
     stage.open()
-    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
-    stage.prepare()
-    stage.register()
+    template = stage.register_one()
     [ticket] = stage.flow.accept([make_order()])
     stage.kill("denoise")
     stage.revive(stage.process("denoise"))
@@ -416,9 +416,7 @@ def test_a_template_that_does_not_fit_leaves_its_edits_dense() -> None:
 def test_forgotten_templates_are_not_used() -> None:
     stage = Stage()
     stage.open()
-    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
-    stage.prepare()
-    stage.register()
+    template = stage.register_one()
     stage.flow.forget(template)
     [forget] = [message for message in stage.take("denoise") if isinstance(message, wire.Forget)]
     assert (forget.template.id, forget.template.tenant) == (template.id, "me")

@@ -133,15 +133,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_bad_folders(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    damage, says = DAMAGE[kind]
-    folder = shutil.copytree(folders["fill"], tmp_path / "model")
-    damage(folder)
-    with pytest.raises(ModelError, match=says):
-        load(str(folder), "cpu")
-
-
 def test_not_enough_memory(huge_folder: Path) -> None:
     with pytest.raises(OutOfMemoryError, match=r"needs 372\.5 GiB: cpu has \d+\.\d GiB available"):
         load(str(huge_folder), "cpu")
@@ -207,10 +198,14 @@ UNET_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", UNET_DAMAGE)
-def test_bad_unet_folders(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    damage, says = UNET_DAMAGE[kind]
-    folder = shutil.copytree(folders["sd"], tmp_path / "model")
+CASES = [("fill", *case) for case in DAMAGE.values()] + [("sd", *case) for case in UNET_DAMAGE.values()]
+
+
+@pytest.mark.parametrize(("family", "damage", "says"), CASES, ids=[*DAMAGE, *UNET_DAMAGE])
+def test_bad_folders(
+    family: str, damage: Callable[[Path], object], says: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders[family], tmp_path / "model")
     damage(folder)
     with pytest.raises(ModelError, match=says):
         load(str(folder), "cpu")

@@ -7,12 +7,11 @@ and mask 0, and their noisy latents are a fact of the picture and its noise, nev
 
 from itertools import pairwise
 
-import numpy as np
 import torch
 from diffusers import FluxFillPipeline
-from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 from torch import Generator, Tensor
 
+from instgenie.sampler import flow_schedule
 from training.latents import condition, decode, encode, image_ids, token_masks
 
 
@@ -27,16 +26,6 @@ def load_pipeline(folder: str, device: str | torch.device, dtype: torch.dtype) -
 @torch.inference_mode()
 def reconstruct(pipe: FluxFillPipeline, pictures: Tensor) -> Tensor:
     return decode(pipe.vae, encode(pipe.vae, pictures * 2 - 1), *pictures.shape[-2:])
-
-
-def schedule(pipe: FluxFillPipeline, steps: int, num_tokens: int) -> list[float]:
-    """Sigmas from 1 to 0 through the scheduler's own shift."""
-    config = pipe.scheduler.config
-    mu = calculate_shift(
-        num_tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
-    )
-    pipe.scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps).tolist(), device="cpu", mu=mu)
-    return pipe.scheduler.sigmas.tolist()
 
 
 def draw_noise(like: Tensor, seed: int, generator: Generator | None) -> Tensor:
@@ -67,7 +56,7 @@ def fill(
     noise = draw_noise(clean, seed, generator)
     velocity = velocity_of(pipe, known, prompts, guidance, height, width)
 
-    sigmas = schedule(pipe, steps, clean.shape[1])
+    sigmas = flow_schedule(pipe.scheduler, steps, clean.shape[1]).sigmas
     x = noise
     for sigma, sigma_next in pairwise(sigmas):
         x = x + (sigma_next - sigma) * velocity(x, sigma)

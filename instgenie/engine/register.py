@@ -83,9 +83,7 @@ def register_in(
 
 def make_activations(key: Key, span: Span, model: Model) -> Activations:
     """What the store found, as the model reads it. Rows may lie on another device, time may not."""
-    height, width = key.size
-    num_tokens = (height // model.patch) * (width // model.patch)
-    return Activations(key, model.units, num_tokens, span.rows, span.time.to(model.device))
+    return Activations(key, model.units, num_tokens(key.size, model), span.rows, span.time.to(model.device))
 
 
 @torch.inference_mode()
@@ -179,11 +177,12 @@ def make_key(edit: Edit, model: Model, kind: Kind) -> Key:
 def name_key(picture: str, identity: str, edit: Edit, model: Model, kind: Kind, tenant: str = "") -> Key:
     """Of the whole schedule, whatever the edit's strength: one that is below 1 takes the last of the same steps. Looks
     neither at pixels, if the edit names its size, nor at weights."""
-    schedule = model.schedule(replace(edit, strength=1.0), num_tokens(edit, model))
+    size = choose_size(edit, model)
+    schedule = model.schedule(replace(edit, strength=1.0), num_tokens(size, model))
     return Key(
         picture=picture,
         model=identity,
-        size=choose_size(edit, model),
+        size=size,
         num_steps=schedule.num_steps,
         levels=schedule.levels,
         guidance=model.embedded_guidance(edit),
@@ -193,8 +192,8 @@ def name_key(picture: str, identity: str, edit: Edit, model: Model, kind: Kind, 
     )
 
 
-def num_tokens(edit: Edit, model: Model) -> int:
-    height, width = choose_size(edit, model)
+def num_tokens(size: tuple[int, int], model: Model) -> int:
+    height, width = size
     return (height // model.patch) * (width // model.patch)
 
 
