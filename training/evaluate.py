@@ -22,13 +22,14 @@ from torch import Generator, Tensor
 
 from instgenie.bench.metrics import Features, Lpips, Probe, border_jump, crop_to_masks, kid, psnr, ssim
 from instgenie.bench.photos import Photos, load_photos
-from training.masks import dilate, strokes
+from training.masks import bounding_boxes, dilate, strokes
 from training.sampling import fill, load_pipeline, reconstruct
 from training.sheets import edit_sheet, sample_sheet
 
 KID = "KID-EffLite0"
 CROP_SIZE, CROP_PAD = 224, 8
 LPIPS_SIZE = 192
+CONTENT_EDGE = 20  # pixels that stay visible around what is hidden whole
 DILATION = 8
 BATCH = {"cuda": 256, "cpu": 16}  # pictures at once: what suits the device's caches
 PER_SPECIES = {"cat": 6, "dog": 10, "flower": 5, "clothing": 11}  # prompts of the sample sheet
@@ -142,6 +143,15 @@ def outline_kind(photos: Photos) -> Kind:
 
 def box_kind(photos: Photos, generator: Generator) -> Kind:
     return Kind(photos, unit(photos), box_masks(len(photos), generator))
+
+
+def content_kind(photos: Photos) -> Kind:
+    """Boxes that hide all a caption speaks of: around a pet, and most of the picture elsewhere."""
+    most = torch.zeros_like(photos.outlines)
+    most[:, CONTENT_EDGE:-CONTENT_EDGE, CONTENT_EDGE:-CONTENT_EDGE] = True
+    around = bounding_boxes(dilate(photos.outlines, DILATION))
+    is_pet = photos.outlines.flatten(1).any(1)
+    return Kind(photos, unit(photos), torch.where(is_pet[:, None, None], around, most))
 
 
 def stroke_kind(photos: Photos, generator: Generator) -> Kind:
@@ -300,6 +310,7 @@ class Context:
     ceiling: float
     outlines: Kind
     boxes: Kind
+    content_boxes: Kind
     strokes: Kind
     crop_ceilings: dict[str, float]
     captions: dict[str, str]  # label -> its plainest caption
@@ -309,10 +320,11 @@ class Context:
 def prepare(bench: Bench, train: Photos, val: Photos) -> Context:
     train_features, val_features = bench.embed(unit(train)), bench.embed(unit(val))
     probe = Probe().fit(train_features, train.labels)
-    outlines, boxes = outline_kind(val), box_kind(val, bench.generator(1))
+    outlines, boxes, content_boxes = outline_kind(val), box_kind(val, bench.generator(1)), content_kind(val)
     ceilings = {
         "outlines": fit_crops(bench, outline_kind(train), outlines),
         "boxes": fit_crops(bench, box_kind(train, bench.generator(2)), boxes),
+        "content boxes": fit_crops(bench, content_kind(train), content_boxes),
     }
     rows = sorted(set(zip(train.species, train.labels, train.captions, strict=True)), key=lambda row: -len(row[2]))
     labels = {s: sorted({label for species, label, _ in rows if species == s}) for s in sorted(set(train.species))}
@@ -325,6 +337,7 @@ def prepare(bench: Bench, train: Photos, val: Photos) -> Context:
         ceiling=accuracy(probe, val_features, val.labels),
         outlines=outlines,
         boxes=boxes,
+        content_boxes=content_boxes,
         strokes=stroke_kind(val, bench.generator(3)),
         crop_ceilings=ceilings,
         captions={label: caption for _, label, caption in rows},
@@ -351,9 +364,10 @@ def real_figures(bench: Bench, context: Context, rebuilt: Tensor) -> Figures:
 def model_figures(bench: Bench, context: Context, guidance: float) -> Figures:
     text, features, prompts = text_figures(bench, context, guidance)
     bench.console.log(f"guidance {guidance}: generated")
+    kinds = {"outlines": context.outlines, "boxes": context.boxes, "content boxes": context.content_boxes}
     edits = {
         name: edit_figures(bench, kind, context.crop_ceilings[name], guidance, 10 + salt)
-        for salt, (name, kind) in enumerate({"outlines": context.outlines, "boxes": context.boxes}.items())
+        for salt, (name, kind) in enumerate(kinds.items())
     }
     brushed = context.strokes
     told = bench.edit(brushed.pictures, brushed.masks, brushed.photos.captions, guidance, 15)
