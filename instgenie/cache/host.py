@@ -1,6 +1,7 @@
 """The host tier: templates in main memory. Where there is a CUDA device the pages are locked, so that it can read them
 by itself."""
 
+import contextlib
 import logging
 import mmap
 import weakref
@@ -34,18 +35,23 @@ def empty(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
+@torch.inference_mode(False)
 def lock_pages(num_bytes: int) -> Tensor:
     """Page-locked memory of that very size: torch's own would round it up to a power of two. The pages are nobody
     else's; where the system does not allow to lock them, loading from them is slower and no more."""
-    page = mmap.PAGESIZE
-    num_page_bytes = -(-num_bytes // page) * page
-    memory = empty(num_page_bytes + page)
-    start = -memory.data_ptr() % page
-    memory = memory[start : start + num_page_bytes]
-    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_page_bytes, 0))
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages as long as anything views them
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if status:
-        logger.warning("%d bytes of the host tier cannot be page-locked (CUDA error %d)", num_page_bytes, status)
+        logger.warning("%d bytes of the host tier cannot be page-locked (CUDA error %d)", num_bytes, status)
+        forget_error()
     return memory[:num_bytes]
+
+
+def forget_error() -> None:
+    """CUDA reports the last error once more at the next launch, whoever's that is: let it be this one."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def unlock_pages(memory: Tensor) -> None:
