@@ -7,21 +7,27 @@ tokens are computed, so that they see what the masked ones become, and stay on t
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from instgenie.activations import Activations
+from instgenie.activations import Activations, Kind
 from instgenie.errors import PlanError
+from instgenie.kernels.addresses import Addresses, Source, Sources
+from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.heads import Places
 from instgenie.planner import DENSE, Plan, check_plan, is_cached
 from instgenie.sampler import Schedule
 from instgenie.types import Edit
+
+NUM_BUCKETS = 32
+MAX_PADDING = 1.25  # lists of a batch are padded to one length where that makes them no longer than so many times
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +52,10 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Where the masked and the unmasked tokens of one level of a UNet are."""
+    """Where the masked tokens of one level of a UNet are."""
 
-    inside: Tensor  # [masked tokens]
-    outside: Tensor  # [unmasked tokens]
+    num_all: int
+    inside: Tensor  # [masked tokens]; where the list is padded, one of them stands in it several times
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +63,24 @@ class Shape:
     """Where a job's tokens are. Layouts are made of shapes, not of jobs, so that a layout that is kept keeps no job."""
 
     num_all: int  # image tokens
-    inside: Tensor  # [masked tokens], where they are
+    inside: Tensor  # [masked tokens], where they are; where the list is padded, one of them stands in it several times
+    rest: Tensor  # [the other tokens], and any of all where the list is padded
     num_text: tuple[int, ...]  # of each branch
     rotary: tuple[Tensor, ...]  # of each branch
 
     def num_image(self, cached: bool) -> int:
         """Image tokens that flow."""
         return len(self.inside) if cached else self.num_all
+
+    @property
+    def padded(self) -> "Shape":
+        """Keys of the rest are written before those of tokens that flow, so the rest may have too many tokens."""
+        if not len(self.inside):  # there is no token to pad an empty list with
+            return self
+        count = bucket(len(self.inside), self.num_all)
+        num_rest = min(self.num_all - count + bucket(1, self.num_all), self.num_all)
+        rest = self.rest if len(self.rest) else self.inside[:1]
+        return replace(self, inside=pad(self.inside, count), rest=pad(rest, num_rest))
 
     def tables(self, cached: bool) -> tuple[Tensor, ...]:
         """Of each branch, the rotary table of the tokens that flow."""
@@ -141,22 +158,30 @@ class Job:
     @cached_property
     def shape(self) -> Shape:
         num_text = tuple(len(branch.text) for branch in self.branches)
-        return Shape(len(self.masked), self.inside, num_text, tuple(branch.rotary for branch in self.branches))
+        rotary = tuple(branch.rotary for branch in self.branches)
+        return Shape(len(self.masked), self.inside, self.outside, num_text, rotary)
 
     @cached_property
-    def outside_rotary(self) -> Tensor:  # [unmasked tokens, head channels / 2], the same in all branches
+    def padded_shape(self) -> Shape:
+        """With lists that are as long as those of many other masks."""
+        return self.shape.padded
+
+    @cached_property
+    def image_rotary(self) -> Tensor:  # [image tokens, head channels / 2], the same in all branches
         branch = self.branches[0]
-        return branch.rotary[len(branch.text) :][self.outside]
+        return branch.rotary[len(branch.text) :]
 
     @cached_property
-    def levels(self) -> dict[int, Level]:
+    def levels(self) -> dict[tuple[int, int | None], Level]:
         return {}
 
-    def level(self, num_tokens: int) -> Level:
-        """The level that has so many tokens; found once."""
-        if num_tokens not in self.levels:
-            self.levels[num_tokens] = pool(self.computed, self.grid, num_tokens)
-        return self.levels[num_tokens]
+    def level(self, num_tokens: int, count: int | None = None) -> Level:
+        """The level that has so many tokens, its list padded to a count where one is given; found once."""
+        if (num_tokens, count) not in self.levels:
+            found = pool(self.computed, self.grid, num_tokens) if count is None else self.level(num_tokens)
+            level = found if count is None else Level(num_tokens, pad(found.inside, count))
+            self.levels[num_tokens, count] = level
+        return self.levels[num_tokens, count]
 
     def is_cached(self, block: int) -> bool:
         """Whether a block is cached at this step; see `planner.is_cached` for what comes after the last."""
@@ -189,6 +214,36 @@ class Job:
         self.step, self.latents = self.step + 1, latents  # both or none, should memory run out
 
 
+class Rows(Protocol):
+    """Rows of activations for the branches, or jobs, of a batch."""
+
+    def at(self, place: int, wanted: Sequence[bool]) -> Sources:
+        """What is kept of a place of the pass; of those that do not want it, None or anything."""
+
+
+@dataclass(frozen=True, eq=False)
+class JobRows:
+    """As the jobs' activations hand them over."""
+
+    readers: tuple[tuple[Job, int], ...]  # with the number of the branch
+
+    def at(self, place: int, wanted: Sequence[bool]) -> Sources:
+        return [
+            job.recall(place, branch) if wants else None
+            for (job, branch), wants in zip(self.readers, wanted, strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows:
+    """Wherever a table says at the time they are read."""
+
+    table: Tensor  # [places, readers], int64
+
+    def at(self, place: int, wanted: Sequence[bool]) -> Sources:
+        return Addresses(self.table[place])
+
+
 def spread(masked: Tensor, grid: tuple[int, int], halo: int) -> Tensor:
     """[tokens, 1]: what is masked or within `halo` tokens of it, corners included."""
     wide = F.max_pool2d(masked.view(1, 1, *grid).float(), 2 * halo + 1, stride=1, padding=halo)
@@ -200,12 +255,36 @@ def pool(masked: Tensor, grid: tuple[int, int], num_tokens: int) -> Level:
     side = math.isqrt(len(masked) // num_tokens)
     pooled = F.max_pool2d(masked.view(1, 1, *grid).float(), side).flatten() > 0
     assert len(pooled) == num_tokens, (grid, num_tokens)
-    return Level(inside=pooled.nonzero()[:, 0], outside=(~pooled).nonzero()[:, 0])
+    return Level(num_tokens, pooled.nonzero()[:, 0])
+
+
+def pad(index: Tensor, count: int) -> Tensor:
+    """A list so long; the last token stands in it several times. What is computed of it is equal each time, so nothing
+    but work changes."""
+    return torch.cat([index, index[-1:].expand(count - len(index))])
+
+
+def bucket(count: int, num_all: int) -> int:
+    """The length to which a list of so many among all tokens is padded: a multiple of a thirty-second of all."""
+    step = max(num_all // NUM_BUCKETS, 1)
+    return min(-(-count // step) * step, num_all)
+
+
+def common_counts(counts: Sequence[int], num_all: int) -> list[int]:
+    """Lengths to which the lists of a batch are padded: all the same, unless that makes too many of them."""
+    if not all(counts):  # there is no token to pad an empty list with
+        return list(counts)
+    padded = [bucket(count, num_all) for count in counts]
+    return [max(padded)] * len(padded) if max(padded) * len(padded) <= MAX_PADDING * sum(padded) else padded
 
 
 def guide(predictions: Sequence[Tensor], scale: float) -> Tensor:
     positive, *negative = (prediction.float() for prediction in predictions)
     return negative[0] + scale * (positive - negative[0]) if negative else positive
+
+
+LAYOUT_COLUMNS = ("rotary", "text_rows", "image_rows", "joint_rows")
+LAYOUT_PLACES = ("text_places", "image_places", "joint_places")
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +296,7 @@ class Layout:
     num_branches: tuple[int, ...]  # of each job
     num_text: tuple[int, ...]  # of each branch
     num_image: tuple[int, ...]  # of each branch
-    num_rest: tuple[int, ...]  # of each branch, image tokens that do not flow: their keys lie behind those that do
+    num_all: tuple[int, ...]  # of each branch, image tokens with those that do not flow
     rotary: Tensor  # [joint tokens, head channels / 2]
     text_rows: Tensor  # [text tokens]
     image_rows: Tensor  # [image tokens]
@@ -232,14 +311,29 @@ class Layout:
 
     @cached_property
     def num_keys(self) -> tuple[int, ...]:
-        return tuple(joint + rest for joint, rest in zip(self.num_joint, self.num_rest, strict=True))
+        return tuple(text + image for text, image in zip(self.num_text, self.num_all, strict=True))
 
     @cached_property
-    def rests(self) -> list[list[slice]]:
-        """Of each job, of each branch: where among the keys those of tokens that do not flow are."""
+    def images(self) -> list[list[slice]]:
+        """Of each job, of each branch: where among the keys those of its image tokens are, each at its own place."""
         ends = accumulate(self.num_keys)
-        slices = iter([slice(end - rest, end) for end, rest in zip(ends, self.num_rest, strict=True)])
+        slices = iter([slice(end - image, end) for end, image in zip(ends, self.num_all, strict=True)])
         return [[next(slices) for _ in range(num)] for num in self.num_branches]
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """All its tensors."""
+        found = {name: getattr(self, name) for name in LAYOUT_COLUMNS}
+        for name in LAYOUT_PLACES:
+            places = getattr(self, name)
+            found |= {f"{name} joint": places.joint, f"{name} keys": places.keys}
+        return found
+
+    def over(self, columns: Mapping[str, Tensor]) -> "Layout":
+        """The same layout over other tensors."""
+        own: dict[str, Any] = {name: columns[name] for name in LAYOUT_COLUMNS}
+        own |= {name: Places(columns[f"{name} joint"], columns[f"{name} keys"]) for name in LAYOUT_PLACES}
+        return replace(self, **own)
 
     def join(self, text: Tensor, image: Tensor) -> Tensor:
         """[text tokens, ...] and [image tokens, ...] -> [joint tokens, ...]"""
@@ -253,34 +347,31 @@ class Layout:
         return concat(texts), concat(images)
 
 
-def lay_out(jobs: Sequence[Job], block: int) -> Layout:
-    return lay_out_shapes(tuple(job.shape for job in jobs), tuple(job.is_cached(block) for job in jobs))
-
-
 @lru_cache(maxsize=16)  # jobs that stay together keep their layouts from step to step
 def lay_out_shapes(shapes: tuple[Shape, ...], cached: tuple[bool, ...]) -> Layout:
     pairs = list(zip(shapes, cached, strict=True))
     device = shapes[0].inside.device
     num_text = [num for shape in shapes for num in shape.num_text]
     num_image = [shape.num_image(narrow) for shape, narrow in pairs for _ in shape.num_text]
-    num_rest = [shape.num_all - shape.num_image(narrow) for shape, narrow in pairs for _ in shape.num_text]
+    num_all = [shape.num_all for shape in shapes for _ in shape.num_text]
     text_rows, image_rows = rows(num_text), rows(num_image)
     joint_rows = rows([text + image for text, image in zip(num_text, num_image, strict=True)])
-    texts, images, rests = (torch.tensor(counts).cumsum(0) for counts in (num_text, num_image, num_rest))
+    texts, images = (torch.tensor(counts).cumsum(0) for counts in (num_text, num_image))
     joint = torch.arange(len(joint_rows))
     text = torch.arange(len(text_rows)) + (images - torch.tensor(num_image))[text_rows]
     image = torch.arange(len(image_rows)) + texts[image_rows]
-    keys = joint + (rests - torch.tensor(num_rest))[joint_rows]
+    keys = key_places(pairs)
 
     def places(tokens: Tensor) -> Places:
-        return Places(joint=tokens.to(device), keys=keys[tokens].to(device))
+        tokens = tokens.to(device)
+        return Places(joint=tokens, keys=keys[tokens])
 
     return Layout(
         cached=cached,
         num_branches=tuple(len(shape.num_text) for shape in shapes),
         num_text=tuple(num_text),
         num_image=tuple(num_image),
-        num_rest=tuple(num_rest),
+        num_all=tuple(num_all),
         rotary=concat([table for shape, narrow in pairs for table in shape.tables(narrow)]),
         text_rows=text_rows.to(device),
         image_rows=image_rows.to(device),
@@ -291,41 +382,118 @@ def lay_out_shapes(shapes: tuple[Shape, ...], cached: tuple[bool, ...]) -> Layou
     )
 
 
+def key_places(pairs: Sequence[tuple[Shape, bool]]) -> Tensor:
+    """Where among the keys the flowing tokens are [joint tokens]: of a branch its text, then all its image tokens."""
+    places, start = [], 0
+    for shape, narrow in pairs:
+        every = torch.arange(shape.num_all, device=shape.inside.device)
+        for num_text in shape.num_text:
+            text = torch.arange(num_text, device=every.device)
+            places += [start + text, start + num_text + (shape.inside if narrow else every)]
+            start += num_text + shape.num_all
+    return concat(places)
+
+
 def rows(lengths: Sequence[int]) -> Tensor:
     """(2, 3) -> [0, 0, 1, 1, 1]"""
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
 
 @dataclass(frozen=True, eq=False)
+class TemplateColumns:
+    """What makes keys of a template's Y."""
+
+    time: Tensor  # [jobs, width], what modulated the blocks
+    rotary: tuple[Tensor, ...]  # of each job [image tokens, head channels / 2]
+
+
+BATCH_COLUMNS = ("image", "text", "pooled", "sigma", "guidance")
+
+
+@dataclass(frozen=True, eq=False)
 class Batch:
-    """One step of many jobs: what the model sees, and the layout of the first block."""
+    """One step of many jobs: what the model sees, and the layouts of its blocks."""
 
     jobs: tuple[Job, ...]
-    layout: Layout
+    kinds: tuple[Kind | None, ...]  # of each job, of the activations it reads
+    cached: tuple[tuple[bool, ...], ...]  # of each block and of what comes after, of each job; the last stands for more
+    shapes: tuple[Shape, ...]  # of each job
+    layouts: Mapping[tuple[bool, ...], Layout]
     image: Tensor  # [image tokens, latent + conditioning channels]
     text: Tensor  # [text tokens, width]
     pooled: Tensor  # [branches, pooled channels]
     sigma: Tensor  # [branches]
     guidance: Tensor  # [branches]
+    template: TemplateColumns | None  # where a job reads Y
+    rows: Rows  # of the jobs' activations
 
-    def suits(self, layout: Layout, block: int) -> bool:
-        return layout.cached == tuple(job.is_cached(block) for job in self.jobs)
+    @property
+    def layout(self) -> Layout:
+        """Of the first block."""
+        return self.layout_of(0)
+
+    def layout_of(self, block: int) -> Layout:
+        return self.layouts[self.cached[min(block, len(self.cached) - 1)]]
+
+    @property
+    def signature(self) -> Hashable:
+        """Batches of one signature differ in nothing but the values of their columns and rows."""
+        counts = tuple((shape.num_all, len(shape.inside), len(shape.rest), shape.num_text) for shape in self.shapes)
+        return self.kinds, self.cached, counts, self.image.shape[1]
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """All that one pass reads, but for rows."""
+        found = {name: getattr(self, name) for name in BATCH_COLUMNS}
+        for number, shape in enumerate(self.shapes):
+            found |= {f"inside {number}": shape.inside, f"rest {number}": shape.rest}
+        for number, layout in enumerate(self.layouts.values()):
+            found |= {f"{name} {number}": column for name, column in layout.columns.items()}
+        if self.template:
+            found |= {"template time": self.template.time}
+            found |= {f"template rotary {job}": table for job, table in enumerate(self.template.rotary)}
+        return found
+
+    def over(self, columns: Mapping[str, Tensor], rows: Rows) -> "Batch":
+        """The same pass over other tensors."""
+        shapes = tuple(
+            replace(shape, inside=columns[f"inside {number}"], rest=columns[f"rest {number}"], rotary=())
+            for number, shape in enumerate(self.shapes)
+        )
+        layouts = {
+            cached: layout.over({name: columns[f"{name} {number}"] for name in layout.columns})
+            for number, (cached, layout) in enumerate(self.layouts.items())
+        }
+        template = self.template
+        if template:
+            tables = tuple(columns[f"template rotary {job}"] for job in range(len(template.rotary)))
+            template = TemplateColumns(columns["template time"], tables)
+        own: dict[str, Any] = {name: columns[name] for name in BATCH_COLUMNS}
+        return replace(self, jobs=(), shapes=shapes, layouts=layouts, template=template, rows=rows, **own)
+
+    @property
+    def readers(self) -> list[tuple[Job, int]]:
+        """Whose rows are read, and of which branch. Both branches of a job read the same: a template is registered
+        once, with the empty prompt."""
+        return [(job, 0) for job in self.jobs]
 
     def turn(self, layout: Layout, image: Tensor, block: int) -> tuple[Layout, Tensor]:
         """The layout of a block and the image rows in it: where a job's plan turns, its unmasked tokens leave, or come
         back from the activations."""
-        if self.suits(layout, block):
+        turned = self.layout_of(block)
+        if turned is layout:
             return layout, image
-        turned = lay_out(self.jobs, block)
+        back = [before and not after for before, after in zip(layout.cached, turned.cached, strict=True)]
+        sources: Sources = self.rows.at(block, back) if any(back) else [None] * len(back)
         parts = iter(image.split(layout.num_image))
         return turned, concat([
-            turn_one(next(parts), job, before, after, block)
-            for job, before, after in zip(self.jobs, layout.cached, turned.cached, strict=True)
-            for _ in job.branches
+            turn_one(next(parts), self.shapes[job], layout.cached[job], turned.cached[job], sources[job])
+            for job, num in enumerate(layout.num_branches)
+            for _ in range(num)
         ])  # fmt: skip
 
     def turn_joint(self, layout: Layout, joint: Tensor, block: int) -> tuple[Layout, Tensor]:
-        if self.suits(layout, block):
+        if self.layout_of(block) is layout:
             return layout, joint
         text, image = layout.part(joint.split(layout.num_joint))
         turned, image = self.turn(layout, image, block)
@@ -334,37 +502,60 @@ class Batch:
     def deal(self, velocity: Tensor) -> list[list[Tensor]]:
         """Velocity [image tokens, latent channels], of masked tokens alone where the job cached any block; to each job
         one for each of its branches."""
-        sizes = [len(job.inside if job.has_masked_velocity else job.masked) for job, _ in branches(self.jobs)]
-        velocities = iter(velocity.split(sizes))
-        return [[next(velocities) for _ in job.branches] for job in self.jobs]
+        last = self.layouts[self.cached[-1]]
+        velocities = iter(velocity.split(last.num_image))
+        return [
+            [next(velocities)[: len(job.inside) if narrow else None] for _ in job.branches]
+            for job, narrow in zip(self.jobs, last.cached, strict=True)
+        ]
 
 
-def turn_one(image: Tensor, job: Job, before: bool, after: bool, block: int) -> Tensor:
+def turn_one(image: Tensor, shape: Shape, before: bool, after: bool, source: Source) -> Tensor:
     if before == after:
         return image
     if after:
-        return image[job.inside]
-    y: Tensor
-    [y] = job.recall(block)  # of kind y: a plan that turns back was refused for kv
-    return y.index_copy(0, job.inside, image)
+        return image[shape.inside]
+    assert source is not None  # of kind y: a plan that turns back was refused for kv
+    y = image.new_empty(1, shape.num_all, image.shape[1])
+    gather_rows(source, shape.rest, shape.num_all, y, shape.rest)
+    return y[0].index_copy_(0, shape.inside, image)
 
 
-def pack(jobs: Sequence[Job]) -> Batch:
+def pack(jobs: Sequence[Job], pads: bool = False) -> Batch:
+    """Where it pads, lists of masked tokens are as long as those of many other masks."""
     pairs = list(branches(jobs))
+    shapes = tuple(job.padded_shape if pads else job.shape for job in jobs)
+    num_blocks = max(len(job.plan) for job in jobs)
+    cached = tuple(tuple(job.is_cached(block) for job in jobs) for block in range(num_blocks + 1))
+    kinds = tuple(job.activations.kind if job.activations else None for job in jobs)
+    seen = [inputs(job, shape) for job, shape in zip(jobs, shapes, strict=True)]
+    image = concat([one for job, one in zip(jobs, seen, strict=True) for _ in job.branches])
     return Batch(
         jobs=tuple(jobs),
-        layout=lay_out(jobs, 0),
-        image=concat([inputs(job) for job, _ in pairs]).to(pairs[0][1].text.dtype),
+        kinds=kinds,
+        cached=cached,
+        shapes=shapes,
+        layouts={narrow: lay_out_shapes(shapes, narrow) for narrow in dict.fromkeys(cached)},
+        image=image.to(pairs[0][1].text.dtype),
         text=concat([branch.text for _, branch in pairs]),
         pooled=torch.stack([branch.pooled for _, branch in pairs]),
         sigma=torch.stack([job.timestep for job, _ in pairs]),
         guidance=torch.stack([job.guidance for job, _ in pairs]),
+        template=template_columns(jobs) if "y" in kinds else None,
+        rows=JobRows(tuple((job, 0) for job in jobs)),
     )
 
 
-def inputs(job: Job) -> Tensor:  # [image tokens that flow into the first block, latent + conditioning channels]
+def template_columns(jobs: Sequence[Job]) -> TemplateColumns:
+    times = [job.activations.time[job.step] if job.activations else None for job in jobs]
+    anyone = next(time for time in times if time is not None)
+    time = torch.stack([torch.zeros_like(anyone) if time is None else time for time in times])
+    return TemplateColumns(time, tuple(job.image_rotary for job in jobs))
+
+
+def inputs(job: Job, shape: Shape) -> Tensor:  # [image tokens that flow into the first block, channels]
     image = torch.cat([job.latents, job.conditioning], dim=1)
-    return image[job.inside] if job.is_cached(0) else image
+    return image[shape.inside] if job.is_cached(0) else image
 
 
 def branches(jobs: Sequence[Job]) -> Iterator[tuple[Job, Branch]]:

@@ -36,6 +36,7 @@ class ClusterConfig:
     cache: CacheConfig = CacheConfig()
     policy: Policy = "mask_aware"  # of the router
     batching: Batching = "continuous"
+    graphs: bool = True  # whether passes are captured as CUDA graphs, on devices that have them
     reuse: bool = True  # whether templates are registered; without, every edit computes every token
     worker_timeout: float = 120.0  # seconds without a sign of life after which a process is taken for hung
     start_timeout: float = 1800.0  # the same while it loads the model
@@ -59,4 +60,5 @@ class ProcessConfig:
     dtype: str
     max_batch_size: int
     batching: Batching
+    graphs: bool
     cache: CacheConfig

@@ -136,9 +136,10 @@ def test_places(jobs: list[Job]) -> None:
     assert layout.num_keys == (7, 10, 8, 6)
     assert layout.text_places.joint.tolist() == [0, 1, 7, 8, 9, 13, 17, 18]
     assert layout.image_places.joint.tolist() == [*range(2, 7), *range(10, 13), *range(14, 17), *range(19, 23)]
-    assert layout.joint_places.keys.tolist() == [*range(13), *range(17, 21), *range(25, 31)]  # in between, the others
+    narrow = [*range(7), *(7, 8, 9), *(10, 13, 16), 17, *(18, 21, 24)]  # in between, the others
+    assert layout.joint_places.keys.tolist() == [*narrow, *range(25, 31)]
     assert torch.equal(layout.image_places.keys, layout.joint_places.keys[layout.image_places.joint])
-    assert layout.rests == [[slice(7, 7)], [slice(13, 17), slice(21, 25)], [slice(31, 31)]]
+    assert layout.images == [[slice(2, 7)], [slice(10, 17), slice(18, 25)], [slice(27, 31)]]
 
 
 def test_unmasked_tokens_come_back_and_leave(jobs: list[Job]) -> None:

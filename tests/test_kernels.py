@@ -1,6 +1,8 @@
 """Kernels against their references in float64. On a GPU where there is one, else in Triton's interpreter where that is
 on (TRITON_INTERPRET=1); references alone are tested through the laws."""
 
+import copy
+import itertools
 import os
 from functools import partial
 
@@ -9,9 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from instgenie.kernels import modulate, switch
+from instgenie.kernels.addresses import Address, Addresses
+from instgenie.kernels.fill import fill_rows_fused, fill_rows_reference
 from instgenie.kernels.gather import gather_rows_fused, gather_rows_reference
+from instgenie.kernels.geglu import geglu_fused, geglu_reference
 from instgenie.kernels.gelu import gelu_into_fused, gelu_into_reference
+from instgenie.kernels.group_norm import group_norm_fused, group_norm_reference
 from instgenie.kernels.heads import Heads, Places, Projected, place, place_fused, place_reference
+from instgenie.kernels.layer_norm import add_layer_norm_fused, layer_norm_fused, layer_norm_reference
 
 SHAPES = [(2, 8), (3, 24), (5, 16), (24, 128)]  # heads, head channels
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # half of the last place, in bfloat16
@@ -102,11 +109,18 @@ def test_gathering_is_exact(device: str, dtype: torch.dtype, width: int) -> None
     source = torch.randn(3, 2, 30, width, device=device, dtype=dtype)[1]
     index = torch.randperm(30)[:13].to(device)
     found, expected = torch.zeros(2, 2, 20, width, device=device, dtype=dtype)
-    gather_rows_fused(source, index, found[:, 4:17])
-    gather_rows_reference(source, index, expected[:, 4:17])
+    gather_rows_fused(source, index, 30, found[:, 4:17])
+    gather_rows_reference(source, index, 30, expected[:, 4:17])
     assert torch.equal(found, expected)
     assert torch.equal(found[:, 4:17], source[:, index])
-    gather_rows_fused(source, index[:0], found[:, :0])
+    gather_rows_fused(source, index[:0], 30, found[:, :0])
+    places = torch.tensor([*range(11, -1, -1), 15], device=device)
+    address = Address(torch.tensor([source.data_ptr()], device=device))
+    for one in (source, address):
+        gather_rows_fused(one, index, 30, found[:, 2:18], places)
+        assert torch.equal(found[:, 2:18][:, places], source[:, index])
+    gather_rows_reference(source, index, 30, expected[:, 2:18], places)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.filterwarnings(
@@ -121,6 +135,72 @@ def test_gelu(device: str, dtype: torch.dtype, width: int) -> None:
     gelu_into_fused(x, found[:, 24:])
     gelu_into_reference(x.double(), expected[:, 24:])
     close(found, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("num_channels", "num_groups", "grid"), [(8, 4, (3, 5)), (8, 2, (64, 33)), (320, 32, (5, 8))])
+def test_group_norm(device: str, dtype: torch.dtype, num_channels: int, num_groups: int, grid: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(num_groups, num_channels, device=device, dtype=dtype)
+    norm.weight.copy_(1 + 0.3 * torch.randn(num_channels))
+    norm.bias.copy_(torch.randn(num_channels))
+    x = (3 * torch.randn(2, num_channels, *grid) + 40).to(device, dtype).contiguous(memory_format=torch.channels_last)
+    x[1] -= 35
+    added = torch.randn(2, num_channels, device=device, dtype=dtype)
+    index = torch.randperm(2 * grid[0] * grid[1])[:13].to(device)
+    wide_norm = copy.deepcopy(norm).double()
+    for column, activates, chosen in itertools.product((None, added), (False, True), (None, index)):
+        found = group_norm_fused(x, norm, column, activates, chosen)
+        wide_column = column if column is None else column.double()
+        close(found, group_norm_reference(x.double(), wide_norm, wide_column, activates, chosen))
+        assert chosen is not None or found.is_contiguous(memory_format=torch.channels_last)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [16, 72, 1280])
+def test_layer_norm(device: str, dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(width, device=device, dtype=dtype)
+    norm.weight.copy_(1 + 0.3 * torch.randn(width))
+    norm.bias.copy_(torch.randn(width))
+    wide_norm = copy.deepcopy(norm).double()
+    x, y = torch.randn(2, 11, width, device=device, dtype=dtype)
+    close(layer_norm_fused(x, norm), layer_norm_reference(x.double(), wide_norm))
+    total, normed = add_layer_norm_fused(x, y, norm)
+    close(total, x.double() + y.double())
+    close(normed, layer_norm_reference(total.double(), wide_norm))
+    plain = nn.LayerNorm(width, elementwise_affine=False)
+    close(layer_norm_fused(x, plain), layer_norm_reference(x.double(), plain))
+
+
+@pytest.mark.parametrize("width", [16, 72, 2560])
+def test_geglu(device: str, dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    x = 3 * torch.randn(5, 2 * width, device=device, dtype=dtype)
+    close(geglu_fused(x), geglu_reference(x.double()))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("width", [16, 72, 640])
+def test_filling_is_exact(device: str, dtype: torch.dtype, width: int, num_parts: int) -> None:
+    torch.manual_seed(0)
+    sources = [torch.randn(num_parts, 30, width, device=device, dtype=dtype) for _ in range(3)]
+    flowing = list(torch.randn(num_parts, 13, width, device=device, dtype=dtype))
+    origin = torch.full((3, 30), -1, device=device)
+    for branch, count in enumerate((5, 8)):
+        origin[branch, torch.randperm(30)[:count].to(device)] = 5 * branch + torch.arange(count, device=device)
+    found, expected, addressed = torch.zeros(3, num_parts, 3, 30, width, device=device, dtype=dtype)
+    fill_rows_fused(sources, origin, flowing, found)
+    fill_rows_reference(sources, origin, flowing, expected)
+    assert torch.equal(found, expected)
+    assert torch.equal(found[:, 2], sources[2])
+    assert torch.equal(found[0, 1][origin[1] >= 0], flowing[0][origin[1][origin[1] >= 0]])
+    table = torch.tensor([source.data_ptr() for source in sources], device=device)
+    fill_rows_fused(Addresses(table), origin, flowing, addressed)
+    assert torch.equal(addressed, expected)
+    without: list[Tensor | None] = [*sources[:2], None]
+    fill_rows_fused(without, origin, flowing, addressed)
+    assert torch.equal(addressed[:, :2], expected[:, :2])
 
 
 @pytest.mark.gpu

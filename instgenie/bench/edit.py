@@ -5,6 +5,7 @@ comes before it (text encoders, autoencoder). A batch is several edits of one pi
 different places. The cached system has registered the picture ahead.
 """
 
+import copy
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ from rich.table import Table
 
 from instgenie.activations import Kind
 from instgenie.batch import Job
+from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
@@ -37,7 +39,7 @@ from instgenie.models.folder import PIPELINES
 from instgenie.models.load import load
 from instgenie.models.memory import memory_guard
 from instgenie.models.model import Model
-from instgenie.models.unet_model import UnetXlModel
+from instgenie.models.unet_model import UnetModel, UnetXlModel
 from instgenie.picture import check_edit
 from instgenie.types import Edit, PixelMask, Pixels
 
@@ -52,6 +54,7 @@ class Study:
     batches: tuple[int, ...] = (1,)
     kinds: tuple[Kind, ...] = ("kv",)
     systems: tuple[str, ...] = ("diffusers", "dense", "cached")
+    graphs: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,17 +101,18 @@ def bench_edit(name: str, device: str, size: tuple[int, int] | None, study: Stud
                 measured = measure(systems, edits, study.repeats, lambda: progress.advance(task))
             real_ratio = float(token_mask(edits[0].mask, model.patch).mean())
             rows += [make_row(system, real_ratio, batch, samples, study.steps) for system, samples in measured.items()]
-    machine = describe_machine(model)
+    machine = describe_machine(model) | {"graphs": "on" if study.graphs and model.device.type == "cuda" else "off"}
     print_rows(rows, machine, f"{name}, {size[1]}x{size[0]}, {study.steps} steps, median of {study.repeats}")
     if json_path:
         write_json({"machine": machine, "rows": [asdict(row) for row in rows]}, json_path)
 
 
 def make_systems(model: Model, size: tuple[int, int], study: Study) -> list[System]:
+    graphs = make_graphs(model, study.graphs)
     made = {
         "diffusers": lambda: [stock_system(model)],
-        "dense": lambda: [own_system("dense", None, model, lambda edit: prepare(edit, model))],
-        "cached": lambda: [cached_system(model, size, study.steps, kind) for kind in study.kinds],
+        "dense": lambda: [own_system("dense", None, model, graphs, lambda edit: prepare(edit, model))],
+        "cached": lambda: [cached_system(model, size, study.steps, kind, graphs) for kind in study.kinds],
     }
     return [system for name in study.systems for system in made[name]()]
 
@@ -167,15 +171,17 @@ def make_row(system: System, mask_ratio: float, batch: int, samples: list[Sample
     )
 
 
-def cached_system(model: Model, size: tuple[int, int], steps: int, kind: Kind) -> System:
+def cached_system(model: Model, size: tuple[int, int], steps: int, kind: Kind, graphs: Graphs | None) -> System:
     activations = register(sample_picture(size), model, size, steps, kind=kind)
-    return own_system("cached", kind, model, lambda edit: reuse(prepare(edit, model), activations))
+    return own_system("cached", kind, model, graphs, lambda edit: reuse(prepare(edit, model), activations))
 
 
-def own_system(name: str, kind: Kind | None, model: Model, make_job: Callable[[Edit], Job]) -> System:
+def own_system(
+    name: str, kind: Kind | None, model: Model, graphs: Graphs | None, make_job: Callable[[Edit], Job]
+) -> System:
     def run(edits: Sequence[Edit]) -> Sample:
         start = now(model.device)
-        engine = Engine(model, max_jobs=len(edits))
+        engine = Engine(model, len(edits), graphs)
         for edit in edits:
             engine.join(make_job(edit))
         prepared = now(model.device)
@@ -190,6 +196,9 @@ def own_system(name: str, kind: Kind | None, model: Model, make_job: Callable[[E
 def stock_system(model: Model) -> System:
     pipeline = stock_pipeline(model)
     pipeline.set_progress_bar_config(disable=True)
+    network = model.network
+    if isinstance(model, UnetModel):  # weights in the order in which diffusers loads them; ours may be in another
+        network = pipeline.unet = copy.deepcopy(model.unet).to(memory_format=torch.contiguous_format)
     options = {} if stock_name(model) == "FluxFillPipeline" else {"strength": 1.0}
     if isinstance(model, FluxModel):
         options["max_sequence_length"] = model.max_text_tokens
@@ -203,7 +212,7 @@ def stock_system(model: Model) -> System:
             if not prepared:
                 prepared.append(now(model.device))
 
-        hook = model.network.register_forward_pre_hook(on_forward)
+        hook = network.register_forward_pre_hook(on_forward)
         start = now(model.device)
         pipeline(
             prompt=[edit.prompt for edit in edits],

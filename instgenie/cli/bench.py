@@ -42,6 +42,7 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     systems = ["diffusers", "dense", "cached"]
     add_several("--system", "systems", "what is measured (default all)", choices=systems)
     parser.add_argument("--no-kernels", action="store_true", help="plain torch instead of fused kernels")
+    parser.add_argument("--no-graphs", action="store_true", help="launch by launch instead of CUDA graphs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add_model(parser)
 
@@ -53,7 +54,7 @@ def run_bench_edit(options: argparse.Namespace) -> None:
     hide_loading_bars()
     given = {field.name: getattr(options, field.name) for field in fields(Study) if hasattr(options, field.name)}
     asked: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    study = Study(**asked)
+    study = Study(**asked, graphs=not options.no_graphs)
     with kernels(enabled=not options.no_kernels):
         bench_edit(options.model, options.device, options.size, study, options.json)
 

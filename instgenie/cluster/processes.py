@@ -74,6 +74,7 @@ class Process:
             dtype=self.config.dtype,
             max_batch_size=self.config.max_batch_size,
             batching=self.config.batching,
+            graphs=self.config.graphs,
             cache=self.config.cache,
         )
         self.started_at = self.heard_at = time.monotonic()

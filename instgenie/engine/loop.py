@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from instgenie.batch import Job
+from instgenie.engine.graphs import Graphs
 from instgenie.models.model import Model
 
 MAX_JOBS = 8
@@ -13,8 +14,9 @@ MAX_JOBS = 8
 class Engine:
     """Jobs join and leave between steps; at most `max_jobs` of them take a step together, the oldest first."""
 
-    def __init__(self, model: Model, max_jobs: int = MAX_JOBS) -> None:
+    def __init__(self, model: Model, max_jobs: int = MAX_JOBS, graphs: Graphs | None = None) -> None:
         self.model = model
+        self.predict = graphs.predict if graphs else model.predict
         self.max_jobs = max_jobs
         self.jobs: list[Job] = []
 
@@ -31,7 +33,7 @@ class Engine:
 
     @torch.inference_mode()
     def advance(self, jobs: Sequence[Job]) -> None:
-        for job, predictions in zip(jobs, self.model.predict(jobs), strict=True):
+        for job, predictions in zip(jobs, self.predict(jobs), strict=True):
             job.advance(predictions)
 
     def pick(self) -> list[Job]:

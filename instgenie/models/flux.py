@@ -4,8 +4,8 @@ Knows how a Flux model computes; owns no weights and no state. Linear layers, no
 tokens of all branches at once; only attention looks at one branch at a time. Modulation is computed once per branch and
 read by that branch's tokens.
 
-A cached block is the same block over fewer tokens: what flows is the layout's matter, and attention reads, behind the
-keys of the tokens that flow, those of the tokens that do not. All of them are written once, to where it reads them.
+A cached block is the same block over fewer tokens: what flows is the layout's matter, and attention reads keys of all
+tokens, each at its own place. Those of tokens that do not flow are written first, then those that do.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,11 @@ from diffusers.models.transformers.transformer_flux import FluxSingleTransformer
 from torch import Tensor, nn
 
 from instgenie.activations import Kind
-from instgenie.batch import Batch, Job, Layout
+from instgenie.batch import Batch, Layout
+from instgenie.kernels.addresses import Source
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.gelu import gelu_into
-from instgenie.kernels.heads import Heads, Projected, place
+from instgenie.kernels.heads import Heads, Places, Projected, place
 from instgenie.kernels.modulate import add_gated, add_norm_modulate, norm_modulate
 from instgenie.models.products import products
 from instgenie.network import BlockShape, NetworkShape
@@ -164,35 +165,48 @@ def recall(block: Block, index: int, batch: Batch, layout: Layout) -> Heads:
     """Heads that hold K and V of the tokens that do not flow. Both branches of a job read the same: a template is
     registered once, with the empty prompt."""
     heads = reserve(block, layout, batch.text)
-    for job, cached, rests in zip(batch.jobs, layout.cached, layout.rests, strict=True):
+    if not any(layout.cached):
+        return heads
+    sources = batch.rows.at(index, layout.cached)
+    for job, (cached, images) in enumerate(zip(layout.cached, layout.images, strict=True)):
         if cached:
-            first, *others = (heads.keys[:, rest] for rest in rests)
-            recall_one(block, index, job, first)
+            first, *others = (heads.keys[:, image] for image in images)
+            recall_one(block, batch, job, sources[job], first)
             for other in others:
                 other.copy_(first)
     return heads
 
 
-def recall_one(block: Block, index: int, job: Job, keys: Tensor) -> None:
-    """K and V of a job's unmasked tokens: as they are, or projected from Y as they would have been at registration."""
-    assert job.activations is not None
-    if job.activations.kind == "kv":
-        gather_rows(job.recall(index), job.outside, keys.flatten(2))
-    else:
-        y = keys.new_empty(1, *keys.flatten(2).shape[1:])
-        gather_rows(job.recall(index), job.outside, y)
-        project_keys(block, y[0], job.activations.time[job.step, None], job.outside_rotary, None, keys)
+def recall_one(block: Block, batch: Batch, job: int, source: Source, keys: Tensor) -> None:
+    """K and V [2, image tokens, heads, head channels] of a job's tokens that do not flow, each at its place: as they
+    are, or projected from Y as they would have been at registration."""
+    assert source is not None
+    rest, num_all = batch.shapes[job].rest, batch.shapes[job].num_all
+    if batch.kinds[job] == "kv":
+        gather_rows(source, rest, num_all, keys.flatten(2), rest)
+        return
+    assert batch.template is not None
+    y = keys.new_empty(1, len(rest), keys.shape[2] * keys.shape[3])
+    gather_rows(source, rest, num_all, y)
+    time, rotary = batch.template.time[job, None], batch.template.rotary[job]
+    project_keys(block, y[0], time, rotary, None, keys, Places(joint=rest, keys=rest))
 
 
 def project_keys(
-    block: Block, image: Tensor, time: Tensor, rotary: Tensor, image_rows: Tensor | None, keys: Tensor
+    block: Block,
+    image: Tensor,
+    time: Tensor,
+    rotary: Tensor,
+    image_rows: Tensor | None,
+    keys: Tensor,
+    places: Places | None = None,
 ) -> None:
     """Writes K and V [2, image tokens, heads, head channels] of image rows that go into a block."""
     attn = block.attn
     norm = block.norm1 if hasattr(block, "norm1") else block.norm  # of a double, of a single block
     image_in, _ = modulated(norm, image, time, image_rows)
     projected = Projected(None, attn.to_k(image_in), attn.to_v(image_in), attn.norm_q, attn.norm_k)
-    place(projected, rotary, None, Heads(None, keys))
+    place(projected, rotary, places, Heads(None, keys))
 
 
 def reserve(block: Block, layout: Layout, like: Tensor) -> Heads:

@@ -10,7 +10,7 @@ from torch.nn.functional import pixel_unshuffle
 from transformers import PreTrainedTokenizerBase, T5EncoderModel
 
 from instgenie.activations import Kind
-from instgenie.batch import Branch, Job, pack
+from instgenie.batch import Batch, Branch, Job, pack
 from instgenie.models.flux import describe, embed_positions, embed_prompt, embed_time, num_blocks, observe, velocity
 from instgenie.models.model import Keep, Model, pack_latents, tokenize
 from instgenie.network import NetworkShape
@@ -93,9 +93,11 @@ class FluxModel(Model):
         """A latent's channels are the mask's pixels under it; then packed as latents are."""
         return torch.cat([tokens, pack_latents(pixel_unshuffle(pixels, self.pixels_per_latent))], dim=1)
 
-    def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
-        batch = pack(jobs)
-        return batch.deal(velocity(self.transformer, batch))
+    def pack(self, jobs: Sequence[Job], pads: bool = False) -> Batch:
+        return pack(jobs, pads)
+
+    def run(self, packed: Batch) -> Tensor:
+        return velocity(self.transformer, packed)
 
     def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
         for seen in observe(self.transformer, pack(jobs), kind):

@@ -135,6 +135,8 @@ def make_unet(parts: dict[str, Any], facts: dict[str, Any], empty_is_zero: bool)
     side = unet.config.sample_size
     own_size = (side if isinstance(side, int) else min(side)) * 2 ** (len(vae.config.block_out_channels) - 1)
     parts = parts | {"scheduler": choose_scheduler(name, parts["scheduler"])}
+    if facts["device"].type == "cuda":  # as its convolutions read them; the same values
+        unet.to(memory_format=torch.channels_last)
     facts = facts | {"own_size": own_size, "steps": 50, "guidance": 7.5}
     if "text_encoder_2" in parts:
         return UnetXlModel(**parts, **facts, empty_is_zero=empty_is_zero)

@@ -6,7 +6,7 @@ no family.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -47,7 +47,8 @@ class Model(ABC):
     @cached_property
     def digest(self) -> str:
         """Says which weights these are; taken once, when first asked for."""
-        return identify({field: part for field, part in vars(self).items() if field not in CIRCUMSTANCES})
+        names = [field.name for field in fields(self)]
+        return identify({name: getattr(self, name) for name in names if name not in CIRCUMSTANCES})
 
     @property
     def latent_channels(self) -> int:
@@ -120,9 +121,26 @@ class Model(ABC):
         """Tokens of a clean picture and pixels of a mask [1, 1, height, width] -> what fill models see beside the
         latents [tokens, channels]."""
 
+    def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Jobs that go through the network together, one pass after the other."""
+        return [list(jobs)]
+
     @abstractmethod
+    def pack(self, jobs: Sequence[Job], pads: bool = False) -> Any:
+        """What the network sees of one step of the jobs of a pass. With padded lists of tokens many masks look alike,
+        and the numbers stay the same."""
+
+    @abstractmethod
+    def run(self, packed: Any) -> Tensor:
+        """One pass through the network."""
+
     def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
         """To each job, for each of its branches, a prediction [tokens, channels] of all tokens or of the masked."""
+        predicted: dict[Job, list[Tensor]] = {}
+        for together in self.passes(jobs):
+            packed = self.pack(together)
+            predicted |= zip(together, packed.deal(self.run(packed)), strict=True)
+        return [predicted[job] for job in jobs]
 
     @abstractmethod
     def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:

@@ -2,40 +2,39 @@
 
 Knows how such a UNet computes; owns no weights and no state. Two parts that meet in `transform` alone:
 the convolutional part (resnets, resampling) sees whole pictures of one size, one for each branch; the ragged part (the
-transformers at every level) sees packed tokens. Through a cached block only the masked tokens of its level flow:
-attention reads, behind their keys, those of the tokens that do not flow, and what leaves the transformer for the
-convolutions is filled up with what left it at registration.
+transformers at every level) sees packed tokens. Channels lie last in memory, so that a picture and its tokens are two
+views of one tensor. Through a cached block only the masked tokens of its level flow: attention reads keys of all
+tokens, each at its own place, and what leaves the transformer for the convolutions is filled up with what left it at
+registration.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
-from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
+from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 
 from instgenie.activations import Kind
-from instgenie.batch import Job, concat
-from instgenie.kernels.gather import gather_rows
+from instgenie.batch import Branch, Job, JobRows, Level, Rows, common_counts
+from instgenie.kernels.fill import fill_rows
+from instgenie.kernels.geglu import geglu
+from instgenie.kernels.group_norm import group_norm
+from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
 from instgenie.models.products import products
 from instgenie.network import BlockShape, NetworkShape
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """One branch of a job."""
-
-    job: Job
-    branch: int
+FlowKey: TypeAlias = tuple[int, tuple[bool, ...]]  # tokens of a whole picture; of each branch, whether it is cached
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,11 @@ class Place:
 
     block: int  # its first, counted as plans count
     index: int  # of what activations keep of that block
+    num_blocks: int
+    side: int  # of the square of tokens that one of its tokens stands for
+
+
+Places: TypeAlias = dict[Transformer2DModel, Place]
 
 
 @dataclass(frozen=True)
@@ -55,41 +59,112 @@ class Watch:
 
 
 @dataclass(frozen=True, eq=False)
+class Flow:
+    """Which tokens of one level flow: of each branch all, or the masked alone. Branches lie one after the other."""
+
+    num_flowing: tuple[int, ...]  # of each branch
+    num_all: int  # tokens of a whole picture at this level
+    cached: tuple[bool, ...]  # of each branch: whether its masked tokens flow alone
+    index: Tensor | None  # [flowing tokens], where they are among the tokens of all branches; None where all flow
+    origin: Tensor | None  # [branches, all tokens], which of the flowing tokens each is; -1: it does not flow
+
+    @property
+    def num_branches(self) -> int:
+        return len(self.cached)
+
+
+@dataclass(frozen=True, eq=False)
 class Group:
     """One step of jobs of one size; every branch is a picture of its own."""
 
-    members: tuple[Member, ...]
+    jobs: tuple[Job, ...]
+    kinds: tuple[Kind | None, ...]  # of each branch, of the activations it reads
+    cached: tuple[tuple[bool, ...], ...]  # of each block, of each branch
     sample: Tensor  # [branches, latent + conditioning channels, rows, columns]
     timestep: Tensor  # [branches]
-    text: Tensor  # [branches, text tokens, width]
     pooled: Tensor  # [branches, pooled channels]
     sizes: Tensor  # [branches, 6], original height and width, crop from top and left, target height and width
+    crossed: tuple[Tensor, ...]  # of each block, K and V of the text [2, branches, text tokens, width]
+    flows: Mapping[FlowKey, Flow]
+    rows: Rows  # of the branches' activations
+
+    def flow(self, block: int, num_all: int) -> Flow:
+        return self.flows[num_all, self.cached[block]]
+
+    @property
+    def signature(self) -> Hashable:
+        """Groups of one signature differ in nothing but the values of their columns and rows."""
+        counts = tuple((key, flow.num_flowing) for key, flow in self.flows.items())
+        return self.sample.shape, self.crossed[0].shape, self.kinds, self.cached, counts
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """All that one pass reads, but for rows."""
+        found = {name: getattr(self, name) for name in ("sample", "timestep", "pooled", "sizes")}
+        found |= {f"crossed {block}": keys for block, keys in enumerate(self.crossed)}
+        for number, flow in enumerate(self.flows.values()):
+            if flow.index is not None and flow.origin is not None:
+                found |= {f"index {number}": flow.index, f"origin {number}": flow.origin}
+        return found
+
+    def over(self, columns: Mapping[str, Tensor], rows: Rows) -> "Group":
+        """The same pass over other tensors."""
+        flows = {
+            key: replace(flow, index=columns.get(f"index {number}"), origin=columns.get(f"origin {number}"))
+            for number, (key, flow) in enumerate(self.flows.items())
+        }
+        crossed = tuple(columns[f"crossed {block}"] for block in range(len(self.crossed)))
+        own: dict[str, Any] = {name: columns[name] for name in ("sample", "timestep", "pooled", "sizes")}
+        return replace(self, jobs=(), crossed=crossed, flows=flows, rows=rows, **own)
+
+    @property
+    def readers(self) -> list[tuple[Job, int]]:
+        """Whose rows are read, and of which branch; one for each of the pass's branches."""
+        return [(job, branch) for job in self.jobs for branch in range(len(job.branches))]
+
+    def deal(self, predicted: Tensor) -> list[list[Tensor]]:
+        """[branches, channels, rows, columns] -> to each job, of each branch, [tokens, channels]"""
+        branches = iter(predicted.permute(0, 2, 3, 1).flatten(1, 2))
+        return [[next(branches) for _ in job.branches] for job in self.jobs]
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
     """What every part of one pass reads."""
 
-    members: tuple[Member, ...]
+    group: Group
+    places: Places
     time: Tensor  # [branches, width]
-    text: Tensor  # [branches, text tokens, width]
-    places: dict[Transformer2DModel, Place]
+    active: Tensor  # [branches, width], as it goes into linear layers
     watch: Watch | None = None
 
 
-def group_jobs(jobs: Sequence[Job], pixels_per_latent: int) -> Group:
-    """Jobs of one size."""
-    members = tuple(Member(job, branch) for job in jobs for branch in range(len(job.branches)))
-    branches = [member.job.branches[member.branch] for member in members]
+def group_jobs(
+    jobs: Sequence[Job],
+    places: Places,
+    cross: Callable[[tuple[Branch, ...]], tuple[Tensor, ...]],
+    pixels_per_latent: int,
+    pads: bool = False,
+) -> Group:
+    """Jobs of one size. Where it pads, lists of masked tokens are as long as those of many other masks: one of the
+    tokens stands in them several times."""
+    members = [(job, branch) for job in jobs for branch in range(len(job.branches))]
+    branches = tuple(job.branches[branch] for job, branch in members)
     device, dtype = branches[0].text.device, branches[0].text.dtype
     height, width = (side * pixels_per_latent for side in jobs[0].grid)
+    num_blocks = sum(place.num_blocks for place in places.values())
+    cached = tuple(tuple(job.is_cached(block) for job, _ in members) for block in range(num_blocks))
     return Group(
-        members=members,
-        sample=torch.stack([see(member.job) for member in members]).to(dtype),
-        timestep=torch.stack([member.job.timestep for member in members]),
-        text=torch.stack([branch.text for branch in branches]),
+        jobs=tuple(jobs),
+        kinds=tuple(job.activations.kind if job.activations else None for job, _ in members),
+        cached=cached,
+        sample=torch.stack([see(job) for job, _ in members]).to(dtype).permute(0, 3, 1, 2),
+        timestep=torch.stack([job.timestep for job, _ in members]),
         pooled=torch.stack([branch.pooled for branch in branches]),
         sizes=size_numbers(height, width, device, dtype).expand(len(members), 6),
+        crossed=cross(branches),
+        flows=lay_out_all([job for job, _ in members], places, cached, pads),
+        rows=JobRows(tuple(members)),
     )
 
 
@@ -98,14 +173,60 @@ def size_numbers(height: int, width: int, device: torch.device, dtype: torch.dty
     return torch.tensor([[height, width, 0, 0, height, width]], device=device, dtype=dtype)
 
 
-def see(job: Job) -> Tensor:  # [latent + conditioning channels, rows, columns]
+def see(job: Job) -> Tensor:  # [rows, columns, latent + conditioning channels]
     tokens = torch.cat([job.schedule.scaled(job.latents, job.step), job.conditioning], dim=1)
-    return tokens.T.reshape(-1, *job.grid)
+    return tokens.view(*job.grid, -1)
 
 
-def predict(unet: UNet2DConditionModel, group: Group, watch: Watch | None = None) -> Tensor:
+def cross(unet: UNet2DConditionModel, branches: tuple[Branch, ...]) -> tuple[Tensor, ...]:
+    """K and V of the text in every block [2, branches, text tokens, width]: the same at all steps."""
+    text = torch.stack([branch.text for branch in branches])
+    attentions = [block.attn2 for transformer in transformers(unet) for block in transformer.transformer_blocks]
+    return tuple(torch.stack([attn.to_k(text), attn.to_v(text)]) for attn in attentions)
+
+
+def lay_out_all(
+    members: Sequence[Job], places: Places, cached: tuple[tuple[bool, ...], ...], pads: bool
+) -> dict[FlowKey, Flow]:
+    """The flows of all blocks."""
+    num_tokens = len(members[0].masked)
+    flows = {}
+    for num_all in dict.fromkeys(num_tokens // place.side**2 for place in places.values()):
+        levels = [job.level(num_all) for job in members]
+        if pads:
+            counts = common_counts([len(level.inside) for level in levels], num_all)
+            levels = [job.level(num_all, count) for job, count in zip(members, counts, strict=True)]
+        blocks = [
+            block
+            for place in places.values()
+            for block in range(place.block, place.block + place.num_blocks)
+            if num_tokens // place.side**2 == num_all
+        ]
+        for narrow in dict.fromkeys(cached[block] for block in blocks):
+            flows[num_all, narrow] = lay_out(tuple(levels), narrow)
+    return flows
+
+
+@lru_cache(maxsize=32)  # jobs that stay together keep their flows from step to step
+def lay_out(levels: tuple[Level, ...], cached: tuple[bool, ...]) -> Flow:
+    num_all = levels[0].num_all
+    counts = tuple(len(level.inside) if narrow else num_all for level, narrow in zip(levels, cached, strict=True))
+    if not any(cached):
+        return Flow(counts, num_all, cached, None, None)
+    every = torch.arange(num_all, device=levels[0].inside.device)
+    chosen = [level.inside if narrow else every for level, narrow in zip(levels, cached, strict=True)]
+    index = torch.cat([tokens + branch * num_all for branch, tokens in enumerate(chosen)])
+    flowing = torch.arange(len(index), device=index.device)
+    none = torch.full((len(levels) * num_all,), len(index), device=index.device)
+    first = none.scatter_reduce(0, index, flowing, "amin")  # of a token that stands several times in a list
+    origin = torch.where(first == len(index), -1, first).view(len(levels), num_all)
+    return Flow(counts, num_all, cached, index, origin)
+
+
+def predict(unet: UNet2DConditionModel, places: Places, group: Group, watch: Watch | None = None) -> Tensor:
     """[branches, channels, rows, columns]"""
-    run = Pass(group.members, embed_time(unet, group), group.text, find_places(unet), watch)
+    time = embed_time(unet, group)
+    run = Pass(group, places, time, F.silu(time), watch)
     x = unet.conv_in(group.sample)
     skips = [x]
     for block in unet.down_blocks:
@@ -113,19 +234,22 @@ def predict(unet: UNet2DConditionModel, group: Group, watch: Watch | None = None
     x = middle(unet.mid_block, x, run)
     for block in unet.up_blocks:
         x = up(block, x, run, skips)
-    out: Tensor = unet.conv_out(unet.conv_act(unet.conv_norm_out(x)))
+    if isinstance(unet.conv_act, nn.SiLU):
+        out: Tensor = unet.conv_out(group_norm(x, unet.conv_norm_out, activates=True))
+    else:
+        out = unet.conv_out(unet.conv_act(unet.conv_norm_out(x)))
     return out
 
 
 def embed_time(unet: UNet2DConditionModel, group: Group) -> Tensor:  # [branches, width]
     embedded: Tensor = unet.time_embedding(unet.get_time_embed(group.sample, group.timestep))
-    added = unet.get_aug_embed(embedded, group.text, {"text_embeds": group.pooled, "time_ids": group.sizes})
+    added = unet.get_aug_embed(embedded, None, {"text_embeds": group.pooled, "time_ids": group.sizes})
     return embedded if added is None else embedded + added
 
 
 def down(block: UnetBlock, x: Tensor, run: Pass, skips: list[Tensor]) -> Tensor:
     for resnet, transformer in pairs(block):
-        x = transform(transformer, resnet(x, run.time), run)
+        x = transform(transformer, convolve(resnet, x, run), run)
         skips.append(x)
     for sampler in block.downsamplers or ():
         x = sampler(x)
@@ -137,15 +261,15 @@ def middle(block: UnetBlock | None, x: Tensor, run: Pass) -> Tensor:
     if block is None:
         return x
     first, *others = block.resnets
-    x = first(x, run.time)
+    x = convolve(first, x, run)
     for resnet, transformer in zip(others, block.attentions, strict=True):
-        x = resnet(transform(transformer, x, run), run.time)
+        x = convolve(resnet, transform(transformer, x, run), run)
     return x
 
 
 def up(block: UnetBlock, x: Tensor, run: Pass, skips: list[Tensor]) -> Tensor:
     for resnet, transformer in pairs(block):
-        x = transform(transformer, resnet(torch.cat([x, skips.pop()], dim=1), run.time), run)
+        x = transform(transformer, convolve(resnet, torch.cat([x, skips.pop()], dim=1), run), run)
     for sampler in block.upsamplers or ():
         x = sampler(x)
     return x
@@ -157,99 +281,98 @@ def pairs(block: UnetBlock) -> Iterator[tuple[nn.Module, Transformer2DModel | No
     return zip(block.resnets, transformers, strict=True)
 
 
+def convolve(resnet: ResnetBlock2D, x: Tensor, run: Pass) -> Tensor:
+    """A resnet, its norms fused with what stands around them."""
+    if not is_plain(resnet):
+        out: Tensor = resnet(x, run.time)
+        return out
+    inner = resnet.conv1(group_norm(x, resnet.norm1, activates=True))
+    column = resnet.time_emb_proj(run.active)
+    inner = resnet.conv2(group_norm(inner, resnet.norm2, column, activates=True))
+    out = (x if resnet.conv_shortcut is None else resnet.conv_shortcut(x)) + inner
+    return out
+
+
+def is_plain(resnet: ResnetBlock2D) -> bool:
+    """As in every Stable Diffusion; diffusers knows others."""
+    return (
+        resnet.time_embedding_norm == "default"
+        and resnet.time_emb_proj is not None
+        and isinstance(resnet.nonlinearity, nn.SiLU)
+        and resnet.upsample is resnet.downsample is None
+        and resnet.output_scale_factor == 1
+        and not resnet.skip_time_act
+    )
+
+
 def transformers(unet: UNet2DConditionModel) -> list[Transformer2DModel]:
     """In the order of the pass."""
     blocks = (*unet.down_blocks, unet.mid_block, *unet.up_blocks)
     return [transformer for block in blocks for transformer in getattr(block, "attentions", ())]
 
 
-def find_places(unet: UNet2DConditionModel) -> dict[Transformer2DModel, Place]:
-    found = transformers(unet)
-    firsts = accumulate((len(transformer.transformer_blocks) for transformer in found), initial=0)
+def find_places(unet: UNet2DConditionModel) -> Places:
+    found = [
+        (transformer, len(transformer.transformer_blocks), side)
+        for block, side in with_sides(unet)
+        for transformer in getattr(block, "attentions", ())
+    ]
+    firsts = accumulate((num_blocks for _, num_blocks, _ in found), initial=0)
     # behind the blocks of each transformer, activations keep one thing more: what left it
     return {
-        transformer: Place(block, block + before)
-        for before, (transformer, block) in enumerate(zip(found, firsts, strict=False))
+        transformer: Place(block, block + before, num_blocks, side)
+        for before, ((transformer, num_blocks, side), block) in enumerate(zip(found, firsts, strict=False))
     }
-
-
-@dataclass(frozen=True, eq=False)
-class Flow:
-    """Which tokens of one level flow: of each branch all, or the masked alone. Branches lie one after the other."""
-
-    members: tuple[Member, ...]
-    cached: tuple[bool, ...]  # of each branch: whether its masked tokens flow alone
-    num_all: int  # tokens of a whole picture at this level
-
-    @cached_property
-    def num_flowing(self) -> list[int]:
-        return [
-            len(member.job.level(self.num_all).inside) if cached else self.num_all
-            for member, cached in zip(self.members, self.cached, strict=True)
-        ]
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """[branches, all tokens, channels] -> [flowing tokens, channels]"""
-        if not any(self.cached):
-            return rows.flatten(0, 1)
-        whole = zip(rows, self.members, self.cached, strict=True)
-        return concat([row[member.job.level(self.num_all).inside] if cached else row for row, member, cached in whole])
-
-    def turn(self, tokens: Tensor, block: int, index: int) -> tuple["Flow", Tensor]:
-        """The flow of a block and the tokens in it: where a job's plan turns, its unmasked tokens leave, or come back
-        from the activations."""
-        flow = lay_out(self.members, block, self.num_all)
-        if flow.cached == self.cached:
-            return self, tokens
-        turns = zip(tokens.split(self.num_flowing), self.members, self.cached, flow.cached, strict=True)
-        return flow, concat([self.turn_one(*turn, index) for turn in turns])
-
-    def turn_one(self, part: Tensor, member: Member, before: bool, after: bool, index: int) -> Tensor:
-        if before == after:
-            return part
-        inside = member.job.level(self.num_all).inside
-        return part[inside] if after else member.job.recall(index, member.branch)[0].index_copy(0, inside, part)
-
-    def spread(self, tokens: Tensor, index: int) -> Tensor:
-        """[flowing tokens, channels] -> [branches, all tokens, channels]"""
-        if not any(self.cached):
-            return tokens.view(len(self.members), self.num_all, -1)
-        parts = zip(tokens.split(self.num_flowing), self.members, self.cached, strict=True)
-        return torch.stack([self.turn_one(*part, after=False, index=index) for part in parts])
-
-    def complete(self, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
-        """K and V of flowing tokens, each [flowing tokens, width], put before those of the others into keys: attention
-        does not care about their order."""
-        for whole, flowing in zip(keys, (k, v), strict=True):
-            if len(set(self.num_flowing)) == 1:
-                whole[:, : self.num_flowing[0]] = flowing.unflatten(0, (len(self.members), -1))
-            else:
-                for rows, part in zip(whole, flowing.split(self.num_flowing), strict=True):
-                    rows[: len(part)] = part
-        return keys
-
-
-def lay_out(members: tuple[Member, ...], block: int, num_all: int) -> Flow:
-    return Flow(members, tuple(member.job.is_cached(block) for member in members), num_all)
 
 
 def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> Tensor:
     """The ragged part, between two convolutions [branches, channels, rows, columns]."""
     if transformer is None:
         return x
-    place, num_blocks = run.places[transformer], len(transformer.transformer_blocks)
-    flow = lay_out(run.members, place.block, x.shape[2] * x.shape[3])
-    rows = transformer.norm(x).flatten(2).transpose(1, 2)  # [branches, tokens, channels]
-    tokens = project(transformer.proj_in, flow.gather(rows))
+    group, place = run.group, run.places[transformer]
+    num_branches, channels, *grid = x.shape
+    num_all = x.shape[2] * x.shape[3]
+    flow = group.flow(place.block, num_all)
+    tokens = project(transformer.proj_in, enter(transformer.norm, x, flow))
     for offset, block in enumerate(transformer.transformer_blocks):
-        flow, tokens = flow.turn(tokens, place.block + offset, place.index + offset)
+        index = place.index + offset
+        flow, tokens = turn(flow, group.flow(place.block + offset, num_all), tokens, group.rows, index)
         if run.watch:
-            run.watch.keep(keep_block(block, tokens, run.watch.kind).unflatten(1, (len(x), -1)).transpose(0, 1))
-        tokens = transformer_block(block, tokens, run.text, flow, recall(block, place.index + offset, flow, tokens))
-    leaving = flow.spread(project(transformer.proj_out, tokens), place.index + num_blocks)
+            run.watch.keep(keep_block(block, tokens, run.watch.kind).unflatten(1, (num_branches, -1)).transpose(0, 1))
+        tokens = transformer_block(block, tokens, group, flow, place.block + offset, index)
+    leaving = make_whole(flow, project(transformer.proj_out, tokens), group.rows, place.index + place.num_blocks)
     if run.watch:
         run.watch.keep(leaving[:, None])
-    return x + leaving.transpose(1, 2).reshape(x.shape)
+    return x + leaving.view(num_branches, *grid, channels).permute(0, 3, 1, 2)
+
+
+def enter(norm: nn.GroupNorm, x: Tensor, flow: Flow) -> Tensor:
+    """[branches, channels, rows, columns] -> the flowing tokens [flowing tokens, channels], normed"""
+    normed = group_norm(x, norm, index=flow.index)
+    return normed.permute(0, 2, 3, 1).flatten(0, 2) if flow.index is None else normed
+
+
+def turn(flow: Flow, to: Flow, tokens: Tensor, rows: Rows, index: int) -> tuple[Flow, Tensor]:
+    """The flow of a block and the tokens in it: where a job's plan turns, its unmasked tokens leave, or come back from
+    the activations."""
+    if flow is to:
+        return flow, tokens
+    whole = make_whole(flow, tokens, rows, index, to.cached).flatten(0, 1)
+    return to, whole if to.index is None else whole[to.index]
+
+
+def make_whole(
+    flow: Flow, tokens: Tensor, rows: Rows, index: int, still_cached: tuple[bool, ...] | None = None
+) -> Tensor:
+    """[flowing tokens, channels] -> [branches, all tokens, channels]; the others from the activations, but for branches
+    that stay cached, of which anything may stand there."""
+    if flow.origin is None:
+        return tokens.view(flow.num_branches, flow.num_all, -1)
+    whole = tokens.new_empty(1, flow.num_branches, flow.num_all, tokens.shape[1])
+    stays = still_cached or (False,) * flow.num_branches
+    wanted = [narrow and not stay for narrow, stay in zip(flow.cached, stays, strict=True)]
+    fill_rows(rows.at(index, wanted), flow.origin, [tokens], whole)
+    return whole[0]
 
 
 def project(layer: nn.Module, tokens: Tensor) -> Tensor:
@@ -262,27 +385,34 @@ def project(layer: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def transformer_block(
-    block: BasicTransformerBlock, tokens: Tensor, text: Tensor, flow: Flow, keys: Tensor | None
+    block: BasicTransformerBlock, tokens: Tensor, group: Group, flow: Flow, number: int, index: int
 ) -> Tensor:
-    """[flowing tokens, width]; keys are those of tokens that do not flow, where there are any."""
-    num_flowing, num_branches = flow.num_flowing, len(flow.members)
-    inner = block.norm1(tokens)
-    k, v = block.attn1.to_k(inner), block.attn1.to_v(inner)
-    k, v = (x.unflatten(0, (num_branches, -1)) for x in (k, v)) if keys is None else flow.complete(k, v, keys)
-    tokens = tokens + attend(block.attn1, inner, k, v, num_flowing)
-    k, v = block.attn2.to_k(text), block.attn2.to_v(text)
-    tokens = tokens + attend(block.attn2, block.norm2(tokens), k, v, num_flowing)
-    fed: Tensor = block.ff(block.norm3(tokens))
-    return tokens + fed
+    """[flowing tokens, width]; the number counts as plans do, the index as activations."""
+    inner = layer_norm(tokens, block.norm1)
+    k, v = find_keys(block, tokens, inner, group, flow, index)
+    attended = attend(block.attn1, inner, k, v, flow.num_flowing)
+    tokens, inner = add_layer_norm(tokens, attended, block.norm2)
+    k, v = group.crossed[number]
+    attended = attend(block.attn2, inner, k, v, flow.num_flowing)
+    tokens, inner = add_layer_norm(tokens, attended, block.norm3)
+    return tokens + feed_forward(block.ff, inner)
 
 
-def attend(attn: Attention, inner: Tensor, k: Tensor, v: Tensor, num_flowing: list[int]) -> Tensor:
+def feed_forward(ff: FeedForward, inner: Tensor) -> Tensor:
+    gate, *others = ff.net
+    fed: Tensor = geglu(gate.proj(inner)) if isinstance(gate, GEGLU) else gate(inner)
+    for layer in others:
+        fed = layer(fed)
+    return fed
+
+
+def attend(attn: Attention, inner: Tensor, k: Tensor, v: Tensor, num_flowing: Sequence[int]) -> Tensor:
     """Packed tokens [flowing tokens, width] to each branch's keys and values [branches, keys, width]."""
     q = attn.to_q(inner)
     if len(set(num_flowing)) == 1:
         attended = attend_heads(q.unflatten(0, (len(k), -1)), k, v, attn.heads).flatten(0, 1)
     else:
-        parts = zip(q.split(num_flowing), k, v, strict=True)
+        parts = zip(q.split(list(num_flowing)), k, v, strict=True)
         attended = torch.cat([attend_heads(q[None], k[None], v[None], attn.heads)[0] for q, k, v in parts])
     out: Tensor = attn.to_out[0](attended)
     return out
@@ -293,26 +423,30 @@ def attend_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:  # [bra
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def recall(block: BasicTransformerBlock, index: int, flow: Flow, tokens: Tensor) -> Tensor | None:
-    """K and V of tokens that do not flow, at the ends of keys [2, branches, all tokens, width]; None where all flow."""
-    if not any(flow.cached):
-        return None
-    keys = tokens.new_empty(2, len(flow.members), flow.num_all, tokens.shape[1])
-    for branch, (member, cached, num) in enumerate(zip(flow.members, flow.cached, flow.num_flowing, strict=True)):
-        if cached:
-            recall_one(block, index, member, keys[:, branch, num:])
-    return keys
-
-
-def recall_one(block: BasicTransformerBlock, index: int, member: Member, keys: Tensor) -> None:
-    """K and V [2, unmasked tokens, width] of a branch: as they are, or projected from Y as at registration."""
-    job, rows = member.job, member.job.recall(index, member.branch)
-    assert job.activations is not None
-    outside = job.level(rows.shape[1]).outside
-    if job.activations.kind == "kv":
-        gather_rows(rows, outside, keys)
-    else:
-        keys[0], keys[1] = keys_values(block, rows[0].index_select(0, outside))
+def find_keys(
+    block: BasicTransformerBlock, tokens: Tensor, inner: Tensor, group: Group, flow: Flow, index: int
+) -> tuple[Tensor, Tensor]:
+    """K and V of all tokens, each at its place [branches, all tokens, width]. Of tokens that do not flow: as they are
+    in the activations, or projected from Y as at registration."""
+    shape = flow.num_branches, flow.num_all, tokens.shape[1]
+    if flow.origin is None:
+        return block.attn1.to_k(inner).view(shape), block.attn1.to_v(inner).view(shape)
+    has_kv, has_y = (
+        [narrow and kind == one for narrow, kind in zip(flow.cached, group.kinds, strict=True)] for one in ("kv", "y")
+    )
+    keys = projected = tokens.new_empty(2, *shape)
+    if any(has_y):
+        whole = tokens.new_empty(1, *shape)
+        fill_rows(group.rows.at(index, has_y), flow.origin, [tokens], whole)
+        projected = torch.stack([part.view(shape) for part in keys_values(block, whole.view(-1, shape[2]))])
+    if any(has_kv):
+        k, v = block.attn1.to_k(inner), block.attn1.to_v(inner)
+        fill_rows(group.rows.at(index, has_kv), flow.origin, [k, v], keys)
+    if any(has_y) and any(has_kv):
+        of_kv = torch.tensor(has_kv).to(tokens.device, non_blocking=True)
+        keys = torch.where(of_kv[:, None, None], keys, projected)
+    k, v = keys if any(has_kv) else projected
+    return k, v
 
 
 def keep_block(block: BasicTransformerBlock, tokens: Tensor, kind: Kind) -> Tensor:  # [2 or 1, tokens, width]
@@ -320,7 +454,7 @@ def keep_block(block: BasicTransformerBlock, tokens: Tensor, kind: Kind) -> Tens
 
 
 def keys_values(block: BasicTransformerBlock, tokens: Tensor) -> tuple[Tensor, Tensor]:  # each [tokens, width]
-    inner = block.norm1(tokens)
+    inner = layer_norm(tokens, block.norm1)
     return block.attn1.to_k(inner), block.attn1.to_v(inner)
 
 

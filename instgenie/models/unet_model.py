@@ -4,8 +4,9 @@ UNets have no guidance embedding: `guidance` is the scale of classifier-free gui
 pipelines, and 1 or less turns it off. `true_guidance`, where it is above 1, says the same and goes first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
@@ -17,7 +18,7 @@ from instgenie.activations import Kind
 from instgenie.batch import Branch, Job
 from instgenie.errors import EditError
 from instgenie.models.model import Keep, Model, pack_latents, tokenize
-from instgenie.models.unet import Watch, describe, group_jobs, predict, transformers
+from instgenie.models.unet import Group, Places, Watch, cross, describe, find_places, group_jobs, predict, transformers
 from instgenie.network import NetworkShape
 from instgenie.sampler import Schedule, ddim_schedule, euler_schedule
 from instgenie.types import Edit
@@ -92,17 +93,26 @@ class UnetModel(Model):
         mask = interpolate(pixels, scale_factor=1 / self.pixels_per_latent)
         return torch.cat([pack_latents(mask, self.latents_per_token), tokens], dim=1)
 
-    def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
-        """Jobs of different size run one size after the other."""
-        predictions: dict[Job, list[Tensor]] = {job: [] for job in jobs}
-        for grid in dict.fromkeys(job.grid for job in jobs):
-            group = group_jobs([job for job in jobs if job.grid == grid], self.pixels_per_latent)
-            for member, predicted in zip(group.members, predict(self.unet, group), strict=True):
-                predictions[member.job].append(predicted.flatten(1).T)
-        return list(predictions.values())
+    @cached_property
+    def places(self) -> Places:
+        return find_places(self.unet)
+
+    @cached_property
+    def cross(self) -> Callable[[tuple[Branch, ...]], tuple[Tensor, ...]]:
+        """K and V of prompts; those of jobs that stay together are computed once."""
+        return lru_cache(maxsize=2)(partial(cross, self.unet))
+
+    def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        return [[job for job in jobs if job.grid == grid] for grid in dict.fromkeys(job.grid for job in jobs)]
+
+    def pack(self, jobs: Sequence[Job], pads: bool = False) -> Group:
+        return group_jobs(jobs, self.places, self.cross, self.pixels_per_latent, pads)
+
+    def run(self, packed: Group) -> Tensor:
+        return predict(self.unet, self.places, packed)
 
     def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
-        predict(self.unet, group_jobs(jobs, self.pixels_per_latent), Watch(kind, keep))
+        predict(self.unet, self.places, self.pack(jobs), Watch(kind, keep))
 
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:
         return torch.empty(len(jobs), 0, dtype=self.dtype, device=self.device)

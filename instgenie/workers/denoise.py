@@ -22,6 +22,7 @@ from instgenie.activations import Key, Kind
 from instgenie.batch import Job
 from instgenie.config import ProcessConfig
 from instgenie.engine.frames import read_job, tensor_frame, tensor_head
+from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.register import Registration, make_activations, name_key, reuse
 from instgenie.models.memory import is_out_of_memory
@@ -96,7 +97,7 @@ class Denoiser:
         self.config = config
         self.model = model
         self.line = line
-        self.engine = Engine(model, config.max_batch_size)
+        self.engine = Engine(model, config.max_batch_size, make_graphs(model, config.graphs))
         self.waiting: deque[list[Running]] = deque()  # groups, each joins as one
         self.running: dict[Job, Running] = {}
         self.registering: dict[str, Registering] = {}

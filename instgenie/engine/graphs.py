@@ -1,0 +1,175 @@
+"""Passes captured as CUDA graphs: one launch instead of thousands. Knows passes and their columns; knows no family.
+
+A pass is captured over columns of its own, at addresses that never change. To take a step, the columns of the jobs at
+hand are copied into them, the graph runs, and its predictions are read. Rows of activations are not copied: a table
+says where they lie, and the graph reads them there. Passes that differ in nothing but the values of columns and rows
+share a graph; lists of masked tokens are padded, so that many masks do.
+
+What is seen for the first time runs as it is, the second time it is captured. Of captured passes the longest unused is
+forgotten. On a device without graphs the same passes run over the same columns, launch by launch.
+"""
+
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instgenie.batch import Job, TableRows
+from instgenie.kernels.switch import runs_fused
+from instgenie.models.model import Model
+
+MAX_GRAPHS = 16
+MAX_SEEN = 1024
+MAX_BRANCHES = 8  # of a pass: with more of them it is computing, not launching, that takes the time
+NUM_WARM_UPS = 2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A pass over columns of its own."""
+
+    table: Tensor  # [places, readers], int64
+    replay: Callable[[], Tensor]
+
+
+class Columns:
+    """Tensors at addresses that never change. Passes of one shape share them: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+        self._copied: dict[str, tuple[Tensor, weakref.ref[Tensor]]] = {}
+
+    def take(self, name: str, like: Tensor) -> Tensor:
+        key = name, like.shape, like.dtype
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty_like(like)
+        return self._tensors[key]
+
+    def copy(self, name: str, source: Tensor) -> None:
+        """What was the last to be copied there, and is never written to, is there already."""
+        target = self.take(name, source)
+        last = self._copied.get(name)
+        if last is None or last[0] is not target or last[1]() is not source:
+            target.copy_(source, non_blocking=True)
+            self._copied[name] = target, weakref.ref(source)
+
+
+class Graphs:
+    def __init__(self, model: Model, max_graphs: int = MAX_GRAPHS, max_branches: int = MAX_BRANCHES) -> None:
+        self.model = model
+        self.max_graphs, self.max_branches = max_graphs, max_branches
+        self.columns = Columns()
+        self.captured: OrderedDict[Hashable, Captured] = OrderedDict()
+        self.seen: OrderedDict[Hashable, None] = OrderedDict()
+        self.refused: set[Hashable] = set()
+        self.reasons: set[str] = set()
+        self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+
+    @torch.inference_mode()
+    def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
+        """As the model's own."""
+        predicted: dict[Job, list[Tensor]] = {}
+        for together in self.model.passes(jobs):
+            packed = self.model.pack(together, pads=True)
+            predicted |= zip(together, packed.deal(self.run(packed)), strict=True)
+        return [predicted[job] for job in jobs]
+
+    def run(self, packed: Any) -> Tensor:
+        """One pass: captured, or as it is."""
+        key, table = packed.signature, find_rows(packed, self.model.device)
+        if len(packed.readers) > self.max_branches or key in self.refused:
+            return self.model.run(packed)
+        if table is None:
+            self.explain("activations are of two kinds, or not where a kernel of the device can read them")
+            return self.model.run(packed)
+        if key not in self.captured:
+            if not self.is_known(key):
+                return self.model.run(packed)
+            try:
+                self.captured[key] = self.capture(packed, table)
+            except RuntimeError as error:  # memory, or a call that cannot be captured: what runs as it is goes on
+                self.explain(str(error).splitlines()[0])
+                self.refused.add(key)
+                return self.model.run(packed)
+        self.captured.move_to_end(key)
+        while len(self.captured) > self.max_graphs:
+            self.captured.popitem(last=False)
+        captured = self.captured[key]
+        self.copy(packed, table, captured.table)
+        return captured.replay()
+
+    def is_known(self, key: Hashable) -> bool:
+        """Whether it was seen before; from now on it was."""
+        is_known = key in self.seen
+        self.seen[key] = None
+        if len(self.seen) > MAX_SEEN:
+            self.seen.popitem(last=False)
+        return is_known
+
+    def explain(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.add(reason)
+            log.warning("a pass is not captured, and slower: %s", reason)
+
+    def copy(self, packed: Any, addresses: Tensor, table: Tensor) -> None:
+        for name, column in packed.columns.items():
+            self.columns.copy(name, column)
+        table.copy_(addresses, non_blocking=True)
+
+    def capture(self, packed: Any, addresses: Tensor) -> Captured:
+        table = self.columns.take("table", addresses.to(self.model.device))
+        columns = {name: self.columns.take(name, column) for name, column in packed.columns.items()}
+        self.copy(packed, addresses, table)
+        twin = packed.over(columns, TableRows(table))
+        return Captured(table, capture(lambda: self.model.run(twin), self.model.device, self.pool))
+
+
+def find_rows(packed: Any, device: torch.device) -> Tensor | None:
+    """Where the rows lie that a pass reads [places, readers], in main memory; 0 for who reads none."""
+    found: list[list[int]] = []
+    kinds = set()
+    for job, branch in packed.readers:
+        addresses: list[int] | None = []
+        if job.activations and any(map(job.is_cached, range(len(job.plan)))):
+            kinds.add(job.activations.kind)
+            has_kernels = device.type == "cpu" or runs_fused(job.masked)
+            addresses = job.activations.addresses(job.step, branch, device) if has_kernels else None
+        if addresses is None or len(kinds) > 1:
+            return None
+        found.append(addresses)
+    num_places = max(map(len, found))
+    table = torch.tensor([addresses or [0] * num_places for addresses in found], dtype=torch.int64).T.contiguous()
+    return table.pin_memory() if device.type == "cuda" else table
+
+
+def capture(run: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:
+    """What runs the same launches again, and hands over what they leave behind."""
+    if device.type != "cuda":
+        return run
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(NUM_WARM_UPS):  # kernels are compiled and chosen before anything is captured
+            run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        out = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out.clone()  # graphs share memory: the next may write over it
+
+    return replay
+
+
+def make_graphs(model: Model, enabled: bool = True) -> Graphs | None:
+    """Where there are any."""
+    return Graphs(model) if enabled and model.device.type == "cuda" else None

@@ -1,0 +1,76 @@
+"""Pictures made whole: rows of tokens that flow, and between them rows of activations, for those that do not."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from instgenie.kernels.addresses import Addresses, Sources, look_up
+from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
+
+
+def fill_rows(sources: Sources, origin: Tensor, flowing: Sequence[Tensor], out: Tensor) -> None:
+    """Into out [parts, branches, tokens, width]: where the origin [branches, tokens] is no less than 0, that row of the
+    flowing [flowing tokens, width], of which there is one for each part; elsewhere the row of the branch's source
+    [parts, tokens, width] at the same place. What has no source stays as it is, or is anything."""
+    run = fill_rows_fused if runs_fused(out) else fill_rows_reference
+    run(sources, origin, flowing, out)
+
+
+def fill_rows_reference(sources: Sources, origin: Tensor, flowing: Sequence[Tensor], out: Tensor) -> None:
+    num_parts, num_branches, *shape = out.shape
+    for branch in range(num_branches):
+        whole, source = out[:, branch], sources[branch]
+        flows = origin[branch] >= 0
+        if source is not None and not flows.all():
+            whole.copy_(look_up(source, (num_parts, *shape), out.dtype))
+        for part, rows in zip(whole, flowing, strict=True):
+            torch.where(flows[:, None], rows[origin[branch].clamp(min=0)], part, out=part)
+
+
+def fill_rows_fused(sources: Sources, origin: Tensor, flowing: Sequence[Tensor], out: Tensor) -> None:
+    num_parts, num_branches, num_tokens, width = out.shape
+    first, *others = (rows.contiguous() for rows in flowing)
+    assert (len(others) + 1, origin.shape) == (num_parts, (num_branches, num_tokens))
+    assert origin.is_contiguous()
+    assert out.is_contiguous()
+    block = power_of_two(width)
+    rows_at_once = max(4096 // block, 1)
+
+    def launch(source: Tensor, first_branch: int, num: int, by_address: bool) -> None:
+        fill_kernel[(-(-num_tokens // rows_at_once), num)](
+            source, origin, first, others[0] if others else first, out, first_branch, num_branches, num_tokens,
+            num_parts=num_parts, width=width, block=block, rows_at_once=rows_at_once, by_address=by_address,
+            num_warps=4,
+        )  # fmt: skip
+
+    if isinstance(sources, Addresses):
+        launch(sources.table, 0, num_branches, by_address=True)
+        return
+    for branch, source in enumerate(sources):
+        assert source is None or (isinstance(source, Tensor) and source.is_contiguous())
+        launch(out if source is None else source, branch, 1, by_address=False)
+
+
+@triton.jit()
+def fill_kernel(  # type: ignore[no-untyped-def]
+    source, origin, first, second, out, first_branch, num_branches, num_tokens,
+    num_parts: tl.constexpr, width: tl.constexpr, block: tl.constexpr, rows_at_once: tl.constexpr,
+    by_address: tl.constexpr,
+):  # fmt: skip
+    """One program for a few tokens of one branch, in all parts."""
+    branch = (first_branch + tl.program_id(1)).to(tl.int64)
+    token = (tl.program_id(0) * rows_at_once + tl.arange(0, rows_at_once)).to(tl.int64)[:, None]
+    channel = tl.arange(0, block)[None, :]
+    inside = (token < num_tokens) & (channel < width)
+    taken = tl.load(origin + branch * num_tokens + token, mask=token < num_tokens, other=0).to(tl.int64)
+    flows = taken >= 0
+    rows = source
+    if by_address:
+        rows = tl.multiple_of(tl.load(source + branch).to(out.dtype), 16)
+    for part in tl.static_range(num_parts):
+        flowing = first if part == 0 else second
+        value = tl.load(flowing + taken * width + channel, mask=inside & flows, other=0.0)
+        rest = tl.load(rows + (part * num_tokens + token) * width + channel, mask=inside & (taken < 0), other=0.0)
+        to = out + ((part * num_branches + branch) * num_tokens + token) * width + channel
+        tl.store(to, tl.where(flows, value, rest), mask=inside)

@@ -1,0 +1,77 @@
+"""Layer norm with weights, alone or of a sum that is kept."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
+
+
+def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """[tokens, width]"""
+    run = layer_norm_fused if runs_fused(x) else layer_norm_reference
+    return run(x, norm)
+
+
+def add_layer_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """The sum x + y, and its norm."""
+    run = add_layer_norm_fused if runs_fused(x) else add_layer_norm_reference
+    return run(x, y, norm)
+
+
+def layer_norm_reference(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    return F.layer_norm(x, x.shape[1:], norm.weight, norm.bias, norm.eps)
+
+
+def add_layer_norm_reference(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, layer_norm_reference(total, norm)
+
+
+def layer_norm_fused(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    launch(x, x, x, out, norm, adds=False)
+    return out
+
+
+def add_layer_norm_fused(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    x, y = x.contiguous(), y.contiguous()
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    launch(x, y, total, out, norm, adds=True)
+    return total, out
+
+
+def launch(x: Tensor, y: Tensor, total: Tensor, out: Tensor, norm: nn.LayerNorm, adds: bool) -> None:
+    num_tokens, width = x.shape
+    weight = norm.weight if norm.weight is not None else x
+    bias = norm.bias if norm.bias is not None else x
+    if num_tokens:
+        layer_norm_kernel[(num_tokens,)](
+            x, y, total, out, weight, bias, norm.eps, width=width, block=power_of_two(width), adds=adds,
+            has_weight=norm.weight is not None, has_bias=norm.bias is not None, num_warps=4 if width <= 2048 else 8,
+        )  # fmt: skip
+
+
+@triton.jit()
+def layer_norm_kernel(  # type: ignore[no-untyped-def]
+    x, y, total, out, weight, bias, eps, width: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
+    has_weight: tl.constexpr, has_bias: tl.constexpr,
+):  # fmt: skip
+    """One program for each token."""
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, block)
+    inside = channel < width
+    places = token * width + channel
+    value = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    if adds:
+        value += tl.load(y + places, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + places, value, mask=inside)
+        value = value.to(total.dtype.element_ty).to(tl.float32)  # the norm is that of what is kept
+    value = tl.where(inside, value - tl.sum(value) / width, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value) / width + eps)
+    if has_weight:
+        value *= tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+    if has_bias:
+        value += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + places, value, mask=inside)

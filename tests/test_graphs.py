@@ -1,0 +1,173 @@
+"""Captured passes against passes as they are: same jobs, same numbers. On a CPU nothing is captured, but passes run
+over padded lists, columns of their own and rows that are found by address, as they do in a graph."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILIES, apart, close, make_edit, run
+
+from instgenie.activations import Kind
+from instgenie.batch import Job, bucket, common_counts, pad
+from instgenie.engine.graphs import Columns, Graphs, make_graphs
+from instgenie.engine.loop import Engine
+from instgenie.engine.prepare import prepare
+from instgenie.engine.register import register, reuse
+from instgenie.models.flux_model import FluxModel
+from instgenie.models.model import Model
+from instgenie.planner import Plan
+
+EDITS: list[dict[str, Any]] = [
+    {"steps": 3, "share": 0.1, "seed": 1},
+    {"steps": 3, "share": 0.3, "seed": 4, "true_guidance": 2.0},
+    {"steps": 5, "share": 0.9, "size": (64, 32), "prompt": "a blue dog on grass", "true_guidance": 3.0},
+    {"steps": 4, "share": 0.4, "picture_seed": 1, "guidance": 9.0, "true_guidance": 1.5},
+    {"steps": 6, "share": 0.2, "seed": 3, "prompt": "flower", "dense_steps": 2},
+    {"steps": 3, "share": 1.0, "size": (32, 32), "prompt": ""},
+]
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
+    return models[request.param]
+
+
+def make_jobs(model: Model, kind: Kind | None, edits: Sequence[dict[str, Any]] = EDITS, **fields: Any) -> list[Job]:
+    jobs = []
+    for own in edits:
+        edit = make_edit(**own | fields)
+        job = prepare(edit, model)
+        if kind:
+            job = reuse(job, register(edit.picture, model, edit.size, edit.steps, edit.guidance, kind))
+        jobs.append(job)
+    return jobs
+
+
+def run_captured(graphs: Graphs, given: Sequence[Job]) -> list[torch.Tensor]:
+    jobs = [replace(job) for job in given]
+    engine = Engine(graphs.model, graphs=graphs)
+    for job in jobs:
+        engine.join(job)
+    while engine.jobs:
+        engine.step()
+    return [job.latents for job in jobs]
+
+
+@pytest.mark.parametrize("kind", ["kv", "y", None])
+def test_law_2_captured_is_as_it_is(model: Model, kind: Kind | None) -> None:
+    """Jobs leave one after the other; the second time, all passes are known."""
+    jobs, graphs = make_jobs(model, kind), Graphs(model, max_branches=99)
+    expected = run(model, jobs)
+    for _ in range(2):
+        assert max(map(apart, run_captured(graphs, jobs), expected)) <= close(model)
+    assert graphs.captured
+    assert not graphs.refused
+    num_captured = len(graphs.captured)
+    others = make_jobs(model, kind, prompt="grass", seed=9)
+    assert max(map(apart, run_captured(graphs, others), run(model, others))) <= close(model)
+    assert len(graphs.captured) == num_captured  # other values, the same passes
+    for job in jobs[:2]:
+        for _ in range(2):
+            [alone] = run_captured(graphs, [job])
+            assert apart(alone, *run(model, [job])) <= close(model)
+
+
+@pytest.mark.parametrize("kind", ["kv", "y"])
+def test_law_4_captured_plans(model: Model, kind: Kind) -> None:
+    """A dense prefix, and for y taking turns."""
+    [job] = make_jobs(model, kind, EDITS[1:2])
+    blocks = range(model.num_blocks)
+    plans: list[Plan] = [tuple(block > 0 for block in blocks)]
+    plans += [tuple(block % 2 == odd for block in blocks) for odd in (0, 1)] if kind == "y" else []
+    for plan in plans:
+        planned, graphs = replace(job, plan=plan), Graphs(model)
+        [expected] = run(model, [planned])
+        for _ in range(2):
+            assert apart(*run_captured(graphs, [planned]), expected) <= close(model)
+        assert graphs.captured
+
+
+def test_kinds_do_not_mix_in_a_captured_pass(model: Model) -> None:
+    jobs = [*make_jobs(model, "kv", EDITS[:1]), *make_jobs(model, "y", EDITS[:1])]
+    graphs = Graphs(model)
+    assert max(map(apart, run_captured(graphs, jobs), run(model, jobs))) <= close(model)
+    assert not graphs.captured
+    assert len(graphs.reasons) == 1
+
+
+def test_large_batches_run_as_they_are(model: Model) -> None:
+    jobs, graphs = make_jobs(model, None, EDITS[:1] * 3), Graphs(model, max_branches=2)
+    run_captured(graphs, jobs)
+    assert not graphs.captured
+    run_captured(graphs, jobs[:1])
+    assert graphs.captured
+
+
+def test_the_longest_unused_is_forgotten(model: Model) -> None:
+    first, second = make_jobs(model, None, EDITS[:1]), make_jobs(model, None, EDITS[2:3])
+    graphs = Graphs(model, max_graphs=1)
+    run_captured(graphs, first)
+    [known] = graphs.captured
+    run_captured(graphs, second)
+    assert len(graphs.captured) == 1
+    assert known not in graphs.captured
+
+
+def test_what_cannot_be_captured_runs_as_it_is(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models["sd"]
+    [job], graphs = make_jobs(model, "kv", EDITS[:1]), Graphs(model)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory left\nlong story")
+
+    monkeypatch.setattr(graphs, "capture", fail)
+    assert apart(*run_captured(graphs, [job]), *run(model, [job])) <= close(model)
+    assert graphs.reasons == {"no memory left"}
+    assert graphs.refused
+    assert not graphs.captured
+
+
+def test_masks_of_about_one_size_share_a_pass(models: dict[str, Model]) -> None:
+    """Lists are padded; the order of their tokens, and which they are, is no matter."""
+    model = models["builtin"]
+    edits: list[dict[str, Any]] = [{"size": (256, 256), "steps": 1, "share": share} for share in (0.101, 0.115, 0.3)]
+    jobs = make_jobs(model, "kv", edits)
+    batches = [model.pack([job], pads=True) for job in jobs]
+    assert batches[0].signature == batches[1].signature != batches[2].signature
+    assert len({len(job.inside) for job in jobs}) == 3
+    assert isinstance(model, FluxModel)
+    for job, batch in zip(jobs, batches, strict=True):
+        [[padded]], [[plain]] = batch.deal(model.run(batch)), model.predict([job])
+        assert padded.shape == plain.shape
+        assert apart(padded, plain) <= close(model)
+
+
+def test_padding() -> None:
+    assert [bucket(count, 1024) for count in (1, 32, 33, 1000, 1024)] == [32, 32, 64, 1024, 1024]
+    assert [bucket(count, 10) for count in (1, 9, 10)] == [1, 9, 10]
+    assert pad(torch.tensor([3, 5]), 4).tolist() == [3, 5, 5, 5]
+    assert common_counts([200, 230, 250], 1024) == [256, 256, 256]
+    assert common_counts([30, 900], 1024) == [32, 928]
+    assert common_counts([0, 900], 1024) == [0, 900]
+
+
+def test_columns_are_copied_when_they_change() -> None:
+    columns = Columns()
+    source = torch.zeros(3)
+    columns.copy("x", source)
+    kept = columns.take("x", source)
+    kept += 1
+    columns.copy("x", source)
+    assert kept.tolist() == [1, 1, 1]  # it was there already
+    columns.copy("x", torch.full((3,), 2.0))
+    assert kept.tolist() == [2, 2, 2]
+    columns.copy("x", source)
+    assert kept.tolist() == [0, 0, 0]
+    assert columns.take("x", torch.zeros(4)) is not kept
+    assert columns.take("y", source) is not kept
+
+
+def test_a_cpu_has_no_graphs(models: dict[str, Model]) -> None:
+    assert make_graphs(models["sd"]) is None
