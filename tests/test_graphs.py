@@ -58,7 +58,7 @@ def run_captured(graphs: Graphs, given: Sequence[Job]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", ["kv", "y", None])
 def test_law_2_captured_is_as_it_is(model: Model, kind: Kind | None) -> None:
     """Jobs leave one after the other; the second time, all passes are known."""
-    jobs, graphs = make_jobs(model, kind), Graphs(model, max_branches=99)
+    jobs, graphs = make_jobs(model, kind), Graphs(model, max_readers=99)
     expected = run(model, jobs)
     for _ in range(2):
         assert max(map(apart, run_captured(graphs, jobs), expected)) <= close(model)
@@ -98,7 +98,7 @@ def test_kinds_do_not_mix_in_a_captured_pass(model: Model) -> None:
 
 
 def test_large_batches_run_as_they_are(model: Model) -> None:
-    jobs, graphs = make_jobs(model, None, EDITS[:1] * 3), Graphs(model, max_branches=2)
+    jobs, graphs = make_jobs(model, None, EDITS[:1] * 3), Graphs(model, max_readers=2)
     run_captured(graphs, jobs)
     assert not graphs.captured
     run_captured(graphs, jobs[:1])

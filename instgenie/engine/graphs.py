@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from instgenie.models.model import Model
 
 MAX_GRAPHS = 16
 MAX_SEEN = 1024
-MAX_BRANCHES = 8  # of a pass: with more of them it is computing, not launching, that takes the time
+MAX_READERS = 8  # of a pass, its branches or jobs: with more of them it is computing that takes the time, not launching
 NUM_WARM_UPS = 2
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,9 @@ class Columns:
 
 
 class Graphs:
-    def __init__(self, model: Model, max_graphs: int = MAX_GRAPHS, max_branches: int = MAX_BRANCHES) -> None:
+    def __init__(self, model: Model, max_graphs: int = MAX_GRAPHS, max_readers: int = MAX_READERS) -> None:
         self.model = model
-        self.max_graphs, self.max_branches = max_graphs, max_branches
+        self.max_graphs, self.max_readers = max_graphs, max_readers
         self.columns = Columns()
         self.captured: OrderedDict[Hashable, Captured] = OrderedDict()
         self.seen: OrderedDict[Hashable, None] = OrderedDict()
@@ -83,27 +83,32 @@ class Graphs:
 
     def run(self, packed: Any) -> Tensor:
         """One pass: captured, or as it is."""
-        key, table = packed.signature, find_rows(packed, self.model.device)
-        if len(packed.readers) > self.max_branches or key in self.refused:
-            return self.model.run(packed)
+        table = find_rows(packed, self.model.device)
         if table is None:
             self.explain("activations are of two kinds, or not where a kernel of the device can read them")
             return self.model.run(packed)
+        captured = self.find(packed, table)
+        if captured is None:
+            return self.model.run(replace(packed, rows=TableRows(table.to(self.model.device, non_blocking=True))))
+        self.copy(packed, table, captured.table)
+        return captured.replay()
+
+    def find(self, packed: Any, table: Tensor) -> Captured | None:
+        """The captured pass that looks like this one, if there is any by now."""
+        key = packed.signature
         if key not in self.captured:
-            if not self.is_known(key):
-                return self.model.run(packed)
+            if len(packed.readers) > self.max_readers or key in self.refused or not self.is_known(key):
+                return None
             try:
                 self.captured[key] = self.capture(packed, table)
             except RuntimeError as error:  # memory, or a call that cannot be captured: what runs as it is goes on
                 self.explain(str(error).splitlines()[0])
                 self.refused.add(key)
-                return self.model.run(packed)
+                return None
         self.captured.move_to_end(key)
         while len(self.captured) > self.max_graphs:
             self.captured.popitem(last=False)
-        captured = self.captured[key]
-        self.copy(packed, table, captured.table)
-        return captured.replay()
+        return self.captured[key]
 
     def is_known(self, key: Hashable) -> bool:
         """Whether it was seen before; from now on it was."""

@@ -367,7 +367,7 @@ def make_whole(
     """[flowing tokens, channels] -> [branches, all tokens, channels]; the others from the activations, but for branches
     that stay cached, of which anything may stand there."""
     if flow.origin is None:
-        return tokens.view(flow.num_branches, flow.num_all, -1)
+        return tokens.reshape(flow.num_branches, flow.num_all, -1)
     whole = tokens.new_empty(1, flow.num_branches, flow.num_all, tokens.shape[1])
     stays = still_cached or (False,) * flow.num_branches
     wanted = [narrow and not stay for narrow, stay in zip(flow.cached, stays, strict=True)]
