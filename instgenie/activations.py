@@ -122,13 +122,14 @@ class Activations:
         rows = self.rows[place]
         return rows[min(branch, len(rows) - 1), step].to(device, non_blocking=True)
 
-    def addresses(self, step: int, branch: int, device: torch.device) -> list[int] | None:
-        """Where in the device's memory `at` reads, place after place; None where rows lie elsewhere, or not so that a
-        kernel can read them in one piece."""
+    def addresses(self, step: int, branch: int) -> list[int] | None:
+        """Where in memory `at` reads, place after place; None where a kernel cannot read it in one piece."""
         found = [rows[min(branch, len(rows) - 1), step] for rows in self.rows]
         addresses = [rows.data_ptr() for rows in found]
-        can_be_read = all(rows.device == device and rows.is_contiguous() for rows in found)
-        return addresses if can_be_read and not any(address % 16 for address in addresses) else None
+        can_be_read = all(
+            rows.is_contiguous() and not address % 16 for rows, address in zip(found, addresses, strict=True)
+        )
+        return addresses if can_be_read else None
 
     def last(self, num_steps: int) -> "Activations":
         """Of the last steps alone; nothing is copied."""

@@ -3,19 +3,23 @@ over padded lists, columns of their own and rows that are found by address, as t
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import FAMILIES, apart, close, make_edit, run
 
-from instgenie.activations import Kind
+from instgenie.activations import Activations, Kind
 from instgenie.batch import Job, bucket, common_counts, pad
 from instgenie.engine.graphs import Columns, Graphs, make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
+from instgenie.engine.staging import Staging
 from instgenie.models.flux_model import FluxModel
+from instgenie.models.load import load
 from instgenie.models.model import Model
 from instgenie.planner import Plan
 
@@ -53,6 +57,15 @@ def run_captured(graphs: Graphs, given: Sequence[Job]) -> list[torch.Tensor]:
     while engine.jobs:
         engine.step()
     return [job.latents for job in jobs]
+
+
+def make_strip(model: Model, num_columns: int) -> Job:
+    """Two rows of masked tokens."""
+    edit = make_edit(size=(256, 256), steps=1)
+    mask = np.zeros((256, 256), dtype=np.bool_)
+    mask[: 2 * model.patch, : num_columns * model.patch] = True
+    edit = replace(edit, mask=mask)
+    return reuse(prepare(edit, model), register(edit.picture, model, edit.size, edit.steps, edit.guidance))
 
 
 @pytest.mark.parametrize("kind", ["kv", "y", None])
@@ -132,8 +145,7 @@ def test_what_cannot_be_captured_runs_as_it_is(models: dict[str, Model], monkeyp
 def test_masks_of_about_one_size_share_a_pass(models: dict[str, Model]) -> None:
     """Lists are padded; the order of their tokens, and which they are, is no matter."""
     model = models["builtin"]
-    edits: list[dict[str, Any]] = [{"size": (256, 256), "steps": 1, "share": share} for share in (0.101, 0.115, 0.3)]
-    jobs = make_jobs(model, "kv", edits)
+    jobs = [make_strip(model, num_tokens) for num_tokens in (13, 15, 5)]
     batches = [model.pack([job], pads=True) for job in jobs]
     assert batches[0].signature == batches[1].signature != batches[2].signature
     assert len({len(job.inside) for job in jobs}) == 3
@@ -171,3 +183,47 @@ def test_columns_are_copied_when_they_change() -> None:
 
 def test_a_cpu_has_no_graphs(models: dict[str, Model]) -> None:
     assert make_graphs(models["sd"]) is None
+
+
+@torch.inference_mode()
+def test_rows_are_brought_a_step_ahead(models: dict[str, Model]) -> None:
+    model = models["sdxl"]
+    first, second = make_jobs(model, "kv", EDITS[:1]), make_jobs(model, "kv", EDITS[3:4])
+    jobs = [*first, replace(first[0]), *second]
+    staging = Staging(model.device, max_bytes=2**30)
+    assert staging.bring(jobs)
+    assert len(staging.staged) == 2  # edits of one template share them
+    for job in jobs:
+        assert job.activations
+        assert staging.addresses(job, 0) == job.activations.addresses(job.step, 0)  # on a CPU nothing is copied
+        assert staging.addresses(job, 1) == job.activations.addresses(job.step, 1)
+    staging.look_ahead(jobs)
+    assert len(staging.staged) == 4
+    for job in jobs:
+        job.step += 1
+    assert staging.bring(jobs)
+    assert len(staging.staged) == 4
+    staging.look_ahead(jobs[:2])
+    assert len(staging.staged) == 2
+    assert staging.addresses(second[0], 0) is None
+    assert not Staging(model.device, max_bytes=2**10).bring(jobs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["kv", "y"])
+@pytest.mark.parametrize("family", ["blend_guided", "sdxl"])
+def test_rows_in_main_memory_are_captured_too(family: str, kind: Kind, folders: dict[str, Path]) -> None:
+    """To the last bit, at steps that differ."""
+    model = load(str(folders[family]), "cuda")
+    near = make_jobs(model, kind, EDITS[:2] + EDITS[3:4])
+    far = [replace(job, activations=in_main_memory(job)) for job in near]
+    near_graphs, far_graphs = Graphs(model), Graphs(model)
+    for _ in range(2):
+        assert max(map(apart, run_captured(near_graphs, near), run_captured(far_graphs, far))) == 0
+    assert far_graphs.captured
+    assert not far_graphs.reasons
+
+
+def in_main_memory(job: Job) -> Activations:
+    assert job.activations
+    return replace(job.activations, rows=tuple(rows.cpu().pin_memory() for rows in job.activations.rows))

@@ -2,7 +2,7 @@
 
 A pass is captured over columns of its own, at addresses that never change. To take a step, the columns of the jobs at
 hand are copied into them, the graph runs, and its predictions are read. Rows of activations are not copied: a table
-says where they lie, and the graph reads them there. Passes that differ in nothing but the values of columns and rows
+says where they lie, and the graph reads them there. Those that are not on the device are brought a step ahead. Passes that differ in nothing but the values of columns and rows
 share a graph; lists of masked tokens are padded, so that many masks do.
 
 What is seen for the first time runs as it is, the second time it is captured. Of captured passes the longest unused is
@@ -10,6 +10,7 @@ forgotten. On a device without graphs the same passes run over the same columns,
 """
 
 import logging
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from instgenie.batch import Job, TableRows
+from instgenie.engine.staging import Staging
 from instgenie.kernels.switch import runs_fused
 from instgenie.models.model import Model
 
@@ -70,20 +72,25 @@ class Graphs:
         self.seen: OrderedDict[Hashable, None] = OrderedDict()
         self.refused: set[Hashable] = set()
         self.reasons: set[str] = set()
+        self.staging = Staging(model.device, max_staged_bytes(model.device))
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     @torch.inference_mode()
     def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
         """As the model's own."""
+        far = [job for job in jobs if lies_elsewhere(job)]
+        is_brought = not far or self.staging.bring(far)
         predicted: dict[Job, list[Tensor]] = {}
         for together in self.model.passes(jobs):
             packed = self.model.pack(together, pads=True)
             predicted |= zip(together, packed.deal(self.run(packed)), strict=True)
+        if is_brought:
+            self.staging.look_ahead(far)
         return [predicted[job] for job in jobs]
 
     def run(self, packed: Any) -> Tensor:
         """One pass: captured, or as it is."""
-        table = find_rows(packed, self.model.device)
+        table = self.find_rows(packed.readers)
         if table is None:
             self.explain("activations are of two kinds, or not where a kernel of the device can read them")
             return self.model.run(packed)
@@ -109,6 +116,28 @@ class Graphs:
         while len(self.captured) > self.max_graphs:
             self.captured.popitem(last=False)
         return self.captured[key]
+
+    def find_rows(self, readers: Sequence[tuple[Job, int]]) -> Tensor | None:
+        """Where the rows lie that a pass reads [places, readers], in main memory; 0 for who reads none."""
+        found: list[list[int]] = []
+        for job, branch in readers:
+            addresses = self.find_addresses(job, branch) if reads_rows(job) else []
+            if addresses is None:
+                return None
+            found.append(addresses)
+        if len({job.activations.kind for job, _ in readers if job.activations and reads_rows(job)}) > 1:
+            return None
+        num_places = max(map(len, found))
+        table = torch.tensor([addresses or [0] * num_places for addresses in found], dtype=torch.int64).T.contiguous()
+        return table.pin_memory() if self.model.device.type == "cuda" else table
+
+    def find_addresses(self, job: Job, branch: int) -> list[int] | None:
+        assert job.activations is not None
+        if job.device.type == "cuda" and not runs_fused(job.masked):
+            return None
+        if lies_elsewhere(job):
+            return self.staging.addresses(job, branch)
+        return job.activations.addresses(job.step, branch)
 
     def is_known(self, key: Hashable) -> bool:
         """Whether it was seen before; from now on it was."""
@@ -136,22 +165,14 @@ class Graphs:
         return Captured(table, capture(lambda: self.model.run(twin), self.model.device, self.pool))
 
 
-def find_rows(packed: Any, device: torch.device) -> Tensor | None:
-    """Where the rows lie that a pass reads [places, readers], in main memory; 0 for who reads none."""
-    found: list[list[int]] = []
-    kinds = set()
-    for job, branch in packed.readers:
-        addresses: list[int] | None = []
-        if job.activations and any(map(job.is_cached, range(len(job.plan)))):
-            kinds.add(job.activations.kind)
-            has_kernels = device.type == "cpu" or runs_fused(job.masked)
-            addresses = job.activations.addresses(job.step, branch, device) if has_kernels else None
-        if addresses is None or len(kinds) > 1:
-            return None
-        found.append(addresses)
-    num_places = max(map(len, found))
-    table = torch.tensor([addresses or [0] * num_places for addresses in found], dtype=torch.int64).T.contiguous()
-    return table.pin_memory() if device.type == "cuda" else table
+def reads_rows(job: Job) -> bool:
+    """At its present step."""
+    return job.activations is not None and any(map(job.is_cached, range(len(job.plan))))
+
+
+def lies_elsewhere(job: Job) -> bool:
+    """Whether the rows it reads are not in the memory of its device."""
+    return reads_rows(job) and job.activations is not None and job.activations.rows[0].device != job.device
 
 
 def capture(run: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:
@@ -173,6 +194,11 @@ def capture(run: Callable[[], Tensor], device: torch.device, pool: Any) -> Calla
         return out.clone()  # graphs share memory: the next may write over it
 
     return replay
+
+
+def max_staged_bytes(device: torch.device) -> int:
+    """A quarter of the device's memory."""
+    return torch.cuda.mem_get_info(device)[1] // 4 if device.type == "cuda" else sys.maxsize
 
 
 def make_graphs(model: Model, enabled: bool = True) -> Graphs | None:
