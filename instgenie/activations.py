@@ -125,11 +125,8 @@ class Activations:
     def addresses(self, step: int, branch: int) -> list[int] | None:
         """Where in memory `at` reads, place after place; None where a kernel cannot read it in one piece."""
         found = [rows[min(branch, len(rows) - 1), step] for rows in self.rows]
-        addresses = [rows.data_ptr() for rows in found]
-        can_be_read = all(
-            rows.is_contiguous() and not address % 16 for rows, address in zip(found, addresses, strict=True)
-        )
-        return addresses if can_be_read else None
+        can_be_read = all(rows.is_contiguous() and not rows.data_ptr() % 16 for rows in found)
+        return [rows.data_ptr() for rows in found] if can_be_read else None
 
     def last(self, num_steps: int) -> "Activations":
         """Of the last steps alone; nothing is copied."""

@@ -398,7 +398,7 @@ def test_bench_edit_prints_and_writes_its_rows(
 
 def test_bench_edit_measures_what_it_is_asked_for(desk: Path, folders: dict[str, Path]) -> None:
     given = ["--model", str(folders["blend"]), "--device", "cpu", "--size", "48x32", "--json", "bench.json"]
-    asked = ["--system", "cached", "--kind", "y", "--kind", "kv", "--mask-ratio", "0.3", "--no-kernels"]
+    asked = ["--system", "cached", "--kind", "y", "--kind", "kv", "--mask-ratio", "0.3", "--no-kernels", "--no-graphs"]
     assert main(["bench", "edit", *given, *asked, "--steps", "1", "--repeats", "1"]) == 0
     report = json.loads(Path("bench.json").read_text())
     assert [(row["system"], row["kind"]) for row in report["rows"]] == [("cached", "y"), ("cached", "kv")]

@@ -2,8 +2,9 @@
 
 A pass is captured over columns of its own, at addresses that never change. To take a step, the columns of the jobs at
 hand are copied into them, the graph runs, and its predictions are read. Rows of activations are not copied: a table
-says where they lie, and the graph reads them there. Those that are not on the device are brought a step ahead. Passes that differ in nothing but the values of columns and rows
-share a graph; lists of masked tokens are padded, so that many masks do.
+says where they lie, and the graph reads them there. Those that are not on the device are brought a step ahead. Passes
+that differ in nothing but the values of columns and rows share a graph; lists of masked tokens are padded, so that many
+masks do.
 
 What is seen for the first time runs as it is, the second time it is captured. Of captured passes the longest unused is
 forgotten. On a device without graphs the same passes run over the same columns, launch by launch.

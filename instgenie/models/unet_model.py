@@ -100,7 +100,7 @@ class UnetModel(Model):
     @cached_property
     def cross(self) -> Callable[[tuple[Branch, ...]], tuple[Tensor, ...]]:
         """K and V of prompts; those of jobs that stay together are computed once."""
-        return lru_cache(maxsize=2)(partial(cross, self.unet))
+        return lru_cache(maxsize=4)(partial(cross, self.unet))
 
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
         return [[job for job in jobs if job.grid == grid] for grid in dict.fromkeys(job.grid for job in jobs)]
