@@ -76,6 +76,7 @@ class Process:
             batching=self.config.batching,
             graphs=self.config.graphs,
             cache=self.config.cache,
+            plan=self.config.plan,
         )
         self.started_at = self.heard_at = time.monotonic()
         self.child = await asyncio.create_subprocess_exec(

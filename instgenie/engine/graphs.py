@@ -76,25 +76,34 @@ class Graphs:
         self.staging = Staging(model.device, max_staged_bytes(model.device))
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
+    def takes(self, jobs: Sequence[Job]) -> bool:
+        """Whether it can find all rows that the jobs' present step reads."""
+        reading = [job for job in jobs if reads_rows(job)]
+        if reading and self.model.device.type == "cuda" and not runs_fused(reading[0].masked):
+            return False
+        if len({job.activations.kind for job in reading if job.activations}) > 1:
+            self.explain("activations are of two kinds")
+            return False
+        if not self.staging.has_room([job for job in reading if must_be_brought(job)]):
+            self.explain("the device has no room for two steps of the activations")
+            return False
+        return True
+
     @torch.inference_mode()
     def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
         """As the model's own."""
-        far = [job for job in jobs if lies_elsewhere(job)]
-        is_brought = not far or self.staging.bring(far)
+        far = [job for job in jobs if must_be_brought(job)]
+        self.staging.bring(far)
         predicted: dict[Job, list[Tensor]] = {}
         for together in self.model.passes(jobs):
             packed = self.model.pack(together, pads=True)
             predicted |= zip(together, packed.deal(self.run(packed)), strict=True)
-        if is_brought:
-            self.staging.look_ahead(far)
+        self.staging.look_ahead(far)
         return [predicted[job] for job in jobs]
 
     def run(self, packed: Any) -> Tensor:
         """One pass: captured, or as it is."""
         table = self.find_rows(packed.readers)
-        if table is None:
-            self.explain("activations are of two kinds, or not where a kernel of the device can read them")
-            return self.model.run(packed)
         captured = self.find(packed, table)
         if captured is None:
             return self.model.run(replace(packed, rows=TableRows(table.to(self.model.device, non_blocking=True))))
@@ -118,25 +127,16 @@ class Graphs:
             self.captured.popitem(last=False)
         return self.captured[key]
 
-    def find_rows(self, readers: Sequence[tuple[Job, int]]) -> Tensor | None:
+    def find_rows(self, readers: Sequence[tuple[Job, int]]) -> Tensor:
         """Where the rows lie that a pass reads [places, readers], in main memory; 0 for who reads none."""
-        found: list[list[int]] = []
-        for job, branch in readers:
-            addresses = self.find_addresses(job, branch) if reads_rows(job) else []
-            if addresses is None:
-                return None
-            found.append(addresses)
-        if len({job.activations.kind for job, _ in readers if job.activations and reads_rows(job)}) > 1:
-            return None
+        found = [self.find_addresses(job, branch) if reads_rows(job) else [] for job, branch in readers]
         num_places = max(map(len, found))
         table = torch.tensor([addresses or [0] * num_places for addresses in found], dtype=torch.int64).T.contiguous()
         return table.pin_memory() if self.model.device.type == "cuda" else table
 
-    def find_addresses(self, job: Job, branch: int) -> list[int] | None:
+    def find_addresses(self, job: Job, branch: int) -> list[int]:
         assert job.activations is not None
-        if job.device.type == "cuda" and not runs_fused(job.masked):
-            return None
-        if lies_elsewhere(job):
+        if must_be_brought(job):
             return self.staging.addresses(job, branch)
         return job.activations.addresses(job.step, branch)
 
@@ -171,9 +171,10 @@ def reads_rows(job: Job) -> bool:
     return job.activations is not None and any(map(job.is_cached, range(len(job.plan))))
 
 
-def lies_elsewhere(job: Job) -> bool:
-    """Whether the rows it reads are not in the memory of its device."""
-    return reads_rows(job) and job.activations is not None and job.activations.rows[0].device != job.device
+def must_be_brought(job: Job) -> bool:
+    """Whether the rows it reads are not in the memory of its device, or not as the model reads them."""
+    rows = job.activations
+    return rows is not None and reads_rows(job) and (rows.rows[0].device != job.device or rows.is_packed)
 
 
 def capture(run: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:

@@ -35,21 +35,22 @@ class Staging:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.before: torch.cuda.Event | None = None
 
-    def bring(self, jobs: Sequence[Job]) -> bool:
-        """Lets whoever computes from here on wait for the rows of the jobs' present steps; False if there is no room
-        for them, or for those of the steps after."""
+    def has_room(self, jobs: Sequence[Job]) -> bool:
+        """For the rows of the jobs' present steps and those after."""
         steps = [(job.activations, job.step) for job in jobs if job.activations]
         num_bytes = {stage_key(*one): num_step_bytes(one[0]) for one in steps}
-        if 2 * sum(num_bytes.values()) > self.max_bytes:
-            return False
+        return 2 * sum(num_bytes.values()) <= self.max_bytes
+
+    def bring(self, jobs: Sequence[Job]) -> None:
+        """Lets whoever computes from here on wait for the rows of the jobs' present steps."""
         if self.stream:  # what was computed before is what reads the rows that go next
             self.before = torch.cuda.current_stream(self.device).record_event()
+        steps = [(job.activations, job.step) for job in jobs if job.activations]
         self.start(steps)
         for activations, step in steps:
             ready = self.staged[stage_key(activations, step)].ready
             if ready:
                 torch.cuda.current_stream(self.device).wait_event(ready)
-        return True
 
     def look_ahead(self, jobs: Sequence[Job]) -> None:
         """Starts to bring the rows of the jobs' next steps beside the computing of the present ones; of others, nothing
@@ -77,13 +78,10 @@ class Staging:
             ready = self.stream.record_event() if self.stream else None
         return Staged(activations, rows, ready)
 
-    def addresses(self, job: Job, branch: int) -> list[int] | None:
-        """Where the rows of its present step are, place after place; None if they were not brought."""
+    def addresses(self, job: Job, branch: int) -> list[int]:
+        """Where the rows of its present step are, place after place."""
         assert job.activations is not None
-        staged = self.staged.get(stage_key(job.activations, job.step))
-        if staged is None:
-            return None
-        rows = staged.rows
+        rows = self.staged[stage_key(job.activations, job.step)].rows
         return [one.data_ptr() for one in rows[min(branch, len(rows) - 1)]]
 
 
@@ -92,4 +90,5 @@ def stage_key(activations: Activations, step: int) -> StageKey:
 
 
 def num_step_bytes(activations: Activations) -> int:
-    return sum(rows[:, 0].nbytes for rows in activations.rows)
+    """As the model reads them; packed ones are smaller by less than half."""
+    return sum(rows[:, 0].nbytes for rows in activations.rows) * (2 if activations.is_packed else 1)
