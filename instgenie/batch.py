@@ -52,10 +52,11 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Where the masked tokens of one level of a UNet are."""
+    """Where the masked and the unmasked tokens of one level of a UNet are."""
 
     num_all: int
     inside: Tensor  # [masked tokens]; where the list is padded, one of them stands in it several times
+    outside: Tensor  # [unmasked tokens]
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +180,7 @@ class Job:
         """The level that has so many tokens, its list padded to a count where one is given; found once."""
         if (num_tokens, count) not in self.levels:
             found = pool(self.computed, self.grid, num_tokens) if count is None else self.level(num_tokens)
-            level = found if count is None else Level(num_tokens, pad(found.inside, count))
+            level = found if count is None else replace(found, inside=pad(found.inside, count))
             self.levels[num_tokens, count] = level
         return self.levels[num_tokens, count]
 
@@ -255,7 +256,7 @@ def pool(masked: Tensor, grid: tuple[int, int], num_tokens: int) -> Level:
     side = math.isqrt(len(masked) // num_tokens)
     pooled = F.max_pool2d(masked.view(1, 1, *grid).float(), side).flatten() > 0
     assert len(pooled) == num_tokens, (grid, num_tokens)
-    return Level(num_tokens, pooled.nonzero()[:, 0])
+    return Level(num_tokens, inside=pooled.nonzero()[:, 0], outside=(~pooled).nonzero()[:, 0])
 
 
 def pad(index: Tensor, count: int) -> Tensor:

@@ -152,4 +152,5 @@ def test_levels_are_max_pooled(model: UnetModel) -> None:
     coarse = masked.view(8, 2, 8, 2).any(3).any(1).flatten()
     level = job.level(64)
     assert torch.equal(level.inside, coarse.nonzero()[:, 0])
+    assert torch.equal(level.outside, (~coarse).nonzero()[:, 0])
     assert torch.equal(job.level(256).inside, job.inside)
