@@ -22,7 +22,7 @@ def fill_rows_reference(sources: Sources, origin: Tensor, flowing: Sequence[Tens
     for branch in range(num_branches):
         whole, source = out[:, branch], sources[branch]
         flows = origin[branch] >= 0
-        if source is not None and not flows.all():
+        if isinstance(source, Tensor) or (source is not None and not flows.all()):
             whole.copy_(look_up(source, (num_parts, *shape), out.dtype))
         for part, rows in zip(whole, flowing, strict=True):
             torch.where(flows[:, None], rows[origin[branch].clamp(min=0)], part, out=part)
