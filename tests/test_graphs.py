@@ -87,6 +87,23 @@ def test_law_2_captured_is_as_it_is(model: Model, kind: Kind | None) -> None:
             assert apart(alone, *run(model, [job])) <= close(model)
 
 
+def test_law_5_jobs_join_and_leave_captured_passes(model: Model) -> None:
+    jobs = make_jobs(model, "kv")
+    alone = [run(model, [job])[0] for job in jobs]
+    graphs = Graphs(model)
+    for _ in range(2):
+        joining = [replace(job) for job in jobs]
+        engine, arrivals = Engine(model, max_jobs=3, graphs=graphs), iter(joining)
+        engine.join(next(arrivals))
+        while engine.jobs:
+            engine.step()
+            if (arrival := next(arrivals, None)) is not None:
+                engine.join(arrival)
+        assert max(apart(job.latents, latents) for job, latents in zip(joining, alone, strict=True)) <= close(model)
+    assert graphs.captured
+    assert not graphs.refused
+
+
 @pytest.mark.parametrize("kind", ["kv", "y"])
 def test_law_4_captured_plans(model: Model, kind: Kind) -> None:
     """A dense prefix, and for y taking turns."""
