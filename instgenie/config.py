@@ -60,5 +60,5 @@ class ProcessConfig:
     dtype: str
     max_batch_size: int
     batching: Batching
-    graphs: bool
     cache: CacheConfig
+    graphs: bool = True
