@@ -63,6 +63,6 @@ class ProcessConfig:
     dtype: str
     max_batch_size: int
     batching: Batching
-    graphs: bool
     cache: CacheConfig
     plan: PlanPolicy = "cached"
+    graphs: bool = True
