@@ -259,11 +259,11 @@ def own_system(
 
 
 def compiled_system(model: Model) -> System:
-    """The same modules as everybody's: their blocks are compiled while this system runs, and no longer."""
-    stock = stock_system(model)
-    network: Any = model.network
+    """The same modules as diffusers': their blocks are compiled while this system runs, and no longer."""
+    network: Any = stock_network(model)
+    stock = stock_system(model, network)
     network.compile_repeated_blocks(fullgraph=True)
-    calls = {module: module._compiled_call_impl for module in model.network.modules()}
+    calls = {module: module._compiled_call_impl for module in network.modules()}
     compiled = {module: call for module, call in calls.items() if call is not None}
     set_calls(dict.fromkeys(compiled))
 
@@ -283,12 +283,11 @@ def set_calls(calls: Mapping[torch.nn.Module, Callable[..., Any] | None]) -> Non
         module._compiled_call_impl = call
 
 
-def stock_system(model: Model) -> System:
+def stock_system(model: Model, network: torch.nn.Module | None = None) -> System:
     pipeline = stock_pipeline(model)
     pipeline.set_progress_bar_config(disable=True)
-    network = model.network
-    if isinstance(model, UnetModel):  # weights in the order in which diffusers loads them; ours may be in another
-        network = pipeline.unet = copy.deepcopy(model.unet).to(memory_format=torch.contiguous_format)
+    network = network or stock_network(model)
+    pipeline.register_modules(**{"transformer" if isinstance(model, FluxModel) else "unet": network})
     options = {} if stock_name(model) == "FluxFillPipeline" else {"strength": 1.0}
     if isinstance(model, FluxModel):
         options["max_sequence_length"] = model.max_text_tokens
@@ -321,6 +320,13 @@ def stock_system(model: Model) -> System:
         return Sample(edit=end - start, denoise=end - prepared[0])
 
     return System("diffusers", None, run)
+
+
+def stock_network(model: Model) -> torch.nn.Module:
+    """The model's own, with weights in the order in which diffusers loads them: a copy, where ours are in another."""
+    if not isinstance(model, UnetModel) or model.device.type != "cuda":
+        return model.network
+    return copy.deepcopy(model.network).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]
 
 
 def stock_pipeline(model: Model) -> diffusers.DiffusionPipeline:
