@@ -4,13 +4,15 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from instgenie.types import NUM_PARTS, Kind, Pixels
+from instgenie.kernels.packed import unpack_rows, unpacked_shape
+from instgenie.types import NUM_PARTS, CacheDtype, Kind, Pixels
 
-__all__ = ["NUM_PARTS", "Activations", "Key", "Kind", "digest"]
+__all__ = ["NUM_PARTS", "Activations", "CacheDtype", "Key", "Kind", "digest"]
 
 NUM_STEPS_AT_ONCE = 4  # steps that a registration takes in one pass, and that are kept and moved together
 
@@ -26,7 +28,8 @@ class Key:
     levels: tuple[float, ...]  # of noise, at all steps
     guidance: float  # 0 where it does not enter the network
     kind: Kind
-    dtype: str
+    dtype: str  # that the model computes in
+    cache_dtype: CacheDtype = "model"  # that rows are kept in
     prompt: str = ""  # what the registration saw
     isolated: bool = False  # whether its image tokens saw no text
     tenant: str = ""  # whose template it is; nobody else's edits find it
@@ -76,6 +79,14 @@ class Span:
         return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
 
 
+class Reader(Protocol):
+    """Whoever rows are read from: activations themselves, or who loads them ahead of their use."""
+
+    def at(self, step: int, place: int, branch: int, device: torch.device) -> Tensor:
+        """What is kept of a place of the pass at a step [2 or 1, tokens, width], on the device that asks, until the
+        next place is read. Rows of tokens that are computed anyway need not be there."""
+
+
 @dataclass(frozen=True, eq=False)
 class Activations:
     """Registered once, read by many edits, written by none.
@@ -90,12 +101,22 @@ class Activations:
     key: Key
     units: tuple[int, ...]  # number of blocks in each
     num_tokens: int  # of the picture; deeper levels of a UNet have fewer
-    rows: tuple[Tensor, ...]  # in the order of the pass; each [branches, steps, 2 or 1, tokens, width]
+    rows: tuple[Tensor, ...]  # in the order of the pass; each [branches, steps, 2 or 1, tokens, width or bytes]
     time: Tensor  # [steps, width], what modulated the blocks of a Flux; no width for the others
 
     @property
     def kind(self) -> Kind:
         return self.key.kind
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That the model computes in."""
+        dtype: torch.dtype = getattr(torch, self.key.dtype.removeprefix("torch."))
+        return dtype
+
+    @property
+    def is_packed(self) -> bool:
+        return self.key.cache_dtype == "fp8"
 
     @property
     def num_branches(self) -> int:
@@ -114,13 +135,22 @@ class Activations:
         return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
 
     def at(self, step: int, place: int, branch: int, device: torch.device) -> Tensor:
-        """What is kept of a place of the pass at a step [2 or 1, tokens, width], on the device that asks. A branch that
-        was not registered on its own reads the last that was.
+        """See `Reader`. Rows are copied and unpacked when they are asked for, if at all."""
+        return self.readable(self.kept(step, place, branch).to(device, non_blocking=True))
 
-        All reading goes through here: whoever loads rows ahead of their use answers here too, and lets the device's
-        current stream wait for them first."""
+    def kept(self, step: int, place: int, branch: int) -> Tensor:
+        """As it is kept and where it lies [2 or 1, tokens, width or bytes]. A branch that was not registered on its own
+        reads the last that was."""
         rows = self.rows[place]
-        return rows[min(branch, len(rows) - 1), step].to(device, non_blocking=True)
+        return rows[min(branch, len(rows) - 1), step]
+
+    def readable(self, kept: Tensor) -> Tensor:
+        """Rows as the model reads them, on their device."""
+        if not self.is_packed:
+            return kept
+        rows = torch.empty(unpacked_shape(kept), dtype=self.dtype, device=kept.device)
+        unpack_rows(kept, rows)
+        return rows
 
     def last(self, num_steps: int) -> "Activations":
         """Of the last steps alone; nothing is copied."""

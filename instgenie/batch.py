@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from instgenie.activations import Activations
+from instgenie.activations import Activations, Reader
 from instgenie.errors import PlanError
 from instgenie.kernels.heads import Places
 from instgenie.planner import DENSE, Plan, check_plan, is_cached
@@ -93,6 +93,7 @@ class Job:
     step: int = 0
     activations: Activations | None = None  # of the template
     plan: Plan = DENSE  # of the steps after the edit's dense steps
+    reader: Reader | None = None  # who loads the activations ahead of their use, while somebody does
 
     def __post_init__(self) -> None:
         cache = self.activations
@@ -168,8 +169,9 @@ class Job:
 
     def recall(self, index: int, branch: int = 0) -> Tensor:
         """What the activations keep at a place of the pass, at this step [2 or 1, tokens, width]."""
-        assert self.activations is not None
-        return self.activations.at(self.step, index, branch, self.device)
+        reader = self.reader or self.activations
+        assert reader is not None
+        return reader.at(self.step, index, branch, self.device)
 
     @property
     def num_computed_tokens(self) -> int:

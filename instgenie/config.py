@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from instgenie.router import Policy
+from instgenie.types import CacheDtype, PlanPolicy
 
 Batching = Literal["continuous", "static", "naive"]
 Role = Literal["prepare", "denoise", "finish"]
@@ -19,6 +20,7 @@ class CacheConfig:
     disk_bytes: int = 100 * 2**30
     remote: str | None = None  # any fsspec URL; None: nothing is kept there
     remote_bytes: int = 1000 * 2**30
+    dtype: CacheDtype = "model"
 
     @property
     def is_lasting(self) -> bool:
@@ -36,6 +38,7 @@ class ClusterConfig:
     cache: CacheConfig = CacheConfig()
     policy: Policy = "mask_aware"  # of the router
     batching: Batching = "continuous"
+    plan: PlanPolicy = "cached"  # of the blocks of edits that reuse; any other lets pictures depend on the load
     reuse: bool = True  # whether templates are registered; without, every edit computes every token
     worker_timeout: float = 120.0  # seconds without a sign of life after which a process is taken for hung
     start_timeout: float = 1800.0  # the same while it loads the model
@@ -60,3 +63,4 @@ class ProcessConfig:
     max_batch_size: int
     batching: Batching
     cache: CacheConfig
+    plan: PlanPolicy = "cached"

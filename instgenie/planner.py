@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from instgenie.errors import PlanError
 from instgenie.latency import BlockCost, Latency, makespan, unit_starts
 from instgenie.network import Demand, NetworkShape
-from instgenie.types import Kind
+from instgenie.types import Kind, PlanPolicy
 
 Plan = tuple[bool, ...]  # for each block: cached or not
 DENSE: Plan = ()  # of a job without activations: no block is cached, however many there are
@@ -65,7 +65,7 @@ class Planned:
 
 
 def plan_batch(
-    network: NetworkShape, demands: Sequence[Demand], latency: Latency, lead: float = 0.0, policy: str = "exact"
+    network: NetworkShape, demands: Sequence[Demand], latency: Latency, lead: float = 0.0, policy: PlanPolicy = "exact"
 ) -> Planned:
     """One plan for all jobs of a batch; those without activations are dense in any plan. Where any has `kv`, tokens
     that were dropped cannot come back."""
@@ -121,7 +121,7 @@ def plan_dense(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lea
 
 
 Policy = Callable[[Sequence[BlockCost], Kind, Sequence[int], float], Planned]
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[PlanPolicy, Policy] = {
     "exact": plan_exact,
     "greedy": plan_greedy,
     "cached": plan_cached,

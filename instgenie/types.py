@@ -12,6 +12,8 @@ PixelMask = NDArray[np.bool_]  # [height, width], True = masked
 TierName = Literal["gpu", "host", "disk", "remote"]  # of the places where activations live
 OnStep = Callable[[int, int], None]  # steps taken so far, steps to take
 Kind = Literal["kv", "y"]  # of activations: K and V of every block, or the rows that go into it
+CacheDtype = Literal["model", "fp8"]  # of activations: as the model computes them, or packed into half of bfloat16
+PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # of who plans; see `planner`
 NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instgenie.kernels import modulate, switch
+from instgenie.kernels import modulate, packed, switch
+from instgenie.kernels.copy import can_copy_rows, copy_rows_fused, copy_rows_reference
 from instgenie.kernels.gather import gather_rows_fused, gather_rows_reference
 from instgenie.kernels.gelu import gelu_into_fused, gelu_into_reference
 from instgenie.kernels.heads import Heads, Places, Projected, place, place_fused, place_reference
@@ -109,6 +110,44 @@ def test_gathering_is_exact(device: str, dtype: torch.dtype, width: int) -> None
     gather_rows_fused(source, index[:0], found[:, :0])
 
 
+@pytest.mark.parametrize("width", [16, 72, 3072])
+@pytest.mark.parametrize("num_chosen", [0, 1, 13, 300])
+def test_copying_is_exact_and_leaves_other_rows_alone(
+    device: str, dtype: torch.dtype, width: int, num_chosen: int
+) -> None:
+    """From main memory, that is locked where there is a GPU."""
+    torch.manual_seed(0)
+    source = torch.randn(2, 300, width).to(dtype)
+    source = source.pin_memory() if device == "cuda" else source
+    index = torch.randperm(300)[:num_chosen].to(device)
+    found, expected = torch.zeros(2, 2, 300, width, device=device, dtype=dtype)
+    copy_rows_fused(source, index, found)
+    copy_rows_reference(source, index, expected)
+    assert torch.equal(found, expected)
+    assert found.any(dim=2).sum() == 2 * num_chosen
+    assert can_copy_rows(source, found) is (device == "cuda")
+
+
+@pytest.mark.parametrize("width", [16, 72, 3072])
+def test_unpacking_is_exact(device: str, dtype: torch.dtype, width: int) -> None:
+    """Every value that eight bits can say, and the smallest and largest rows."""
+    torch.manual_seed(0)
+    values = torch.randn(2, 40, width) * torch.logspace(-6, 4, 40)[:, None]
+    values[0, 3] = 0
+    rows = packed.pack_rows(values.to(device, dtype))
+    assert rows.shape[2] == width + packed.NUM_SCALE_BYTES
+    bits = torch.arange(256).repeat(-(-width // 256))[:width]
+    rows[1, 5, :width] = bits[bits % 128 != 127].repeat(2)[:width].to(device)
+    found, expected = torch.zeros(2, 2, 40, width, device=device, dtype=dtype)
+    packed.unpack_rows_fused(rows, found)
+    packed.unpack_rows_reference(rows, expected)
+    if device == "cuda" or dtype == torch.float32:
+        assert torch.equal(found, expected)
+    else:
+        close(found, expected.double())
+    assert found[1, 5].abs().max() > 0
+
+
 @pytest.mark.filterwarnings(
     "ignore:overflow"
 )  # of NumPy, in the interpreter: one over infinity is the zero it should be
@@ -130,6 +169,19 @@ def test_the_switch_turns_kernels_off() -> None:
     with switch.kernels(enabled=False):
         assert not switch.runs_fused(x)
     assert switch.runs_fused(x)
+
+
+@pytest.mark.parametrize("width", [16, 72])
+def test_packed_rows_are_within_a_sixteenth(width: int) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(2, 9, width) * torch.logspace(-6, 4, 9)[:, None]
+    rows[1, 4] = 0
+    found = torch.empty_like(rows)
+    packed.unpack_rows(packed.pack_rows(rows), found)
+    smallest = rows.abs().amax(dim=2, keepdim=True) / packed.LARGEST * 2**-9  # of all steps that e4m3 has
+    assert ((found - rows).abs() <= rows.abs() / 16 + smallest / 2).all()
+    assert packed.unpacked_shape(packed.pack_rows(rows)) == rows.shape
+    assert not found[1, 4].any()
 
 
 def test_references_run_on_a_cpu() -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from instgenie.activations import Activations
 from instgenie.batch import Job
-from instgenie.bench.edit import cpu_name, mask_around, now, sample_picture
+from instgenie.bench.edit import mask_around, now, sample_picture
 from instgenie.bench.scatter import draw_scatter, write_text
 from instgenie.engine.demand import make_demand
 from instgenie.engine.prepare import prepare
@@ -26,6 +26,7 @@ from instgenie.engine.register import register, reuse
 from instgenie.errors import CalibrationError
 from instgenie.latency import Latency, LoadSample, StepSample, fit_latency, latency_path, write_latency
 from instgenie.mask import token_mask
+from instgenie.models.device import device_name
 from instgenie.models.load import load
 from instgenie.models.memory import memory_guard
 from instgenie.models.model import Model
@@ -58,7 +59,6 @@ def calibrate(name: str, device: str, size: tuple[int, int] | None, out: Path | 
         raise CalibrationError(f"{out} cannot be written: there is no folder {out.parent}")
     model = load(name, device)
     size = size or (model.own_size, model.own_size)
-    device_name = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu_name()
     network = model.describe()
     start = time.perf_counter()
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -70,8 +70,9 @@ def calibrate(name: str, device: str, size: tuple[int, int] | None, out: Path | 
             )
         task = progress.add_task("loads", total=len(LOAD_BYTES[model.device.type]))
         loads = measure_loads(model.device, lambda: progress.advance(task))
-    latency = fit_latency(device_name, name, network, steps, loads)
-    path = out or latency_path(device_name, name)
+    own_name = device_name(model.device)
+    latency = fit_latency(own_name, name, network, steps, loads)
+    path = out or latency_path(own_name, name)
     write_latency(latency, path)
     write_text(draw_steps(latency, network, cases, steps), path.with_suffix(".svg"))
     print_steps(latency, network, cases, steps)

@@ -2,19 +2,22 @@
 
 All run the same weights on the same device up to the final latents. `step` is the denoising alone, `edit` includes what
 comes before it (text encoders, autoencoder). A batch is several edits of one picture, with masks of one size at
-different places. The cached system has registered the picture ahead.
+different places. The cached system has registered the picture ahead; its activations lie next to the model, or in main
+memory, from where they are loaded while it computes. `compiled` is diffusers with compiled transformer blocks.
 """
 
 import json
 import os
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -24,14 +27,20 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from instgenie.activations import Kind
+from instgenie.activations import Activations, CacheDtype, Kind, Span
 from instgenie.batch import Job
+from instgenie.cache.host import HostTier
+from instgenie.engine.lanes import Rows
+from instgenie.engine.loading import Loader
 from instgenie.engine.loop import Engine
+from instgenie.engine.planning import Planning
 from instgenie.engine.prepare import prepare
-from instgenie.engine.register import register, reuse
+from instgenie.engine.register import make_activations, register, reuse
 from instgenie.errors import InstGenieError
 from instgenie.kernels import switch
+from instgenie.latency import find_latency
 from instgenie.mask import token_mask
+from instgenie.models.device import device_name
 from instgenie.models.flux_model import FluxModel
 from instgenie.models.folder import PIPELINES
 from instgenie.models.load import load
@@ -39,7 +48,7 @@ from instgenie.models.memory import memory_guard
 from instgenie.models.model import Model
 from instgenie.models.unet_model import UnetXlModel
 from instgenie.picture import check_edit
-from instgenie.types import Edit, PixelMask, Pixels
+from instgenie.types import Edit, PixelMask, Pixels, PlanPolicy, TierName
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,10 @@ class Study:
     mask_ratios: tuple[float, ...] = (1.0, 0.2)
     batches: tuple[int, ...] = (1,)
     kinds: tuple[Kind, ...] = ("kv",)
+    cache_dtypes: tuple[CacheDtype, ...] = ("model",)
+    tiers: tuple[TierName, ...] = ("gpu",)  # gpu: next to the model, whatever its device
+    policies: tuple[PlanPolicy, ...] = ("cached",)  # where anything is loaded
+    rows: Rows = "auto"
     systems: tuple[str, ...] = ("diffusers", "dense", "cached")
 
 
@@ -63,9 +76,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Reuse:
+    """How a system is cached."""
+
+    kind: Kind
+    cache_dtype: CacheDtype
+    tier: TierName
+    policy: PlanPolicy
+
+
+@dataclass(frozen=True)
 class System:
     name: str
-    kind: Kind | None  # of activations, where it is cached
+    reuse: Reuse | None  # where it is cached
     run: Callable[[Sequence[Edit]], Sample]
 
 
@@ -73,6 +96,9 @@ class System:
 class Row:
     system: str
     kind: Kind | None
+    cache_dtype: CacheDtype | None
+    tier: TierName | None
+    policy: PlanPolicy | None
     mask_ratio: float
     batch: int
     step_ms: float  # of the whole batch
@@ -85,7 +111,7 @@ def bench_edit(name: str, device: str, size: tuple[int, int] | None, study: Stud
     model = load(name, device)
     size = size or (model.own_size, model.own_size)
     with memory_guard("the activations of a template"):
-        systems = make_systems(model, size, study)
+        systems = make_systems(name, model, size, study)
     rows: list[Row] = []
     warm: set[tuple[System, int]] = set()
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -104,11 +130,12 @@ def bench_edit(name: str, device: str, size: tuple[int, int] | None, study: Stud
         write_json({"machine": machine, "rows": [asdict(row) for row in rows]}, json_path)
 
 
-def make_systems(model: Model, size: tuple[int, int], study: Study) -> list[System]:
+def make_systems(name: str, model: Model, size: tuple[int, int], study: Study) -> list[System]:
     made = {
         "diffusers": lambda: [stock_system(model)],
+        "compiled": lambda: [compiled_system(model)],
         "dense": lambda: [own_system("dense", None, model, lambda edit: prepare(edit, model))],
-        "cached": lambda: [cached_system(model, size, study.steps, kind) for kind in study.kinds],
+        "cached": lambda: list(cached_systems(name, model, size, study)),
     }
     return [system for name in study.systems for system in made[name]()]
 
@@ -137,7 +164,7 @@ def warm_up(systems: Sequence[System], edits: Sequence[Edit], warm: set[tuple[Sy
     cold = {(system, len(edits)) for system in systems} - warm
     for system, _ in cold:
         system.run(edits)
-    return {(system, batch) for system, batch in cold if system.kind is None}
+    return {(system, batch) for system, batch in cold if system.reuse is None}
 
 
 def measure(
@@ -157,9 +184,13 @@ def measure(
 def make_row(system: System, mask_ratio: float, batch: int, samples: list[Sample], steps: int) -> Row:
     denoise = statistics.median(sample.denoise for sample in samples)
     edit = statistics.median(sample.edit for sample in samples)
+    how = system.reuse
     return Row(
         system=system.name,
-        kind=system.kind,
+        kind=how.kind if how else None,
+        cache_dtype=how.cache_dtype if how else None,
+        tier=how.tier if how else None,
+        policy=how.policy if how else None,
         mask_ratio=round(mask_ratio, 3),
         batch=batch,
         step_ms=round(1000 * denoise / steps, 3),
@@ -167,15 +198,47 @@ def make_row(system: System, mask_ratio: float, batch: int, samples: list[Sample
     )
 
 
-def cached_system(model: Model, size: tuple[int, int], steps: int, kind: Kind) -> System:
-    activations = register(sample_picture(size), model, size, steps, kind=kind)
-    return own_system("cached", kind, model, lambda edit: reuse(prepare(edit, model), activations))
+def cached_systems(name: str, model: Model, size: tuple[int, int], study: Study) -> Iterator[System]:
+    """Next to the model there is nothing to load, and so nothing to plan."""
+    latency = find_latency(device_name(model.device), name, model.device.type)
+    ahead, naive = Loader(model, rows=study.rows), Loader(model, max_buffers=1, rows=study.rows)
+    host = HostTier(sys.maxsize)
+    for kind, cache_dtype in product(study.kinds, study.cache_dtypes):
+        near = register(sample_picture(size), model, size, study.steps, kind=kind, cache_dtype=cache_dtype)
+        if "gpu" in study.tiers:
+            how = Reuse(kind, cache_dtype, "gpu", "cached")
+            yield own_system("cached", how, model, with_activations(model, near), None, ahead)
+        if "host" in study.tiers:
+            far = move_to_host(near, host, model)
+            for policy in study.policies:
+                how = Reuse(kind, cache_dtype, "host", policy)
+                planning, loader = Planning(model, latency, policy), naive if policy == "naive" else ahead
+                yield own_system("cached", how, model, with_activations(model, far), planning, loader)
 
 
-def own_system(name: str, kind: Kind | None, model: Model, make_job: Callable[[Edit], Job]) -> System:
+def with_activations(model: Model, activations: Activations) -> Callable[[Edit], Job]:
+    return lambda edit: reuse(prepare(edit, model), activations)
+
+
+def move_to_host(near: Activations, host: HostTier, model: Model) -> Activations:
+    key = near.key
+    host.store(key, Span(key.steps, near.rows, near.time))
+    span = host.load(key, key.steps)
+    assert span is not None
+    return make_activations(key, span, model)
+
+
+def own_system(
+    name: str,
+    how: Reuse | None,
+    model: Model,
+    make_job: Callable[[Edit], Job],
+    planning: Planning | None = None,
+    loader: Loader | None = None,
+) -> System:
     def run(edits: Sequence[Edit]) -> Sample:
         start = now(model.device)
-        engine = Engine(model, max_jobs=len(edits))
+        engine = Engine(model, len(edits), planning, loader)
         for edit in edits:
             engine.join(make_job(edit))
         prepared = now(model.device)
@@ -184,7 +247,32 @@ def own_system(name: str, kind: Kind | None, model: Model, make_job: Callable[[E
         end = now(model.device)
         return Sample(edit=end - start, denoise=end - prepared)
 
-    return System(name, kind, run)
+    return System(name, how, run)
+
+
+def compiled_system(model: Model) -> System:
+    """The same modules as everybody's: their blocks are compiled while this system runs, and no longer."""
+    stock = stock_system(model)
+    network: Any = model.network
+    network.compile_repeated_blocks(fullgraph=True)
+    calls = {module: module._compiled_call_impl for module in model.network.modules()}
+    compiled = {module: call for module, call in calls.items() if call is not None}
+    set_calls(dict.fromkeys(compiled))
+
+    def run(edits: Sequence[Edit]) -> Sample:
+        set_calls(compiled)
+        try:
+            return stock.run(edits)
+        finally:
+            set_calls(dict.fromkeys(compiled))
+
+    return replace(stock, name="compiled", run=run)
+
+
+def set_calls(calls: Mapping[torch.nn.Module, Callable[..., Any] | None]) -> None:
+    """What calling a module does; None: what it says."""
+    for module, call in calls.items():
+        module._compiled_call_impl = call
 
 
 def stock_system(model: Model) -> System:
@@ -266,7 +354,7 @@ def mask_around(centre: tuple[float, float], size: tuple[int, int], patch: int, 
 def describe_machine(model: Model) -> dict[str, str | int]:
     is_cuda = model.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(model.device) if is_cuda else cpu_name(),
+        "device": device_name(model.device),
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "python": platform.python_version(),
@@ -277,23 +365,16 @@ def describe_machine(model: Model) -> dict[str, str | int]:
     }
 
 
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def print_rows(rows: list[Row], machine: dict[str, str | int], title: str) -> None:
     table = Table(title=title, caption=", ".join(f"{name} {value}" for name, value in machine.items()))
-    table.add_column("system")
+    table.add_column("system", no_wrap=True)
     for heading in ("mask ratio", "batch", "step ms", "faster", "edit ms", "faster"):
         table.add_column(heading, justify="right")
     stock = {(row.mask_ratio, row.batch): row for row in rows if row.system == "diffusers"}
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         base = stock.get((row.mask_ratio, row.batch))
         table.add_row(
-            f"{row.system} {row.kind or ''}",
+            " ".join(filter(None, [row.system, row.kind, row.cache_dtype, row.tier, row.policy])),
             f"{row.mask_ratio:.2f}",
             str(row.batch),
             f"{row.step_ms:.2f}",

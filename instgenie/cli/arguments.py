@@ -2,6 +2,9 @@
 
 import argparse
 from pathlib import Path
+from typing import get_args
+
+from instgenie.types import CacheDtype
 
 CACHE_GIB = 20.0
 
@@ -20,6 +23,8 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help=about_folder)
     about_gib = f"most the cache may hold; what was used least recently goes first (default {CACHE_GIB:g})"
     parser.add_argument("--cache-gib", type=gib, default=CACHE_GIB, metavar="N", help=about_gib)
+    about_dtype = "what activations are kept in: what the model computes in (model, the default), or half its bytes"
+    parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
 
 
 def box(text: str) -> tuple[int, int, int, int]:

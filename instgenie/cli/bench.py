@@ -5,10 +5,11 @@ import math
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from instgenie.cli.arguments import add_model, positive, rate, ratio
 from instgenie.cli.screen import hide_loading_bars
+from instgenie.types import CacheDtype, PlanPolicy
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +40,16 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     add_several("--mask-ratio", "mask_ratios", about_ratio, type=ratio, metavar="R")
     add_several("--batch", "batches", "edits at once (default 1)", type=positive, metavar="N")
     add_several("--kind", "kinds", "what the cached system keeps (default kv)", choices=["kv", "y"])
-    systems = ["diffusers", "dense", "cached"]
-    add_several("--system", "systems", "what is measured (default all)", choices=systems)
+    about_dtype = "what activations are kept in (default model: what the model computes in)"
+    add_several("--cache-dtype", "cache_dtypes", about_dtype, choices=get_args(CacheDtype))
+    about_tier = "where they are: next to the model (gpu, the default) or in main memory"
+    add_several("--tier", "tiers", about_tier, choices=["gpu", "host"])
+    about_policy = "which blocks are cached, where anything is loaded (default cached: all); naive hides no load"
+    add_several("--policy", "policies", about_policy, choices=get_args(PlanPolicy))
+    about_rows = "rows that are copied from main memory: whole places, those that are needed, or what is faster (auto)"
+    parser.add_argument("--rows", choices=["auto", "whole", "needed"], default="auto", help=about_rows)
+    systems = ["diffusers", "compiled", "dense", "cached"]
+    add_several("--system", "systems", "what is measured (default all but compiled)", choices=systems)
     parser.add_argument("--no-kernels", action="store_true", help="plain torch instead of fused kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add_model(parser)

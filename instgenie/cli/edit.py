@@ -189,7 +189,7 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
 
         hide_loading_bars()
         cache = open_cache(folder, options.cache_gib) if folder else None
-        return Editor(model=options.model, device=options.device, cache=cache)
+        return Editor(options.model, options.device, cache=cache, cache_dtype=options.cache_dtype)
 
 
 def open_cache(folder: Path, limit: float) -> "Store":

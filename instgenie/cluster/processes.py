@@ -75,6 +75,7 @@ class Process:
             max_batch_size=self.config.max_batch_size,
             batching=self.config.batching,
             cache=self.config.cache,
+            plan=self.config.plan,
         )
         self.started_at = self.heard_at = time.monotonic()
         self.child = await asyncio.create_subprocess_exec(

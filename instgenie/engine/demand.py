@@ -1,9 +1,25 @@
 """A job as numbers, for the planner. Knows jobs and what their activations keep; decides nothing."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from instgenie.batch import Job
+from instgenie.engine.route import shared_by
 from instgenie.network import Demand, NetworkShape
+
+
+def make_demands(jobs: Sequence[Job], network: NetworkShape) -> list[Demand]:
+    """What jobs share is loaded for the first of them."""
+    demands = []
+    loaded: set[object] = set()
+    for job in jobs:
+        demand = make_demand(job, network)
+        if demand.kind is not None:
+            if shared_by(job) in loaded:
+                demand = replace(demand, in_gpu=frozenset(range(len(network.blocks))))
+            loaded.add(shared_by(job))
+        demands.append(demand)
+    return demands
 
 
 def make_demand(job: Job, network: NetworkShape) -> Demand:

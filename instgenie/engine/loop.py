@@ -1,21 +1,32 @@
-"""The step loop: the one place where jobs and the model meet. Knows no picture and no prompt."""
+"""The step loop: the one place where jobs, their activations and the model meet. Knows no picture and no prompt."""
 
 from collections.abc import Sequence
 
 import torch
 
 from instgenie.batch import Job
+from instgenie.engine.loading import Loader
+from instgenie.engine.planning import Planning
 from instgenie.models.model import Model
 
 MAX_JOBS = 8
 
 
 class Engine:
-    """Jobs join and leave between steps; at most `max_jobs` of them take a step together, the oldest first."""
+    """Jobs join and leave between steps; at most `max_jobs` of them take a step together, the oldest first. Jobs keep
+    the plans they come with, unless there is somebody who plans."""
 
-    def __init__(self, model: Model, max_jobs: int = MAX_JOBS) -> None:
+    def __init__(
+        self,
+        model: Model,
+        max_jobs: int = MAX_JOBS,
+        planning: Planning | None = None,
+        loader: Loader | None = None,
+    ) -> None:
         self.model = model
         self.max_jobs = max_jobs
+        self.planning = planning
+        self.loader = loader or Loader(model)
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
@@ -25,14 +36,27 @@ class Engine:
         self.jobs.remove(job)
 
     def step(self) -> list[Job]:
-        """Pick jobs, run the model, advance, hand over the finished."""
+        """Pick jobs, plan, load, run the model, advance, hand over the finished."""
         self.advance(self.pick())
         return self.hand_over()
 
     @torch.inference_mode()
     def advance(self, jobs: Sequence[Job]) -> None:
-        for job, predictions in zip(jobs, self.model.predict(jobs), strict=True):
+        self.plan(jobs)
+        with self.loader.loading(jobs):
+            predicted = self.model.predict(jobs)
+        for job, predictions in zip(jobs, predicted, strict=True):
             job.advance(predictions)
+        self.load_ahead([job for job in jobs if not job.done])
+
+    def plan(self, jobs: Sequence[Job]) -> None:
+        if self.planning:
+            self.planning.plan(jobs)
+
+    def load_ahead(self, jobs: Sequence[Job]) -> None:
+        """For the next step, if these are the jobs that take it."""
+        self.plan(jobs)
+        self.loader.start(jobs)
 
     def pick(self) -> list[Job]:
         return self.jobs[: self.max_jobs]

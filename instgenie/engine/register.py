@@ -20,6 +20,7 @@ from instgenie.activations import (
     NUM_PARTS,
     NUM_STEPS_AT_ONCE,
     Activations,
+    CacheDtype,
     Key,
     Kind,
     Span,
@@ -31,6 +32,7 @@ from instgenie.batch import Job
 from instgenie.cache.store import Store
 from instgenie.engine.prepare import choose_size, make_job
 from instgenie.errors import EditError
+from instgenie.kernels.packed import pack_rows
 from instgenie.models.model import Model
 from instgenie.picture import check_edit
 from instgenie.planner import Plan
@@ -47,15 +49,16 @@ def register(
     num_steps_at_once: int = NUM_STEPS_AT_ONCE,
     prompt: str = "",
     isolated: bool = False,
+    cache_dtype: CacheDtype = "model",
     on_step: OnStep | None = None,
 ) -> Activations:
     """On the model's device. More steps at once are faster and need more memory; the numbers stay the same. The prompt
     is what the passes see; isolated, they see no text at all."""
     edit = edit_of_nothing(picture, model, size, steps, guidance)
     check_registration(kind, num_steps_at_once)
+    key = replace(make_key(edit, model, kind, cache_dtype), prompt=prompt, isolated=isolated)
     spans = split_steps(edit.steps, num_steps_at_once)
-    seen = told(observe(edit, model, kind, spans, prompt, isolated), 0, edit.steps, on_step)
-    key = replace(make_key(edit, model, kind), prompt=prompt, isolated=isolated)
+    seen = told(observe(edit, model, key, spans), 0, edit.steps, on_step)
     return make_activations(key, join(edit.steps, seen, model.device), model)
 
 
@@ -67,16 +70,17 @@ def register_in(
     steps: int | None = None,
     guidance: float | None = None,
     kind: Kind = "kv",
+    cache_dtype: CacheDtype = "model",
     on_step: OnStep | None = None,
 ) -> Registered:
     """Computes the spans that are missing and puts each into the store at once."""
     edit = edit_of_nothing(picture, model, size, steps, guidance)
     check_registration(kind, NUM_STEPS_AT_ONCE)
-    key = make_key(edit, model, kind)
+    key = make_key(edit, model, kind, cache_dtype)
     with store.pinned(key):
         missing = store.missing(key)
         num_missing = sum(map(len, missing))
-        for span in told(observe(edit, model, kind, missing), edit.steps - num_missing, edit.steps, on_step):
+        for span in told(observe(edit, model, key, missing), edit.steps - num_missing, edit.steps, on_step):
             store.put(key, span)
     return Registered(edit.steps, num_missing, store.num_bytes(key))
 
@@ -87,15 +91,13 @@ def make_activations(key: Key, span: Span, model: Model) -> Activations:
 
 
 @torch.inference_mode()
-def observe(
-    edit: Edit, model: Model, kind: Kind, spans: Sequence[range], prompt: str = "", isolated: bool = False
-) -> Iterator[Span]:
+def observe(edit: Edit, model: Model, key: Key, spans: Sequence[range]) -> Iterator[Span]:
     """What a template leaves behind, a pass for each span."""
     if not spans:
         return
-    job = template_job(edit, model, prompt, isolated)
+    job = template_job(edit, model, key.prompt, key.isolated)
     for steps in spans:
-        yield observe_span(job, model, kind, steps)
+        yield observe_span(job, model, key.kind, key.cache_dtype, steps)
 
 
 @torch.inference_mode()
@@ -107,13 +109,14 @@ def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = Fa
 
 
 @torch.inference_mode()
-def observe_span(job: Job, model: Model, kind: Kind, steps: range) -> Span:
+def observe_span(job: Job, model: Model, kind: Kind, cache_dtype: CacheDtype, steps: range) -> Span:
     jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in steps]
     rows: list[Tensor] = []
 
     def keep(seen: Tensor) -> None:
         by_branch = seen.unflatten(0, (len(jobs), -1)).transpose(0, 1)  # [branches, steps, 2 or 1, tokens, width]
-        rows.append(by_branch.clone(memory_format=torch.contiguous_format))
+        packed = cache_dtype == "fp8"
+        rows.append(pack_rows(by_branch) if packed else by_branch.clone(memory_format=torch.contiguous_format))
 
     time = model.observe_time(jobs)
     model.observe(jobs, kind, keep)
@@ -138,7 +141,7 @@ class Registration:
     def advance(self, model: Model, store: Store) -> None:
         """Raises a CacheError if there is no room."""
         if self.missing:
-            store.put(self.key, observe_span(self.job, model, self.key.kind, self.missing.pop(0)))
+            store.put(self.key, observe_span(self.job, model, self.key.kind, self.key.cache_dtype, self.missing.pop(0)))
 
 
 def told(spans: Iterator[Span], num_done: int, num_steps: int, on_step: OnStep | None) -> Iterator[Span]:
@@ -170,11 +173,19 @@ def edit_of_nothing(
     return edit
 
 
-def make_key(edit: Edit, model: Model, kind: Kind) -> Key:
-    return name_key(digest(edit.picture), model.digest, edit, model, kind)
+def make_key(edit: Edit, model: Model, kind: Kind, cache_dtype: CacheDtype = "model") -> Key:
+    return name_key(digest(edit.picture), model.digest, edit, model, kind, cache_dtype)
 
 
-def name_key(picture: str, identity: str, edit: Edit, model: Model, kind: Kind, tenant: str = "") -> Key:
+def name_key(
+    picture: str,
+    identity: str,
+    edit: Edit,
+    model: Model,
+    kind: Kind,
+    cache_dtype: CacheDtype = "model",
+    tenant: str = "",
+) -> Key:
     """Of the whole schedule, whatever the edit's strength: one that is below 1 takes the last of the same steps. Looks
     neither at pixels, if the edit names its size, nor at weights."""
     size = choose_size(edit, model)
@@ -188,6 +199,7 @@ def name_key(picture: str, identity: str, edit: Edit, model: Model, kind: Kind, 
         guidance=model.embedded_guidance(edit),
         kind=kind,
         dtype=str(model.dtype),
+        cache_dtype=cache_dtype,
         tenant=tenant,
     )
 

@@ -120,6 +120,10 @@ class Model(ABC):
         """Tokens of a clean picture and pixels of a mask [1, 1, height, width] -> what fill models see beside the
         latents [tokens, channels]."""
 
+    def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Jobs that go through the network together, one pass after the other."""
+        return [list(jobs)]
+
     @abstractmethod
     def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
         """To each job, for each of its branches, a prediction [tokens, channels] of all tokens or of the masked."""

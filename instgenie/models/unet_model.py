@@ -92,11 +92,14 @@ class UnetModel(Model):
         mask = interpolate(pixels, scale_factor=1 / self.pixels_per_latent)
         return torch.cat([pack_latents(mask, self.latents_per_token), tokens], dim=1)
 
-    def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
+    def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Jobs of different size run one size after the other."""
+        return [[job for job in jobs if job.grid == grid] for grid in dict.fromkeys(job.grid for job in jobs)]
+
+    def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
         predictions: dict[Job, list[Tensor]] = {job: [] for job in jobs}
-        for grid in dict.fromkeys(job.grid for job in jobs):
-            group = group_jobs([job for job in jobs if job.grid == grid], self.pixels_per_latent)
+        for together in self.passes(jobs):
+            group = group_jobs(together, self.pixels_per_latent)
             for member, predicted in zip(group.members, predict(self.unet, group), strict=True):
                 predictions[member.job].append(predicted.flatten(1).T)
         return list(predictions.values())

@@ -63,6 +63,11 @@ OPTIONS = (
     Option("disk-cache-gib", real(0.001, 2**20), 100.0, "most that folder may hold (default 100)", "GIB"),
     Option("remote-cache", text, None, "the same for several machines: s3://bucket/folder, ... (default: none)", "URL"),
     Option("remote-cache-gib", real(0.001, 2**30), 1000.0, "most it may hold (default 1000)", "GIB"),
+    Option("cache-dtype", one_of("model", "fp8"), "model",
+           "what activations are kept in: what the model computes in, or half its bytes (default model)", "DTYPE"),
+    Option("plan", one_of("cached", "greedy", "exact"), "cached",
+           "blocks that are computed in full though they are cached: none, so that pictures do not depend on the load "
+           "(default cached), or where loading is slow", "HOW"),
     Option("max-body-mib", whole(1, 4096), 64, "largest request body (default 64)", "MIB"),
     Option("max-megapixels", real(0.1, MAX_PIXELS / 1e6), 16.8, "largest picture (default 16.8)"),
     Option("body-timeout", real(0.1, 3600), 60.0, "seconds in which a request body has to arrive (default 60)"),
@@ -100,6 +105,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             max_batch_size=values["max_batch_size"],
             max_queue=values["max_queue"],
             batching=values["batching"],
+            plan=values["plan"],
             reuse=values["reuse"],
             policy=values["routing"],
             cache=make_cache(values),
@@ -116,6 +122,7 @@ def make_cache(values: Mapping[str, Any]) -> CacheConfig:
         disk_bytes=round(values["disk_cache_gib"] * GIB),
         remote=values["remote_cache"],
         remote_bytes=round(values["remote_cache_gib"] * GIB),
+        dtype=values["cache_dtype"],
     )
 
 

@@ -23,6 +23,7 @@ from instgenie.batch import Job
 from instgenie.config import ProcessConfig
 from instgenie.engine.frames import read_job, tensor_frame, tensor_head
 from instgenie.engine.loop import Engine
+from instgenie.engine.planning import make_planning
 from instgenie.engine.register import Registration, make_activations, name_key, reuse
 from instgenie.models.memory import is_out_of_memory
 from instgenie.models.model import Model
@@ -96,7 +97,7 @@ class Denoiser:
         self.config = config
         self.model = model
         self.line = line
-        self.engine = Engine(model, config.max_batch_size)
+        self.engine = Engine(model, config.max_batch_size, make_planning(model, config.model, config.plan))
         self.waiting: deque[list[Running]] = deque()  # groups, each joins as one
         self.running: dict[Job, Running] = {}
         self.registering: dict[str, Registering] = {}
@@ -167,7 +168,7 @@ class Denoiser:
 
     def make_key(self, template: TemplateHead) -> Key:
         edit = Edit(NO_PICTURE, NO_MASK, "", steps=template.steps, guidance=template.guidance, size=template.size)
-        return name_key(template.id, template.model, edit, self.model, KIND, template.tenant)
+        return name_key(template.id, template.model, edit, self.model, KIND, self.config.cache.dtype, template.tenant)
 
     def cancel(self, message: Cancel, _: list[Frame]) -> None:
         if registering := self.registering.pop(message.id, None):
