@@ -5,7 +5,7 @@ Loads run one after the other in the order in which they are started. A buffer i
 released it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -43,8 +43,9 @@ class Lane(Protocol):
     def make_room(self, num_bytes: int) -> Tensor:
         """Memory [bytes] for buffers."""
 
-    def settle(self) -> None:
-        """What is started from here on comes after all that was computed so far: buffers may lie otherwise."""
+    def settle(self, needed: Iterable[Tensor]) -> None:
+        """What is started from here on comes after all that was computed so far: buffers may lie otherwise, and these
+        rows are what loads will ask for."""
 
     def form(self, activations: Activations, kept: Tensor) -> Form: ...
 
@@ -76,8 +77,10 @@ class StreamLane:
         room.record_stream(self.stream)  # it is nobody else's before both streams are done with it
         return room
 
-    def settle(self) -> None:
+    def settle(self, needed: Iterable[Tensor]) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for index in needed:
+            index.record_stream(self.stream)  # a job may be gone before a load that was started for it
 
     def form(self, activations: Activations, kept: Tensor) -> Form:
         shape = (0,) if kept.device == self.device else tuple(kept.shape)
@@ -126,7 +129,7 @@ class ThreadLane:
     def make_room(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def settle(self) -> None:
+    def settle(self, needed: Iterable[Tensor]) -> None:
         """What was computed so far is done; what was started goes first, for there is one thread."""
 
     def form(self, activations: Activations, kept: Tensor) -> Form:

@@ -77,7 +77,7 @@ class Loader:
         sizes = [sum(map(num_bytes, stop)) for stop in forms]
         size = max(sizes, default=0)
         self.num_buffers = self.choose_num_buffers(size, len(route.stops))
-        self.lane.settle()
+        self.lane.settle({needed(part) for parts in route.stops for part in parts})
         if size * self.num_buffers > len(self.memory):
             self.rooms.clear()
             self.memory = torch.empty(0, dtype=torch.uint8)  # it goes before there is more
@@ -142,6 +142,10 @@ def make_load(part: Part, room: Tensor) -> Load:
     source = part.source
     kept = source.kept(part.place, part.branch)
     return Load(source.activations, kept, source.needed(kept.shape[1]), room)
+
+
+def needed(part: Part) -> Tensor:
+    return part.source.needed(part.source.kept(part.place, part.branch).shape[1])
 
 
 def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, int]]:

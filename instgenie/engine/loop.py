@@ -34,6 +34,8 @@ class Engine:
 
     def leave(self, job: Job) -> None:
         self.jobs.remove(job)
+        if not self.jobs:
+            self.loader.start(())
 
     def step(self) -> list[Job]:
         """Pick jobs, plan, load, run the model, advance, hand over the finished."""

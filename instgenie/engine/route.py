@@ -89,7 +89,7 @@ def make_route(passes: Iterable[Sequence[Job]]) -> Route:
     for jobs in passes:
         own = find_sources(jobs)
         sources += own
-        for place in sorted(frozenset().union(*(source.places for source in own))):
+        for place in sorted({place for source in own for place in source.places}):
             there = [source for source in own if place in source.places]
             stops.append(tuple(Part(source, place, branch) for source in there for branch in source.branches))
     return Route(tuple(sources), tuple(stops))
