@@ -77,13 +77,15 @@ def plan_batch(
 
 
 def plan_exact(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:
-    known = min(
-        plan_greedy(costs, kind, units, lead), plan_prefix(costs, kind, units, lead), key=lambda one: one.seconds
-    )
     if kind == "kv" and len(units) == 1:
-        return known  # a dense prefix is all there is
-    found = search(costs, kind, units, lead, known.seconds)
-    return known if found is None else min(known, timed(found, costs, lead), key=lambda one: one.seconds)
+        return plan_prefix(costs, kind, units, lead)  # a dense prefix is all there is
+    if kind == "y":  # tokens come back at any time; but of equal blocks in a row, the dense ones go first
+        units = [len(list(run)) for _, run in groupby(costs)]
+    options = list(make_options(costs, kind, units))
+    known, most = dense_first(options, lead)
+    tail = min(cost.cached for cost in costs)  # whatever is loaded last is computed behind that
+    found = search(options, find_share(options, lead), tail, lead, most)
+    return timed(unwind(found or known, units), costs, lead)
 
 
 def plan_greedy(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:
@@ -148,27 +150,34 @@ class Option(NamedTuple):
     num_dense: int
 
 
-def search(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float, most: float) -> Plan | None:
-    """The fastest plan that takes less than `most` seconds, if there is one."""
-    if kind == "y":  # tokens come back at any time; but of equal blocks in a row, the dense ones go first
-        units = [len(list(run)) for _, run in groupby(costs)]
-    share, still = bounds(costs, lead)
-    least = list(accumulate((min(cost.cached, cost.dense) for cost in reversed(costs)), initial=0.0))[::-1]
+def search(
+    options: Sequence[Sequence[Option]], share: float, tail: float, lead: float, most: float
+) -> Sequence[Option] | None:
+    """The fastest plan that takes less than `most` seconds, if there is one that caches anything."""
+    rest = 1 - share
+    still = list(accumulate((least(unit, share) for unit in reversed(options)), initial=share * tail))[::-1]
+    still_computed = list(accumulate((least(unit, 0.0) for unit in reversed(options)), initial=0.0))[::-1]
     states: list[State] = [(-lead, 0.0, 0, ())]
-    for end, options in zip(accumulate(units), make_options(costs, kind, units), strict=True):
+    for index, unit in enumerate(options, 1):
+        end = most - still[index]
         reached = [
-            (
-                at + load,
-                first if (first := now + compute) > (last := at + wait) else last,
-                bits | sets,
-                (num_dense, path),
-            )
+            (loaded, computed, bits | option[4], (option, path))
             for at, now, bits, path in states
-            for load, compute, wait, needs, sets, num_dense in options
-            if not bits & needs
+            for option in unit
+            if not bits & option[3]
+            and share * (loaded := at + option[0])
+            + rest * (computed := first if (first := now + option[1]) > (last := at + option[2]) else last)
+            < end
         ]
-        states = front(reached, share, most - still[end], most - least[end])
-    return unwind(min(states, key=itemgetter(1))[3], units) if states else None
+        states = front(reached, most - still_computed[index])
+    if not states:
+        return None
+    path = min(states, key=itemgetter(1))[3]
+    chosen = []
+    while path:
+        option, path = path
+        chosen.append(option)
+    return chosen[::-1]
 
 
 def make_options(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int]) -> Iterator[list[Option]]:
@@ -205,37 +214,59 @@ def unit_options(unit: Sequence[BlockCost], bits: Sequence[int]) -> list[Option]
     return options
 
 
-def front(states: list[State], share: float, most: float, most_computed: float) -> list[State]:
+def front(states: list[State], most: float) -> list[State]:
     """The states that no other is ahead of in both streams, and that can still end in time."""
     states.sort(key=itemgetter(0))
     kept = []
-    best, rest = most_computed, 1 - share
     for state in states:
-        computed = state[1]
-        if computed < best and share * state[0] + rest * computed < most:
-            best = computed
+        if state[1] < most:
+            most = state[1]
             kept.append(state)
     return kept
 
 
-def bounds(costs: Sequence[BlockCost], lead: float) -> tuple[float, list[float]]:
-    """A share s and, for each block, a sum: from a place before that block no plan ends before
-    s * loaded + (1 - s) * computed + sum, for a step is as long as either stream and so as any mean of the two."""
+def find_share(options: Sequence[Sequence[Option]], lead: float) -> float:
+    """Of all means of the two streams, share * loaded + (1 - share) * computed, that whose least is highest: a step is
+    as long as either stream, and so as any mean of the two."""
     low, high = 0.0, 1.0
-    counts = Counter(costs).items()
-    for _ in range(NUM_BISECTIONS):  # towards the share whose bound on the whole step is highest
+    counts = Counter(map(id, options))
+    distinct = {id(unit): unit for unit in options}
+    for _ in range(NUM_BISECTIONS):
         share = (low + high) / 2
         slope = -lead
-        for (cached, dense, load), count in counts:
-            slope += count * (load - cached if share * load + (1 - share) * cached < (1 - share) * dense else -dense)
+        for name, unit in distinct.items():
+            option = best(unit, share)
+            slope += counts[name] * (option.load - option.compute)
         low, high = (share, high) if slope > 0 else (low, share)
-    rest = [min(low * load + (1 - low) * cached, (1 - low) * dense) for cached, dense, load in reversed(costs)]
-    return low, list(accumulate(rest, initial=0.0))[::-1]
+    return low
 
 
-def unwind(path: Any, units: Sequence[int]) -> Plan:
-    plan: Plan = ()
-    for length in reversed(units):
-        num_dense, path = path
-        plan = (False,) * num_dense + (True,) * (length - num_dense) + plan
-    return plan
+def best(unit: Sequence[Option], share: float) -> Option:
+    rest = 1 - share
+    return min(unit, key=lambda option: share * option[0] + rest * option[1])
+
+
+def least(unit: Sequence[Option], share: float) -> float:
+    option = best(unit, share)
+    return share * option.load + (1 - share) * option.compute
+
+
+def dense_first(options: Sequence[Sequence[Option]], lead: float) -> tuple[list[Option], float]:
+    """The fastest of those plans that are dense up to somewhere and cached from there on, and its seconds."""
+    dense = list(accumulate((unit[0].compute for unit in options), initial=0.0))
+    found, most = (0, options[0][0]), math.inf
+    after, wait = 0.0, -math.inf  # of the units behind, all cached; as in an option
+    for index in range(len(options) - 1, -1, -1):
+        for option in options[index]:
+            computed = max(dense[index] + option.compute, option.wait - lead)
+            if (seconds := max(computed + after, option.load - lead + wait)) < most:
+                found, most = (index, option), seconds
+        cached = options[index][-1]
+        after, wait = cached.compute + after, max(cached.wait + after, cached.load + wait)
+    index, option = found
+    return [*(unit[0] for unit in options[:index]), option, *(unit[-1] for unit in options[index + 1 :])], most
+
+
+def unwind(path: Sequence[Option], units: Sequence[int]) -> Plan:
+    pairs = zip(path, units, strict=True)
+    return tuple(block >= option.num_dense for option, length in pairs for block in range(length))

@@ -95,6 +95,8 @@ def studied(steps: int) -> list[Reuse]:
         of_quality("fast", steps),
         balanced,
         of_quality("balanced", steps, kind="y"),
+        of_quality("balanced", steps, cache_dtype="fp8"),
+        of_quality("balanced", steps, "y", "fp8"),
         *(Reuse(dense_steps=num) for num in (0, 1, 2, 4, 8)),
         *(Reuse(dense_blocks=num) for num in (1, 2, 4)),
         *(Reuse(halo=num) for num in (1, 2)),

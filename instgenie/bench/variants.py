@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from instgenie.activations import Activations, Kind
+from instgenie.activations import Activations, CacheDtype, Kind
 from instgenie.batch import Job
 from instgenie.bench.baselines import StepSkipping, crop, drop_unmasked, find_threshold, put_back, side_of_cost
 from instgenie.bench.cost import job_flops
@@ -32,6 +32,7 @@ class Reuse:
     """One way to reuse a template's activations."""
 
     kind: Kind = "kv"
+    cache_dtype: CacheDtype = "model"
     caption: bool = False  # registered with the picture's caption instead of the empty prompt
     isolated: bool = False  # registered without text
     dense_steps: int = 0
@@ -41,6 +42,7 @@ class Reuse:
     @property
     def name(self) -> str:
         parts = {
+            "fp8": self.cache_dtype == "fp8",
             "caption": self.caption,
             "isolated": self.isolated,
             count(self.dense_steps, "dense step"): self.dense_steps,
@@ -50,17 +52,17 @@ class Reuse:
         return ", ".join([self.kind, *(part for part, on in parts.items() if on)])
 
     @property
-    def registration(self) -> tuple[Kind, bool, bool]:
-        return self.kind, self.caption, self.isolated
+    def registration(self) -> tuple[Kind, CacheDtype, bool, bool]:
+        return self.kind, self.cache_dtype, self.caption, self.isolated
 
 
 def count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def of_quality(quality: Quality, steps: int, kind: Kind = "kv") -> Reuse:
+def of_quality(quality: Quality, steps: int, kind: Kind = "kv", cache_dtype: CacheDtype = "model") -> Reuse:
     setting = SETTINGS[quality]
-    return Reuse(kind, dense_steps=setting.dense_steps(steps), halo=setting.halo)
+    return Reuse(kind, cache_dtype, dense_steps=setting.dense_steps(steps), halo=setting.halo)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,11 +126,13 @@ class Runner:
             for how in same:
                 yield how, [make_cached(job, cache, how) for job, cache in zip(jobs, activations, strict=True)]
 
-    def register(self, sample: Sample, kind: Kind, caption: bool, isolated: bool) -> Activations:
+    def register(
+        self, sample: Sample, kind: Kind, cache_dtype: CacheDtype, caption: bool, isolated: bool
+    ) -> Activations:
         edit = sample.edit
         at_once = NUM_STEPS_AT_ONCE[self.model.device.type]
         prompt = sample.caption if caption else ""
-        options = edit.size, edit.steps, edit.guidance, kind, at_once, prompt, isolated
+        options = edit.size, edit.steps, edit.guidance, kind, at_once, prompt, isolated, cache_dtype
         return register(edit.picture, self.model, *options)
 
     def skip(self, jobs: Sequence[Job], target: float) -> Outcome:
