@@ -405,6 +405,41 @@ def test_bench_edit_measures_what_it_is_asked_for(desk: Path, folders: dict[str,
     assert report["machine"]["kernels"] == "off"
 
 
+def test_bench_edit_measures_tiers_policies_and_storage(desk: Path, folders: dict[str, Path]) -> None:
+    given = ["--model", str(folders["sdxl"]), "--device", "cpu", "--size", "64x64", "--json", "bench.json"]
+    asked = ["--tier", "gpu", "--tier", "host", "--policy", "naive", "--policy", "exact", "--cache-dtype", "fp8"]
+    asked += ["--system", "cached", "--mask-ratio", "0.3", "--rows", "whole"]
+    assert main(["bench", "edit", *given, *asked, "--steps", "2", "--repeats", "1"]) == 0
+    rows = json.loads(Path("bench.json").read_text())["rows"]
+    assert {(row["kind"], row["cache_dtype"]) for row in rows} == {("kv", "fp8")}
+    assert [(row["tier"], row["policy"]) for row in rows] == [("gpu", "cached"), ("host", "naive"), ("host", "exact")]
+
+
+def test_bench_pipeline_draws_what_it_measures(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(folders["sdxl"]), "--device", "cpu", "--size", "64x64", "--kind", "y", "--batch", "2"]
+    files = ["--timeline", "out.html", "--trace", "out.json"]
+    assert main(["bench", "pipeline", *given, *files, "--policy", "naive", "--policy", "cached"]) == 0
+    page, trace = Path("out.html").read_text(), json.loads(Path("out.json").read_text())
+    assert page.count("<svg") == 2
+    assert "block 5, cached" in page
+    assert "http" not in page.replace("http://www.w3.org", "")  # nothing from elsewhere
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {bar["pid"] for bar in bars} == {0, 1}
+    for policy in (0, 1):
+        loads = [bar for bar in bars if bar["pid"] == policy and bar["cat"] == "load"]
+        assert len(loads) == 12  # eight blocks, and what left the four transformers
+    out = capsys.readouterr().out
+    assert "naive" in out
+    assert "out.html" in out
+
+
+def test_bench_pipeline_needs_a_folder_for_its_page(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "pipeline", "--timeline", "missing/out.html"]) == 2
+    assert "no folder missing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ratio", ["0", "1.5", "many"])
 def test_mask_ratios_are_shares(ratio: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

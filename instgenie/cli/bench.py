@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +16,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(required=True, metavar="WHAT")
     about_bench = "Time edits through diffusers' own pipeline and through our engine, dense and cached, side by side."
     add_bench_edit(benches.add_parser("edit", help="edits, beside diffusers", description=about_bench))
+    about_pipeline = "Show what a step computes and loads when, with every policy: activations are in main memory."
+    add_bench_pipeline(benches.add_parser("pipeline", help="loads beside a step", description=about_pipeline))
     about_quality = "Edit held-out photographs with every method, same seeds, and compare with the dense edits."
     add_bench_quality(benches.add_parser("quality", help="fidelity against cost", description=about_quality))
     about_load = "Send edits to a running server, or to three kinds of servers in turn, and time the answers."
@@ -65,6 +67,33 @@ def run_bench_edit(options: argparse.Namespace) -> None:
     study = Study(**asked)
     with kernels(enabled=not options.no_kernels):
         bench_edit(options.model, options.device, options.size, study, options.json)
+
+
+def add_bench_pipeline(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_pipeline)
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="write a page to look at (HTML)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or Chrome (JSON)")
+    about_ratio = "share of the tokens that is masked (default 0.11)"
+    parser.add_argument("--mask-ratio", type=ratio, default=0.11, metavar="R", help=about_ratio)
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="edits at once (default 1)")
+    parser.add_argument("--kind", choices=["kv", "y"], default="kv", help="what is kept (default kv)")
+    about_dtype = "what it is kept in; default: model on a GPU, fp8 on a CPU, which loads nothing else"
+    parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), help=about_dtype)
+    about_rows = "rows that are copied: whole places, those that are needed, or what is faster (auto)"
+    parser.add_argument("--rows", choices=["auto", "whole", "needed"], default="auto", help=about_rows)
+    about_policy = "which policies; may be given several times (default naive, cached, greedy, exact)"
+    parser.add_argument("--policy", action="append", choices=get_args(PlanPolicy), help=about_policy)
+    add_model(parser)
+
+
+def run_bench_pipeline(options: argparse.Namespace) -> None:
+    from instgenie.bench.pipeline import Study, bench_pipeline  # brings torch and diffusers
+
+    hide_loading_bars()
+    study = Study(options.mask_ratio, options.batch, options.kind, options.cache_dtype, options.rows)
+    if options.policy:
+        study = replace(study, policies=tuple(options.policy))
+    bench_pipeline(options.model, options.device, options.size, study, options.timeline, options.trace)
 
 
 def add_bench_quality(parser: argparse.ArgumentParser) -> None:

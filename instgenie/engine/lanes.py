@@ -25,6 +25,7 @@ GATHER_SLOWDOWN = 55 / 51  # of a byte that a kernel reads from page-locked memo
 class Load:
     """One thing that is read of one template."""
 
+    place: int
     activations: Activations
     kept: Tensor  # [2 or 1, tokens, width or bytes], where it lies
     needed: Tensor  # [rows], those that are read
@@ -90,10 +91,13 @@ class StreamLane:
         if released := self._released.get(buffer):
             self.stream.wait_event(released)
         with torch.cuda.stream(self.stream):
-            for load in loads:
-                if load.room.numel():
-                    self.copy(load)
+            self.fill(loads)
         self._filled.setdefault(buffer, torch.cuda.Event()).record(self.stream)
+
+    def fill(self, loads: Sequence[Load]) -> None:
+        for load in loads:
+            if load.room.numel():
+                self.copy(load)
 
     def copy(self, load: Load) -> None:
         if self.copies_needed(load):
@@ -136,7 +140,12 @@ class ThreadLane:
         return Form(unpacked_shape(kept), activations.dtype)
 
     def start(self, buffer: int, loads: Sequence[Load]) -> None:
-        self._filled[buffer] = self._thread.submit(unpack_all, loads)
+        self._filled[buffer] = self._thread.submit(self.fill, loads)
+
+    @torch.inference_mode()
+    def fill(self, loads: Sequence[Load]) -> None:
+        for load in loads:
+            unpack_rows(load.kept, load.room)
 
     def wait(self, buffer: int) -> None:
         self._filled[buffer].result()
@@ -146,12 +155,6 @@ class ThreadLane:
 
     def take(self, load: Load) -> Tensor:
         return load.room
-
-
-@torch.inference_mode()
-def unpack_all(loads: Sequence[Load]) -> None:
-    for load in loads:
-        unpack_rows(load.kept, load.room)
 
 
 def make_lane(device: torch.device, rows: Rows = "auto") -> Lane:

@@ -109,6 +109,9 @@ class Loader:
         self.release(max(self.stop, 0), stop)
         self.stop = stop
         self.start_loads()
+        self.wait(stop)
+
+    def wait(self, stop: int) -> None:
         self.lane.wait(self.buffer(stop))
 
     def release(self, first: int, end: int) -> None:
@@ -141,7 +144,7 @@ class SourceReader:
 def make_load(part: Part, room: Tensor) -> Load:
     source = part.source
     kept = source.kept(part.place, part.branch)
-    return Load(source.activations, kept, source.needed(kept.shape[1]), room)
+    return Load(part.place, source.activations, kept, source.needed(kept.shape[1]), room)
 
 
 def needed(part: Part) -> Tensor:

@@ -1,0 +1,283 @@
+"""One step of cached jobs whose activations are loaded meanwhile, with every policy: what computes and what loads when.
+
+The first steps warm up; the last but one is shown, so that what was loaded ahead before it and what is loaded ahead
+during it are there to see. On a CUDA device times are those of events on its streams, elsewhere those of a clock.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from instgenie.activations import Activations, CacheDtype, Kind
+from instgenie.batch import Job
+from instgenie.bench.edit import describe_machine, make_edits, move_to_host, now, sample_picture
+from instgenie.bench.scatter import write_text
+from instgenie.bench.timeline import Bar, Track, chrome_trace, draw_page
+from instgenie.cache.host import HostTier
+from instgenie.engine.lanes import Load, Rows, StreamLane, ThreadLane
+from instgenie.engine.loading import Loader
+from instgenie.engine.loop import Engine
+from instgenie.engine.planning import Planning
+from instgenie.engine.prepare import prepare
+from instgenie.engine.register import register, reuse
+from instgenie.errors import InstGenieError
+from instgenie.latency import Latency, find_latency
+from instgenie.models.device import device_name
+from instgenie.models.load import load
+from instgenie.models.memory import memory_guard
+from instgenie.models.model import Model
+from instgenie.planner import Plan
+from instgenie.types import PlanPolicy
+
+STEPS = 5
+SHOWN = STEPS - 2
+HOST_BYTES = 2**50
+MIN_WAIT = 0.02  # ms; less is what it takes to look
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to look at."""
+
+    mask_ratio: float = 0.11
+    batch: int = 1
+    kind: Kind = "kv"
+    cache_dtype: CacheDtype | None = None  # None: what has to be loaded on the device
+    rows: Rows = "auto"
+    policies: tuple[PlanPolicy, ...] = ("naive", "cached", "greedy", "exact")
+
+
+Mark = Any  # a CUDA event, or seconds
+
+
+class Clock:
+    """Marks in time, on the stream in use of a CUDA device or of whoever asks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+
+    def mark(self) -> Mark:
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Mark, end: Mark) -> float:
+        """Milliseconds."""
+        return float(start.elapsed_time(end)) if self.is_cuda else 1000 * (end - start)
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A place that is read: asked for, then there."""
+
+    place: int
+    asked: Mark
+    there: Mark
+
+
+@dataclass(eq=False)
+class StepMarks:
+    plan: Plan
+    start: Mark
+    moments: list[Moment]
+    end: Mark = None
+
+
+@dataclass(frozen=True, eq=False)
+class Filled:
+    """A load, when it was under way."""
+
+    step: int
+    place: int
+    start: Mark
+    end: Mark
+
+
+Note = Callable[[int, Mark, Mark], None]
+
+
+class TimedStreamLane(StreamLane):
+    def __init__(self, device: torch.device, rows: Rows, note: Note, clock: Clock) -> None:
+        super().__init__(device, rows)
+        self.note, self.clock = note, clock
+
+    def fill(self, loads: Sequence[Load]) -> None:
+        start = self.clock.mark()
+        super().fill(loads)
+        self.note(loads[0].place, start, self.clock.mark())
+
+
+class TimedThreadLane(ThreadLane):
+    def __init__(self, note: Note, clock: Clock) -> None:
+        super().__init__()
+        self.note, self.clock = note, clock
+
+    def fill(self, loads: Sequence[Load]) -> None:
+        start = self.clock.mark()
+        super().fill(loads)
+        self.note(loads[0].place, start, self.clock.mark())
+
+
+class TimedLoader(Loader):
+    """Notes when steps, reads and loads begin and end."""
+
+    def __init__(self, model: Model, max_buffers: int | None, rows: Rows) -> None:
+        super().__init__(model, max_buffers, rows)
+        self.clock = Clock(model.device)
+        self.steps: list[StepMarks] = []
+        self.filled: list[Filled] = []
+        if model.device.type == "cuda":
+            self.lane = TimedStreamLane(model.device, rows, self.note, self.clock)
+        else:
+            self.lane = TimedThreadLane(self.note, self.clock)
+
+    def note(self, place: int, start: Mark, end: Mark) -> None:
+        self.filled.append(Filled(self.step, place, start, end))
+
+    @contextmanager
+    def loading(self, jobs: Sequence[Job]) -> Iterator[None]:
+        with super().loading(jobs):
+            step = StepMarks(jobs[0].plan, self.clock.mark(), [])
+            self.steps.append(step)
+            yield
+            step.end = self.clock.mark()
+
+    def wait(self, stop: int) -> None:
+        asked = self.clock.mark()
+        super().wait(stop)
+        self.steps[-1].moments.append(Moment(self.route.stops[stop][0].place, asked, self.clock.mark()))
+
+
+def bench_pipeline(
+    name: str, device: str, size: tuple[int, int] | None, study: Study, timeline: Path | None, trace: Path | None
+) -> None:
+    for path in (timeline, trace):
+        if path and not path.parent.is_dir():
+            raise InstGenieError(f"{path} cannot be written: there is no folder {path.parent}")
+    model = load(name, device)
+    size = size or (model.own_size, model.own_size)
+    cache_dtype = study.cache_dtype or ("model" if model.device.type == "cuda" else "fp8")
+    latency = find_latency(device_name(model.device), name, model.device.type)
+    with Progress(console=Console(stderr=True), transient=True) as progress, memory_guard("a step"):
+        task = progress.add_task("measuring", total=len(study.policies))
+        host = HostTier(HOST_BYTES)
+        near = register(sample_picture(size), model, size, STEPS, kind=study.kind, cache_dtype=cache_dtype)
+        activations = move_to_host(near, host, model)
+        del near
+        tracks = []
+        for policy in study.policies:
+            tracks.append(measure(model, size, activations, latency, study, policy))
+            progress.advance(task)
+    machine = describe_machine(model)
+    title = f"One step of {name}, {size[1]}x{size[0]}, mask ratio {study.mask_ratio:g}, batch {study.batch}"
+    kept = f"{study.kind}, kept in {'eight bits' if cache_dtype == 'fp8' else machine['dtype']}"
+    about = f"Activations ({kept}) are in main memory. " + ", ".join(f"{key} {value}" for key, value in machine.items())
+    print_tracks(tracks, title, about)
+    if timeline:
+        write_text(draw_page(title, about, tracks), timeline)
+        print(timeline)
+    if trace:
+        write_text(chrome_trace(tracks), trace)
+        print(trace)
+
+
+def measure(
+    model: Model, size: tuple[int, int], activations: Activations, latency: Latency, study: Study, policy: PlanPolicy
+) -> Track:
+    edits = make_edits(model, size, STEPS, study.mask_ratio, study.batch)
+    loader = TimedLoader(model, 1 if policy == "naive" else None, study.rows)
+    for _ in range(2):  # once to warm up
+        loader.steps.clear()
+        loader.filled.clear()
+        engine = Engine(model, study.batch, Planning(model, latency, policy), loader)
+        for edit in edits:
+            engine.join(reuse(prepare(edit, model), activations))
+        while engine.jobs:
+            engine.step()
+        now(model.device)  # waits for it
+    return make_track(policy, loader, activations)
+
+
+def make_track(policy: str, loader: TimedLoader, activations: Activations) -> Track:
+    step, clock = loader.steps[SHOWN], loader.clock
+    step_ms = clock.between(step.start, step.end)
+    places = Places(activations, step.plan)
+    bars = list(compute_bars(step, clock, places))
+    for filled in loader.filled:
+        start, end = clock.between(step.start, filled.start), clock.between(step.start, filled.end)
+        if filled.step == SHOWN:
+            bars.append(Bar("load", "load", f"loads {places.name(filled.place)}", start, end))
+        elif filled.step == SHOWN + 1 and start < step_ms:
+            bars.append(Bar("load", "ahead", f"loads {places.name(filled.place)} for the next step", start, end))
+    waiting = sum(bar.end - bar.start for bar in bars if bar.what == "wait")
+    loading = sum(bar.end - bar.start for bar in bars if bar.what == "load")
+    num_dense = sum(not cached for cached in step.plan)
+    about = f"{step_ms:.1f} ms a step, {waiting:.1f} of them waiting; {loading:.1f} ms of loading"
+    return Track(policy, f"{about}; {num_dense} of {len(step.plan)} blocks dense", step_ms, bars)
+
+
+def compute_bars(step: StepMarks, clock: Clock, places: "Places") -> Iterator[Bar]:
+    """From what was read to what is read next; the first is what comes before anything is read."""
+    asked = [clock.between(step.start, moment.asked) for moment in step.moments]
+    there = [clock.between(step.start, moment.there) for moment in step.moments]
+    read = [-1, *(moment.place for moment in step.moments), places.num_places]
+    ends = [*asked, clock.between(step.start, step.end)]
+    for place, following, start, end in zip(read, read[1:], [0.0, *there], ends, strict=False):
+        yield places.bar(place, following, start, end)
+    for place, start, end in zip(read[1:], asked, there, strict=False):
+        if end - start > MIN_WAIT:
+            yield Bar("compute", "wait", f"waits for {places.name(place)}", start, end)
+
+
+class Places:
+    """Names of what activations keep, and of what is computed between two of them."""
+
+    def __init__(self, activations: Activations, plan: Plan) -> None:
+        self.plan = plan
+        self.blocks: list[int | None] = []  # of each place; None: what left a unit
+        has_behind = len(activations.rows) > activations.num_blocks
+        block = 0
+        for length in activations.units:
+            self.blocks += [*range(block, block + length), *([None] if has_behind else [])]
+            block += length
+
+    @property
+    def num_places(self) -> int:
+        return len(self.blocks)
+
+    def name(self, place: int) -> str:
+        block = self.blocks[place]
+        return f"what left block {self.blocks[place - 1]}" if block is None else f"block {block}"
+
+    def bar(self, place: int, following: int, start: float, end: float) -> Bar:
+        """Of the blocks from a place on to before another; only the first of them can be cached."""
+        blocks = [block for block in self.blocks[max(place, 0) : following] if block is not None]
+        if not blocks:
+            return Bar("compute", "outside", "no block", start, end)
+        if self.plan[blocks[0]]:
+            return Bar("compute", "cached", f"block {blocks[0]}, cached", start, end)
+        several = f"blocks {blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"
+        return Bar("compute", "dense", f"{several}, dense", start, end)
+
+
+def print_tracks(tracks: Sequence[Track], title: str, about: str) -> None:
+    table = Table(title=title, caption=about)
+    table.add_column("policy")
+    for heading in ("step ms", "waiting ms", "loading ms", "dense ms"):
+        table.add_column(heading, justify="right")
+    for track in tracks:
+        spent = [
+            sum(bar.end - bar.start for bar in track.bars if bar.what == what) for what in ("wait", "load", "dense")
+        ]
+        table.add_row(track.name, f"{track.step_ms:.2f}", *(f"{ms:.2f}" for ms in spent))
+    Console().print(table)

@@ -1,0 +1,147 @@
+"""What ran when, as a page to look at and as a Chrome trace. Knows bars of two streams; measures nothing."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+Stream = Literal["compute", "load"]
+What = Literal["cached", "dense", "outside", "wait", "load", "ahead"]
+
+COLOURS: dict[What, str] = {
+    "cached": "#2f6fd0", "dense": "#e08a1e", "outside": "#9aa4b1", "wait": "#d64550", "load": "#2a9d6f",
+    "ahead": "#8fd0b4",
+}  # fmt: skip
+MEANINGS: dict[What, str] = {
+    "cached": "computes a cached block", "dense": "computes dense blocks", "outside": "computes what is in no block",
+    "wait": "waits for a load", "load": "loads for this step", "ahead": "loads for the next step",
+}  # fmt: skip
+WIDTH, LEFT, RIGHT = 1180, 78, 24
+ROW, GAP, HEAD = 26, 5, 34  # heights, of a stream, between streams, of a title
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Milliseconds from the beginning of a step."""
+
+    stream: Stream
+    what: What
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Track:
+    """One step with one policy."""
+
+    name: str
+    about: str
+    step_ms: float
+    bars: Sequence[Bar]
+
+
+def draw_page(title: str, about: str, tracks: Sequence[Track]) -> str:
+    first = min([0.0, *(bar.start for track in tracks for bar in track.bars)])
+    last = max(max(track.step_ms, *(bar.end for bar in track.bars)) for track in tracks)
+    drawn = "\n".join(draw_track(track, first, last) for track in tracks)
+    legend = "".join(
+        f'<span><i style="background:{COLOURS[what]}"></i>{escape(meaning)}</span>'
+        for what, meaning in MEANINGS.items()
+    )
+    return PAGE.format(title=escape(title), about=escape(about), legend=legend, tracks=drawn)
+
+
+def draw_track(track: Track, first: float, last: float) -> str:
+    height = HEAD + 2 * ROW + GAP + 30
+
+    def x(ms: float) -> float:
+        return LEFT + (ms - first) / (last - first) * (WIDTH - LEFT - RIGHT)
+
+    tops: dict[Stream, int] = {"compute": HEAD, "load": HEAD + ROW + GAP}
+    bottom = HEAD + 2 * ROW + GAP
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(track.name)}">',
+        f'<text x="{LEFT}" y="20" class="name">{escape(track.name)}</text>',
+        f'<text x="{LEFT + 80}" y="20" class="about">{escape(track.about)}</text>',
+    ]
+    for ms in ticks(first, last):
+        parts.append(f'<line x1="{x(ms):.1f}" x2="{x(ms):.1f}" y1="{HEAD - 4}" y2="{bottom + 4}" class="grid"/>')
+        parts.append(f'<text x="{x(ms):.1f}" y="{bottom + 19}" class="tick">{ms:g} ms</text>')
+    for stream, top in tops.items():
+        parts.append(f'<text x="{LEFT - 10}" y="{top + ROW / 2 + 4}" class="stream">{stream}</text>')
+        parts.append(
+            f'<rect x="{x(first):.1f}" y="{top}" width="{x(last) - x(first):.1f}" height="{ROW}" class="lane"/>'
+        )
+    for bar in track.bars:
+        width = max(x(bar.end) - x(bar.start), 0.4)
+        gap = 0.6 if width > 2.5 else 0
+        parts.append(
+            f'<rect x="{x(bar.start):.2f}" y="{tops[bar.stream]}" width="{width - gap:.2f}" height="{ROW}" '
+            f'fill="{COLOURS[bar.what]}"><title>{escape(bar.name)}: {bar.end - bar.start:.2f} ms, '
+            f"from {bar.start:.2f} to {bar.end:.2f}</title></rect>"
+        )
+    parts.append(f'<line x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{HEAD - 8}" y2="{bottom + 4}" class="edge"/>')
+    end = x(track.step_ms)
+    parts.append(f'<line x1="{end:.1f}" x2="{end:.1f}" y1="{HEAD - 8}" y2="{bottom + 4}" class="edge"/>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def ticks(first: float, last: float) -> list[float]:
+    """Round numbers, about ten of them."""
+    span = last - first
+    step = next(s for power in range(-3, 7) for s in (10.0**power, 2 * 10.0**power, 5 * 10.0**power) if span / s <= 12)
+    return [
+        round(count * step, 6) for count in range(round(first / step), int(last / step) + 1) if count * step >= first
+    ]
+
+
+def chrome_trace(tracks: Sequence[Track]) -> str:
+    """For Perfetto or chrome://tracing; times there are microseconds."""
+    events: list[dict[str, object]] = []
+    for process, track in enumerate(tracks):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": track.name}})
+        for thread, stream in enumerate(("compute", "load")):
+            names = {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": stream}}
+            events.append(names)
+            events += [
+                {
+                    "ph": "X", "name": bar.name, "cat": bar.what, "pid": process, "tid": thread,
+                    "ts": round(1000 * bar.start, 3), "dur": round(1000 * (bar.end - bar.start), 3),
+                }
+                for bar in track.bars
+                if bar.stream == stream
+            ]  # fmt: skip
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ margin: 0 auto; padding: 28px 32px 40px; max-width: 1240px; color: #1f2328; background: #fff;
+       font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }}
+h1 {{ font-size: 22px; margin: 0 0 4px; }}
+p {{ margin: 0 0 14px; color: #57606a; max-width: 90ch; }}
+.legend {{ display: flex; flex-wrap: wrap; gap: 6px 20px; margin: 0 0 10px; font-size: 13px; }}
+.legend i {{ display: inline-block; width: 14px; height: 14px; border-radius: 3px; margin-right: 6px;
+            vertical-align: -2px; }}
+svg {{ display: block; width: 100%; height: auto; margin: 0 0 6px; font-size: 12px; }}
+.name {{ font-size: 15px; font-weight: 600; fill: #1f2328; }}
+.about {{ font-size: 13px; fill: #57606a; }}
+.tick {{ text-anchor: middle; fill: #6e7781; font-size: 11px; }}
+.stream {{ text-anchor: end; fill: #57606a; }}
+.grid {{ stroke: #e4e7eb; }}
+.edge {{ stroke: #1f2328; stroke-dasharray: 3 3; }}
+.lane {{ fill: #f6f8fa; }}
+rect:hover {{ opacity: .75; }}
+</style>
+<h1>{title}</h1>
+<p>{about}</p>
+<div class="legend">{legend}</div>
+{tracks}
+</html>
+"""
