@@ -9,6 +9,9 @@ import pytest
 import torch
 from conftest import FAMILIES, make_edit
 
+from instgenie.activations import CacheDtype
+from instgenie.bench.edit import move_to_host
+from instgenie.cache.host import HostTier
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
@@ -27,11 +30,19 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["gpu", "host"])
+@pytest.mark.parametrize("cache_dtype", ["model", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_steps_do_not_wait_for_the_device(family: str, folders: dict[str, Path]) -> None:
+def test_steps_do_not_wait_for_the_device(
+    family: str, cache_dtype: CacheDtype, tier: str, folders: dict[str, Path]
+) -> None:
     model = load(str(folders[family]), "cuda")
     edits = [make_edit(steps=3), make_edit(steps=3, share=0.2, seed=1, true_guidance=2.0)]
-    activations = register(edits[0].picture, model, edits[0].size, steps=3, guidance=edits[0].guidance)
+    template = edits[0].picture, model, edits[0].size, 3, edits[0].guidance
+    activations = register(*template, cache_dtype=cache_dtype)
+    host = HostTier(2**30)
+    if tier == "host":
+        activations = move_to_host(activations, host, model)
     engine = Engine(model)
     for edit in edits:
         engine.join(reuse(prepare(edit, model), activations))

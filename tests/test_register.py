@@ -112,6 +112,7 @@ def test_what_makes_another_key(change: dict[str, object], models: dict[str, Mod
     assert make_key(replace(EDIT, **other), model, "kv").text != key.text
     same = replace(EDIT, prompt="sky", seed=9, strength=0.5, mask=~EDIT.mask, true_guidance=3.0, feather=2)
     assert make_key(same, model, "kv").text == key.text
+    assert make_key(EDIT, model, "kv", "fp8").text != key.text
     for own in ({"kind": "y"}, {"dtype": "torch.bfloat16"}, {"model": "another"}, {"prompt": "a cat"}):
         assert replace(key, **own).text != key.text
 
@@ -186,3 +187,18 @@ def test_an_edit_survives_a_cache_it_cannot_use(
     [result] = editor.edit_many([EDIT])
     assert not result.cache_hit
     assert "removed" in caplog.text
+
+
+def test_packed_rows_are_found_by_who_asks_for_them(models: dict[str, Model], tmp_path: Path) -> None:
+    """On the disk, in half the bytes of what is two bytes wide; and not by others."""
+    model = models["fill"]
+    store = Store(disk=DiskTier(tmp_path, GIB))
+    plain = register_in(store, EDIT.picture, model, **TEMPLATE)
+    packed = register_in(store, EDIT.picture, model, **TEMPLATE, cache_dtype="fp8")
+    assert plain.num_computed_steps == packed.num_computed_steps
+    assert packed.num_bytes < plain.num_bytes / 2  # float32 here: the scales take most of the second half
+    key = make_key(EDIT, model, "kv", "fp8")
+    found = store.get(key)
+    assert found
+    [expected] = [register(EDIT.picture, model, **TEMPLATE, cache_dtype="fp8")]
+    assert all(torch.equal(a, b) for a, b in zip(found.span.rows, expected.rows, strict=True))
