@@ -162,44 +162,6 @@ def test_unpacking_is_exact(device: str, dtype: torch.dtype, width: int) -> None
     assert found[1, 5].abs().max() > 0
 
 
-@pytest.mark.parametrize("width", [16, 72, 3072])
-@pytest.mark.parametrize("num_chosen", [0, 1, 13, 300])
-def test_copying_is_exact_and_leaves_other_rows_alone(
-    device: str, dtype: torch.dtype, width: int, num_chosen: int
-) -> None:
-    """From main memory, that is locked where there is a GPU."""
-    torch.manual_seed(0)
-    source = torch.randn(2, 300, width).to(dtype)
-    source = source.pin_memory() if device == "cuda" else source
-    index = torch.randperm(300)[:num_chosen].to(device)
-    found, expected = torch.zeros(2, 2, 300, width, device=device, dtype=dtype)
-    copy_rows_fused(source, index, found)
-    copy_rows_reference(source, index, expected)
-    assert torch.equal(found, expected)
-    assert found.any(dim=2).sum() == 2 * num_chosen
-    assert can_copy_rows(source, found) is (device == "cuda")
-
-
-@pytest.mark.parametrize("width", [16, 72, 3072])
-def test_unpacking_is_exact(device: str, dtype: torch.dtype, width: int) -> None:
-    """Every value that eight bits can say, and the smallest and largest rows."""
-    torch.manual_seed(0)
-    values = torch.randn(2, 40, width) * torch.logspace(-6, 4, 40)[:, None]
-    values[0, 3] = 0
-    rows = packed.pack_rows(values.to(device, dtype))
-    assert rows.shape[2] == width + packed.NUM_SCALE_BYTES
-    bits = torch.arange(256).repeat(-(-width // 256))[:width]
-    rows[1, 5, :width] = bits[bits % 128 != 127].repeat(2)[:width].to(device)
-    found, expected = torch.zeros(2, 2, 40, width, device=device, dtype=dtype)
-    packed.unpack_rows_fused(rows, found)
-    packed.unpack_rows_reference(rows, expected)
-    if device == "cuda" or dtype == torch.float32:
-        assert torch.equal(found, expected)
-    else:
-        close(found, expected.double())
-    assert found[1, 5].abs().max() > 0
-
-
 @pytest.mark.filterwarnings(
     "ignore:overflow"
 )  # of NumPy, in the interpreter: one over infinity is the zero it should be
