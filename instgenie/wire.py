@@ -12,28 +12,14 @@ import numpy as np
 from msgspec import Struct
 
 from instgenie.cluster.orders import FailureKind, OutputFormat, Tier
-from instgenie.quality import Quality
 from instgenie.types import PixelMask, Pixels
+from instgenie.wish import Wish
 
 Frame: TypeAlias = bytes | memoryview
 
 
 class Message(Struct, frozen=True, tag=True):
     pass
-
-
-class Wish(Struct, frozen=True):
-    """What an edit asks for, without its pixels; what is None is chosen by the model."""
-
-    prompt: str
-    negative_prompt: str
-    seed: int
-    steps: int | None
-    guidance: float | None
-    true_guidance: float
-    strength: float
-    feather: int
-    quality: Quality
 
 
 class TensorHead(Struct, frozen=True):

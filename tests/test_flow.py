@@ -1,6 +1,7 @@
 """How work goes through the processes, with processes that answer as the test says."""
 
 from collections.abc import Sequence
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,14 @@ from instgenie.cluster.processes import Process, make_workers
 from instgenie.cluster.templates import Template
 from instgenie.config import CacheConfig, ClusterConfig, Role
 from instgenie.errors import QueueFullError
+from instgenie.wish import Wish
 
 FACTS = wire.ModelFacts(
     name="tiny", family="flux", is_fill=False, own_size=64, steps=4, guidance=3.5, embeds_guidance=False, patch=16,
     unit=16, num_blocks=3, device="cpu", dtype="float32",
 )  # fmt: skip
 JOB = wire.JobHead({}, (4, 4), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), 1, (wire.TensorHead("float32", (1,)),))
+WISHES = {field.name for field in fields_of(Wish)}
 LATENTS = wire.TensorHead("float32", (1,))
 
 
@@ -43,7 +46,7 @@ class Stage:
 
     def register_one(self) -> Template:
         """A template of the usual order's picture, from the wish to its activations."""
-        template = self.flow.register(self.flow.registering("me", make_order().picture, None, None))
+        template = self.flow.register(self.flow.library.registering("me", make_order().picture, None, None))
         self.prepare()
         self.register()
         return template
@@ -123,7 +126,8 @@ def make_order(seed: int = 0, picture_seed: int = 0, **fields: Any) -> Order:
     picture = np.random.default_rng(picture_seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     mask = np.zeros((64, 64), np.bool_)
     mask[:32, :32] = True
-    return Order(**({"tenant": "me", "picture": picture, "mask": mask, "prompt": "cat", "seed": seed} | fields))
+    wish = Wish(**{"prompt": "cat", "seed": seed} | {name: fields.pop(name) for name in list(fields) if name in WISHES})
+    return Order(**{"tenant": "me", "picture": picture, "mask": mask, "wish": wish} | fields)
 
 
 def events(ticket: Ticket) -> list[Event | None]:
@@ -510,7 +514,7 @@ def test_a_worker_says_whether_an_unknown_template_is_below(tier: Tier | None) -
 
 def test_what_is_shared_outlives_a_worker() -> None:
     stage = lasting(devices=("cpu", "cpu"))
-    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
+    template = stage.flow.register(stage.flow.library.registering("me", make_order().picture, None, None))
     [holder] = template.entries
     stage.prepare(holder)
     stage.register(holder)
@@ -529,7 +533,7 @@ def test_what_is_shared_outlives_a_worker() -> None:
 
 def test_a_worker_that_was_away_forgets_when_it_is_back() -> None:
     stage = lasting(devices=("cpu", "cpu"))
-    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
+    template = stage.flow.register(stage.flow.library.registering("me", make_order().picture, None, None))
     [holder] = template.entries
     stage.prepare(holder)
     stage.register(holder)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.errors import ClosedError, MaskError
 from instgenie.models.model import Model
-from instgenie.types import Edit, Pixels
+from instgenie.types import Pixels
+from instgenie.wish import Wish
 
 FAULTS = """
     import os, signal, sys
@@ -56,6 +58,7 @@ FAULTS = """
 
         loop.Engine.advance, prepare.make_job = faulty_advance, faulty_make_job
 """
+WISHES = {field.name for field in fields_of(Wish)}
 TENANT = "digest of a key"
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -104,8 +107,9 @@ def make_order(seed: int = 0, picture_seed: int = 0, share: float = 0.3, **field
     picture = np.random.default_rng(picture_seed).integers(0, 256, (40, 48, 3), dtype=np.uint8)
     mask = np.zeros((40, 48), np.bool_)
     mask[: round(40 * share**0.5), : round(48 * share**0.5)] = True
-    given = {"tenant": TENANT, "picture": picture, "mask": mask, "prompt": "a red cat", "seed": seed, "steps": 4}
-    return Order(**(given | fields))
+    asked = {"prompt": "a red cat", "seed": seed, "steps": 4}
+    wish = Wish(**asked | {name: fields.pop(name) for name in list(fields) if name in WISHES})
+    return Order(**{"tenant": TENANT, "picture": picture, "mask": mask, "wish": wish} | fields)
 
 
 async def follow(ticket: Ticket) -> list[Event]:
@@ -145,7 +149,7 @@ def are_equal(pictures: Sequence[Pixels], others: Sequence[Pixels]) -> bool:
 
 def edit_alone(order: Order, model: Model) -> Pixels:
     """By the engine in this process."""
-    edit = Edit(order.picture, order.mask, order.prompt, order.seed, order.steps or 4, model.guidance)
+    edit = order.wish.edit(order.picture, order.mask, model.steps, model.guidance)
     job = prepare(edit, model)
     engine = Engine(model)
     engine.join(job)
@@ -263,7 +267,7 @@ def test_what_is_wrong_with_an_order_is_said_at_once(run: Run, cluster: Cluster)
 
 
 async def register(cluster: Cluster, tenant: str, *orders: Order) -> list[str]:
-    ids = [(await cluster.register(tenant, order.picture, order.steps)).id for order in orders]
+    ids = [(await cluster.register(tenant, order.picture, order.wish.steps)).id for order in orders]
     await until(lambda: all(status.state == "ready" for status in cluster.templates(tenant)))
     return ids
 
@@ -288,7 +292,7 @@ def test_templates(run: Run, cluster: Cluster, folders: dict[str, Path]) -> None
         assert hit.facts.num_computed_tokens < miss.facts.num_computed_tokens
         editor = Editor(str(folders["sd"]), "cpu")
         editor.register(order.picture, steps=4)
-        expected = editor.edit(order.picture, order.mask, order.prompt, seed=7, steps=4)
+        expected = editor.edit(order.picture, order.mask, order.wish.prompt, seed=7, steps=4)
         assert expected.cache_hit
         assert are_equal(pictures([hit]), [expected.picture])
         await until(lambda: cluster.templates("two") and cluster.templates("two")[0].state == "ready")  # unasked

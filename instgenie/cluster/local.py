@@ -24,7 +24,7 @@ from instgenie.cluster.status import ClusterStatus, Observer, WorkerStatus
 from instgenie.config import ClusterConfig
 from instgenie.errors import ClosedError
 from instgenie.picture import check_edit
-from instgenie.types import Edit, Pixels
+from instgenie.types import Pixels
 
 SECONDS_TO_END = 5.0
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -107,7 +107,7 @@ class Cluster:
     @property
     def model_facts(self) -> wire.ModelFacts | None:
         """Known once a worker is ready."""
-        return self.flow.model_facts
+        return self.flow.library.model_facts
 
     async def until_ready(self) -> None:
         """Waits for the first worker; raises if none can start."""
@@ -120,7 +120,7 @@ class Cluster:
         """Orders of one request share a worker and a batch. Raises for what is out of range in any of them."""
         self._check_open()
         for order in orders:
-            check_edit(edit_of(order))
+            check_edit(order.wish.edit(order.picture, order.mask, 1, 1.0))  # what the model chooses cannot be wrong
         return self.flow.accept(orders)
 
     async def register(
@@ -128,11 +128,11 @@ class Cluster:
     ) -> TemplateStatus:
         """Queued, and registered when a worker has a moment. Waits until the model is known."""
         await self.until_ready()
-        template = self.flow.register(self.flow.registering(tenant, picture, steps, guidance))
+        template = self.flow.register(self.flow.library.registering(tenant, picture, steps, guidance))
         return template.status()
 
     def templates(self, tenant: str) -> list[TemplateStatus]:
-        found = (template for template in self.flow.templates.values() if template.registering.tenant == tenant)
+        found = (template for template in self.flow.library.templates.values() if template.registering.tenant == tenant)
         return [template.status() for template in found]
 
     def template(self, tenant: str, id: str) -> TemplateStatus | None:
@@ -140,14 +140,14 @@ class Cluster:
 
     def picture(self, tenant: str, id: str) -> Pixels | None:
         """Of a template."""
-        template = self.flow.templates.get(id)
+        template = self.flow.library.templates.get(id)
         return template.registering.picture if template and template.registering.tenant == tenant else None
 
     async def forget(self, tenant: str, id: str) -> bool:
         """Whether there was one."""
         if self.template(tenant, id) is None:
             return False
-        self.flow.forget(self.flow.templates[id])
+        self.flow.forget(self.flow.library.templates[id])
         return True
 
     def observe(self, observer: Observer) -> None:
@@ -267,19 +267,3 @@ class Cluster:
 
     def _send(self, process: Process, message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
         self._socket.send_multipart([process.name.encode(), wire.encode(message), *frames], copy=False)
-
-
-def edit_of(order: Order) -> Edit:
-    """To check it; what the model chooses cannot be wrong."""
-    return Edit(
-        picture=order.picture,
-        mask=order.mask,
-        prompt=order.prompt,
-        seed=order.seed,
-        steps=1 if order.steps is None else order.steps,
-        guidance=1.0 if order.guidance is None else order.guidance,
-        true_guidance=order.true_guidance,
-        negative_prompt=order.negative_prompt,
-        strength=order.strength,
-        feather=order.feather,
-    )

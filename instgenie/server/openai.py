@@ -2,6 +2,7 @@
 shapes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -19,6 +20,7 @@ from instgenie.server.schema import EDIT, GENERATION, MODEL, MODELS
 from instgenie.server.service import Service, draw_seed, service_of, tenant_of
 from instgenie.server.watch import unless_gone
 from instgenie.types import PixelMask, Pixels
+from instgenie.wish import Wish
 
 router = APIRouter(prefix="/v1")
 
@@ -107,27 +109,33 @@ def make_orders(tenant: str, picture: Pixels, mask: PixelMask, fields: ImageFiel
     if max(height, width) > longest:
         message = f"The answer is {width}x{height}: a {fields.output_format} side can be {longest} at most."
         raise bad("output_format", message)
-    first = draw_seed() if fields.seed is None else fields.seed
+    wish = make_wish(fields)
     return [
         Order(
             tenant=tenant,
             picture=picture,
             mask=mask,
-            prompt=fields.prompt,
-            seed=seed,
-            negative_prompt=fields.negative_prompt,
-            steps=fields.num_inference_steps,
-            guidance=fields.guidance_scale,
-            true_guidance=fields.true_cfg_scale,
-            strength=fields.strength,
-            feather=fields.feather if isinstance(fields, EditFields) else 0,
-            quality=OURS[fields.quality],
+            wish=replace(wish, seed=seed),
             output_format=fields.output_format,
             output_compression=fields.output_compression,
             num_partials=fields.partial_images,
         )
-        for seed in range(first, first + fields.n)
+        for seed in range(wish.seed, wish.seed + fields.n)
     ]
+
+
+def make_wish(fields: ImageFields) -> Wish:
+    return Wish(
+        prompt=fields.prompt,
+        seed=draw_seed() if fields.seed is None else fields.seed,
+        negative_prompt=fields.negative_prompt,
+        steps=fields.num_inference_steps,
+        guidance=fields.guidance_scale,
+        true_guidance=fields.true_cfg_scale,
+        strength=fields.strength,
+        feather=fields.feather if isinstance(fields, EditFields) else 0,
+        quality=OURS[fields.quality],
+    )
 
 
 async def run(request: Request, service: Service, orders: Sequence[Order], fields: ImageFields, kind: Kind) -> Response:
