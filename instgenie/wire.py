@@ -105,13 +105,14 @@ class Denoise(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Frames: the tensors of the job."""
+    """Frames: the tensors of the job; then the picture, if it is to be kept with the activations."""
 
     id: str  # of the template
     attempt: int
     template: TemplateHead
     job: JobHead
     is_urgent: bool  # a job waits for it, so it does not wait for an idle moment
+    picture: tuple[int, int] | None  # (height, width); None: it is not to be kept
 
 
 class Cancel(Message, frozen=True):
@@ -119,6 +120,18 @@ class Cancel(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
+    template: TemplateHead
+
+
+class List(Message, frozen=True):
+    """Asks for the templates of a model that outlived whoever registered them."""
+
+    model: str  # digest of the weights
+
+
+class Recall(Message, frozen=True):
+    """Asks for the picture that was kept with a template."""
+
     template: TemplateHead
 
 
@@ -275,6 +288,27 @@ class Forgotten(Message, frozen=True):
     template: str
 
 
+class Listing(Struct, frozen=True):
+    """A template that is on disk or further down."""
+
+    template: TemplateHead
+    picture: tuple[int, int]  # (height, width)
+    num_registered_steps: int
+    tier_bytes: dict[Tier, int]
+
+
+class Listed(Message, frozen=True):
+    model: str
+    templates: tuple[Listing, ...]
+
+
+class Recalled(Message, frozen=True):
+    """Frames: the picture, if it was found."""
+
+    template: str
+    size: tuple[int, int] | None  # (height, width); None: it was not
+
+
 # from finish
 
 
@@ -288,9 +322,9 @@ class Painted(Message, frozen=True):
 
 
 AnyMessage: TypeAlias = (
-    Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | Finish | Ready | Broken | Beat
-    | Failed | Prepared | Joined | Stepped | Glimpsed | Denoised | Registered | Found | Missing | Kept | Forgotten
-    | Painted
+    Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | List | Recall | Finish | Ready
+    | Broken | Beat | Failed | Prepared | Joined | Stepped | Glimpsed | Denoised | Registered | Found | Missing | Kept
+    | Forgotten | Listed | Recalled | Painted
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -57,13 +58,17 @@ class Running:
 
 
 @contextmanager
-def running_server(folder: Path, *arguments: str) -> Iterator[Running]:
+def running_server(folder: Path, *arguments: str, **variables: str) -> Iterator[Running]:
     command = [sys.executable, "-m", "instgenie", "serve", *arguments, "--port", "0", "--device", "cpu"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INSTGENIE_")}
     log = folder / "server.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            command, env=environment | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            env=environment | {"OMP_NUM_THREADS": "1"} | variables,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
     assert process.stdout
     try:
@@ -79,6 +84,24 @@ def running_server(folder: Path, *arguments: str) -> Iterator[Running]:
             process.terminate()
             process.wait(60)
         process.stdout.close()
+
+
+def wait_for(holds: Callable[[], Any]) -> None:
+    for _ in range(600):
+        if holds():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it never came true")
+
+
+def register(server: Running, image: bytes, key: str = ALICE, **fields: str) -> str:
+    """The id of a template that is ready."""
+    with server.http(key) as client:
+        made = client.post("/v1/templates", files={"image": image}, data=fields)
+        assert made.status_code == 201, made.text
+        name = str(made.json()["id"])
+        wait_for(lambda: client.get(f"/v1/templates/{name}").json()["state"] == "ready")
+    return name
 
 
 def wait_until_ready(server: Running) -> None:

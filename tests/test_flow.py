@@ -1,5 +1,6 @@
 """How work goes through the processes, with processes that answer as the test says."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -14,9 +15,9 @@ from instgenie.cluster.entries import Ticket
 from instgenie.cluster.flow import Flow
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped, Tier
 from instgenie.cluster.processes import Process, make_workers
-from instgenie.cluster.templates import Template
+from instgenie.cluster.templates import Template, template_id
 from instgenie.config import CacheConfig, ClusterConfig, Role
-from instgenie.errors import QueueFullError
+from instgenie.errors import ClosedError, QueueFullError
 from instgenie.wish import Wish
 
 FACTS = wire.ModelFacts(
@@ -35,11 +36,14 @@ class Stage:
         self.config = ClusterConfig(**({"model": "tiny", "devices": ("cpu",)} | config))
         self.workers = make_workers(self.config)
         self.sent: list[tuple[str, wire.Message]] = []
+        self.listings: list[tuple[int, wire.List]] = []
         self.foreseen: list[tuple[int, wire.Fetch]] = []
         self.flow = Flow(self.config, self.workers, self.send)
 
     def send(self, process: Process, message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
-        if isinstance(message, wire.Fetch):
+        if isinstance(message, wire.List):
+            self.listings.append((process.worker, message))
+        elif isinstance(message, wire.Fetch):
             self.foreseen.append((process.worker, message))
         else:
             self.sent.append((f"{process.worker}.{process.role}", message))
@@ -559,3 +563,79 @@ def test_other_weights_are_another_model() -> None:
     stage.flow.ready(stage.process("denoise"), FACTS, "another transformer")
     stage.flow.accept([make_order()])
     assert len({fetch.template.model for _, fetch in stage.foreseen}) == 3
+
+
+def listed(stage: Stage, worker: int = 0, num_steps: int = 4, **fields: Any) -> str:
+    """A worker tells of a template of the usual order's picture; its id."""
+    order = make_order(**fields)
+    registering = stage.flow.library.registering_of(order)
+    head = stage.flow.library.head_of(template_id(registering), registering, stage.workers[worker])
+    assert head is not None
+    listing = wire.Listing(head, order.picture.shape[:2], num_steps, {"disk": 900})
+    stage.flow.handle(stage.process("denoise", worker), wire.Listed(head.model, (listing,)), [])
+    return head.id
+
+
+def test_what_outlived_the_cluster_is_asked_for_once() -> None:
+    stage = Stage(cache=CacheConfig(disk="somewhere"), devices=("cpu", "cpu"))
+    stage.open(0)
+    assert stage.listings == [(0, wire.List(stage.workers[0].identity or ""))]
+    stage.open(1)
+    assert len(stage.listings) == 1
+    stage.kill("denoise", 0)  # before it has answered
+    stage.revive(stage.process("denoise", 1))
+    listed(stage, 1)
+    stage.revive(stage.process("denoise", 0))
+    assert [worker for worker, _ in stage.listings] == [0, 1]
+
+
+def test_a_listed_template_is_used_and_forgotten() -> None:
+    stage = lasting(devices=("cpu", "cpu"))
+    name = listed(stage)
+    template = stage.flow.library.templates[name]
+    status = template.status()
+    assert (status.state, status.num_registered_steps, status.width, status.height) == ("ready", 4, 64, 64)
+    assert status.tier_bytes == {"disk": 900}
+    [ticket] = stage.flow.accept([make_order()])
+    assert (ticket._entry.template, ticket._entry.is_sure) == (name, True)
+    stage.flow.forget(template)
+    for worker in (0, 1):
+        [forget] = [message for message in stage.take("denoise", worker) if isinstance(message, wire.Forget)]
+        assert (forget.template.id, forget.template.tenant) == (name, "me")
+    listed(stage)
+    assert name not in stage.flow.library.templates  # it is on its way out
+
+
+def test_a_listed_template_that_is_not_whole_is_registered_by_the_next_edit() -> None:
+    stage = lasting()
+    name = listed(stage, num_steps=2)
+    template = stage.flow.library.templates[name]
+    assert (template.state, template.message) == ("failed", "its registration was interrupted: register it again")
+    [ticket] = stage.flow.accept([make_order()])
+    assert ticket._entry.template is None
+    stage.run()
+    stage.prepare()
+    stage.register()
+    assert template.state == "ready"
+
+
+def test_the_picture_of_a_listed_template_is_recalled() -> None:
+    async def play() -> None:
+        stage = lasting()
+        template = stage.flow.library.templates[listed(stage)]
+        denoiser = stage.process("denoise")
+        found, again = stage.flow.library.recall(template), stage.flow.library.recall(template)
+        [recall] = [message for message in stage.take("denoise") if isinstance(message, wire.Recall)]
+        assert recall.template.id == template.id
+        pixels = make_order().picture
+        stage.flow.handle(denoiser, wire.Recalled(template.id, (64, 64)), wire.picture_frames(pixels))
+        assert np.array_equal(await found, pixels)
+        assert np.array_equal(await again, pixels)
+        lost = stage.flow.library.recall(template)
+        stage.kill("denoise")
+        with pytest.raises(ClosedError, match="stopped"):
+            await lost
+        with pytest.raises(ClosedError, match="no worker"):
+            stage.flow.library.recall(template)
+
+    asyncio.run(play())

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from serving import ALICE, BOB, MASK, PICTURE, SIZE, Running, alpha_png, mask, picture, png
+from serving import ALICE, BOB, MASK, PICTURE, SIZE, Running, alpha_png, mask, picture, png, register, wait_for
 
 from instgenie.picture import open_picture, resize_mask, resize_picture
 from instgenie.types import Pixels
@@ -36,15 +36,6 @@ def edited(server: Running) -> Any:
     """Of a registered picture, as are all that follow: an edit that finds no activations computes every token."""
     register(server, PICTURE, num_inference_steps="2")
     return edit(server)
-
-
-def register(server: Running, image: bytes, **fields: str) -> str:
-    with server.http() as client:
-        made = client.post("/v1/templates", files={"image": image}, data=fields)
-        assert made.status_code == 201, made.text
-        name = str(made.json()["id"])
-        wait_for(lambda: client.get(f"/v1/templates/{name}").json()["state"] == "ready")
-    return name
 
 
 def alike(one: Pixels, other: Pixels) -> bool:
@@ -292,11 +283,17 @@ def test_request_ids(server: Running) -> None:
 def test_the_log_is_json_and_knows_the_request(server: Running) -> None:
     with server.http() as client:
         client.get("/v1/models?secret=1", headers={"x-request-id": "look-for-me"})
-    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    wait_for(lambda: "look-for-me" in whole_lines(server))  # it is written after the answer is sent
+    lines = [json.loads(line) for line in whole_lines(server).splitlines()]
     [line] = [line for line in lines if line.get("request_id") == "look-for-me"]
     assert (line["method"], line["path"], line["status"]) == ("GET", "/v1/models", 200)
     assert ALICE not in server.log.read_text()
     assert "secret" not in server.log.read_text()
+
+
+def whole_lines(server: Running) -> str:
+    """Of the log; the last may be half-written."""
+    return server.log.read_text().rpartition("\n")[0]
 
 
 def test_a_client_that_leaves_ends_its_edits(server: Running) -> None:
@@ -308,14 +305,6 @@ def test_a_client_that_leaves_ends_its_edits(server: Running) -> None:
             client.post("/v1/images/edits", files={"image": PICTURE}, data=long_edit | {"stream": stream}, timeout=1.0)
         wait_for(lambda before=before: server.metric(cancelled) >= before + 2)  # type: ignore[misc]
     wait_for(lambda: server.metric("instgenie:num_requests_running") == 0)
-
-
-def wait_for(holds: Any) -> None:
-    for _ in range(300):
-        if holds():
-            return
-        time.sleep(0.1)
-    raise AssertionError("it never came true")
 
 
 def test_metrics(server: Running, edited: Any) -> None:

@@ -23,9 +23,10 @@ class Registering:
     """A template to register."""
 
     tenant: str
-    picture: Pixels
+    size: tuple[int, int]  # (height, width) of the picture
     steps: int
     guidance: float
+    picture: Pixels | None  # None: it lies with the activations
 
 
 @dataclass(eq=False)

@@ -67,6 +67,8 @@ class Flow:
             wire.Missing: self._on_missing,
             wire.Kept: self.library.on_kept,
             wire.Forgotten: self.library.on_forgotten,
+            wire.Listed: self.library.on_listed,
+            wire.Recalled: self.library.on_recalled,
             wire.Painted: self._on_painted,
         }
 
@@ -125,9 +127,12 @@ class Flow:
     def ready(self, process: Process, facts: wire.ModelFacts, digest: str) -> None:
         """What waits for processes that are not there goes to those that are."""
         self.library.model_facts = facts
-        self.workers[process.worker].digests[process.role] = digest
+        worker = self.workers[process.worker]
+        worker.digests[process.role] = digest
         if process.role == "denoise":
-            self.library.send_forgetting(self.workers[process.worker])
+            self.library.send_forgetting(worker)
+        if worker.processes["denoise"].is_ready:
+            self.library.ask_what_there_is(worker)
         for other in self.places.processes:
             if not other.is_ready:
                 _, queue = other.empty()

@@ -5,6 +5,7 @@ Every worker registers for itself what it has to use; what is on disk or further
 a client asked for is registered again when it is lost, others are let go.
 """
 
+import asyncio
 from functools import lru_cache
 
 from instgenie import wire
@@ -15,6 +16,7 @@ from instgenie.cluster.places import Places
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.templates import SHARED, Template, template_id
 from instgenie.config import ClusterConfig
+from instgenie.errors import ClosedError
 from instgenie.picture import working_size
 from instgenie.router import Work
 from instgenie.types import Pixels
@@ -32,6 +34,9 @@ class Library:
         self.model_facts: wire.ModelFacts | None = None
         self.templates: dict[str, Template] = {}
         self._forgetting: dict[int, dict[str, wire.TemplateHead]] = {worker.index: {} for worker in places.workers}
+        self._listed: set[str] = set()  # models whose templates are known
+        self._listing: dict[str, int] = {}  # of each other, the worker that was asked for them
+        self._recalls: dict[tuple[int, str], asyncio.Future[Pixels | None]] = {}  # by worker and template
 
     # names
 
@@ -39,9 +44,10 @@ class Library:
         """What is None, and what makes no difference to the model, is filled in."""
         facts = self.model_facts
         assert facts is not None
+        height, width, _ = picture.shape
         steps = facts.steps if steps is None else steps
         guidance = facts.guidance if guidance is None or not facts.embeds_guidance else guidance
-        return Registering(tenant, picture, steps, float(guidance))
+        return Registering(tenant, (height, width), steps, float(guidance), picture)
 
     def registering_of(self, order: Order) -> Registering:
         return self.registering(order.tenant, order.picture, order.wish.steps, order.wish.guidance)
@@ -57,7 +63,7 @@ class Library:
         facts = self.model_facts
         if facts is None or worker.identity is None:
             return None
-        size = working_size_of(*registering.picture.shape[:2], facts.unit, facts.own_size)
+        size = working_size_of(*registering.size, facts.unit, facts.own_size)
         return wire.TemplateHead(
             template, registering.tenant, worker.identity, size, registering.steps, registering.guidance
         )
@@ -67,7 +73,7 @@ class Library:
     def ask_for(self, registering: Registering) -> Template:
         """A client does."""
         name = template_id(registering)
-        template = self.templates.setdefault(name, Template(name, registering))
+        template = self._learn(name, registering)
         template.is_asked_for = True
         if template.state == "failed" or not (template.is_held or template.entries):
             self.register_on(template, self.places.choose([Work(registering.steps, 0, 0, name)]))
@@ -75,10 +81,17 @@ class Library:
 
     def register_unasked(self, name: str, registering: Registering, worker: Worker) -> None:
         """The next edit of this picture will find its activations."""
+        known = self.templates.get(name)
+        is_tried = known is not None and known.registering.picture is not None
         num_unasked = sum(not template.is_asked_for and bool(template.entries) for template in self.templates.values())
-        if name not in self.templates and num_unasked < MAX_UNASKED:
-            self.templates[name] = Template(name, registering)
-            self.register_on(self.templates[name], worker)
+        if not is_tried and num_unasked < MAX_UNASKED:
+            self.register_on(self._learn(name, registering), worker)
+
+    def _learn(self, name: str, registering: Registering) -> Template:
+        """The template, with its picture."""
+        template = self.templates.setdefault(name, Template(name, registering))
+        template.registering = registering
+        return template
 
     def forget(self, template: Template) -> None:
         """Every worker forgets it, in all its tiers; one that is not there does when it comes back."""
@@ -105,10 +118,10 @@ class Library:
 
     def meet(self, name: str, entry: Entry) -> None:
         """A template that was registered before the cluster was there, found by an edit."""
-        if name not in self.templates:
-            registering = self.registering_of(entry.edit)
-            met = Template(name, registering, state="ready", num_registered_steps=registering.steps)
-            self.templates[name] = met
+        is_new = name not in self.templates
+        template = self._learn(name, self.registering_of(entry.edit))
+        if is_new:
+            template.state, template.num_registered_steps = "ready", template.registering.steps
         self.places.workers[entry.worker].load.templates.add(name)
 
     # registration
@@ -131,7 +144,7 @@ class Library:
             return
         head = self.head_of(entry.id, order, self.places.workers[entry.worker])
         assert head is not None
-        self.send(process, *register_message(entry, head))
+        self.send(process, *register_message(entry, order, head, self.config.cache.is_lasting))
 
     def _hurry(self, entry: Entry, is_urgent: bool) -> None:
         is_news = is_urgent and not entry.is_urgent
@@ -146,7 +159,7 @@ class Library:
         assert entry.template is not None
         self.places.process_of(entry).remove(entry)
         registering = self.registering_of(entry.edit)
-        template = self.templates.setdefault(entry.template, Template(entry.template, registering))
+        template = self._learn(entry.template, registering)
         entry.move("park")
         template.parked.append(entry)
         self.register_on(template, self.places.workers[entry.worker], is_urgent=True)
@@ -196,6 +209,53 @@ class Library:
     def on_forgotten(self, process: Process, message: wire.Forgotten, frames: list[wire.Frame]) -> None:
         self._forgetting[process.worker].pop(message.template, None)
 
+    # what outlived a cluster
+
+    def ask_what_there_is(self, worker: Worker) -> None:
+        """Once for each model, of the first worker that has it."""
+        model = worker.identity
+        is_lasting = self.config.reuse and self.config.cache.is_lasting
+        if is_lasting and model and model not in {*self._listed, *self._listing}:
+            self._listing[model] = worker.index
+            self.send(worker.processes["denoise"], wire.List(model))
+
+    def on_listed(self, process: Process, message: wire.Listed, frames: list[wire.Frame]) -> None:
+        self._listing.pop(message.model, None)
+        self._listed.add(message.model)
+        for listing in message.templates:
+            name = listing.template.id
+            if name not in self.templates and not any(name in heads for heads in self._forgetting.values()):
+                self._list(name, listing)
+
+    def _list(self, name: str, listing: wire.Listing) -> None:
+        """One that is not whole is shown, so that it can be forgotten; an edit of its picture registers the rest."""
+        head = listing.template
+        registering = Registering(head.tenant, listing.picture, head.steps, head.guidance, None)
+        template = self.templates[name] = Template(name, registering)
+        template.num_registered_steps = listing.num_registered_steps
+        if listing.num_registered_steps == head.steps:
+            template.state, template.shared = "ready", listing.tier_bytes
+            self._tell_router(template)
+        else:
+            template.state, template.message = "failed", "its registration was interrupted: register it again"
+
+    def recall(self, template: Template) -> asyncio.Future[Pixels | None]:
+        """Its picture, from where its activations are; None, if it is there no more."""
+        for worker in self.places.workers:
+            head = self.head_of(template.id, template.registering, worker)
+            if head and worker.processes["denoise"].is_ready:
+                place = worker.index, template.id
+                if place not in self._recalls:
+                    self._recalls[place] = asyncio.get_running_loop().create_future()
+                    self.send(worker.processes["denoise"], wire.Recall(head))
+                return self._recalls[place]
+        raise ClosedError("no worker can look for the template's picture")
+
+    def on_recalled(self, process: Process, message: wire.Recalled, frames: list[wire.Frame]) -> None:
+        waiting = self._recalls.pop((process.worker, message.template), None)
+        if waiting and not waiting.done():
+            waiting.set_result(wire.read_picture(frames[0], message.size) if message.size else None)
+
     def lacks(self, worker: int, name: str) -> bool:
         """A worker does not find it, where others may; whether it is known at all."""
         template = self.templates.get(name)
@@ -214,7 +274,10 @@ class Library:
     # what is lost
 
     def lose_all(self, worker: Worker) -> None:
-        """What is on disk is not lost with a process."""
+        """What is on disk is not lost with a process; what it was asked for is."""
+        self._listing = {model: index for model, index in self._listing.items() if index != worker.index}
+        for place in [place for place in self._recalls if place[0] == worker.index]:
+            self._recalls.pop(place).set_exception(ClosedError("the worker that looked for the picture stopped"))
         worker.tier_bytes = {tier: num for tier, num in worker.tier_bytes.items() if tier in SHARED}
         for name in list(worker.load.templates):
             self._lose(name, worker)

@@ -138,10 +138,14 @@ class Cluster:
     def template(self, tenant: str, id: str) -> TemplateStatus | None:
         return next((status for status in self.templates(tenant) if status.id == id), None)
 
-    def picture(self, tenant: str, id: str) -> Pixels | None:
-        """Of a template."""
+    async def picture(self, tenant: str, id: str) -> Pixels | None:
+        """Of a template. Raises if it cannot be had at present."""
         template = self.flow.library.templates.get(id)
-        return template.registering.picture if template and template.registering.tenant == tenant else None
+        if template is None or template.registering.tenant != tenant:
+            return None
+        if template.registering.picture is not None:
+            return template.registering.picture
+        return await asyncio.shield(self.flow.library.recall(template))
 
     async def forget(self, tenant: str, id: str) -> bool:
         """Whether there was one."""

@@ -50,11 +50,23 @@ def finish_message(
 
 
 def prepare_template_message(entry: Entry, order: Registering) -> tuple[wire.PrepareTemplate, list[wire.Frame]]:
-    size = order.picture.shape[:2]
-    message = wire.PrepareTemplate(entry.id, entry.attempt, order.steps, order.guidance, size)
+    assert order.picture is not None
+    message = wire.PrepareTemplate(entry.id, entry.attempt, order.steps, order.guidance, order.size)
     return message, wire.picture_frames(order.picture)
 
 
-def register_message(entry: Entry, template: wire.TemplateHead) -> tuple[wire.Register, Sequence[wire.Frame]]:
+def register_message(
+    entry: Entry, order: Registering, template: wire.TemplateHead, is_kept: bool
+) -> tuple[wire.Register, list[wire.Frame]]:
+    """With the picture, if it is to be kept beside the activations."""
     assert entry.prepared is not None
-    return wire.Register(entry.id, entry.attempt, template, entry.prepared.job, entry.is_urgent), entry.tensors
+    assert order.picture is not None
+    message = wire.Register(
+        id=entry.id,
+        attempt=entry.attempt,
+        template=template,
+        job=entry.prepared.job,
+        is_urgent=entry.is_urgent,
+        picture=order.size if is_kept else None,
+    )
+    return message, [*entry.tensors, *(wire.picture_frames(order.picture) if is_kept else ())]

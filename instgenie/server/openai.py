@@ -8,16 +8,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.orders import Order
-from instgenie.errors import InstGenieError
+from instgenie.errors import ClosedError, InstGenieError
 from instgenie.picture import MAX_SEED, MAX_SIDE
 from instgenie.server.answers import Kind, answer
-from instgenie.server.errors import JsonResponse, bad, from_user_error, not_found
+from instgenie.server.errors import JsonResponse, bad, closed, from_user_error, not_found
 from instgenie.server.events import EventStream
 from instgenie.server.fields import OURS, EditFields, GenerationFields, ImageFields, answer_size, parse_fields
 from instgenie.server.forms import EditForm, read_edit
 from instgenie.server.pictures import blank_picture
 from instgenie.server.schema import EDIT, GENERATION, MODEL, MODELS
-from instgenie.server.service import Service, draw_seed, service_of, tenant_of
+from instgenie.server.service import SECONDS_TO_LOAD, Service, draw_seed, service_of, tenant_of
 from instgenie.server.watch import unless_gone
 from instgenie.types import PixelMask, Pixels
 from instgenie.wish import Wish
@@ -86,7 +86,7 @@ async def open_edit(service: Service, tenant: str, edit: EditForm) -> tuple[Pixe
     size = answer_size(fields.size, service.config.max_pixels)
     try:
         if edit.image is None:
-            picture = template_picture(service, tenant, fields.template)
+            picture = await template_picture(service, tenant, fields.template)
         else:
             picture = await pictures.open(edit.image)
         mask = await pictures.mask(picture, edit.mask, fields.mask_mode)
@@ -95,8 +95,11 @@ async def open_edit(service: Service, tenant: str, edit: EditForm) -> tuple[Pixe
     return await pictures.fit(picture, mask, size)
 
 
-def template_picture(service: Service, tenant: str, template: str | None) -> Pixels:
-    picture = service.cluster.picture(tenant, template or "")
+async def template_picture(service: Service, tenant: str, template: str | None) -> Pixels:
+    try:
+        picture = await service.cluster.picture(tenant, template or "")
+    except ClosedError:
+        raise closed("The template's picture cannot be read at present.", SECONDS_TO_LOAD, "unavailable") from None
     if picture is None:
         raise not_found("template", template or "", "template_not_found", "template")
     return picture

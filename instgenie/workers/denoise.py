@@ -26,7 +26,7 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.register import Registration, make_activations, name_key, reuse
 from instgenie.models.memory import is_out_of_memory
 from instgenie.models.model import Model
-from instgenie.types import Edit
+from instgenie.types import Edit, Pixels
 from instgenie.wire import (
     Cancel,
     Denoise,
@@ -40,14 +40,17 @@ from instgenie.wire import (
     Glimpsed,
     JobStep,
     Joined,
+    List,
     Missing,
     Prepare,
     PrepareTemplate,
+    Recall,
     Register,
     Registered,
     Stepped,
     Stop,
     TemplateHead,
+    read_picture,
     split_frames,
 )
 from instgenie.workers.finish import Finisher
@@ -88,6 +91,7 @@ class Registering:
     job: Job
     is_urgent: bool
     missing: Future[list[range]]
+    picture: Pixels | None  # to be kept with the activations
     registration: Registration | None = None  # once it is known what is missing
 
 
@@ -110,6 +114,8 @@ class Denoiser:
             Register: self.accept_template,
             Cancel: self.cancel,
             Forget: self.forget,
+            List: self.list_templates,
+            Recall: self.recall,
             Stop: self.stop,
         }
         if config.batching == "naive":
@@ -135,7 +141,7 @@ class Denoiser:
                 self.interrupt()
             self.handlers[type(message)](message, frames)
         for told in self.templates.told():
-            self.line.send(told)
+            self.line.send(*told)
 
     @property
     def is_idle(self) -> bool:
@@ -183,6 +189,12 @@ class Denoiser:
 
     def forget(self, message: Forget, _: list[Frame]) -> None:
         self.templates.forget(self.find_key(message.template))
+
+    def list_templates(self, message: List, _: list[Frame]) -> None:
+        self.templates.list_all(message.model, self.make_key)
+
+    def recall(self, message: Recall, _: list[Frame]) -> None:
+        self.templates.recall(self.find_key(message.template))
 
     def stop(self, _: Stop, __: list[Frame]) -> None:
         self.is_stopped = True
@@ -323,13 +335,14 @@ class Denoiser:
         self.cancel(Cancel(message.id), [])  # an older attempt
         try:
             key = self.find_key(message.template)
-            job = read_job(message.job, frames, self.model.device)
+            job = read_job(message.job, frames[: len(message.job.tensors)], self.model.device)
+            picture = read_picture(frames[-1], message.picture) if message.picture else None
         except Exception as error:
             self.line.send(failure(message.id, message.attempt, error))
             return
         self.templates.pin(key)
         missing = self.templates.missing(key)
-        self.registering[message.id] = Registering(message.attempt, key, job, message.is_urgent, missing)
+        self.registering[message.id] = Registering(message.attempt, key, job, message.is_urgent, missing, picture)
 
     def next_registering(self) -> tuple[str, Registering] | None:
         """A template that a job waits for; or any, while no job runs. What is missing of it has to be known."""
@@ -351,6 +364,8 @@ class Denoiser:
             return
         if registration.done:
             self.cancel(Cancel(template), [])
+            if registering.picture is not None:
+                self.templates.keep_picture(key, registering.picture)
             self.templates.report(key)
         progress = registration.num_registered_steps, key.num_steps
         self.line.send(Registered(template, registering.attempt, *progress, self.templates.memory_bytes(key)))
