@@ -67,6 +67,7 @@ class Prepare(Message, frozen=True):
     attempt: int
     wish: Wish
     size: tuple[int, int]  # (height, width) of the picture
+    trace: str = ""  # traceparent; empty: none
 
 
 class PrepareTemplate(Message, frozen=True):
@@ -89,6 +90,7 @@ class Denoising(Struct, frozen=True):
     template: TemplateHead | None  # whose activations it uses, if they are found
     is_sure: bool  # they have to be found: an earlier attempt used them, or others are told that they are there
     num_partials: int
+    trace: str = ""
 
 
 class Fetch(Message, frozen=True):
@@ -150,6 +152,7 @@ class Finish(Message, frozen=True):
     output_format: OutputFormat
     output_compression: int
     partial: int | None  # index of a picture on the way; None = the final one
+    trace: str = ""
 
 
 # from any process

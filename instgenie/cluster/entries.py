@@ -54,6 +54,7 @@ class Entry:
     position: int = -1  # last told
     number: int = field(default_factory=itertools.count().__next__)  # the oldest has the lowest
     accepted_at: float = field(default_factory=time.monotonic)
+    waits_from: float = field(default_factory=time.monotonic)  # for its stage to begin
     events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)  # None: no more will come
 
     @property

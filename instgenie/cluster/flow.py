@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from instgenie import wire
+from instgenie import traces, wire
 from instgenie.cluster.entries import MAX_DEATHS, Entry, Registering, Ticket
 from instgenie.cluster.library import Library, working_size_of
 from instgenie.cluster.messages import Send, denoising, finish_message, prepare_message
@@ -248,6 +248,7 @@ class Flow:
     def _on_prepared(self, process: Process, message: wire.Prepared, frames: list[wire.Frame]) -> None:
         if entry := self._answered(process, message):
             entry.prepared, entry.tensors = message, frames
+            self._trace_wait(entry, "prepare", message.seconds)
             if isinstance(entry.order, Registering):
                 entry.move("denoise")
                 self.places.put(entry)
@@ -270,6 +271,7 @@ class Flow:
             entry = process.held.get(told.id)
             if entry and entry.attempt == told.attempt:
                 entry.is_running, entry.plan = True, plan
+                self._trace_wait(entry, "denoise")
                 for observer in self.observers:
                     observer.joined(process.worker, entry.status)
 
@@ -303,6 +305,7 @@ class Flow:
     def _on_denoised(self, process: Process, message: wire.Denoised, frames: list[wire.Frame]) -> None:
         if entry := self._answered(process, message):
             entry.denoised, entry.latents = message, frames
+            entry.waits_from = time.monotonic()
             self._leave(entry)
             self.workers[process.worker].load.remove(entry.id)
             entry.move("finish")
@@ -315,6 +318,7 @@ class Flow:
             if entry and entry.attempt == message.attempt:
                 entry.events.put_nowait(Partial(message.partial, picture))
         elif entry := self._answered(process, message):
+            self._trace_wait(entry, "finish", message.seconds)
             facts = self._facts_of(entry, message)
             seconds = time.monotonic() - entry.accepted_at
             self.counts["finished"] += 1
@@ -323,6 +327,15 @@ class Flow:
                 observer.finished(facts, seconds)
             self._answer(entry, Finished(picture, facts))
             self._register_unasked(entry)
+
+    def _trace_wait(self, entry: Entry, stage: str, worked: float = 0.0) -> None:
+        """How long it waited for a stage; seconds of work at it have passed since."""
+        now = time.monotonic()
+        if isinstance(entry.order, Order):
+            waited = now - entry.waits_from - worked
+            facts = {"stage": stage, "worker": entry.worker, "attempt": entry.attempt}
+            traces.record(entry.order.trace, "queue", waited, worked, **facts)
+        entry.waits_from = now
 
     def _on_failed(self, process: Process, message: wire.Failed, frames: list[wire.Frame]) -> None:
         if entry := self._answered(process, message):

@@ -14,7 +14,7 @@ class Send(Protocol):
 
 def prepare_message(entry: Entry) -> tuple[wire.Prepare, list[wire.Frame]]:
     order = entry.edit
-    message = wire.Prepare(entry.id, entry.attempt, order.wish, order.picture.shape[:2])
+    message = wire.Prepare(entry.id, entry.attempt, order.wish, order.picture.shape[:2], order.trace)
     return message, wire.picture_frames(order.picture, order.mask)
 
 
@@ -27,6 +27,7 @@ def denoising(entry: Entry, template: wire.TemplateHead | None) -> wire.Denoisin
         template=template,
         is_sure=entry.is_sure,
         num_partials=entry.edit.num_partials,
+        trace=entry.edit.trace,
     )
 
 
@@ -45,6 +46,7 @@ def finish_message(
         output_format=order.output_format,
         output_compression=order.output_compression,
         partial=partial,
+        trace=order.trace,
     )
     return message, [*frames, *wire.picture_frames(order.picture, order.mask)]
 

@@ -22,6 +22,7 @@ class Order:
     output_format: OutputFormat = "png"
     output_compression: int = 100
     num_partials: int = 0  # pictures to show on the way
+    trace: str = ""  # traceparent; empty: none
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class HttpConfig:
     body_timeout: float
     shutdown_timeout: float
     log_format: LogFormat
+    traces_endpoint: str | None  # None: that of OpenTelemetry's variables, if any
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ OPTIONS = (
     Option("body-timeout", real(0.1, 3600), 60.0, "seconds in which a request body has to arrive (default 60)"),
     Option("shutdown-timeout", real(0, 86400), 30.0, "seconds to finish accepted edits after SIGTERM (default 30)"),
     Option("log-format", one_of("json", "text"), "json", "lines of JSON, or text for people (default json)", "FORM"),
+    Option("otlp-traces-endpoint", text, None,
+           "collector of OpenTelemetry that gets a trace of each edit (default: none)", "URL"),
 )  # fmt: skip
 MODEL = Option("model", text, "builtin", "a pipeline folder, a hub id, builtin (the default), or dummy:NAME", "MODEL")
 
@@ -92,6 +95,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             body_timeout=values["body_timeout"],
             shutdown_timeout=values["shutdown_timeout"],
             log_format=values["log_format"],
+            traces_endpoint=values["otlp_traces_endpoint"],
         ),
         ClusterConfig(
             model=values["model"],

@@ -17,7 +17,7 @@ from instgenie.server.fields import OURS, EditFields, GenerationFields, ImageFie
 from instgenie.server.forms import EditForm, read_edit
 from instgenie.server.pictures import blank_picture
 from instgenie.server.schema import EDIT, GENERATION, MODEL, MODELS
-from instgenie.server.service import SECONDS_TO_LOAD, Service, draw_seed, service_of, tenant_of
+from instgenie.server.service import SECONDS_TO_LOAD, Service, draw_seed, service_of, tenant_of, trace_of
 from instgenie.server.watch import unless_gone
 from instgenie.types import PixelMask, Pixels
 from instgenie.wish import Wish
@@ -33,7 +33,7 @@ async def edit_images(request: Request) -> Response:
         edit = await service.pictures.run(read_edit, form)
         check_fields(service, edit.fields)
         picture, mask = await open_edit(service, tenant_of(request), edit)
-    orders = make_orders(tenant_of(request), picture, mask, edit.fields)
+    orders = make_orders(request, picture, mask, edit.fields)
     return await run(request, service, orders, edit.fields, "image_edit")
 
 
@@ -47,7 +47,7 @@ async def generate_images(request: Request) -> Response:
     own_size = service.model_facts.own_size
     picture = blank_picture(answer_size(fields.size, service.config.max_pixels) or (own_size, own_size))
     mask = await service.pictures.mask(picture, None, "alpha")
-    orders = make_orders(tenant_of(request), picture, mask, fields)
+    orders = make_orders(request, picture, mask, fields)
     return await run(request, service, orders, fields, "image_generation")
 
 
@@ -105,7 +105,7 @@ async def template_picture(service: Service, tenant: str, template: str | None) 
     return picture
 
 
-def make_orders(tenant: str, picture: Pixels, mask: PixelMask, fields: ImageFields) -> list[Order]:
+def make_orders(request: Request, picture: Pixels, mask: PixelMask, fields: ImageFields) -> list[Order]:
     """As many as asked for, alike in all but the seed."""
     height, width, _ = picture.shape
     longest = MAX_SIDE[fields.output_format.upper()]
@@ -115,13 +115,14 @@ def make_orders(tenant: str, picture: Pixels, mask: PixelMask, fields: ImageFiel
     wish = make_wish(fields)
     return [
         Order(
-            tenant=tenant,
+            tenant=tenant_of(request),
             picture=picture,
             mask=mask,
             wish=replace(wish, seed=seed),
             output_format=fields.output_format,
             output_compression=fields.output_compression,
             num_partials=fields.partial_images,
+            trace=trace_of(request),
         )
         for seed in range(wish.seed, wish.seed + fields.n)
     ]

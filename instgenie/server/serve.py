@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from instgenie import traces
 from instgenie.cluster.local import Cluster
 from instgenie.config import CacheConfig
 from instgenie.errors import ServeError
@@ -35,11 +36,20 @@ class Server(uvicorn.Server):
 
 def serve(config: ServeConfig, version: str) -> int:
     set_up_log(config.http.log_format)
+    set_up_traces(config.http)
     listener = listen(config.http)
     try:
         return asyncio.run(run(config, listener, version))
     finally:
         listener.close()
+
+
+def set_up_traces(config: HttpConfig) -> None:
+    """The processes of the cluster read the same variables."""
+    if config.traces_endpoint:
+        os.environ[traces.ENDPOINT] = config.traces_endpoint
+    if traces.are_wanted(os.environ):
+        traces.check()
 
 
 def listen(config: HttpConfig) -> socket.socket:
@@ -56,7 +66,7 @@ def listen(config: HttpConfig) -> socket.socket:
 
 async def run(config: ServeConfig, listener: socket.socket, version: str) -> int:
     cluster = Cluster(config.cluster)
-    service = Service(config.http, cluster)
+    service = Service(config.http, cluster, with_traces=traces.are_wanted(os.environ))
     server = Server(
         uvicorn.Config(
             make_app(service, version),
@@ -87,6 +97,7 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
         server.should_exit = True
         await serving
         service.pictures.close()
+        traces.close()
     say("stopped", finished=finished)
     return 0 if finished else 1
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instgenie import traces
 from instgenie.activations import Key, Kind
 from instgenie.batch import Job
 from instgenie.config import ProcessConfig
@@ -78,6 +79,7 @@ class Running:
     is_sure: bool = False  # it may not do without them
     key: Key | None = None  # of the activations it uses
     joined_at: float = 0.0
+    trace: str = ""
 
     @property
     def progress(self) -> JobStep:
@@ -166,7 +168,7 @@ class Denoiser:
             self.line.send(failure(given.id, given.attempt, error))
             return None
         partials = partial_steps(job.num_steps, given.num_partials)
-        return Running(given.id, given.attempt, job, partials, fetching, given.is_sure)
+        return Running(given.id, given.attempt, job, partials, fetching, given.is_sure, trace=given.trace)
 
     def foresee(self, message: Fetch, _: list[Frame]) -> None:
         self.templates.foresee(message.id, self.find_key(message.template))
@@ -302,6 +304,8 @@ class Denoiser:
         head = tensor_head(job.latents)
         message = Denoised(running.id, running.attempt, head, job.num_computed_tokens, seconds)
         self.line.send(message, [tensor_frame(job.latents)])
+        facts = {"num_steps": job.num_steps, "num_computed_tokens": job.num_computed_tokens}
+        traces.record(running.trace, "denoise", seconds, attempt=running.attempt, **facts)
         self.leave(running)
 
     def leave(self, running: Running) -> None:

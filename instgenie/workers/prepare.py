@@ -5,6 +5,7 @@ What was encoded before is remembered: templates by their picture, prompts by th
 
 import time
 
+from instgenie import traces
 from instgenie.batch import Job
 from instgenie.config import ProcessConfig
 from instgenie.engine.frames import job_frames
@@ -35,6 +36,9 @@ class Preparer:
         seconds = time.perf_counter() - start
         prepared = Prepared(message.id, message.attempt, head, len(job.masked), num_masked, job.num_steps, seconds)
         self.line.send(prepared, tensors)
+        if isinstance(message, Prepare):
+            facts = {"num_tokens": len(job.masked), "num_masked_tokens": num_masked}
+            traces.record(message.trace, "prepare", seconds, attempt=message.attempt, **facts)
 
     def make_job(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> Job:
         picture = read_picture(frames[0], message.size)
