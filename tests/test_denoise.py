@@ -129,6 +129,13 @@ def test_a_group_joins_whole_and_nobody_overtakes_it(small: Model) -> None:
     assert batches(tape) == ["a", "a", "bc", "d"]
 
 
+def test_a_group_does_not_wait_longer_than_it_takes(small: Model) -> None:
+    denoiser, tape = make_denoiser(small)
+    tape.rounds.extend([[jobs(small, ("a", 6)), jobs(small, ("b", 2), ("c", 2)), jobs(small, ("d", 1))], []])
+    denoiser.run()
+    assert batches(tape) == ["a", "ab", "ab", "ac", "ac", "ad"]
+
+
 def test_a_group_larger_than_a_batch_goes_alone(small: Model) -> None:
     denoiser, tape = make_denoiser(small)
     tape.rounds.append([jobs(small, ("a", 1), ("b", 2), ("c", 1)), jobs(small, ("d", 1))])

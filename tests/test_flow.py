@@ -1,6 +1,7 @@
 """How work goes through the processes, with processes that answer as the test says."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -280,6 +281,27 @@ def test_what_kills_three_processes_fails_alone() -> None:
         stage.finish()
     assert num_deaths == 3
     assert sizes == [4, 4, 1, 1, 1, 1]  # after the second death one by one
+    failed = events(poison)[-2]
+    assert isinstance(failed, Failed)
+    assert failed.kind == "crashed"
+    assert all(isinstance(events(other)[-2], Finished) for other in others)
+
+
+@pytest.mark.parametrize("role", ["prepare", "finish"])
+def test_what_kills_those_who_prepare_or_finish_fails_alone(role: Role) -> None:
+    stage = Stage(devices=("cpu", "cpu"))
+    stage.open()
+    poison, *others = [stage.flow.accept([make_order(seed)])[0] for seed in range(4)]
+    num_deaths = 0
+    while stage.flow.entries:
+        for worker, play in itertools.product((0, 1), (stage.prepare, stage.denoise, stage.finish)):
+            if poison.id in stage.process(role, worker).held:
+                num_deaths += 1
+                stage.kill(role, worker)
+                stage.take(role, worker)
+                stage.revive(stage.process(role, worker))
+            play(worker)
+    assert num_deaths == 3
     failed = events(poison)[-2]
     assert isinstance(failed, Failed)
     assert failed.kind == "crashed"

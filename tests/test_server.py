@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 from serving import ALICE, BOB, MASK, PICTURE, SIZE, Running, alpha_png, mask, picture, png, register, wait_for
 
 from instgenie.picture import open_picture, resize_mask, resize_picture
@@ -60,7 +61,11 @@ def test_an_answer_says_how_it_was_made(edited: Any) -> None:
     assert (one["seed"], one["num_attempts"], one["worker"]) == (5, 1, 0)
     assert 0 < one["num_masked_tokens"] < one["num_tokens"]
     assert one["masked_share"] == pytest.approx(one["num_masked_tokens"] / one["num_tokens"], abs=1e-3)
+    assert one["cache_tier"] in ("gpu", "host")
+    assert one["num_masked_tokens"] <= one["num_computed_tokens"] < one["num_tokens"]
     assert set(one["seconds"]) == {"queue", "prepare", "denoise", "finish"}
+    assert all(seconds >= 0 for seconds in one["seconds"].values())
+    assert one["seconds"]["denoise"] > 0
     assert edited.usage.output_tokens == one["num_masked_tokens"]
     assert edited.usage.total_tokens == edited.usage.input_tokens + edited.usage.output_tokens
 
@@ -308,14 +313,27 @@ def test_a_client_that_leaves_ends_its_edits(server: Running) -> None:
 
 
 def test_metrics(server: Running, edited: Any) -> None:
+    """Names, kinds and labels are what dashboards are made of."""
     with server.http() as client:
         text = client.get("/metrics").text
-    for name in (
-        "num_requests_running", "num_requests_waiting", "e2e_request_latency_seconds_count",
-        "request_queue_time_seconds_count", "step_time_seconds_count", "batch_size_count", "mask_ratio_count",
-        "cache_queries_total", "cache_hits_total", "cache_usage_bytes", "request_success_total",
-    ):  # fmt: skip
-        assert f"\ninstgenie:{name}" in text, name
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    kinds = {name.removeprefix("instgenie:"): one.type for name, one in families.items() if "instgenie:" in name}
+    assert kinds == {
+        "num_requests_running": "gauge", "num_requests_waiting": "gauge", "e2e_request_latency_seconds": "histogram",
+        "request_queue_time_seconds": "histogram", "request_success": "counter", "step_time_seconds": "histogram",
+        "batch_size": "histogram", "mask_ratio": "histogram", "cache_queries": "counter", "cache_hits": "counter",
+        "cache_usage_bytes": "gauge", "http_requests": "counter",
+    }  # fmt: skip
+
+    def labels(name: str, label: str) -> set[str]:
+        samples = families[f"instgenie:{name}"].samples
+        return {sample.labels[label] for sample in samples if label in sample.labels}
+
+    assert labels("request_success", "finished_reason") == {"stop", "abort", "error"}
+    assert labels("cache_hits", "tier") == labels("cache_usage_bytes", "tier") == {"gpu", "host", "disk", "remote"}
+    assert "\ninstgenie:request_success_total{" in text
+    assert "\ninstgenie:cache_hits_total{" in text
+    assert "\ninstgenie:cache_queries_total " in text
     for name in (
         "e2e_request_latency_seconds_count",
         "step_time_seconds_count",

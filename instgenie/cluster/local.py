@@ -60,15 +60,17 @@ class Cluster:
 
     async def stop(self, timeout: float) -> bool:
         """Takes no more orders, finishes the accepted ones within the timeout, ends all processes. Says whether every
-        order was worked on to its end."""
+        order was worked on to its end. What is left of the timeout, and a few seconds in any case, is the processes'
+        own: they write what is worth keeping."""
         self._is_open = False
+        end = time.monotonic() + timeout
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._until(lambda: not self.flow.entries)
         is_drained = not self.flow.entries
         self._is_ending = True
         self.flow.give_up("the server stopped before the edit was done")
-        await self._end_processes()
+        await self._end_processes(max(end - time.monotonic(), SECONDS_TO_END))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -77,13 +79,13 @@ class Cluster:
         shutil.rmtree(self._folder, ignore_errors=True)
         return is_drained
 
-    async def _end_processes(self) -> None:
+    async def _end_processes(self, timeout: float) -> None:
         for process in self._processes:
             if process.is_ready:
                 self._send(process, wire.Stop())
             else:
                 process.kill()
-        _, late = await asyncio.wait(self._supervisors, timeout=SECONDS_TO_END)
+        _, late = await asyncio.wait(self._supervisors, timeout=timeout)
         for process in self._processes:
             process.kill()
         if late:

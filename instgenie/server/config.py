@@ -67,7 +67,7 @@ OPTIONS = (
     Option("max-body-mib", whole(1, 4096), 64, "largest request body (default 64)", "MIB"),
     Option("max-megapixels", real(0.1, MAX_PIXELS / 1e6), 16.8, "largest picture (default 16.8)"),
     Option("body-timeout", real(0.1, 3600), 60.0, "seconds in which a request body has to arrive (default 60)"),
-    Option("shutdown-timeout", real(0, 86400), 30.0, "seconds to finish accepted edits after SIGTERM (default 30)"),
+    Option("shutdown-timeout", real(0, 86400), 30.0, "seconds to finish after SIGTERM: accepted edits, then what is yet to be written (default 30)"),
     Option("log-format", one_of("json", "text"), "json", "lines of JSON, or text for people (default json)", "FORM"),
     Option("otlp-traces-endpoint", text, None,
            "collector of OpenTelemetry that gets a trace of each edit (default: none)", "URL"),

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -81,6 +82,7 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
         )
     )
     signalled = catch_signals()
+    end = 0.0  # of the time in which the server has to stop
     serving = asyncio.create_task(server.serve([listener]))
     address = f"{config.http.host}:{listener.getsockname()[1]}"
     print_plan(config, address, version)
@@ -90,10 +92,12 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
             say("ready", address=address)
             await signalled.wait()
         say("draining", running=service.num_watches)
+        end = time.monotonic() + config.http.shutdown_timeout
         finished = await service.drain(config.http.shutdown_timeout)
     finally:
         service.draining = True
-        await cluster.stop(timeout=0)  # what is not finished by now fails, and its clients hear so
+        # what is not finished by now fails, and its clients hear so
+        await cluster.stop(max(end - time.monotonic(), 0.0))
         server.should_exit = True
         await serving
         service.pictures.close()

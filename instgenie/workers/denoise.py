@@ -208,6 +208,7 @@ class Denoiser:
         self.settle()
         if not self.engine.jobs:
             self.engine.max_jobs = self.config.max_batch_size  # whatever did not fit is gone
+        self.split_first()
         if self.config.batching == "static" and self.engine.jobs:
             return
         for group in [group for group in self.waiting if is_settled(group)]:
@@ -220,6 +221,19 @@ class Denoiser:
                 self.engine.join(running.job)
             plans = tuple(running.job.plan for running in group)
             self.line.send(Joined(tuple(running.progress for running in group), plans))
+
+    def split_first(self) -> None:
+        """A group that would wait for room longer than it takes itself is split: those go for whom there is room."""
+        first = next((group for group in self.waiting if is_settled(group)), [])
+        room = self.engine.max_jobs - len(self.engine.jobs)
+        if not (self.engine.jobs and 0 < room < len(first)):
+            return
+        left = sorted(job.num_steps - job.step for job in self.engine.jobs)
+        num_leaving = min(len(first) - room, len(left))
+        if left[num_leaving - 1] > max(running.job.num_steps for running in first):
+            place = self.waiting.index(first)
+            self.waiting[place] = first[room:]
+            self.waiting.insert(place, first[:room])
 
     def settle(self) -> None:
         """What was fetched for waiting jobs is theirs."""
