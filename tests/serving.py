@@ -3,9 +3,11 @@
 import io
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -133,6 +135,17 @@ def alpha_png(masked: PixelMask) -> bytes:
     grey = np.full((*masked.shape, 4), 128, np.uint8)
     grey[..., 3] = np.where(masked, 0, 255)
     return png(grey)
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of a few KB whose header and data are side x side pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes((side // 8 + 1) * side), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 PICTURE, MASK = png(picture()), alpha_png(mask())
