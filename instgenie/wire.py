@@ -12,28 +12,14 @@ import numpy as np
 from msgspec import Struct
 
 from instgenie.cluster.orders import FailureKind, OutputFormat, Tier
-from instgenie.quality import Quality
 from instgenie.types import PixelMask, Pixels
+from instgenie.wish import Wish
 
 Frame: TypeAlias = bytes | memoryview
 
 
 class Message(Struct, frozen=True, tag=True):
     pass
-
-
-class Wish(Struct, frozen=True):
-    """What an edit asks for, without its pixels; what is None is chosen by the model."""
-
-    prompt: str
-    negative_prompt: str
-    seed: int
-    steps: int | None
-    guidance: float | None
-    true_guidance: float
-    strength: float
-    feather: int
-    quality: Quality
 
 
 class TensorHead(Struct, frozen=True):
@@ -81,6 +67,7 @@ class Prepare(Message, frozen=True):
     attempt: int
     wish: Wish
     size: tuple[int, int]  # (height, width) of the picture
+    trace: str = ""  # traceparent; empty: none
 
 
 class PrepareTemplate(Message, frozen=True):
@@ -103,6 +90,7 @@ class Denoising(Struct, frozen=True):
     template: TemplateHead | None  # whose activations it uses, if they are found
     is_sure: bool  # they have to be found: an earlier attempt used them, or others are told that they are there
     num_partials: int
+    trace: str = ""
 
 
 class Fetch(Message, frozen=True):
@@ -119,13 +107,14 @@ class Denoise(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Frames: the tensors of the job."""
+    """Frames: the tensors of the job; then the picture, if it is to be kept with the activations."""
 
     id: str  # of the template
     attempt: int
     template: TemplateHead
     job: JobHead
     is_urgent: bool  # a job waits for it, so it does not wait for an idle moment
+    picture: tuple[int, int] | None  # (height, width); None: it is not to be kept
 
 
 class Cancel(Message, frozen=True):
@@ -133,6 +122,18 @@ class Cancel(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
+    template: TemplateHead
+
+
+class List(Message, frozen=True):
+    """Asks for the templates of a model that outlived whoever registered them."""
+
+    model: str  # digest of the weights
+
+
+class Recall(Message, frozen=True):
+    """Asks for the picture that was kept with a template."""
+
     template: TemplateHead
 
 
@@ -151,6 +152,7 @@ class Finish(Message, frozen=True):
     output_format: OutputFormat
     output_compression: int
     partial: int | None  # index of a picture on the way; None = the final one
+    trace: str = ""
 
 
 # from any process
@@ -289,6 +291,27 @@ class Forgotten(Message, frozen=True):
     template: str
 
 
+class Listing(Struct, frozen=True):
+    """A template that is on disk or further down."""
+
+    template: TemplateHead
+    picture: tuple[int, int]  # (height, width)
+    num_registered_steps: int
+    tier_bytes: dict[Tier, int]
+
+
+class Listed(Message, frozen=True):
+    model: str
+    templates: tuple[Listing, ...]
+
+
+class Recalled(Message, frozen=True):
+    """Frames: the picture, if it was found."""
+
+    template: str
+    size: tuple[int, int] | None  # (height, width); None: it was not
+
+
 # from finish
 
 
@@ -302,9 +325,9 @@ class Painted(Message, frozen=True):
 
 
 AnyMessage: TypeAlias = (
-    Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | Finish | Ready | Broken | Beat
-    | Failed | Prepared | Joined | Stepped | Glimpsed | Denoised | Registered | Found | Missing | Kept | Forgotten
-    | Painted
+    Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | List | Recall | Finish | Ready
+    | Broken | Beat | Failed | Prepared | Joined | Stepped | Glimpsed | Denoised | Registered | Found | Missing | Kept
+    | Forgotten | Listed | Recalled | Painted
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

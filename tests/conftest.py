@@ -8,9 +8,12 @@ Tests run on a CPU in float32. The laws also run on a CUDA device where there is
 (`pytest -m gpu` runs nothing else); `pytest --where cpu-bfloat16` runs them elsewhere.
 """
 
+import asyncio
 import copy
 import json
+import os
 import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clusters import FAULTS, Run
 from diffusers import (
     AutoencoderKL,
     AutoencoderTiny,
@@ -155,6 +159,23 @@ def models(folders: dict[str, Path], where: Where) -> dict[str, Model]:
 @pytest.fixture(params=[*FAMILIES, "builtin"])
 def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
     return models[request.param]
+
+
+@pytest.fixture(scope="module", name="run")
+def make_run() -> Iterator[Run]:
+    """Runs coroutines, all in one loop."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(FAULTS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="session")

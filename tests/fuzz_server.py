@@ -15,11 +15,13 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import httpx
-from serving import MASK, PICTURE
+import numpy as np
+from serving import MASK, PICTURE, SIZE, alpha_png, bomb, mask, png
 
 Request = tuple[str, bytes, dict[str, str]]  # path, body, headers
 PATHS = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")
 BOUNDARY = "xyz"
+BOMB = bomb(12_000)
 MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
 SCALARS = ("", "0", "-1", "1e999", "nan", "true", "null", "9" * 5000, "\x00", "é" * 100, "1x1", "99999x99999", "{}")
 NAMES = (
@@ -55,6 +57,22 @@ def broken_picture(draw: random.Random) -> Request:
     cut = bytes(data[: draw.randint(0, len(data))]) * draw.randint(1, 2)
     picture = part("image", cut, draw.choice(FILE_NAMES))
     return multipart(draw, picture, part("mask", MASK, "m"), part("prompt", b"a"), part("size", b"1x1"))
+
+
+def wrong_mask(draw: random.Random) -> Request:
+    masks = [
+        b"", MASK[: draw.randint(0, len(MASK))], PICTURE, alpha_png(mask((41, 56))), alpha_png(mask((16, 16))),
+        alpha_png(np.zeros(SIZE, np.bool_)), png(np.zeros((1, 1), np.uint8)), draw.randbytes(99),
+    ]  # fmt: skip
+    fields = [part("image", PICTURE, "upload"), part("prompt", b"a"), part("mask", draw.choice(masks), "m")]
+    return PATHS[0], multipart(draw, *fields)[1], {"content-type": MULTIPART}
+
+
+def bombs(draw: random.Random) -> Request:
+    """A few KB that say, and would be, hundreds of megapixels."""
+    name, other = draw.choice([("image", ("mask", MASK)), ("mask", ("image", PICTURE))])
+    fields = [part(name, BOMB, "upload"), part(other[0], other[1], "upload"), part("prompt", b"a")]
+    return PATHS[0], multipart(draw, *fields)[1], {"content-type": MULTIPART}
 
 
 def broken_multipart(draw: random.Random) -> Request:
@@ -98,7 +116,7 @@ def odd_request(draw: random.Random) -> Request:
 
 
 MAKERS: tuple[Callable[[random.Random], Request], ...] = (
-    bad_scalar, broken_picture, broken_multipart, many_parts, bad_json, odd_request,
+    bad_scalar, broken_picture, wrong_mask, bombs, broken_multipart, many_parts, bad_json, odd_request,
 )  # fmt: skip
 
 

@@ -3,13 +3,16 @@
 import io
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -57,13 +60,17 @@ class Running:
 
 
 @contextmanager
-def running_server(folder: Path, *arguments: str) -> Iterator[Running]:
+def running_server(folder: Path, *arguments: str, **variables: str) -> Iterator[Running]:
     command = [sys.executable, "-m", "instgenie", "serve", *arguments, "--port", "0", "--device", "cpu"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INSTGENIE_")}
     log = folder / "server.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            command, env=environment | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            env=environment | {"OMP_NUM_THREADS": "1"} | variables,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
     assert process.stdout
     try:
@@ -79,6 +86,24 @@ def running_server(folder: Path, *arguments: str) -> Iterator[Running]:
             process.terminate()
             process.wait(60)
         process.stdout.close()
+
+
+def wait_for(holds: Callable[[], Any]) -> None:
+    for _ in range(600):
+        if holds():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it never came true")
+
+
+def register(server: Running, image: bytes, key: str = ALICE, **fields: str) -> str:
+    """The id of a template that is ready."""
+    with server.http(key) as client:
+        made = client.post("/v1/templates", files={"image": image}, data=fields)
+        assert made.status_code == 201, made.text
+        name = str(made.json()["id"])
+        wait_for(lambda: client.get(f"/v1/templates/{name}").json()["state"] == "ready")
+    return name
 
 
 def wait_until_ready(server: Running) -> None:
@@ -110,6 +135,17 @@ def alpha_png(masked: PixelMask) -> bytes:
     grey = np.full((*masked.shape, 4), 128, np.uint8)
     grey[..., 3] = np.where(masked, 0, 255)
     return png(grey)
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of a few KB whose header and data are side x side pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes((side // 8 + 1) * side), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 PICTURE, MASK = png(picture()), alpha_png(mask())

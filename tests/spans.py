@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from instgenie.activations import Key, Span
+from instgenie.types import Pixels
 
 GIB = 2**30
 KEY = Key("picture", "model", (32, 48), 6, (1.0, 0.5, 0.1), 3.5, "kv", "torch.float32")
@@ -29,6 +31,10 @@ def make_span(steps: range = STEPS, seed: int = 0, num_tokens: int = 24) -> Span
 def make_spans(seed: int = 0, num_tokens: int = 24) -> list[Span]:
     """A whole template."""
     return [make_span(steps, seed, num_tokens) for steps in SPANS]
+
+
+def make_picture(seed: int = 0) -> Pixels:
+    return np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
 
 
 def equal(one: Span | None, other: Span) -> bool:

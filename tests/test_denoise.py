@@ -84,7 +84,9 @@ def jobs(
 def template(model: Model, name: str, urgent: bool = False, steps: int = 4) -> tuple[wire.Message, list[wire.Frame]]:
     edit = edit_of_nothing(make_edit(size=SIZE).picture, model, SIZE, steps, None)
     head, frames = job_frames(template_job(edit, model))
-    return wire.Register(name, 1, head_of(name, steps=steps), head, urgent), frames
+    pixels = make_edit(size=SIZE).picture
+    message = wire.Register(name, 1, head_of(name, steps=steps), head, urgent, pixels.shape[:2])
+    return message, [*frames, *wire.picture_frames(pixels)]
 
 
 def register_on_disk(model: Model, folder: Path, *names: str, steps: int = 4) -> list[wire.Registered]:
@@ -97,7 +99,7 @@ def register_on_disk(model: Model, folder: Path, *names: str, steps: int = 4) ->
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/*.safetensors"))
+    return sorted(folder.glob("*/0*.safetensors"))
 
 
 def batches(tape: Tape) -> list[str]:
@@ -125,6 +127,13 @@ def test_a_group_joins_whole_and_nobody_overtakes_it(small: Model) -> None:
     tape.rounds.extend([[jobs(small, ("a", 2)), group, jobs(small, ("d", 1))], []])
     denoiser.run()
     assert batches(tape) == ["a", "a", "bc", "d"]
+
+
+def test_a_group_does_not_wait_longer_than_it_takes(small: Model) -> None:
+    denoiser, tape = make_denoiser(small)
+    tape.rounds.extend([[jobs(small, ("a", 6)), jobs(small, ("b", 2), ("c", 2)), jobs(small, ("d", 1))], []])
+    denoiser.run()
+    assert batches(tape) == ["a", "ab", "ab", "ac", "ac", "ad"]
 
 
 def test_a_group_larger_than_a_batch_goes_alone(small: Model) -> None:
@@ -322,7 +331,7 @@ def test_forgotten_templates_leave_every_tier(small: Model, tmp_path: Path) -> N
     denoiser, tape = make_denoiser(small, disk=str(tmp_path / "disk"), remote=(tmp_path / "remote").as_uri())
     tape.rounds.append([(wire.Forget(head_of("t")), [])])
     denoiser.run()
-    told = [*tape.of(wire.Forgotten), *denoiser.templates.told()]
+    told = [*tape.of(wire.Forgotten), *(message for message, _ in denoiser.templates.told())]
     assert wire.Forgotten("t") in told
     [kept] = [message for message in told if isinstance(message, wire.Kept) and message.template == "t"]
     assert kept.template_bytes == {}
@@ -335,7 +344,7 @@ def test_evicted_templates_are_told(small: Model, tmp_path: Path) -> None:
     denoiser, tape = make_denoiser(small, host_bytes=num_bytes)
     tape.rounds.append([template(small, "t"), template(small, "u")])
     denoiser.run()
-    told = [*tape.of(wire.Kept), *denoiser.templates.told()]
+    told = [*tape.of(wire.Kept), *(message for message, _ in denoiser.templates.told())]
     last = {message.template: message.template_bytes for message in told if isinstance(message, wire.Kept)}
     assert last["t"] == {}
     assert last["u"] == {"host": num_bytes}
@@ -344,3 +353,31 @@ def test_evicted_templates_are_told(small: Model, tmp_path: Path) -> None:
 def measure_registered(model: Model, folder: Path) -> list[Any]:
     register_on_disk(model, folder, "t")
     return measure(model, folder, "t")
+
+
+def test_what_outlived_a_process_is_listed_and_its_picture_recalled(small: Model, tmp_path: Path) -> None:
+    register_on_disk(small, tmp_path, "t", "u", steps=8)
+    files(tmp_path)[0].unlink()
+    denoiser, tape = make_denoiser(small, disk=str(tmp_path))
+    heads = [head_of(name, steps=8) for name in "tuv"]
+    tape.rounds.append(
+        [(wire.List("these"), []), (wire.List("others"), []), *((wire.Recall(head), []) for head in heads)]
+    )
+    tape.is_busy = lambda: len(tape.of(wire.Listed)) < 2 or len(tape.of(wire.Recalled)) < 3
+    denoiser.run()
+    [these, others] = sorted(tape.of(wire.Listed), key=lambda listed: -len(listed.templates))
+    assert others == wire.Listed("others", ())
+    listings = {listing.template.id: listing for listing in these.templates}
+    assert {name: listing.picture for name, listing in listings.items()} == {"t": SIZE, "u": SIZE}
+    assert sorted(listing.num_registered_steps for listing in listings.values()) == [4, 8]
+    assert all(listing.tier_bytes["disk"] > 0 for listing in listings.values())
+    assert [denoiser.find_key(listing.template) for listing in listings.values()] == [
+        denoiser.find_key(head_of(name, steps=8)) for name in listings
+    ]
+    recalled = {
+        message.template: (message.size, frames) for message, frames in tape.sent if isinstance(message, wire.Recalled)
+    }
+    assert recalled["v"] == (None, [])
+    size, [frame] = recalled["t"]
+    assert size is not None
+    assert (wire.read_picture(frame, size) == make_edit(size=SIZE).picture).all()

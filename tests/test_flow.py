@@ -1,6 +1,9 @@
 """How work goes through the processes, with processes that answer as the test says."""
 
+import asyncio
+import itertools
 from collections.abc import Sequence
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +16,17 @@ from instgenie.cluster.entries import Ticket
 from instgenie.cluster.flow import Flow
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped, Tier
 from instgenie.cluster.processes import Process, make_workers
-from instgenie.cluster.templates import Template
+from instgenie.cluster.templates import Template, template_id
 from instgenie.config import CacheConfig, ClusterConfig, Role
-from instgenie.errors import QueueFullError
+from instgenie.errors import ClosedError, QueueFullError
+from instgenie.wish import Wish
 
 FACTS = wire.ModelFacts(
     name="tiny", family="flux", is_fill=False, own_size=64, steps=4, guidance=3.5, embeds_guidance=False, patch=16,
     unit=16, num_blocks=3, device="cpu", dtype="float32",
 )  # fmt: skip
 JOB = wire.JobHead({}, (4, 4), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), 1, (wire.TensorHead("float32", (1,)),))
+WISHES = {field.name for field in fields_of(Wish)}
 LATENTS = wire.TensorHead("float32", (1,))
 
 
@@ -32,18 +37,21 @@ class Stage:
         self.config = ClusterConfig(**({"model": "tiny", "devices": ("cpu",)} | config))
         self.workers = make_workers(self.config)
         self.sent: list[tuple[str, wire.Message]] = []
+        self.listings: list[tuple[int, wire.List]] = []
         self.foreseen: list[tuple[int, wire.Fetch]] = []
         self.flow = Flow(self.config, self.workers, self.send)
 
     def send(self, process: Process, message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
-        if isinstance(message, wire.Fetch):
+        if isinstance(message, wire.List):
+            self.listings.append((process.worker, message))
+        elif isinstance(message, wire.Fetch):
             self.foreseen.append((process.worker, message))
         else:
             self.sent.append((f"{process.worker}.{process.role}", message))
 
     def register_one(self) -> Template:
         """A template of the usual order's picture, from the wish to its activations."""
-        template = self.flow.register(self.flow.registering("me", make_order().picture, None, None))
+        template = self.flow.register(self.flow.library.registering("me", make_order().picture, None, None))
         self.prepare()
         self.register()
         return template
@@ -123,7 +131,8 @@ def make_order(seed: int = 0, picture_seed: int = 0, **fields: Any) -> Order:
     picture = np.random.default_rng(picture_seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     mask = np.zeros((64, 64), np.bool_)
     mask[:32, :32] = True
-    return Order(**({"tenant": "me", "picture": picture, "mask": mask, "prompt": "cat", "seed": seed} | fields))
+    wish = Wish(**{"prompt": "cat", "seed": seed} | {name: fields.pop(name) for name in list(fields) if name in WISHES})
+    return Order(**{"tenant": "me", "picture": picture, "mask": mask, "wish": wish} | fields)
 
 
 def events(ticket: Ticket) -> list[Event | None]:
@@ -272,6 +281,27 @@ def test_what_kills_three_processes_fails_alone() -> None:
         stage.finish()
     assert num_deaths == 3
     assert sizes == [4, 4, 1, 1, 1, 1]  # after the second death one by one
+    failed = events(poison)[-2]
+    assert isinstance(failed, Failed)
+    assert failed.kind == "crashed"
+    assert all(isinstance(events(other)[-2], Finished) for other in others)
+
+
+@pytest.mark.parametrize("role", ["prepare", "finish"])
+def test_what_kills_those_who_prepare_or_finish_fails_alone(role: Role) -> None:
+    stage = Stage(devices=("cpu", "cpu"))
+    stage.open()
+    poison, *others = [stage.flow.accept([make_order(seed)])[0] for seed in range(4)]
+    num_deaths = 0
+    while stage.flow.entries:
+        for worker, play in itertools.product((0, 1), (stage.prepare, stage.denoise, stage.finish)):
+            if poison.id in stage.process(role, worker).held:
+                num_deaths += 1
+                stage.kill(role, worker)
+                stage.take(role, worker)
+                stage.revive(stage.process(role, worker))
+            play(worker)
+    assert num_deaths == 3
     failed = events(poison)[-2]
     assert isinstance(failed, Failed)
     assert failed.kind == "crashed"
@@ -510,7 +540,7 @@ def test_a_worker_says_whether_an_unknown_template_is_below(tier: Tier | None) -
 
 def test_what_is_shared_outlives_a_worker() -> None:
     stage = lasting(devices=("cpu", "cpu"))
-    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
+    template = stage.flow.register(stage.flow.library.registering("me", make_order().picture, None, None))
     [holder] = template.entries
     stage.prepare(holder)
     stage.register(holder)
@@ -529,7 +559,7 @@ def test_what_is_shared_outlives_a_worker() -> None:
 
 def test_a_worker_that_was_away_forgets_when_it_is_back() -> None:
     stage = lasting(devices=("cpu", "cpu"))
-    template = stage.flow.register(stage.flow.registering("me", make_order().picture, None, None))
+    template = stage.flow.register(stage.flow.library.registering("me", make_order().picture, None, None))
     [holder] = template.entries
     stage.prepare(holder)
     stage.register(holder)
@@ -555,3 +585,79 @@ def test_other_weights_are_another_model() -> None:
     stage.flow.ready(stage.process("denoise"), FACTS, "another transformer")
     stage.flow.accept([make_order()])
     assert len({fetch.template.model for _, fetch in stage.foreseen}) == 3
+
+
+def listed(stage: Stage, worker: int = 0, num_steps: int = 4, **fields: Any) -> str:
+    """A worker tells of a template of the usual order's picture; its id."""
+    order = make_order(**fields)
+    registering = stage.flow.library.registering_of(order)
+    head = stage.flow.library.head_of(template_id(registering), registering, stage.workers[worker])
+    assert head is not None
+    listing = wire.Listing(head, order.picture.shape[:2], num_steps, {"disk": 900})
+    stage.flow.handle(stage.process("denoise", worker), wire.Listed(head.model, (listing,)), [])
+    return head.id
+
+
+def test_what_outlived_the_cluster_is_asked_for_once() -> None:
+    stage = Stage(cache=CacheConfig(disk="somewhere"), devices=("cpu", "cpu"))
+    stage.open(0)
+    assert stage.listings == [(0, wire.List(stage.workers[0].identity or ""))]
+    stage.open(1)
+    assert len(stage.listings) == 1
+    stage.kill("denoise", 0)  # before it has answered
+    stage.revive(stage.process("denoise", 1))
+    listed(stage, 1)
+    stage.revive(stage.process("denoise", 0))
+    assert [worker for worker, _ in stage.listings] == [0, 1]
+
+
+def test_a_listed_template_is_used_and_forgotten() -> None:
+    stage = lasting(devices=("cpu", "cpu"))
+    name = listed(stage)
+    template = stage.flow.library.templates[name]
+    status = template.status()
+    assert (status.state, status.num_registered_steps, status.width, status.height) == ("ready", 4, 64, 64)
+    assert status.tier_bytes == {"disk": 900}
+    [ticket] = stage.flow.accept([make_order()])
+    assert (ticket._entry.template, ticket._entry.is_sure) == (name, True)
+    stage.flow.forget(template)
+    for worker in (0, 1):
+        [forget] = [message for message in stage.take("denoise", worker) if isinstance(message, wire.Forget)]
+        assert (forget.template.id, forget.template.tenant) == (name, "me")
+    listed(stage)
+    assert name not in stage.flow.library.templates  # it is on its way out
+
+
+def test_a_listed_template_that_is_not_whole_is_registered_by_the_next_edit() -> None:
+    stage = lasting()
+    name = listed(stage, num_steps=2)
+    template = stage.flow.library.templates[name]
+    assert (template.state, template.message) == ("failed", "its registration was interrupted: register it again")
+    [ticket] = stage.flow.accept([make_order()])
+    assert ticket._entry.template is None
+    stage.run()
+    stage.prepare()
+    stage.register()
+    assert template.state == "ready"
+
+
+def test_the_picture_of_a_listed_template_is_recalled() -> None:
+    async def play() -> None:
+        stage = lasting()
+        template = stage.flow.library.templates[listed(stage)]
+        denoiser = stage.process("denoise")
+        found, again = stage.flow.library.recall(template), stage.flow.library.recall(template)
+        [recall] = [message for message in stage.take("denoise") if isinstance(message, wire.Recall)]
+        assert recall.template.id == template.id
+        pixels = make_order().picture
+        stage.flow.handle(denoiser, wire.Recalled(template.id, (64, 64)), wire.picture_frames(pixels))
+        assert np.array_equal(await found, pixels)
+        assert np.array_equal(await again, pixels)
+        lost = stage.flow.library.recall(template)
+        stage.kill("denoise")
+        with pytest.raises(ClosedError, match="stopped"):
+            await lost
+        with pytest.raises(ClosedError, match="no worker"):
+            stage.flow.library.recall(template)
+
+    asyncio.run(play())

@@ -1,5 +1,4 @@
-"""The cluster with real processes and real sockets, on tiny models. Where faults are needed, a `sitecustomize` on the
-path of the worker processes makes them: the package itself has no switch for them."""
+"""The cluster with real processes and real sockets, on tiny models."""
 
 import asyncio
 import io
@@ -8,57 +7,42 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from clusters import (
+    TENANT,
+    Run,
+    are_equal,
+    collect,
+    edit,
+    follow,
+    kill,
+    make_config,
+    make_order,
+    open_encoded,
+    pictures,
+    register,
+    submit_all,
+    until,
+)
 from PIL import Image
 
 from instgenie.cluster.entries import Ticket
 from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped
 from instgenie.cluster.status import Observer
-from instgenie.config import CacheConfig, ClusterConfig
+from instgenie.config import CacheConfig
 from instgenie.editor import Editor
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.errors import ClosedError, MaskError
 from instgenie.models.model import Model
-from instgenie.types import Edit, Pixels
-
-FAULTS = """
-    import os, signal, sys
-
-    if "instgenie.workers" in " ".join(sys.orig_argv):
-        import torch
-        from instgenie.engine import loop, prepare
-
-        advance, make_job = loop.Engine.advance, prepare.make_job
-
-        def faulty_advance(self, jobs):
-            prompts = [job.edit.prompt for job in jobs]
-            if "poison of steps" in prompts:
-                raise ValueError("poison")
-            if "too large" in prompts or ("large" in prompts and len(jobs) > 1):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-            advance(self, jobs)
-
-        def faulty_make_job(edit, *others):
-            if edit.prompt == "poison of prepare":
-                raise ValueError("poison")
-            job = make_job(edit, *others)
-            if edit.prompt == "poison of finish":
-                job.latents = job.latents[:, :1]  # of a shape that cannot be decoded
-            return job
-
-        loop.Engine.advance, prepare.make_job = faulty_advance, faulty_make_job
-"""
-TENANT = "digest of a key"
-
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
+from instgenie.types import Pixels
 
 
 class Recorder(Observer):
@@ -70,28 +54,6 @@ class Recorder(Observer):
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("faults")
-    (folder / "sitecustomize.py").write_text(textwrap.dedent(FAULTS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-
-
-def make_config(folder: Path, **fields: Any) -> ClusterConfig:
-    return ClusterConfig(
-        **({"model": str(folder), "devices": ("cpu",), "max_batch_size": 4, "worker_timeout": 10.0} | fields)
-    )
-
-
-@pytest.fixture(scope="module")
 def cluster(run: Run, folders: dict[str, Path], environment: None) -> Iterator[Cluster]:
     cluster = Cluster(make_config(folders["sd"]))
     run(cluster.start())
@@ -100,52 +62,9 @@ def cluster(run: Run, folders: dict[str, Path], environment: None) -> Iterator[C
     run(cluster.stop(0))
 
 
-def make_order(seed: int = 0, picture_seed: int = 0, share: float = 0.3, **fields: Any) -> Order:
-    picture = np.random.default_rng(picture_seed).integers(0, 256, (40, 48, 3), dtype=np.uint8)
-    mask = np.zeros((40, 48), np.bool_)
-    mask[: round(40 * share**0.5), : round(48 * share**0.5)] = True
-    given = {"tenant": TENANT, "picture": picture, "mask": mask, "prompt": "a red cat", "seed": seed, "steps": 4}
-    return Order(**(given | fields))
-
-
-async def follow(ticket: Ticket) -> list[Event]:
-    return [event async for event in ticket.events()]
-
-
-async def collect(tickets: Sequence[Ticket]) -> list[Event]:
-    """The last event of each."""
-    return [events[-1] for events in await asyncio.gather(*map(follow, tickets))]
-
-
-async def edit(cluster: Cluster, *orders: Order) -> list[Event]:
-    """The last event of each order of a request."""
-    return await collect(cluster.submit(orders))
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(300):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-def open_encoded(picture: bytes) -> Pixels:
-    return np.array(Image.open(io.BytesIO(picture)))
-
-
-def pictures(events: Sequence[Event]) -> list[Pixels]:
-    assert all(isinstance(event, Finished) for event in events), events
-    return [open_encoded(event.picture) for event in events if isinstance(event, Finished)]
-
-
-def are_equal(pictures: Sequence[Pixels], others: Sequence[Pixels]) -> bool:
-    """Who else is in a batch decides how floats are rounded, and so a value may fall on the other side."""
-    apart = [np.abs(a.astype(int) - b) for a, b in zip(pictures, others, strict=True)]
-    return all(a.max() <= 1 and (a > 0).mean() < 0.01 for a in apart)
-
-
 def edit_alone(order: Order, model: Model) -> Pixels:
     """By the engine in this process."""
-    edit = Edit(order.picture, order.mask, order.prompt, order.seed, order.steps or 4, model.guidance)
+    edit = order.wish.edit(order.picture, order.mask, model.steps, model.guidance)
     job = prepare(edit, model)
     engine = Engine(model)
     engine.join(job)
@@ -262,12 +181,6 @@ def test_what_is_wrong_with_an_order_is_said_at_once(run: Run, cluster: Cluster)
         cluster.submit([make_order(mask=np.zeros_like(order.mask))])
 
 
-async def register(cluster: Cluster, tenant: str, *orders: Order) -> list[str]:
-    ids = [(await cluster.register(tenant, order.picture, order.steps)).id for order in orders]
-    await until(lambda: all(status.state == "ready" for status in cluster.templates(tenant)))
-    return ids
-
-
 def test_templates(run: Run, cluster: Cluster, folders: dict[str, Path]) -> None:
     order = make_order(7, picture_seed=50)
 
@@ -288,7 +201,7 @@ def test_templates(run: Run, cluster: Cluster, folders: dict[str, Path]) -> None
         assert hit.facts.num_computed_tokens < miss.facts.num_computed_tokens
         editor = Editor(str(folders["sd"]), "cpu")
         editor.register(order.picture, steps=4)
-        expected = editor.edit(order.picture, order.mask, order.prompt, seed=7, steps=4)
+        expected = editor.edit(order.picture, order.mask, order.wish.prompt, seed=7, steps=4)
         assert expected.cache_hit
         assert are_equal(pictures([hit]), [expected.picture])
         await until(lambda: cluster.templates("two") and cluster.templates("two")[0].state == "ready")  # unasked
@@ -314,16 +227,6 @@ def mixed(tenant: str) -> list[Order]:
         )
         for index in range(30)
     ]
-
-
-def submit_all(cluster: Cluster, orders: Sequence[Order]) -> list[Ticket]:
-    return [ticket for start in range(0, len(orders), 2) for ticket in cluster.submit(orders[start : start + 2])]
-
-
-def kill(cluster: Cluster, role: str) -> None:
-    [pid] = [process.pid for process in cluster.status().workers[0].processes if process.role == role]
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
 
 
 def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
@@ -356,23 +259,6 @@ def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
     assert tiers[0] == tiers[1]
     assert set(tiers[0]) == {None, "host"}
     assert max(event.facts.num_attempts for event in disturbed) > 1
-
-
-def test_a_hung_process_is_found(run: Run, cluster: Cluster) -> None:
-    async def play() -> tuple[Event, int | None, int | None]:
-        await until(lambda: cluster.ready)
-        [ticket] = cluster.submit([make_order(steps=60)])
-        await until(lambda: cluster.status().workers[0].running)
-        pid = cluster.status().workers[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        [event] = await collect([ticket])
-        return event, pid, cluster.status().workers[0].pid
-
-    event, pid, new_pid = run(play())
-    assert isinstance(event, Finished)
-    assert event.facts.num_attempts > 1
-    assert pid != new_pid
 
 
 def is_alive(pid: int | None) -> bool:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from s3 import BUCKET, URL, Server
-from spans import GIB, KEY, SPANS, STEPS, equal, make_span, other_key
+from spans import GIB, KEY, SPANS, STEPS, equal, make_picture, make_span, other_key
 
 from instgenie.activations import Key
 from instgenie.cache import remote
@@ -234,3 +235,30 @@ def test_keys_of_tenants_are_apart(make: Make) -> None:
     [path] = paths(tier)
     tier._files.pipe_file(path.replace(mine.name, theirs.name), tier._files.cat_file(path))
     assert tier.load(theirs, STEPS) is None
+
+
+def test_a_picture_lies_beside_the_spans(make: Make) -> None:
+    tier, other = make(), make()
+    tier.store(KEY, make_span())
+    tier.store(other_key(1), make_span())
+    assert other.load_picture(KEY) is None
+    assert other.pictures() == {}
+    tier.store_picture(KEY, make_picture())
+    assert np.array_equal(other.load_picture(KEY), make_picture())
+    assert other.load_picture(other_key(1)) is None
+    assert other.pictures() == {KEY: (24, 32)}
+    assert other.missing(KEY, SPANS) == SPANS[1:]
+    tier.drop(KEY)
+    assert (other.load_picture(KEY), other.pictures()) == (None, {})
+
+
+def test_a_picture_that_is_damaged_is_a_miss(make: Make) -> None:
+    tier, other = make(), make()
+    tier.store(KEY, make_span())
+    tier.store_picture(KEY, make_picture())
+    path = f"{tier._template(KEY)}/picture.safetensors"
+    data = tier._files.cat_file(path)
+    tier._files.pipe_file(path, data[:-1] + bytes([data[-1] ^ 4]))
+    assert other.load_picture(KEY) is None
+    assert other.pictures() == {}
+    assert equal(other.load(KEY, STEPS), make_span())

@@ -12,7 +12,8 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from serving import ALICE, BOB, MASK, PICTURE, SIZE, Running, alpha_png, mask, picture, png
+from prometheus_client.parser import text_string_to_metric_families
+from serving import ALICE, BOB, MASK, PICTURE, SIZE, Running, alpha_png, mask, picture, png, register, wait_for
 
 from instgenie.picture import open_picture, resize_mask, resize_picture
 from instgenie.types import Pixels
@@ -38,15 +39,6 @@ def edited(server: Running) -> Any:
     return edit(server)
 
 
-def register(server: Running, image: bytes, **fields: str) -> str:
-    with server.http() as client:
-        made = client.post("/v1/templates", files={"image": image}, data=fields)
-        assert made.status_code == 201, made.text
-        name = str(made.json()["id"])
-        wait_for(lambda: client.get(f"/v1/templates/{name}").json()["state"] == "ready")
-    return name
-
-
 def alike(one: Pixels, other: Pixels) -> bool:
     """But for rounding, where batches differ."""
     return int(np.abs(one.astype(int) - other).max()) <= 1
@@ -69,7 +61,11 @@ def test_an_answer_says_how_it_was_made(edited: Any) -> None:
     assert (one["seed"], one["num_attempts"], one["worker"]) == (5, 1, 0)
     assert 0 < one["num_masked_tokens"] < one["num_tokens"]
     assert one["masked_share"] == pytest.approx(one["num_masked_tokens"] / one["num_tokens"], abs=1e-3)
+    assert one["cache_tier"] in ("gpu", "host")
+    assert one["num_masked_tokens"] <= one["num_computed_tokens"] < one["num_tokens"]
     assert set(one["seconds"]) == {"queue", "prepare", "denoise", "finish"}
+    assert all(seconds >= 0 for seconds in one["seconds"].values())
+    assert one["seconds"]["denoise"] > 0
     assert edited.usage.output_tokens == one["num_masked_tokens"]
     assert edited.usage.total_tokens == edited.usage.input_tokens + edited.usage.output_tokens
 
@@ -292,11 +288,17 @@ def test_request_ids(server: Running) -> None:
 def test_the_log_is_json_and_knows_the_request(server: Running) -> None:
     with server.http() as client:
         client.get("/v1/models?secret=1", headers={"x-request-id": "look-for-me"})
-    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    wait_for(lambda: "look-for-me" in whole_lines(server))  # it is written after the answer is sent
+    lines = [json.loads(line) for line in whole_lines(server).splitlines()]
     [line] = [line for line in lines if line.get("request_id") == "look-for-me"]
     assert (line["method"], line["path"], line["status"]) == ("GET", "/v1/models", 200)
     assert ALICE not in server.log.read_text()
     assert "secret" not in server.log.read_text()
+
+
+def whole_lines(server: Running) -> str:
+    """Of the log; the last may be half-written."""
+    return server.log.read_text().rpartition("\n")[0]
 
 
 def test_a_client_that_leaves_ends_its_edits(server: Running) -> None:
@@ -310,23 +312,28 @@ def test_a_client_that_leaves_ends_its_edits(server: Running) -> None:
     wait_for(lambda: server.metric("instgenie:num_requests_running") == 0)
 
 
-def wait_for(holds: Any) -> None:
-    for _ in range(300):
-        if holds():
-            return
-        time.sleep(0.1)
-    raise AssertionError("it never came true")
-
-
 def test_metrics(server: Running, edited: Any) -> None:
+    """Names, kinds and labels are what dashboards are made of."""
     with server.http() as client:
         text = client.get("/metrics").text
-    for name in (
-        "num_requests_running", "num_requests_waiting", "e2e_request_latency_seconds_count",
-        "request_queue_time_seconds_count", "step_time_seconds_count", "batch_size_count", "mask_ratio_count",
-        "cache_queries_total", "cache_hits_total", "cache_usage_bytes", "request_success_total",
-    ):  # fmt: skip
-        assert f"\ninstgenie:{name}" in text, name
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    kinds = {name.removeprefix("instgenie:"): one.type for name, one in families.items() if "instgenie:" in name}
+    assert kinds == {
+        "num_requests_running": "gauge", "num_requests_waiting": "gauge", "e2e_request_latency_seconds": "histogram",
+        "request_queue_time_seconds": "histogram", "request_success": "counter", "step_time_seconds": "histogram",
+        "batch_size": "histogram", "mask_ratio": "histogram", "cache_queries": "counter", "cache_hits": "counter",
+        "cache_usage_bytes": "gauge", "http_requests": "counter",
+    }  # fmt: skip
+
+    def labels(name: str, label: str) -> set[str]:
+        samples = families[f"instgenie:{name}"].samples
+        return {sample.labels[label] for sample in samples if label in sample.labels}
+
+    assert labels("request_success", "finished_reason") == {"stop", "abort", "error"}
+    assert labels("cache_hits", "tier") == labels("cache_usage_bytes", "tier") == {"gpu", "host", "disk", "remote"}
+    assert "\ninstgenie:request_success_total{" in text
+    assert "\ninstgenie:cache_hits_total{" in text
+    assert "\ninstgenie:cache_queries_total " in text
     for name in (
         "e2e_request_latency_seconds_count",
         "step_time_seconds_count",

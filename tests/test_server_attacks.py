@@ -3,11 +3,9 @@
 import io
 import re
 import socket
-import struct
 import subprocess
 import sys
 import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 from fuzz_server import fuzz
 from PIL import Image
-from serving import ALICE, MASK, PICTURE, Running, picture, png
+from serving import ALICE, MASK, PICTURE, Running, bomb, picture, png
 
 import instgenie
 
@@ -35,17 +33,6 @@ def client(server: Running) -> Iterator[httpx.Client]:
 
 def post(client: httpx.Client, image: bytes = PICTURE, mask: bytes = MASK, **fields: str) -> httpx.Response:
     return client.post("/v1/images/edits", files={"image": image, "mask": mask}, data={"prompt": "a", **fields})
-
-
-def bomb(side: int) -> bytes:
-    """A PNG of a few KB whose header and data are side x side pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
-    rows = zlib.compress(bytes((side // 8 + 1) * side), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 def test_a_small_file_of_a_huge_picture(client: httpx.Client, server: Running) -> None:

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from s3 import URL, Server
-from spans import GIB, KEY, SPANS, STEPS, equal, make_span, make_spans, other_key
+from spans import GIB, KEY, SPANS, STEPS, equal, make_picture, make_span, make_spans, other_key
 
 from instgenie.activations import Key, Span, join
 from instgenie.cache.disk import DiskTier
@@ -521,3 +522,24 @@ def test_over_s3_and_when_it_is_gone(tmp_path: Path, server: Server, caplog: pyt
     other.status()
     other.forget(other_key(0))
     other.close()
+
+
+def test_a_picture_goes_where_its_template_goes(tmp_path: Path, remote: RemoteTier) -> None:
+    store = Store(disk=DiskTier(tmp_path / "disk", FILES + 10_000), remote=remote)
+    put(store, KEY)
+    store.put_picture(KEY, make_picture())
+    assert store.pictures() == {KEY: (24, 32)}
+    assert remote.load_picture(KEY) is None
+    put(store, other_key(1))  # in its place
+    assert np.array_equal(remote.load_picture(KEY), make_picture())
+    assert store.pictures() == {KEY: (24, 32)}
+    assert np.array_equal(store.picture(KEY), make_picture())
+    store.forget(KEY)
+    assert (store.picture(KEY), store.pictures()) == (None, {})
+
+
+def test_without_lasting_tiers_no_picture_is_kept() -> None:
+    store = Store(host=HostTier(GIB))
+    put(store, KEY)
+    store.put_picture(KEY, make_picture())
+    assert (store.picture(KEY), store.pictures()) == (None, {})

@@ -1,6 +1,7 @@
 """The disk tier: activations as safetensors files, one for each template and span of steps. Knows bytes, not models.
 
     FOLDER/<digest of the key>/0000-0003.safetensors    steps 0 to 3; header: format, key, steps, checksum
+    FOLDER/<digest of the key>/picture.safetensors      of the template, where somebody will ask for it
     FOLDER/<digest of the key>/used                     when the template was last used; locked while it is
 
 A file appears under its name when it is complete and on the disk, so a process that dies leaves whole files and, at
@@ -18,8 +19,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -28,7 +28,9 @@ from safetensors import SafetensorError
 from instgenie.activations import Key, Span
 from instgenie.cache.folder import PRIVATE, make_folder
 from instgenie.cache.format import (
+    HEAD_BYTES,
     PARTIAL,
+    PICTURE,
     SUFFIX,
     USED,
     DamagedError,
@@ -36,23 +38,17 @@ from instgenie.cache.format import (
     file_name,
     is_template,
     read_file,
+    read_head,
     read_key,
+    read_picture,
     write_file,
+    write_picture,
 )
-from instgenie.cache.tier import Spill, Usage, keep_nothing
+from instgenie.cache.tier import Spill, Stored, Usage, keep_nothing, total
 from instgenie.errors import CacheError
-from instgenie.types import TierName
+from instgenie.types import Pixels, TierName
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What one template takes up on the disk."""
-
-    folder: Path
-    num_bytes: int
-    used: float  # when it last was
 
 
 class DiskTier:
@@ -84,15 +80,35 @@ class DiskTier:
             self._make_room(key, num_bytes - self.num_bytes(key))
 
     def store(self, key: Key, span: Span) -> None:
-        path = self._path(key, span.steps)
+        self._write(key, file_name(span.steps), span.num_bytes, lambda path: write_file(path, key, span))
+
+    def store_picture(self, key: Key, picture: Pixels) -> None:
+        self._write(key, PICTURE, picture.nbytes, lambda path: write_picture(path, key, picture))
+
+    def load_picture(self, key: Key) -> Pixels | None:
+        path = self._template(key) / PICTURE
+        with self._reported(path):
+            return read_picture(path, key)
+        return None
+
+    def pictures(self) -> Mapping[Key, tuple[int, int]]:
+        found = {}
+        for template in self.stored():
+            with contextlib.suppress(OSError, ValueError), open(self.folder / template.name / PICTURE, "rb") as file:
+                key, size = read_head(file.read(HEAD_BYTES))
+                found[key] = size
+        return found
+
+    def _write(self, key: Key, name: str, num_bytes: int, write: Callable[[Path], None]) -> None:
+        path = self._template(key) / name
         partial = path.with_name(f"{secrets.token_hex(8)}{PARTIAL}")
         with self._storing, self.pin(key):
-            self._make_room(key, span.num_bytes)
+            self._make_room(key, num_bytes)
             try:
-                write_file(partial, key, span)
+                write(partial)
                 os.replace(partial, path)
             except (OSError, SafetensorError) as error:
-                raise CacheError(f"{path} ({decimal(span.num_bytes)}) cannot be written: {error}") from None
+                raise CacheError(f"{path} ({decimal(num_bytes)}) cannot be written: {error}") from None
             finally:
                 partial.unlink(missing_ok=True)
 
@@ -108,7 +124,7 @@ class DiskTier:
             yield
         finally:
             os.close(descriptor)  # and with it goes the lock
-            if not files_of(template, SUFFIX):
+            if not spans_of(template):
                 evict(template)
 
     def drop(self, key: Key) -> None:
@@ -160,7 +176,7 @@ class DiskTier:
     def _make_room(self, key: Key, num_bytes: int) -> None:
         """For so many bytes more, within the limit and on the disk. Nothing is evicted where that would not help."""
         stored, free = self.stored(), shutil.disk_usage(self.folder).free
-        others = [template for template in stored if template.folder != self._template(key)]
+        others = [template for template in stored if template.name != key.name]
         lacking = max(total(stored) + num_bytes - self.max_bytes, num_bytes - free)
         if lacking <= total(others):
             for template in others:
@@ -173,18 +189,15 @@ class DiskTier:
             )
 
     def _evict(self, template: Stored) -> bool:
-        if is_pinned(template.folder):
+        folder = self.folder / template.name
+        if is_pinned(folder):
             return False
-        if key := find_key(template.folder):
+        if key := find_key(folder):
             with self.pin(key):
                 self.spill(key)
-        is_gone = evict(template.folder)
+        is_gone = evict(folder)
         self.num_evictions += is_gone
         return is_gone
-
-
-def total(stored: Sequence[Stored]) -> int:
-    return sum(template.num_bytes for template in stored)
 
 
 def find_key(template: Path) -> Key | None:
@@ -263,6 +276,10 @@ def files_of(template: Path, *suffixes: str) -> list[Path]:
         return []
 
 
+def spans_of(template: Path) -> list[Path]:
+    return [path for path in files_of(template, SUFFIX) if path.name != PICTURE]
+
+
 def remove(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
@@ -277,4 +294,4 @@ def measure(template: Path) -> Stored:
                 status = file.stat()
                 num_bytes += status.st_size
                 used = max(used, status.st_mtime)
-    return Stored(template, num_bytes, used)
+    return Stored(template.name, num_bytes, used)

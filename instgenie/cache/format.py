@@ -20,9 +20,12 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from instgenie.activations import Key, Span, parse_key
+from instgenie.types import Pixels
 
 FORMAT = "1"  # of what a file holds; another is a miss
 SUFFIX, PARTIAL, USED = ".safetensors", ".partial", "used"
+PICTURE = f"picture{SUFFIX}"
+HEAD_BYTES = 2**17  # in which the header of a picture ends
 
 
 class DamagedError(Exception):
@@ -41,8 +44,15 @@ def is_template(name: str) -> bool:
 def write_file(path: Path, key: Key, span: Span) -> None:
     """Complete and on the disk when this returns. Whether the name survives a power cut does not matter: a file that
     is gone is a miss."""
-    tensors = name_tensors(span)
-    save_file(tensors, path, make_header(key, span.steps, tensors))
+    write(path, name_tensors(span), describe(key, span.steps))
+
+
+def write_picture(path: Path, key: Key, picture: Pixels) -> None:
+    write(path, name_pixels(picture), describe_picture(key))
+
+
+def write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
+    save_file(tensors, path, header | {"checksum": checksum(tensors)})
     with open(path, "rb") as file:
         os.fchmod(file.fileno(), 0o600)
         os.fsync(file.fileno())
@@ -60,17 +70,24 @@ def opened(path: Path) -> Iterator[Any]:
 
 def read_file(path: Path, key: Key, steps: range) -> Span:
     """Its tensors are views of the file."""
+    return make_span(steps, read(path, describe(key, steps)))
+
+
+def read_picture(path: Path, key: Key) -> Pixels:
+    return make_picture(read(path, describe_picture(key)))
+
+
+def read(path: Path, expected: Mapping[str, str]) -> dict[str, Tensor]:
     with opened(path) as file:
         header = file.metadata()
-        check_header(header, key, steps)
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return make_span(steps, header, tensors)
+        check_header(header, expected)
+        return whole(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
 def check_file(path: Path, key: Key, steps: range) -> None:
     """Looks at the header alone."""
     with opened(path) as file:
-        check_header(file.metadata(), key, steps)
+        check_header(file.metadata(), describe(key, steps))
 
 
 def read_key(path: Path) -> Key:
@@ -79,19 +96,49 @@ def read_key(path: Path) -> Key:
         return parse_key((file.metadata() or {}).get("key", ""))
 
 
+def read_head(data: bytes) -> tuple[Key, tuple[int, int]]:
+    """Whose picture it is and its (height, width), by the first bytes of its file; a ValueError if they do not say."""
+    head = parse_head(data)
+    try:
+        height, width, _ = head["pixels"]["shape"]
+        return parse_key(head["__metadata__"]["key"]), (height, width)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a picture: {error}") from None
+
+
+def parse_head(data: bytes) -> dict[str, Any]:
+    head: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return head
+
+
 def encode(key: Key, span: Span) -> bytes:
-    tensors = name_tensors(span)
-    return save(tensors, make_header(key, span.steps, tensors))
+    return to_bytes(name_tensors(span), describe(key, span.steps))
+
+
+def encode_picture(key: Key, picture: Pixels) -> bytes:
+    return to_bytes(name_pixels(picture), describe_picture(key))
+
+
+def to_bytes(tensors: dict[str, Tensor], header: dict[str, str]) -> bytes:
+    return save(tensors, header | {"checksum": checksum(tensors)})
 
 
 def decode(data: bytes, key: Key, steps: range) -> Span:
+    return make_span(steps, from_bytes(data, describe(key, steps)))
+
+
+def decode_picture(data: bytes, key: Key) -> Pixels:
+    return make_picture(from_bytes(data, describe_picture(key)))
+
+
+def from_bytes(data: bytes, expected: Mapping[str, str]) -> dict[str, Tensor]:
     try:
         tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__")
+        header = parse_head(data).get("__metadata__")
     except (SafetensorError, ValueError, KeyError) as error:
         raise DamagedError(str(error)) from None
-    check_header(header, key, steps)
-    return make_span(steps, header, tensors)
+    check_header(header, expected)
+    return whole(header or {}, tensors)
 
 
 def name_tensors(span: Span) -> dict[str, Tensor]:
@@ -99,25 +146,38 @@ def name_tensors(span: Span) -> dict[str, Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in (rows | {"time": span.time}).items()}
 
 
-def make_header(key: Key, steps: range, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return describe(key, steps) | {"checksum": checksum(tensors)}
+def name_pixels(picture: Pixels) -> dict[str, Tensor]:
+    return {"pixels": torch.tensor(picture)}
 
 
 def describe(key: Key, steps: range) -> dict[str, str]:
     return {"format": FORMAT, "key": key.text, "steps": f"{steps.start} to {steps.stop - 1}"}
 
 
-def check_header(header: Mapping[str, str] | None, key: Key, steps: range) -> None:
-    for name, expected in describe(key, steps).items():
-        if (header or {}).get(name) != expected:
+def describe_picture(key: Key) -> dict[str, str]:
+    return {"format": FORMAT, "key": key.text, "picture": "all of it"}
+
+
+def check_header(header: Mapping[str, str] | None, expected: Mapping[str, str]) -> None:
+    for name, value in expected.items():
+        if (header or {}).get(name) != value:
             raise DamagedError(f"its {name} is another")
 
 
-def make_span(steps: range, header: Mapping[str, str], tensors: dict[str, Tensor]) -> Span:
+def whole(header: Mapping[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if checksum(tensors) != header.get("checksum"):
         raise DamagedError("its checksum is wrong")
+    return tensors
+
+
+def make_span(steps: range, tensors: dict[str, Tensor]) -> Span:
     time = tensors.pop("time")
     return Span(steps, tuple(tensors[name] for name in sorted(tensors)), time)
+
+
+def make_picture(tensors: Mapping[str, Tensor]) -> Pixels:
+    picture: Pixels = tensors["pixels"].numpy()
+    return picture
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -2,6 +2,7 @@
 patience; knows no protocol by itself.
 
     URL/<digest of the key>/0000-0003.safetensors    as on disk
+    URL/<digest of the key>/picture.safetensors      as on disk
     URL/<digest of the key>/used                     as old as the template's last use
 
 Object stores show an object when it is complete; elsewhere it is written under a temporary name and moved. A server
@@ -20,8 +21,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import fsspec
@@ -29,10 +30,24 @@ from fsspec.implementations.local import LocalFileSystem
 from rich.filesize import decimal
 
 from instgenie.activations import Key, Span
-from instgenie.cache.format import PARTIAL, SUFFIX, USED, DamagedError, decode, encode, file_name, is_template
-from instgenie.cache.tier import Spill, Usage, keep_nothing
+from instgenie.cache.format import (
+    HEAD_BYTES,
+    PARTIAL,
+    PICTURE,
+    SUFFIX,
+    USED,
+    DamagedError,
+    decode,
+    decode_picture,
+    encode,
+    encode_picture,
+    file_name,
+    is_template,
+    read_head,
+)
+from instgenie.cache.tier import Spill, Stored, Usage, keep_nothing, total
 from instgenie.errors import CacheError
-from instgenie.types import TierName
+from instgenie.types import Pixels, TierName
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "memory"}  # of these protocols
 SLOWEST = 10e6  # bytes per second; a server that is slower is as good as gone
@@ -46,15 +61,6 @@ logger = logging.getLogger(__name__)
 
 class GoneError(Exception):
     """The server cannot be asked at present."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What one template takes up."""
-
-    folder: str
-    num_bytes: int
-    used: float  # when it last was
 
 
 class RemoteTier:
@@ -87,17 +93,8 @@ class RemoteTier:
         return [steps for steps in spans if file_name(steps) not in there]
 
     def load(self, key: Key, steps: range) -> Span | None:
-        path = self._path(key, steps)
-        try:
-            data = self._read(path)
-            span = decode(data, key, steps)
-        except (FileNotFoundError, GoneError):
-            return None
-        except DamagedError as error:
-            logger.warning("%s is removed, its steps will be registered again: %s", path, error)
-            self._remove(path)
-            return None
-        if steps.start == 0:  # once for each template
+        span = self._load(self._path(key, steps), lambda data: decode(data, key, steps))
+        if span and steps.start == 0:  # once for each template
             self._mark_used(key)
         return span
 
@@ -106,7 +103,38 @@ class RemoteTier:
             self._make_room(key, num_bytes - self.num_bytes(key))
 
     def store(self, key: Key, span: Span) -> None:
-        path, data = self._path(key, span.steps), encode(key, span)
+        self._store(key, self._path(key, span.steps), encode(key, span))
+
+    def store_picture(self, key: Key, picture: Pixels) -> None:
+        self._store(key, f"{self._template(key)}/{PICTURE}", encode_picture(key, picture))
+
+    def load_picture(self, key: Key) -> Pixels | None:
+        return self._load(f"{self._template(key)}/{PICTURE}", lambda data: decode_picture(data, key))
+
+    def pictures(self) -> Mapping[Key, tuple[int, int]]:
+        """None, if the server cannot be asked. Reads of each what its header may take."""
+        found = {}
+        for path, info in self._list(self._root).items():
+            if path.endswith(f"/{PICTURE}"):
+                with contextlib.suppress(FileNotFoundError, GoneError, ValueError):
+                    num_bytes = min(info["size"] or 0, HEAD_BYTES)
+                    read = partial(self._files.cat_file, path, start=0, end=num_bytes)
+                    key, size = read_head(self._ask(read, num_bytes))
+                    found[key] = size
+        return found
+
+    def _load(self, path: str, decode: Callable[[bytes], Answer]) -> Answer | None:
+        """What is damaged is removed."""
+        try:
+            return decode(self._read(path))
+        except (FileNotFoundError, GoneError):
+            return None
+        except DamagedError as error:
+            logger.warning("%s is removed, its steps will be registered again: %s", path, error)
+            self._remove(path)
+            return None
+
+    def _store(self, key: Key, path: str, data: bytes) -> None:
         with self._storing, self.pin(key):
             self._make_room(key, len(data))
             try:
@@ -118,14 +146,13 @@ class RemoteTier:
     @contextlib.contextmanager
     def pin(self, key: Key) -> Iterator[None]:
         """Until the block ends this tier does not evict the template; another machine may."""
-        template = self._template(key)
         with self._lock:
-            self._pins[template] += 1
+            self._pins[key.name] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._pins[template] -= 1
+                self._pins[key.name] -= 1
                 self._pins += Counter()  # keeps those that are above 0
 
     def drop(self, key: Key) -> None:
@@ -202,7 +229,7 @@ class RemoteTier:
         try:
             stored = self._look()
             self._room = self.max_bytes - total(stored)
-            others = [one for one in stored if one.folder != self._template(key) and not self._pins[one.folder]]
+            others = [one for one in stored if one.name != key.name and not self._pins[one.name]]
             if num_bytes <= self._room + total(others):
                 while num_bytes > self._room:
                     self._evict(others.pop(0))
@@ -216,7 +243,7 @@ class RemoteTier:
 
     def _evict(self, template: Stored) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._ask(lambda: remove(self._files, template.folder))
+            self._ask(lambda: remove(self._files, f"{self._root}/{template.name}"))
         self._room += template.num_bytes
         self.num_evictions += 1
 
@@ -247,13 +274,13 @@ def put(files: Any, path: str, data: bytes) -> None:
     if protocols & OBJECT_STORES:
         files.pipe_file(path, data)
         return
-    partial = f"{path.rpartition('/')[0]}/{secrets.token_hex(8)}{PARTIAL}"
+    unfinished = f"{path.rpartition('/')[0]}/{secrets.token_hex(8)}{PARTIAL}"
     try:
-        files.pipe_file(partial, data)
-        move(files, partial, path)
+        files.pipe_file(unfinished, data)
+        move(files, unfinished, path)
     except BaseException:
         with contextlib.suppress(Exception):
-            files.rm_file(partial)
+            files.rm_file(unfinished)
         raise
 
 
@@ -279,11 +306,12 @@ def group(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Stored]:
     num_bytes: Counter[str] = Counter()
     used: dict[str, float] = {}
     for path, info in found.items():
-        folder, _, name = path.rpartition("/")
-        if is_template(folder.rpartition("/")[2]) and (name == USED or name.endswith((SUFFIX, PARTIAL))):
-            num_bytes[folder] += info["size"] or 0
-            used[folder] = max(used.get(folder, 0.0), when(info))
-    return (Stored(folder, num_bytes[folder], used[folder]) for folder in used)
+        folder, _, file = path.rpartition("/")
+        name = folder.rpartition("/")[2]
+        if is_template(name) and (file == USED or file.endswith((SUFFIX, PARTIAL))):
+            num_bytes[name] += info["size"] or 0
+            used[name] = max(used.get(name, 0.0), when(info))
+    return (Stored(name, num_bytes[name], used[name]) for name in used)
 
 
 def when(info: Mapping[str, Any]) -> float:
@@ -292,10 +320,6 @@ def when(info: Mapping[str, Any]) -> float:
     if isinstance(told, str):
         told = datetime.fromisoformat(told)
     return told.timestamp() if isinstance(told, datetime) else float(told)
-
-
-def total(stored: Sequence[Stored]) -> int:
-    return sum(template.num_bytes for template in stored)
 
 
 def within(seconds: float, work: Callable[[], Answer]) -> Answer:

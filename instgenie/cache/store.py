@@ -35,10 +35,10 @@ from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.memory import MemoryTier
 from instgenie.cache.remote import RemoteTier
-from instgenie.cache.tier import Tier, estimate
+from instgenie.cache.tier import LastingTier, Tier, estimate
 from instgenie.errors import CacheError, OutOfMemoryError
 from instgenie.models.memory import available_bytes, memory_guard
-from instgenie.types import TierName
+from instgenie.types import Pixels, TierName
 
 CPU = torch.device("cpu")
 NUM_LOADERS = 4  # templates that are brought up at once
@@ -86,8 +86,8 @@ class Store:
     ) -> None:
         self.gpu, self.host, self.disk, self.remote = gpu, host, disk, remote
         self.memory: list[MemoryTier] = [tier for tier in (gpu, host) if tier]
-        below: list[Tier] = [tier for tier in (disk, remote) if tier]
-        self.tiers: list[Tier] = [*self.memory, *below]  # from the top
+        self.lasting: list[LastingTier] = [tier for tier in (disk, remote) if tier]
+        self.tiers: list[Tier] = [*self.memory, *self.lasting]  # from the top
         self.on_evict = on_evict
         for index, tier in enumerate(self.tiers):
             tier.spill = partial(self._before_eviction, index)
@@ -141,6 +141,20 @@ class Store:
         if self.disk and taken in self.memory:
             otherwise = f"stays in the {taken.name} tier alone"
             self._writer.submit(self._spill, key, self.tiers.index(taken), otherwise)
+
+    def put_picture(self, key: Key, picture: Pixels) -> None:
+        """Keeps the template's picture where it outlives the process, if there is room. It is gone when the template
+        is."""
+        with self._unless_forgotten(key) as may_move:
+            if may_move:
+                self._sink_picture(key, picture, self.lasting)
+
+    def picture(self, key: Key) -> Pixels | None:
+        return next((found for tier in self.lasting if (found := tier.load_picture(key)) is not None), None)
+
+    def pictures(self) -> dict[Key, tuple[int, int]]:
+        """The (height, width) of every picture that was put, by this process or another."""
+        return {key: size for tier in reversed(self.lasting) for key, size in tier.pictures().items()}
 
     def pin(self, key: Key) -> None:
         """Until it is unpinned as often, the template stays where it is, and where it comes to be."""
@@ -315,6 +329,17 @@ class Store:
         for steps in self._missing(key, [steps for steps in key.spans if steps not in absent], below):
             if span := tier.load(key, steps):
                 self._sink(key, span, below)
+
+        if tier in self.lasting and (picture := self.lasting[0].load_picture(key)) is not None:
+            self._sink_picture(key, picture, self.lasting[1:])
+
+    def _sink_picture(self, key: Key, picture: Pixels, tiers: Sequence[LastingTier]) -> None:
+        for tier in tiers:
+            try:
+                tier.store_picture(key, picture)
+                return
+            except CacheError as error:
+                logger.warning("the picture of a template is not kept: %s", error)
 
     @contextlib.contextmanager
     def _unless_forgotten(self, key: Key) -> Iterator[bool]:

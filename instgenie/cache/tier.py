@@ -5,13 +5,13 @@ What was used least recently is evicted first, and whole; what is pinned is not 
 is called with its key, so that somebody may take it further down.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from instgenie.activations import Key, Span
-from instgenie.types import TierName
+from instgenie.types import Pixels, TierName
 
 Spill = Callable[[Key], None]
 
@@ -22,6 +22,15 @@ class Usage:
 
     num_templates: int
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What one template takes up in a tier of files."""
+
+    name: str  # of its folder
+    num_bytes: int
+    used: float  # when it last was
 
 
 class Tier(Protocol):
@@ -57,8 +66,25 @@ class Tier(Protocol):
     def usage(self) -> Usage: ...
 
 
+class LastingTier(Tier, Protocol):
+    """One that outlives the process, so that a template may be found by who has no picture of it."""
+
+    def store_picture(self, key: Key, picture: Pixels) -> None:
+        """Beside the template's spans, and gone with them; or raises a CacheError."""
+
+    def load_picture(self, key: Key) -> Pixels | None:
+        """The picture, if it is there and whole."""
+
+    def pictures(self) -> Mapping[Key, tuple[int, int]]:
+        """The (height, width) of all pictures there are."""
+
+
 def keep_nothing(_: Key) -> None:
     """What becomes of evicted templates where nobody takes them."""
+
+
+def total(stored: Iterable[Stored]) -> int:
+    return sum(template.num_bytes for template in stored)
 
 
 def estimate(key: Key, span: Span) -> int:

@@ -2,6 +2,7 @@
 no process and no socket."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,15 +23,15 @@ class Registering:
     """A template to register."""
 
     tenant: str
-    picture: Pixels
+    size: tuple[int, int]  # (height, width) of the picture
     steps: int
     guidance: float
+    picture: Pixels | None  # None: it lies with the activations
 
 
 @dataclass(eq=False)
 class Entry:
     id: str
-    number: int  # the oldest has the lowest
     order: Order | Registering
     work: Work
     group: list["Entry"]  # what joins a batch together; itself among them
@@ -51,7 +52,9 @@ class Entry:
     denoised: Denoised | None = None
     latents: Sequence[Frame] = ()
     position: int = -1  # last told
+    number: int = field(default_factory=itertools.count().__next__)  # the oldest has the lowest
     accepted_at: float = field(default_factory=time.monotonic)
+    waits_from: float = field(default_factory=time.monotonic)  # for its stage to begin
     events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)  # None: no more will come
 
     @property

@@ -24,7 +24,7 @@ from instgenie.cluster.status import ClusterStatus, Observer, WorkerStatus
 from instgenie.config import ClusterConfig
 from instgenie.errors import ClosedError
 from instgenie.picture import check_edit
-from instgenie.types import Edit, Pixels
+from instgenie.types import Pixels
 
 SECONDS_TO_END = 5.0
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -60,15 +60,17 @@ class Cluster:
 
     async def stop(self, timeout: float) -> bool:
         """Takes no more orders, finishes the accepted ones within the timeout, ends all processes. Says whether every
-        order was worked on to its end."""
+        order was worked on to its end. What is left of the timeout, and a few seconds in any case, is the processes'
+        own: they write what is worth keeping."""
         self._is_open = False
+        end = time.monotonic() + timeout
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._until(lambda: not self.flow.entries)
         is_drained = not self.flow.entries
         self._is_ending = True
         self.flow.give_up("the server stopped before the edit was done")
-        await self._end_processes()
+        await self._end_processes(max(end - time.monotonic(), SECONDS_TO_END))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -77,13 +79,13 @@ class Cluster:
         shutil.rmtree(self._folder, ignore_errors=True)
         return is_drained
 
-    async def _end_processes(self) -> None:
+    async def _end_processes(self, timeout: float) -> None:
         for process in self._processes:
             if process.is_ready:
                 self._send(process, wire.Stop())
             else:
                 process.kill()
-        _, late = await asyncio.wait(self._supervisors, timeout=SECONDS_TO_END)
+        _, late = await asyncio.wait(self._supervisors, timeout=timeout)
         for process in self._processes:
             process.kill()
         if late:
@@ -107,7 +109,7 @@ class Cluster:
     @property
     def model_facts(self) -> wire.ModelFacts | None:
         """Known once a worker is ready."""
-        return self.flow.model_facts
+        return self.flow.library.model_facts
 
     async def until_ready(self) -> None:
         """Waits for the first worker; raises if none can start."""
@@ -120,7 +122,7 @@ class Cluster:
         """Orders of one request share a worker and a batch. Raises for what is out of range in any of them."""
         self._check_open()
         for order in orders:
-            check_edit(edit_of(order))
+            check_edit(order.wish.edit(order.picture, order.mask, 1, 1.0))  # what the model chooses cannot be wrong
         return self.flow.accept(orders)
 
     async def register(
@@ -128,26 +130,30 @@ class Cluster:
     ) -> TemplateStatus:
         """Queued, and registered when a worker has a moment. Waits until the model is known."""
         await self.until_ready()
-        template = self.flow.register(self.flow.registering(tenant, picture, steps, guidance))
+        template = self.flow.register(self.flow.library.registering(tenant, picture, steps, guidance))
         return template.status()
 
     def templates(self, tenant: str) -> list[TemplateStatus]:
-        found = (template for template in self.flow.templates.values() if template.registering.tenant == tenant)
+        found = (template for template in self.flow.library.templates.values() if template.registering.tenant == tenant)
         return [template.status() for template in found]
 
     def template(self, tenant: str, id: str) -> TemplateStatus | None:
         return next((status for status in self.templates(tenant) if status.id == id), None)
 
-    def picture(self, tenant: str, id: str) -> Pixels | None:
-        """Of a template."""
-        template = self.flow.templates.get(id)
-        return template.registering.picture if template and template.registering.tenant == tenant else None
+    async def picture(self, tenant: str, id: str) -> Pixels | None:
+        """Of a template. Raises if it cannot be had at present."""
+        template = self.flow.library.templates.get(id)
+        if template is None or template.registering.tenant != tenant:
+            return None
+        if template.registering.picture is not None:
+            return template.registering.picture
+        return await asyncio.shield(self.flow.library.recall(template))
 
     async def forget(self, tenant: str, id: str) -> bool:
         """Whether there was one."""
         if self.template(tenant, id) is None:
             return False
-        self.flow.forget(self.flow.templates[id])
+        self.flow.forget(self.flow.library.templates[id])
         return True
 
     def observe(self, observer: Observer) -> None:
@@ -267,19 +273,3 @@ class Cluster:
 
     def _send(self, process: Process, message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
         self._socket.send_multipart([process.name.encode(), wire.encode(message), *frames], copy=False)
-
-
-def edit_of(order: Order) -> Edit:
-    """To check it; what the model chooses cannot be wrong."""
-    return Edit(
-        picture=order.picture,
-        mask=order.mask,
-        prompt=order.prompt,
-        seed=order.seed,
-        steps=1 if order.steps is None else order.steps,
-        guidance=1.0 if order.guidance is None else order.guidance,
-        true_guidance=order.true_guidance,
-        negative_prompt=order.negative_prompt,
-        strength=order.strength,
-        feather=order.feather,
-    )

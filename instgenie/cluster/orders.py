@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from instgenie.quality import Quality
 from instgenie.types import PixelMask, Pixels
+from instgenie.wish import Wish
 
 OutputFormat = Literal["png", "jpeg", "webp"]
 Tier = Literal["gpu", "host", "disk", "remote"]
@@ -13,23 +13,16 @@ FailureKind = Literal["bad_input", "out_of_memory", "crashed", "deadline", "inte
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """One edit as a client asks for it; what is None is chosen by the model."""
+    """One edit as a client asks for it."""
 
     tenant: str  # digest of the client's key: templates and caches of one are invisible to another
     picture: Pixels
     mask: PixelMask
-    prompt: str
-    seed: int
-    negative_prompt: str = ""
-    steps: int | None = None
-    guidance: float | None = None
-    true_guidance: float = 1.0
-    strength: float = 1.0
-    feather: int = 0
-    quality: Quality = "balanced"
+    wish: Wish
     output_format: OutputFormat = "png"
     output_compression: int = 100
     num_partials: int = 0  # pictures to show on the way
+    trace: str = ""  # traceparent; empty: none
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Template:
             self.holders[worker] = tier_bytes
 
     def status(self) -> TemplateStatus:
-        height, width, _ = self.registering.picture.shape
+        height, width = self.registering.size
         return TemplateStatus(
             id=self.id,
             state=self.state,
@@ -65,8 +65,8 @@ def add_up(all_bytes: Iterable[Mapping[Tier, int]]) -> dict[Tier, int]:
 
 def template_id(registering: Registering) -> str:
     """The same for all that may share activations of a model; never for two tenants."""
-    picture = registering.picture
-    facts = (registering.tenant, registering.steps, registering.guidance, picture.shape)
+    assert registering.picture is not None
+    facts = (registering.tenant, registering.steps, registering.guidance, registering.picture.shape)
     hashed = hashlib.sha256(repr(facts).encode())
-    hashed.update(picture.tobytes())
+    hashed.update(registering.picture.tobytes())
     return hashed.hexdigest()[:32]

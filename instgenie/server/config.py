@@ -31,6 +31,7 @@ class HttpConfig:
     body_timeout: float
     shutdown_timeout: float
     log_format: LogFormat
+    traces_endpoint: str | None  # None: that of OpenTelemetry's variables, if any
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,11 @@ OPTIONS = (
     Option("max-body-mib", whole(1, 4096), 64, "largest request body (default 64)", "MIB"),
     Option("max-megapixels", real(0.1, MAX_PIXELS / 1e6), 16.8, "largest picture (default 16.8)"),
     Option("body-timeout", real(0.1, 3600), 60.0, "seconds in which a request body has to arrive (default 60)"),
-    Option("shutdown-timeout", real(0, 86400), 30.0, "seconds to finish accepted edits after SIGTERM (default 30)"),
+    Option("shutdown-timeout", real(0, 86400), 30.0,
+           "seconds after SIGTERM to finish accepted edits, and to write what is worth keeping (default 30)"),
     Option("log-format", one_of("json", "text"), "json", "lines of JSON, or text for people (default json)", "FORM"),
+    Option("otlp-traces-endpoint", text, None,
+           "collector of OpenTelemetry that gets a trace of each edit (default: none)", "URL"),
 )  # fmt: skip
 MODEL = Option("model", text, "builtin", "a pipeline folder, a hub id, builtin (the default), or dummy:NAME", "MODEL")
 
@@ -98,6 +102,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             body_timeout=values["body_timeout"],
             shutdown_timeout=values["shutdown_timeout"],
             log_format=values["log_format"],
+            traces_endpoint=values["otlp_traces_endpoint"],
         ),
         ClusterConfig(
             model=values["model"],

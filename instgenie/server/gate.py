@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from instgenie.server.errors import ApiError, error_response
 from instgenie.server.log import log, request_id, say
 from instgenie.server.service import Service
+from instgenie.traces import RequestSpan
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/engine"})
 OPEN_FOLDER = "/static/"  # files of the pages: the same for everyone
@@ -29,6 +30,9 @@ class Gate:
         headers = Headers(scope=scope)
         visit = Visit(scope, choose_id(headers.get("x-request-id")), send)
         request_id.set(visit.id)
+        if self.service.with_traces and scope["method"] == "POST":
+            visit.span = RequestSpan(headers.get("traceparent", ""))
+        scope["trace"] = visit.span.trace if visit.span else ""
         try:
             scope["tenant"] = self.tenant(scope["path"], headers)
             await self.app(scope, receive, visit.send)
@@ -38,6 +42,7 @@ class Gate:
             log.exception("a request failed")
         finally:
             visit.log(self.service)
+            visit.end_span()
 
     def tenant(self, path: str, headers: Headers) -> str:
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
@@ -51,6 +56,7 @@ class Visit:
         self.start = time.perf_counter()
         self.status = STATUS_GONE
         self.num_bytes = 0
+        self.span: RequestSpan | None = None  # of a request that may run edits, where traces are wanted
         self._send = send
 
     async def send(self, message: Message) -> None:
@@ -74,6 +80,11 @@ class Visit:
             bytes=self.num_bytes,
             tenant=self.scope.get("tenant", "")[:8],
         )
+
+    def end_span(self) -> None:
+        if self.span:
+            route = getattr(self.scope.get("route"), "path", "none")
+            self.span.end(method=self.scope["method"], route=route, status=self.status, request_id=self.id)
 
 
 def choose_id(given: str | None) -> str:

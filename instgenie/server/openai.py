@@ -2,23 +2,25 @@
 shapes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.orders import Order
-from instgenie.errors import InstGenieError
+from instgenie.errors import ClosedError, InstGenieError
 from instgenie.picture import MAX_SEED, MAX_SIDE
 from instgenie.server.answers import Kind, answer
-from instgenie.server.errors import JsonResponse, bad, from_user_error, not_found
+from instgenie.server.errors import JsonResponse, bad, closed, from_user_error, not_found
 from instgenie.server.events import EventStream
 from instgenie.server.fields import OURS, EditFields, GenerationFields, ImageFields, answer_size, parse_fields
 from instgenie.server.forms import EditForm, read_edit
 from instgenie.server.pictures import blank_picture
 from instgenie.server.schema import EDIT, GENERATION, MODEL, MODELS
-from instgenie.server.service import Service, draw_seed, service_of, tenant_of
+from instgenie.server.service import SECONDS_TO_LOAD, Service, draw_seed, service_of, tenant_of, trace_of
 from instgenie.server.watch import unless_gone
 from instgenie.types import PixelMask, Pixels
+from instgenie.wish import Wish
 
 router = APIRouter(prefix="/v1")
 
@@ -31,7 +33,7 @@ async def edit_images(request: Request) -> Response:
         edit = await service.pictures.run(read_edit, form)
         check_fields(service, edit.fields)
         picture, mask = await open_edit(service, tenant_of(request), edit)
-    orders = make_orders(tenant_of(request), picture, mask, edit.fields)
+    orders = make_orders(request, picture, mask, edit.fields)
     return await run(request, service, orders, edit.fields, "image_edit")
 
 
@@ -45,7 +47,7 @@ async def generate_images(request: Request) -> Response:
     own_size = service.model_facts.own_size
     picture = blank_picture(answer_size(fields.size, service.config.max_pixels) or (own_size, own_size))
     mask = await service.pictures.mask(picture, None, "alpha")
-    orders = make_orders(tenant_of(request), picture, mask, fields)
+    orders = make_orders(request, picture, mask, fields)
     return await run(request, service, orders, fields, "image_generation")
 
 
@@ -84,7 +86,7 @@ async def open_edit(service: Service, tenant: str, edit: EditForm) -> tuple[Pixe
     size = answer_size(fields.size, service.config.max_pixels)
     try:
         if edit.image is None:
-            picture = template_picture(service, tenant, fields.template)
+            picture = await template_picture(service, tenant, fields.template)
         else:
             picture = await pictures.open(edit.image)
         mask = await pictures.mask(picture, edit.mask, fields.mask_mode)
@@ -93,41 +95,51 @@ async def open_edit(service: Service, tenant: str, edit: EditForm) -> tuple[Pixe
     return await pictures.fit(picture, mask, size)
 
 
-def template_picture(service: Service, tenant: str, template: str | None) -> Pixels:
-    picture = service.cluster.picture(tenant, template or "")
+async def template_picture(service: Service, tenant: str, template: str | None) -> Pixels:
+    try:
+        picture = await service.cluster.picture(tenant, template or "")
+    except ClosedError:
+        raise closed("The template's picture cannot be read at present.", SECONDS_TO_LOAD, "unavailable") from None
     if picture is None:
         raise not_found("template", template or "", "template_not_found", "template")
     return picture
 
 
-def make_orders(tenant: str, picture: Pixels, mask: PixelMask, fields: ImageFields) -> list[Order]:
+def make_orders(request: Request, picture: Pixels, mask: PixelMask, fields: ImageFields) -> list[Order]:
     """As many as asked for, alike in all but the seed."""
     height, width, _ = picture.shape
     longest = MAX_SIDE[fields.output_format.upper()]
     if max(height, width) > longest:
         message = f"The answer is {width}x{height}: a {fields.output_format} side can be {longest} at most."
         raise bad("output_format", message)
-    first = draw_seed() if fields.seed is None else fields.seed
+    wish = make_wish(fields)
     return [
         Order(
-            tenant=tenant,
+            tenant=tenant_of(request),
             picture=picture,
             mask=mask,
-            prompt=fields.prompt,
-            seed=seed,
-            negative_prompt=fields.negative_prompt,
-            steps=fields.num_inference_steps,
-            guidance=fields.guidance_scale,
-            true_guidance=fields.true_cfg_scale,
-            strength=fields.strength,
-            feather=fields.feather if isinstance(fields, EditFields) else 0,
-            quality=OURS[fields.quality],
+            wish=replace(wish, seed=seed),
             output_format=fields.output_format,
             output_compression=fields.output_compression,
             num_partials=fields.partial_images,
+            trace=trace_of(request),
         )
-        for seed in range(first, first + fields.n)
+        for seed in range(wish.seed, wish.seed + fields.n)
     ]
+
+
+def make_wish(fields: ImageFields) -> Wish:
+    return Wish(
+        prompt=fields.prompt,
+        seed=draw_seed() if fields.seed is None else fields.seed,
+        negative_prompt=fields.negative_prompt,
+        steps=fields.num_inference_steps,
+        guidance=fields.guidance_scale,
+        true_guidance=fields.true_cfg_scale,
+        strength=fields.strength,
+        feather=fields.feather if isinstance(fields, EditFields) else 0,
+        quality=OURS[fields.quality],
+    )
 
 
 async def run(request: Request, service: Service, orders: Sequence[Order], fields: ImageFields, kind: Kind) -> Response:

@@ -118,6 +118,8 @@ ERRORS = {
     500: "The edit failed.",
     503: "Loading, shutting down or out of memory.",
 }
+HEADERS = {"x-request-id": {"description": "The request's own, or one that was drawn.", "schema": {"type": "string"}}}
+RETRY_AFTER = {"retry-after": {"description": "Seconds, where trying again helps.", "schema": {"type": "string"}}}
 UPLOAD_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 BINARY = {"type": "string", "format": "binary"}
 SERVER_SENT_EVENT = {
@@ -132,7 +134,10 @@ def answers(answer: type[BaseModel], *errors: int, status: int = 200, streams: b
     found: dict[int, Any] = {status: {"model": answer, "description": "Done."}}
     if streams:
         found[status]["content"] = {"text/event-stream": {"schema": SERVER_SENT_EVENT}}
-    return found | {error: {"model": Error, "description": ERRORS[error]} for error in errors}
+    found |= {error: {"model": Error, "description": ERRORS[error]} for error in errors}
+    for number, response in found.items():
+        response["headers"] = HEADERS | (RETRY_AFTER if number in (429, 503) else {})
+    return found
 
 
 def body(fields: type[Fields], pictures: dict[str, bool], multipart: bool = True) -> dict[str, Any]:

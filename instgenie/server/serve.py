@@ -6,11 +6,13 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import uvicorn
 
+from instgenie import traces
 from instgenie.cluster.local import Cluster
 from instgenie.config import CacheConfig
 from instgenie.errors import ServeError
@@ -35,11 +37,20 @@ class Server(uvicorn.Server):
 
 def serve(config: ServeConfig, version: str) -> int:
     set_up_log(config.http.log_format)
+    set_up_traces(config.http)
     listener = listen(config.http)
     try:
         return asyncio.run(run(config, listener, version))
     finally:
         listener.close()
+
+
+def set_up_traces(config: HttpConfig) -> None:
+    """The processes of the cluster read the same variables."""
+    if config.traces_endpoint:
+        os.environ[traces.ENDPOINT] = config.traces_endpoint
+    if traces.are_wanted(os.environ):
+        traces.check()
 
 
 def listen(config: HttpConfig) -> socket.socket:
@@ -56,7 +67,7 @@ def listen(config: HttpConfig) -> socket.socket:
 
 async def run(config: ServeConfig, listener: socket.socket, version: str) -> int:
     cluster = Cluster(config.cluster)
-    service = Service(config.http, cluster)
+    service = Service(config.http, cluster, with_traces=traces.are_wanted(os.environ))
     server = Server(
         uvicorn.Config(
             make_app(service, version),
@@ -71,6 +82,7 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
         )
     )
     signalled = catch_signals()
+    end = 0.0  # of the time in which the server has to stop
     serving = asyncio.create_task(server.serve([listener]))
     address = f"{config.http.host}:{listener.getsockname()[1]}"
     print_plan(config, address, version)
@@ -80,13 +92,16 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
             say("ready", address=address)
             await signalled.wait()
         say("draining", running=service.num_watches)
+        end = time.monotonic() + config.http.shutdown_timeout
         finished = await service.drain(config.http.shutdown_timeout)
     finally:
         service.draining = True
-        await cluster.stop(timeout=0)  # what is not finished by now fails, and its clients hear so
+        # what is not finished by now fails, and its clients hear so
+        await cluster.stop(max(end - time.monotonic(), 0.0))
         server.should_exit = True
         await serving
         service.pictures.close()
+        traces.close()
     say("stopped", finished=finished)
     return 0 if finished else 1
 

@@ -25,8 +25,9 @@ BODIES_AT_ONCE = 8  # as many of the largest size may be in memory
 
 
 class Service:
-    def __init__(self, config: HttpConfig, cluster: Cluster) -> None:
+    def __init__(self, config: HttpConfig, cluster: Cluster, with_traces: bool = False) -> None:
         self.config = config
+        self.with_traces = with_traces
         self.cluster = cluster
         self.keys = Keys(config.api_keys)
         self.intake = Intake(config.max_body_bytes, BODIES_AT_ONCE * config.max_body_bytes, config.body_timeout)
@@ -100,6 +101,11 @@ def service_of(request: Request) -> Service:
 
 def tenant_of(request: Request) -> str:
     return str(request.scope["tenant"])
+
+
+def trace_of(request: Request) -> str:
+    """Empty, where there is none."""
+    return str(request.scope["trace"])
 
 
 def draw_seed() -> int:

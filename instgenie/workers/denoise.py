@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instgenie import traces
 from instgenie.activations import Key, Kind
 from instgenie.batch import Job
 from instgenie.config import ProcessConfig
@@ -28,7 +29,7 @@ from instgenie.engine.planning import make_planning
 from instgenie.engine.register import Registration, make_activations, name_key, reuse
 from instgenie.models.memory import is_out_of_memory
 from instgenie.models.model import Model
-from instgenie.types import Edit
+from instgenie.types import Edit, Pixels
 from instgenie.wire import (
     Cancel,
     Denoise,
@@ -42,14 +43,17 @@ from instgenie.wire import (
     Glimpsed,
     JobStep,
     Joined,
+    List,
     Missing,
     Prepare,
     PrepareTemplate,
+    Recall,
     Register,
     Registered,
     Stepped,
     Stop,
     TemplateHead,
+    read_picture,
     split_frames,
 )
 from instgenie.workers.finish import Finisher
@@ -77,6 +81,7 @@ class Running:
     is_sure: bool = False  # it may not do without them
     key: Key | None = None  # of the activations it uses
     joined_at: float = 0.0
+    trace: str = ""
 
     @property
     def progress(self) -> JobStep:
@@ -90,6 +95,7 @@ class Registering:
     job: Job
     is_urgent: bool
     missing: Future[list[range]]
+    picture: Pixels | None  # to be kept with the activations
     registration: Registration | None = None  # once it is known what is missing
 
 
@@ -113,6 +119,8 @@ class Denoiser:
             Register: self.accept_template,
             Cancel: self.cancel,
             Forget: self.forget,
+            List: self.list_templates,
+            Recall: self.recall,
             Stop: self.stop,
         }
         if config.batching == "naive":
@@ -138,7 +146,7 @@ class Denoiser:
                 self.interrupt()
             self.handlers[type(message)](message, frames)
         for told in self.templates.told():
-            self.line.send(told)
+            self.line.send(*told)
 
     @property
     def is_idle(self) -> bool:
@@ -163,7 +171,7 @@ class Denoiser:
             self.line.send(failure(given.id, given.attempt, error))
             return None
         partials = partial_steps(job.num_steps, given.num_partials)
-        return Running(given.id, given.attempt, job, partials, fetching, given.is_sure)
+        return Running(given.id, given.attempt, job, partials, fetching, given.is_sure, trace=given.trace)
 
     def foresee(self, message: Fetch, _: list[Frame]) -> None:
         self.templates.foresee(message.id, self.find_key(message.template))
@@ -187,6 +195,12 @@ class Denoiser:
     def forget(self, message: Forget, _: list[Frame]) -> None:
         self.templates.forget(self.find_key(message.template))
 
+    def list_templates(self, message: List, _: list[Frame]) -> None:
+        self.templates.list_all(message.model, self.make_key)
+
+    def recall(self, message: Recall, _: list[Frame]) -> None:
+        self.templates.recall(self.find_key(message.template))
+
     def stop(self, _: Stop, __: list[Frame]) -> None:
         self.is_stopped = True
 
@@ -197,6 +211,7 @@ class Denoiser:
         self.settle()
         if not self.engine.jobs:
             self.engine.max_jobs = self.config.max_batch_size  # whatever did not fit is gone
+        self.split_first()
         if self.config.batching == "static" and self.engine.jobs:
             return
         for group in [group for group in self.waiting if is_settled(group)]:
@@ -209,6 +224,19 @@ class Denoiser:
                 self.engine.join(running.job)
             plans = tuple(running.job.plan for running in group)
             self.line.send(Joined(tuple(running.progress for running in group), plans))
+
+    def split_first(self) -> None:
+        """A group that would wait for room longer than it takes itself is split: those go for whom there is room."""
+        first = next((group for group in self.waiting if is_settled(group)), [])
+        room = self.engine.max_jobs - len(self.engine.jobs)
+        if not (self.engine.jobs and 0 < room < len(first)):
+            return
+        left = sorted(job.num_steps - job.step for job in self.engine.jobs)
+        num_leaving = min(len(first) - room, len(left))
+        if left[num_leaving - 1] > max(running.job.num_steps for running in first):
+            place = self.waiting.index(first)
+            self.waiting[place] = first[room:]
+            self.waiting.insert(place, first[:room])
 
     def settle(self) -> None:
         """What was fetched for waiting jobs is theirs."""
@@ -293,6 +321,8 @@ class Denoiser:
         head = tensor_head(job.latents)
         message = Denoised(running.id, running.attempt, head, job.num_computed_tokens, seconds)
         self.line.send(message, [tensor_frame(job.latents)])
+        facts = {"num_steps": job.num_steps, "num_computed_tokens": job.num_computed_tokens}
+        traces.record(running.trace, "denoise", seconds, attempt=running.attempt, **facts)
         self.leave(running)
 
     def leave(self, running: Running) -> None:
@@ -326,13 +356,14 @@ class Denoiser:
         self.cancel(Cancel(message.id), [])  # an older attempt
         try:
             key = self.find_key(message.template)
-            job = read_job(message.job, frames, self.model.device)
+            job = read_job(message.job, frames[: len(message.job.tensors)], self.model.device)
+            picture = read_picture(frames[-1], message.picture) if message.picture else None
         except Exception as error:
             self.line.send(failure(message.id, message.attempt, error))
             return
         self.templates.pin(key)
         missing = self.templates.missing(key)
-        self.registering[message.id] = Registering(message.attempt, key, job, message.is_urgent, missing)
+        self.registering[message.id] = Registering(message.attempt, key, job, message.is_urgent, missing, picture)
 
     def next_registering(self) -> tuple[str, Registering] | None:
         """A template that a job waits for; or any, while no job runs. What is missing of it has to be known."""
@@ -354,6 +385,8 @@ class Denoiser:
             return
         if registration.done:
             self.cancel(Cancel(template), [])
+            if registering.picture is not None:
+                self.templates.keep_picture(key, registering.picture)
             self.templates.report(key)
         progress = registration.num_registered_steps, key.num_steps
         self.line.send(Registered(template, registering.attempt, *progress, self.templates.memory_bytes(key)))

@@ -2,6 +2,7 @@
 
 import time
 
+from instgenie import traces
 from instgenie.config import ProcessConfig
 from instgenie.engine.finish import decode
 from instgenie.engine.frames import read_tensor
@@ -27,6 +28,7 @@ class Finisher:
             return
         seconds = time.perf_counter() - start
         self.line.send(Painted(message.id, message.attempt, message.partial, seconds), [encoded])
+        traces.record(message.trace, "finish", seconds, attempt=message.attempt, partial=message.partial)
 
     def paint(self, message: Finish, frames: list[Frame]) -> bytes:
         latents = read_tensor(message.latents, frames[0]).to(self.model.device)

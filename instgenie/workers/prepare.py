@@ -5,14 +5,13 @@ What was encoded before is remembered: templates by their picture, prompts by th
 
 import time
 
+from instgenie import traces
 from instgenie.batch import Job
 from instgenie.config import ProcessConfig
 from instgenie.engine.frames import job_frames
 from instgenie.engine.prepare import Known, prepare
 from instgenie.engine.register import edit_of_nothing, template_job
 from instgenie.models.model import Model
-from instgenie.quality import with_quality
-from instgenie.types import Edit
 from instgenie.wire import Frame, Prepare, Prepared, PrepareTemplate, Stop, read_mask, read_picture
 from instgenie.workers.process import Line, failure, run_process
 
@@ -37,28 +36,17 @@ class Preparer:
         seconds = time.perf_counter() - start
         prepared = Prepared(message.id, message.attempt, head, len(job.masked), num_masked, job.num_steps, seconds)
         self.line.send(prepared, tensors)
+        if isinstance(message, Prepare):
+            facts = {"num_tokens": len(job.masked), "num_masked_tokens": num_masked}
+            traces.record(message.trace, "prepare", seconds, attempt=message.attempt, **facts)
 
     def make_job(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> Job:
         picture = read_picture(frames[0], message.size)
         if isinstance(message, Prepare):
-            return prepare(self.make_edit(message, frames), self.model, self.known)
+            mask = read_mask(frames[1], message.size)
+            edit = message.wish.edit(picture, mask, self.model.steps, self.model.guidance)
+            return prepare(edit, self.model, self.known)
         return template_job(edit_of_nothing(picture, self.model, None, message.steps, message.guidance), self.model)
-
-    def make_edit(self, message: Prepare, frames: list[Frame]) -> Edit:
-        wish = message.wish
-        edit = Edit(
-            picture=read_picture(frames[0], message.size),
-            mask=read_mask(frames[1], message.size),
-            prompt=wish.prompt,
-            negative_prompt=wish.negative_prompt,
-            seed=wish.seed,
-            steps=self.model.steps if wish.steps is None else wish.steps,
-            guidance=self.model.guidance if wish.guidance is None else wish.guidance,
-            true_guidance=wish.true_guidance,
-            strength=wish.strength,
-            feather=wish.feather,
-        )
-        return with_quality(edit, wish.quality)
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:

@@ -17,6 +17,7 @@ import msgspec
 import torch
 import zmq
 
+from instgenie import traces
 from instgenie.config import ProcessConfig
 from instgenie.errors import (
     CacheError,
@@ -110,6 +111,7 @@ def run_process(serve: Serve, parts: frozenset[str]) -> None:
         line.send(Broken(str(error)))
     finally:
         line.close()
+        traces.close()
     os._exit(0)  # taking torch apart would take seconds
 
 

@@ -6,7 +6,7 @@ The `picture` of a key is the template's id, which is made of the picture.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +26,18 @@ from instgenie.cache.store import Found, Handle, Lookup, Store
 from instgenie.cluster.orders import Tier
 from instgenie.config import CacheConfig
 from instgenie.models.memory import available_bytes
-from instgenie.wire import Forgotten, Kept, Message
+from instgenie.types import Pixels
+from instgenie.wire import (
+    Forgotten,
+    Frame,
+    Kept,
+    Listed,
+    Listing,
+    Message,
+    Recalled,
+    TemplateHead,
+    picture_frames,
+)
 
 MAX_FORESEEN = 1024  # jobs that are yet to come
 
@@ -52,14 +63,15 @@ class Fetching:
 class Templates:
     def __init__(self, store: Store, device: torch.device, wake: Callable[[], None]) -> None:
         self.store, self.device, self.wake = store, device, wake
-        self._told: SimpleQueue[Message] = SimpleQueue()  # what the loop is to send
+        self._told: SimpleQueue[tuple[Message, Sequence[Frame]]] = SimpleQueue()  # what the loop is to send
         self._changed: SimpleQueue[Key] = SimpleQueue()  # templates that came to a tier, or left one
         self._foreseen: OrderedDict[str, Tier] = OrderedDict()  # where the activations of jobs to come were
         self._reported: dict[Key, dict[Tier, int]] = {}
         self._pinner = ThreadPoolExecutor(1, "templates-pin")
         self._clerk = ThreadPoolExecutor(1, "templates-clerk")
+        self._lister = ThreadPoolExecutor(1, "templates-list")  # a long list takes its time
         store.on_evict = lambda _, key: self._changed.put(key)
-        self._later(self._report, None)
+        self._later(self._clerk, self._report, None)
 
     # on their way up
 
@@ -105,13 +117,24 @@ class Templates:
         return {tier.name: num_bytes for tier in self.store.memory if (num_bytes := tier.num_bytes(key))}
 
     def forget(self, key: Key) -> None:
-        self._later(self._forget, key)
+        self._later(self._clerk, self._forget, key)
 
     def report(self, key: Key) -> None:
         """Tells what has become of the template, and of those that made room for it."""
-        self._later(self._report, key)
+        self._later(self._clerk, self._report, key)
 
-    def told(self) -> Iterator[Message]:
+    def keep_picture(self, key: Key, picture: Pixels) -> None:
+        """Beside the activations, when they are written."""
+        self._later(self._clerk, self._keep_picture, key, picture)
+
+    def recall(self, key: Key) -> None:
+        self._later(self._clerk, self._recall, key)
+
+    def list_all(self, model: str, make_key: Callable[[TemplateHead], Key]) -> None:
+        """Those of the model whose key is made of what a head says."""
+        self._later(self._lister, self._list, model, make_key)
+
+    def told(self) -> Iterator[tuple[Message, Sequence[Frame]]]:
         while True:
             try:
                 yield self._told.get_nowait()
@@ -120,6 +143,7 @@ class Templates:
 
     def close(self) -> None:
         """Finishes what must not be lost: what is to be written, and what is to be forgotten."""
+        self._lister.shutdown(wait=False, cancel_futures=True)
         self._clerk.shutdown()
         self.store.settle()
 
@@ -141,7 +165,7 @@ class Templates:
 
     def _forget(self, key: Key) -> None:
         self.store.forget(key)
-        self._told.put(Forgotten(key.picture))
+        self._tell(Forgotten(key.picture))
         self._report(key)
 
     def _report(self, key: Key | None) -> None:
@@ -150,15 +174,44 @@ class Templates:
         while not self._changed.empty():
             changed.add(self._changed.get())
         tier_bytes: dict[Tier, int] = {name: status.num_bytes for name, status in self.store.status().items()}
-        self._told.put(Kept(None, {}, tier_bytes))
+        self._tell(Kept(None, {}, tier_bytes))
         for one in changed:
             self._reported[one] = self.memory_bytes(one)
             template_bytes = {tier.name: num for tier in self.store.tiers if (num := tier.num_bytes(one))}
-            self._told.put(Kept(one.picture, template_bytes, tier_bytes))
+            self._tell(Kept(one.picture, template_bytes, tier_bytes))
+
+    def _keep_picture(self, key: Key, picture: Pixels) -> None:
+        self.store.settle()
+        self.store.put_picture(key, picture)
+
+    def _recall(self, key: Key) -> None:
+        picture = self.store.picture(key)
+        if picture is None:
+            self._tell(Recalled(key.picture, None))
+        else:
+            height, width, _ = picture.shape
+            self._tell(Recalled(key.picture, (height, width)), picture_frames(picture))
+
+    def _list(self, model: str, make_key: Callable[[TemplateHead], Key]) -> None:
+        listings = []
+        for key, size in self.store.pictures().items():
+            head = head_of(key)
+            if key.model == model and make_key(head) == key:
+                num_missing = sum(map(len, self.store.missing(key)))
+                in_tiers = {tier.name: num for tier in self.store.lasting if (num := tier.num_bytes(key))}
+                listings.append(Listing(head, size, key.num_steps - num_missing, in_tiers))
+        self._tell(Listed(model, tuple(listings)))
+
+    def _tell(self, message: Message, frames: Sequence[Frame] = ()) -> None:
+        self._told.put((message, frames))
         self.wake()
 
-    def _later(self, work: Callable[..., None], *given: Any) -> None:
-        self._clerk.submit(work, *given).add_done_callback(log_error)
+    def _later(self, thread: ThreadPoolExecutor, work: Callable[..., None], *given: Any) -> None:
+        thread.submit(work, *given).add_done_callback(log_error)
+
+
+def head_of(key: Key) -> TemplateHead:
+    return TemplateHead(key.picture, key.tenant, key.model, key.size, key.num_steps, key.guidance)
 
 
 def result_of(handle: Handle) -> Found | None:

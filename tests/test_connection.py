@@ -1,0 +1,88 @@
+"""Clients that stop halfway: their connections end, and nothing waits for them."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from instgenie.server import connection
+from instgenie.server.connection import Connection
+
+CHUNK, NUM_CHUNKS = b"x" * 2**20, 256
+
+
+class Answering:
+    """Sends more than any buffer holds, to whoever asks."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+        self.ended = threading.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            for _ in range(NUM_CHUNKS):
+                await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+                self.num_sent += 1
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self.ended.set()
+
+
+@pytest.fixture
+def answering() -> Answering:
+    return Answering()
+
+
+@pytest.fixture
+def port(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    for name in ("HEAD_TIMEOUT", "STALL_TIMEOUT"):
+        monkeypatch.setattr(connection, name, 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(answering, http=Connection, ws="none", lifespan="off", log_config=None)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+
+
+def ends(client: socket.socket) -> bool:
+    """Whether the server closes the connection, with an answer or without."""
+    try:
+        while client.recv(2**20):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost:"])
+def test_a_head_that_does_not_come(port: int, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(sent)
+        assert ends(client)
+
+
+def test_a_client_that_does_not_read(port: int, answering: Answering) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answering.ended.wait(60)
+        assert ends(client)
+
+
+def test_a_client_that_reads_slowly_gets_all(port: int, answering: Answering) -> None:
+    """Slower than the timeout as a whole, but never silent for so long."""
+    num_bytes = 0
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        while chunk := client.recv(2**22):
+            num_bytes += len(chunk)
+            threading.Event().wait(0.002)
+    assert num_bytes > NUM_CHUNKS * len(CHUNK)
+    assert answering.num_sent == NUM_CHUNKS
