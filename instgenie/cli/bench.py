@@ -1,7 +1,6 @@
 """`instgenie bench` and `instgenie calibrate`: what is measured, and with what."""
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from instgenie.cli.arguments import add_model, positive, rate, ratio
 from instgenie.cli.screen import hide_loading_bars
+from instgenie.cli.workload import add_workload, make_workload
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
@@ -88,37 +88,20 @@ def add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="that the server asks for")
     about_compare = "start three servers in turn: continuous batching with reuse, static batching, one by one"
     parser.add_argument("--compare", action="store_true", help=about_compare)
-    parser.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="edits to send (default 64)")
-    about_rate = "edits that arrive in a second, in the mean (default: all at once)"
-    parser.add_argument("--request-rate", type=rate, default=math.inf, metavar="R", help=about_rate)
     about_concurrency = "edits that may be on their way at once (default 256)"
     parser.add_argument("--max-concurrency", type=positive, default=256, metavar="N", help=about_concurrency)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same load (default 0)")
-    about_ratios = "production (the default), inpaint, retouch, or a file of numbers"
-    parser.add_argument("--mask-ratios", default="production", metavar="FILE", help=about_ratios)
     about_slo = "an edit is in time within so many times what it takes alone (default 2)"
     parser.add_argument("--slo-scale", type=rate, default=2.0, metavar="X", help=about_slo)
-    about_templates = "different pictures that are edited (default 4)"
-    parser.add_argument("--num-templates", type=positive, default=4, metavar="N", help=about_templates)
-    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps; default: the model's own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    add_model(parser)
+    add_workload(parser)
+    add_model(parser, has_size=False)
 
 
 def run_bench_serve(options: argparse.Namespace) -> None:
     from instgenie.bench.serve import Plan, bench_serve, compare
 
-    plan = Plan(
-        num_prompts=options.num_prompts,
-        request_rate=options.request_rate,
-        max_concurrency=options.max_concurrency,
-        seed=options.seed,
-        mask_ratios=options.mask_ratios,
-        slo_scale=options.slo_scale,
-        num_templates=options.num_templates,
-        size=options.size or (256, 256),
-        steps=options.steps,
-    )
+    title, workload = make_workload(options)
+    plan = Plan(title, workload, options.max_concurrency, options.slo_scale)
     if options.compare:
         compare(plan, options.model, options.device, options.json)
     else:
