@@ -201,7 +201,10 @@ class Flow:
             num_masked_tokens=sum(work.num_masked_tokens for work in works),
             template=works[0].template,
         )
-        return self.workers[self.router.choose(total, loads)]
+        template = self.templates.get(total.template or "")
+        holders = [self.workers[index] for index in template.holders] if template else []
+        holding = [worker.load for worker in holders if worker.is_ready]
+        return self.workers[self.router.choose(total, loads, holding)]
 
     def _decide(self, entry: Entry, worker: Worker) -> None:
         """Whether it uses its template's activations; or whether its worker is to look for them."""
