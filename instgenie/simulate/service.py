@@ -4,7 +4,7 @@ The seconds of a step depend on its jobs through sums alone: of one size, so man
 together and so many dense ones. So equal sums are planned once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -18,8 +18,13 @@ NUM_GRAINS = 256  # masked tokens are counted in this share of a picture
 
 
 class Service(Protocol):
-    prepare: float  # seconds
-    finish: float  # seconds
+    @property
+    def prepare(self) -> float:
+        """Seconds."""
+
+    @property
+    def finish(self) -> float:
+        """Seconds."""
 
     def step(self, sums: Sums) -> float:
         """Seconds of one step of a batch."""
@@ -37,6 +42,23 @@ class Line:
     def step(self, sums: Sums) -> float:
         tokens = sum(masked + num_tokens * num_dense for num_tokens, _, masked, num_dense in sums)
         return self.per_step + self.per_token * tokens
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step that takes what was measured for so many jobs, whatever is masked; between two numbers, in between."""
+
+    prepare: float
+    finish: float
+    seconds: Mapping[int, float]  # by number of jobs
+
+    def step(self, sums: Sums) -> float:
+        num_jobs = sum(num_cached + num_dense for _, num_cached, _, num_dense in sums)
+        known = sorted(self.seconds)
+        below = max((num for num in known if num <= num_jobs), default=known[0])
+        above = min((num for num in known if num >= num_jobs), default=known[-1])
+        share = (num_jobs - below) / (above - below) if above > below else 0.0
+        return (1 - share) * self.seconds[below] + share * self.seconds[above]
 
 
 class Planned:

@@ -34,8 +34,8 @@ def run(lab: Lab) -> Section:
         name=NAME,
         title="Latency against mask ratio",
         paper="Time grows with the masked share, of the kernels of a block and of a whole picture.",
-        here=f"Blocks alone; then whole edits of {lab.scale.steps} steps up to the final latents, one at a time, in the "
-        "default quality (balanced: the first steps compute every token). What does not see masks is measured once.",
+        here=f"Blocks alone; then whole edits of {lab.scale.steps} steps up to the final latents, one at a time, in "
+        "the default quality (balanced: the first step computes every token). What sees no masks is measured once.",
         tables=tables,
         charts=charts,
         findings=[

@@ -34,7 +34,8 @@ class Scale:
     mask_ratios: tuple[float, ...]
     batches: tuple[int, ...]
     serve_steps: int  # of the edits sent to real servers
-    serve_edits: int  # to each of them
+    serve_edits: int  # to each of them, for every worker
+    checked: tuple[int, ...]  # numbers of workers of real clusters that the simulator is compared with
     calibration_seconds: float
     workers: tuple[int, ...]  # simulated
     edits_per_worker: int  # simulated
@@ -53,6 +54,7 @@ SCALES = {
         batches=(1, 2, 4, 8),
         serve_steps=10,
         serve_edits=24,
+        checked=(1, 2),
         calibration_seconds=15.0,
         workers=(8, 64, 1024, 20_000),
         edits_per_worker=3,
@@ -69,6 +71,7 @@ SCALES = {
         batches=(1, 2, 4, 8),
         serve_steps=28,
         serve_edits=64,
+        checked=(1,),
         calibration_seconds=20.0,
         workers=(8, 64, 1024, 20_000),
         edits_per_worker=3,

@@ -23,7 +23,6 @@ from instgenie.simulate.cluster import ClusterShape, simulate
 from instgenie.simulate.service import Planned
 
 NAME = "simulator"
-NUM_WORKERS = (1, 2)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 WARM_UP = 0.3  # share of the edits that only fills the cluster
 
@@ -40,7 +39,7 @@ class Point:
 
 
 def run(lab: Lab) -> Section:
-    checks = [check(lab, num_workers) for num_workers in NUM_WORKERS]
+    checks = [check(lab, num_workers) for num_workers in lab.scale.checked]
     points = sweep(lab)
     largest = max(point.num_workers for point in points)
     slowest = max((point for point in points if point.num_workers == largest), key=lambda point: point.seconds)
@@ -49,9 +48,9 @@ def run(lab: Lab) -> Section:
         name=NAME,
         title="Cluster simulator",
         paper="The paper's scheduler is meant for clusters; its simulator is not part of it.",
-        here="Discrete events around the real router, planner and admission. Predicted: the simulator knows the steps of "
-        "a burst before the load. Then clusters of up to 20,000 workers, each like the worker measured here, at shares "
-        "of what they can do; the first third of the edits only fills the cluster.",
+        here="Discrete events around the real router, planner and admission. Predicted: the simulator knows the steps "
+        "of a burst before the load. Then clusters of workers like the one measured here, at shares of what they can "
+        "do; the first third of the edits only fills the cluster.",
         tables=[
             Table("Predicted against measured", ("workers", "figure", "predicted s", "measured s", "off by"),
                   [line for lines, _ in checks for line in lines]),
