@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from instgenie.cli import main
 from instgenie.models.load import load
 from instgenie.models.model import Model
 
+SIDE = 48
 ROOT = Path(__file__).parent.parent
 TINY = Scale(
     steps=3,
@@ -42,7 +44,7 @@ TINY = Scale(
 @pytest.fixture(scope="module")
 def lab(folders: dict[str, Path]) -> Lab:
     name = str(folders["fill"])
-    return Lab(name, load(name, "cpu"), TINY)
+    return Lab(name, replace(load(name, "cpu"), own_size=SIDE), TINY)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def test_one_part_from_the_command_line(
 ) -> None:
     monkeypatch.setattr(run_module, "SCALES", {"cpu": TINY})
     target = tmp_path / "figures.json"
-    arguments = ["--model", str(folders["fill"]), "--device", "cpu", "--out", str(tmp_path), "--json", str(target)]
+    arguments = ["--model", str(folders["sd"]), "--device", "cpu", "--out", str(tmp_path), "--json", str(target)]
     assert main(["bench", "reproduce", "fig11", *arguments]) == 0
     assert "R²" in capsys.readouterr().out
     assert "fig11-compute" in Page(tmp_path / "fig11.html").ids
@@ -125,11 +127,11 @@ def test_one_part_from_the_command_line(
 
 @pytest.mark.parametrize("family", ["blend", "sd"])
 def test_every_system_runs_and_is_compared_with_diffusers(family: str, models: dict[str, Model]) -> None:
-    model = models[family]
+    model = replace(models[family], own_size=64)
     names = [name for name in NAMES if name != "diffusers compiled"]
     study = EngineStudy(steps=2, repeats=1, batches=(1, 2), systems=tuple(names))
     told: list[tuple[int, int]] = []
-    rows = measure_engine(model, (model.own_size,) * 2, study, lambda *done: told.append(done))
+    rows = measure_engine(model, (64, 64), study, lambda *done: told.append(done))
     assert {one.system for one in rows} == set(suiting(names, model))
     assert (set(names) - {one.system for one in rows}) == (set(FLUX_ONLY) if family == "sd" else set())
     assert {(one.system, one.batch): one.faster for one in rows}["diffusers", 2] == 1.0
@@ -140,7 +142,8 @@ def test_engine_from_the_command_line(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "figures.json"
-    arguments = ["--model", str(folders["fill"]), "--device", "cpu", "--steps", "2", "--repeats", "1", "--batch", "2"]
+    arguments = ["--model", str(folders["fill"]), "--device", "cpu", "--size", "32x32", "--steps", "2"]
+    arguments += ["--repeats", "1", "--batch", "2"]
     arguments += ["--system", "diffusers", "--system", "cached", "--json", str(target)]
     assert main(["bench", "engine", *arguments]) == 0
     assert [one["system"] for one in json.loads(target.read_text())["rows"]] == ["diffusers", "cached"]
@@ -152,6 +155,7 @@ def test_a_simulated_cluster_from_the_command_line(
 ) -> None:
     target = tmp_path / "figures.json"
     arguments = ["--model", str(folders["fill"]), "--workers", "3", "--num-prompts", "20", "--request-rate", "50"]
+    arguments += ["--size", "64x64"]
     arguments += ["--templates-in-memory", "2", "--plan", "greedy", "--json", str(target)]
     assert main(["bench", "simulate", *arguments]) == 0
     content = json.loads(target.read_text())
