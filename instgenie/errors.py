@@ -11,6 +11,7 @@ InstGenieError
 ├── OutOfMemoryError  the model or the edit does not fit
 ├── QueueFullError    more edits wait than the server takes
 ├── ClosedError       the server is stopping, or cannot work at all
+├── WorkloadError     a workload, or a file that one is drawn from, that cannot be read
 ├── ConfigError       an option that is unknown or out of range, in a flag, the environment or a file
 └── ServeError        the server cannot start, or a benchmark cannot reach one
 """
@@ -63,6 +64,10 @@ class QueueFullError(InstGenieError):
 
 
 class ClosedError(InstGenieError):
+    pass
+
+
+class WorkloadError(InstGenieError):
     pass
 
 

@@ -23,6 +23,7 @@ from instgenie.errors import CalibrationError
 from instgenie.network import BlockShape, Demand, NetworkShape, block_flops, load_bytes, outside_flops, step_flops
 
 VERSION = 1
+NO_LOADS = [0.0, 0.0], 0.0  # what is fitted where none was measured
 
 
 class BlockCost(NamedTuple):
@@ -119,7 +120,7 @@ def fit_latency(
     blocks = [len(network.blocks)] * len(steps)
     (block, flop, flop_outside), r2_compute = fit([blocks, inside, outside], [step.seconds for step in steps])
     sizes = [sample.num_bytes for sample in loads]
-    (load, byte), r2_load = fit([[1] * len(loads), sizes], [sample.seconds for sample in loads])
+    (load, byte), r2_load = fit([[1] * len(loads), sizes], [sample.seconds for sample in loads]) if loads else NO_LOADS
     return Latency(device, model, block, flop, flop_outside, load, byte, r2_compute, r2_load)
 
 

@@ -4,7 +4,8 @@ The cost of a step is a line over the tokens it computes. A worker's jobs take t
 constant is paid once per step, however many jobs share it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +14,9 @@ Policy = Literal["mask_aware", "tokens", "requests", "round_robin"]
 SECONDS_PER_STEP = 0.01
 SECONDS_PER_TOKEN = 1e-5
 MEMORY = 0.98  # of a measured step, after one more
+NUM_KNOWN = 50  # steps after which a worker is judged by its own pace
+MAX_SCANNED = 64  # workers among which a choice looks at every one
+NUM_SAMPLED = 32  # of more workers; and as many of those that hold the template
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,24 @@ class Work:
 
 class Pace:
     """Seconds of a step, as a line over its computed tokens: a fit to what was measured, old steps fading out. Two
-    made-up steps stand for what is not yet known."""
+    made-up steps stand for what is not yet known. Workers of a cluster share a common pace: one that has taken few
+    steps is judged by it, else it would look faster, or slower, than those that are known, and get all edits or none.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, common: "Pace | None" = None) -> None:
+        self.common = common
+        self._num_measured = -2
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         for num_tokens in (0, 1000):
-            self.measure(num_tokens, SECONDS_PER_STEP + SECONDS_PER_TOKEN * num_tokens)
+            self._fit(num_tokens, SECONDS_PER_STEP + SECONDS_PER_TOKEN * num_tokens)
 
     def measure(self, num_tokens: int, seconds: float) -> None:
+        self._fit(num_tokens, seconds)
+        if self.common:
+            self.common.measure(num_tokens, seconds)
+
+    def _fit(self, num_tokens: int, seconds: float) -> None:
+        self._num_measured += 1
         self._weight = MEMORY * self._weight + 1
         self._x = MEMORY * self._x + num_tokens
         self._y = MEMORY * self._y + seconds
@@ -48,6 +62,8 @@ class Pace:
         self.per_step = max(mean - self.per_token * self._x / self._weight, 0.0)
 
     def seconds(self, num_steps: float, num_token_steps: float) -> float:
+        if self.common and self._num_measured < NUM_KNOWN:
+            return self.common.seconds(num_steps, num_token_steps)
         return num_steps * self.per_step + num_token_steps * self.per_token
 
 
@@ -73,9 +89,11 @@ class Load:
         self.num_token_steps += num_steps * num_tokens
 
     def step(self, edit: str) -> None:
-        if edit in self._left:
-            num_steps, num_tokens = self._left[edit]
-            self.add(edit, max(num_steps - 1, 0), num_tokens)
+        num_steps, num_tokens = self._left.get(edit, (0, 0))
+        if num_steps:
+            self._left[edit] = num_steps - 1, num_tokens
+            self.num_steps -= 1
+            self.num_token_steps -= num_tokens
 
     def remove(self, edit: str) -> None:
         if edit in self._left:
@@ -116,15 +134,32 @@ COSTS: Mapping[str, Callable[[Work, Load], float]] = {
 
 
 class Router:
+    """Up to `MAX_SCANNED` workers are all looked at. Of more, a sample is: so many drawn at random and so many of those
+    that hold the template. The best of a few is nearly the best of all, and a choice takes as long among twenty
+    thousand workers as among a few dozen."""
+
     def __init__(self, policy: Policy = "mask_aware") -> None:
         self.policy = policy
         self._turn = 0
+        self._random = random.Random(0)
 
-    def choose(self, work: Work, loads: Sequence[Load]) -> int:
-        """The worker of the cheapest load; of equals, the one that has waited longest for its turn."""
+    def choose(self, work: Work, loads: Sequence[Load], holders: Sequence[Load] = ()) -> int:
+        """The worker of the cheapest load; of equals, the one that has waited longest for its turn. Holders are those
+        of the loads that have the template's activations in memory, as far as they are known."""
         self._turn += 1
-        turned = [loads[(self._turn + place) % len(loads)] for place in range(len(loads))]
         if self.policy == "round_robin":
-            return turned[0].worker
+            return loads[self._turn % len(loads)].worker
         cost = COSTS[self.policy]
-        return min(turned, key=lambda load: cost(work, load)).worker
+        return min(self._candidates(loads, holders), key=lambda load: cost(work, load)).worker
+
+    def _candidates(self, loads: Sequence[Load], holders: Sequence[Load]) -> Iterable[Load]:
+        if len(loads) <= MAX_SCANNED:
+            first = self._turn % len(loads)
+            return [*loads[first:], *loads[:first]]
+        return [*self._sample(loads), *self._sample(holders)]
+
+    def _sample(self, loads: Sequence[Load]) -> list[Load]:
+        if len(loads) <= NUM_SAMPLED:
+            return list(loads)
+        draw, num_loads = self._random.random, len(loads)
+        return [loads[int(draw() * num_loads)] for _ in range(NUM_SAMPLED)]

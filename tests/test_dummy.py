@@ -20,7 +20,7 @@ def test_published_shapes(name: str) -> None:
     assert sum(parameter.numel() for parameter in network.parameters()) == PUBLISHED[name]
     assert sum(parameter.numel() for parameter in vae.parameters()) == pytest.approx(83.7e6, rel=0.005)
     assert {parameter.device.type for parameter in network.parameters()} == {"meta"}
-    assert {recipe.network_part, "vae", *recipe.others()} == set(PIPELINES[recipe.pipeline])
+    assert {*recipe.large, *recipe.others()} == set(PIPELINES[recipe.pipeline])
     assert count_dummy(recipe) > PUBLISHED[name]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from instgenie.router import Load, Pace, Policy, Router, Work
+from instgenie.router import MAX_SCANNED, NUM_KNOWN, Load, Pace, Policy, Router, Work
 
 WORK = Work(num_steps=10, num_tokens=1000, num_masked_tokens=100, template="cat")
 
@@ -90,3 +90,34 @@ def test_pace_never_promises_negative_time(measured: list[tuple[int, float]]) ->
     seen = sum(seconds for _, seconds in measured[-2:]) / 2
     mean = sum(num_tokens for num_tokens, _ in measured[-2:]) / 2
     assert pace.seconds(1, mean) == pytest.approx(seen, rel=0.05, abs=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["mask_aware", "tokens", "requests"])
+def test_of_many_workers_the_best_of_a_sample_is_taken(policy: Policy) -> None:
+    """Nine in ten are busy: one of 32 drawn is idle, but for one draw in thirty."""
+    loads = [make_load(worker, *[(10, 1000)] * (worker % 10)) for worker in range(2000)]
+    router = Router(policy)
+    chosen = [router.choose(WORK, loads) for _ in range(300)]
+    assert sum(worker % 10 == 0 for worker in chosen) > 0.9 * 300
+    assert len(set(chosen)) > 100
+
+
+def test_of_many_workers_those_that_hold_the_template_are_looked_at() -> None:
+    loads = [make_load(worker) for worker in range(10 * MAX_SCANNED)]
+    loads[77].templates.add("cat")
+    assert Router().choose(WORK, loads, [loads[77]]) == 77
+    loads[77].add("much", 1000, 1000)
+    assert Router().choose(WORK, loads, [loads[77]]) != 77
+
+
+def test_a_worker_that_took_no_step_is_judged_by_the_others() -> None:
+    common = Pace()
+    known, new = Load(0, 4, pace=Pace(common)), Load(1, 4, pace=Pace(common))
+    for num_tokens in (100, 500, 1000) * 100:
+        known.pace.measure(num_tokens, 1.0 + 1e-2 * num_tokens)
+    for load in (known, new):
+        load.add("a", 10, 1000)
+    assert new.seconds == pytest.approx(known.seconds, rel=1e-6)
+    for _ in range(NUM_KNOWN):
+        new.pace.measure(500, 1e-3)
+    assert new.seconds < known.seconds / 10

@@ -117,12 +117,16 @@ def mask_job(job: Job, model: Model, size: tuple[int, int], ratio: float) -> Job
 
 @torch.inference_mode()
 def measure_steps(
-    model: Model, network: NetworkShape, cases: Sequence[Case], on_round: Callable[[int, int], None]
+    model: Model,
+    network: NetworkShape,
+    cases: Sequence[Case],
+    on_round: Callable[[int, int], None],
+    seconds: float = ROUNDS_SECONDS,
 ) -> list[StepSample]:
     """A round to warm up, one that says how many there is time for, then those; of each case the fastest."""
     measure_round(model, cases)
     rounds = [measure_round(model, cases)]
-    num_rounds = min(max(int(ROUNDS_SECONDS / sum(rounds[0])), MIN_ROUNDS), MAX_ROUNDS)
+    num_rounds = min(max(int(seconds / sum(rounds[0])), MIN_ROUNDS), MAX_ROUNDS)
     while len(rounds) < num_rounds:
         on_round(len(rounds), num_rounds)
         rounds.append(measure_round(model, cases))

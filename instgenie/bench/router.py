@@ -3,6 +3,7 @@
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import get_args
 
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from instgenie.router import Load, Policy, Router, Work
 
-NUM_WORKERS = (8, 64, 256)
+NUM_WORKERS = (8, 64, 1024, 20_000)
 BATCH_SIZE = 8
 
 
@@ -31,16 +32,16 @@ def decide(policy: Policy, num_workers: int, repeats: int) -> Iterator[float]:
     random.seed(0)
     router = Router(policy)
     loads = [Load(worker, BATCH_SIZE, templates={str(worker % 16)}) for worker in range(num_workers)]
-    places: list[tuple[str, int]] = []
+    places: deque[tuple[str, int]] = deque()
     for index in range(repeats + 2 * BATCH_SIZE * num_workers):
-        num_masked = random.randint(100, 2000)
-        work = Work(28, 4096, num_masked, template=str(random.randrange(16)))
+        work = Work(28, 4096, random.randint(100, 2000), template=str(random.randrange(16)))
+        is_filled = index >= 2 * BATCH_SIZE * num_workers  # every worker has a batch and a queue
         start = time.perf_counter()
-        worker = router.choose(work, loads)
+        worker = router.choose(work, loads) if is_filled else index % num_workers
         seconds = time.perf_counter() - start
         loads[worker].add(str(index), work.num_steps, loads[worker].tokens_of(work))
         places.append((str(index), worker))
-        if index >= 2 * BATCH_SIZE * num_workers:  # every worker has a batch and a queue
-            edit, other = places.pop(0)
+        if is_filled:
+            edit, other = places.popleft()
             loads[other].remove(edit)
             yield seconds

@@ -17,7 +17,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from instgenie.bench.load import Arrival, draw_load, make_mask, make_picture, read_ratios
+from instgenie.bench.pictures import make_mask, make_picture
+from instgenie.bench.workload import Arrival
 from instgenie.errors import ServeError
 
 NUM_ALONE = 3
@@ -44,15 +46,16 @@ SYSTEMS = {  # flags of the servers that --compare starts
 class Plan:
     """What is measured, the same for every server."""
 
-    num_prompts: int
-    request_rate: float
+    title: str  # of the workload
+    workload: tuple[Arrival, ...]
     max_concurrency: int
-    seed: int
-    mask_ratios: str
     slo_scale: float
-    num_templates: int
-    size: tuple[int, int]
-    steps: int | None
+
+    @property
+    def templates(self) -> list[Arrival]:
+        """An edit of every picture that is edited, for each number of steps."""
+        first = {(arrival.template, arrival.size, arrival.steps): arrival for arrival in reversed(self.workload)}
+        return list(first.values())
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def bench_serve(plan: Plan, base_url: str, api_key: str | None, json_path: Path 
 def compare(plan: Plan, model: str, device: str, json_path: Path | None) -> None:
     rows = []
     for system, flags in SYSTEMS.items():
-        with started(model, device, plan.num_prompts, flags) as base_url:
+        with started(model, device, len(plan.workload), flags) as base_url:
             rows.append(asyncio.run(measure(system, plan, base_url, None)))
     report(rows, plan, json_path)
 
@@ -125,33 +128,31 @@ def wait_until_ready(base_url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 async def measure(system: str, plan: Plan, base_url: str, api_key: str | None) -> Row:
-    ratios = read_ratios(plan.mask_ratios)
-    load = draw_load(plan.num_prompts, plan.request_rate, plan.num_templates, ratios, plan.seed)
-    pictures = [make_picture(plan.seed + index, plan.size) for index in range(plan.num_templates)]
+    templates = plan.templates
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=base_url, headers=headers, timeout=TIMEOUT, limits=limits, trust_env=False
     ) as client:
-        bench = Bench(client, plan, pictures)
+        bench = Bench(client, plan)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             await bench.check()
-            task = progress.add_task(f"{system}: templates", total=len(pictures))
-            for picture in pictures:
-                await bench.register(picture)
+            task = progress.add_task(f"{system}: templates", total=len(templates))
+            for template in templates:
+                await bench.register(template)
                 progress.advance(task)
-            alone = await bench.alone(ratios)
-            task = progress.add_task(f"{system}: edits", total=len(load))
+            alone = await bench.alone(templates)
+            task = progress.add_task(f"{system}: edits", total=len(plan.workload))
             start = time.perf_counter()
-            answers = await bench.run(load, lambda: progress.advance(task))
+            answers = await bench.run(lambda: progress.advance(task))
             return make_row(system, answers, time.perf_counter() - start, alone, plan.slo_scale)
 
 
 class Bench:
-    def __init__(self, client: httpx.AsyncClient, plan: Plan, pictures: Sequence[bytes]) -> None:
+    def __init__(self, client: httpx.AsyncClient, plan: Plan) -> None:
         self.client = client
         self.plan = plan
-        self.pictures = pictures
+        self.picture_of = lru_cache(make_picture)
         self.places = asyncio.Semaphore(plan.max_concurrency)
 
     async def check(self) -> None:
@@ -162,10 +163,11 @@ class Bench:
         if answer.status_code != 200:
             raise ServeError(f"{self.client.base_url} answers {answer.status_code}: {error_text(answer)}")
 
-    async def register(self, picture: bytes) -> None:
+    async def register(self, template: Arrival) -> None:
         """As a service does with the pictures it offers; a server that keeps no activations says no, and that is
         fine."""
-        answer = await self.client.post("/v1/templates", files={"image": picture}, data=self.fields())
+        picture = self.picture_of(template.template, template.size)
+        answer = await self.client.post("/v1/templates", files={"image": picture}, data=fields_of(template))
         if answer.status_code != 201:
             return
         name = answer.json()["id"]
@@ -175,16 +177,17 @@ class Bench:
                 return
             await asyncio.sleep(0.1)
 
-    async def alone(self, ratios: Sequence[float]) -> float:
+    async def alone(self, templates: Sequence[Arrival]) -> float:
         """Seconds of an edit that meets an idle server, in the mean."""
-        ratio = float(np.median(ratios))
-        arrivals = [Arrival(0.0, index % len(self.pictures), ratio, index) for index in range(NUM_ALONE + 1)]
+        ratio = statistics.median(arrival.mask_ratio for arrival in self.plan.workload)
+        chosen = (templates[index % len(templates)] for index in range(NUM_ALONE + 1))
+        arrivals = [replace(arrival, mask_ratio=ratio) for arrival in chosen]
         answers = [await self.edit(arrival) for arrival in arrivals]
         if answers[-1].error:
             raise ServeError(f"an edit failed: {answers[-1].error}")
         return statistics.mean(answer.latency for answer in answers[1:])  # the first warms up
 
-    async def run(self, load: Sequence[Arrival], on_answer: Any) -> list[Answer]:
+    async def run(self, on_answer: Any) -> list[Answer]:
         start = time.perf_counter()
 
         async def send(arrival: Arrival) -> Answer:
@@ -195,15 +198,15 @@ class Bench:
             on_answer()
             return answer
 
-        return list(await asyncio.gather(*(send(arrival) for arrival in load)))
+        return list(await asyncio.gather(*(send(arrival) for arrival in self.plan.workload)))
 
     async def edit(self, arrival: Arrival, arrived: float | None = None) -> Answer:
         """Latency counts from the arrival, waiting for a place included."""
         files = {
-            "image": self.pictures[arrival.picture],
-            "mask": make_mask(arrival.mask_ratio, arrival.seed, self.plan.size),
+            "image": self.picture_of(arrival.template, arrival.size),
+            "mask": make_mask(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size),
         }
-        fields = self.fields() | {"prompt": "a photo of a flower", "seed": str(arrival.seed)}
+        fields = fields_of(arrival) | {"prompt": "a photo of a flower", "seed": str(arrival.seed)}
         start = time.perf_counter() if arrived is None else arrived
         try:
             answer = await self.client.post("/v1/images/edits", files=files, data=fields)
@@ -212,8 +215,9 @@ class Bench:
         error = "" if answer.status_code == 200 else f"{answer.status_code} {error_text(answer)}"
         return Answer(time.perf_counter() - start, arrival.mask_ratio, error)
 
-    def fields(self) -> dict[str, str]:
-        return {} if self.plan.steps is None else {"num_inference_steps": str(self.plan.steps)}
+
+def fields_of(arrival: Arrival) -> dict[str, str]:
+    return {} if arrival.steps is None else {"num_inference_steps": str(arrival.steps)}
 
 
 def error_text(answer: httpx.Response) -> str:
@@ -247,7 +251,7 @@ def make_row(system: str, answers: Sequence[Answer], duration: float, alone: flo
 
 def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    table = Table(title=f"{plan.num_prompts} edits, {plan.request_rate:g}/s, masks {plan.mask_ratios}, {machine}")
+    table = Table(title=f"{plan.title}, {machine}")
     columns = ("edits/s", "mean s", "median", "P90", "P95", "P99", "SLO", "alone s", "mask ratio", "failed")
     table.add_column("system", no_wrap=True)
     for column in columns:
@@ -264,5 +268,6 @@ def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
         )
     Console(width=max(Console().width, TABLE_WIDTH)).print(table)
     if json_path:
-        content = {"machine": machine, "plan": asdict(plan), "rows": [asdict(row) for row in rows]}
-        json_path.write_text(json.dumps(content, indent=2).replace("Infinity", '"inf"') + "\n")
+        about = {"workload": plan.title, "max_concurrency": plan.max_concurrency, "slo_scale": plan.slo_scale}
+        content = {"machine": machine, "plan": about, "rows": [asdict(row) for row in rows]}
+        json_path.write_text(json.dumps(content, indent=2) + "\n")

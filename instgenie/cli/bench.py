@@ -1,7 +1,6 @@
 """`instgenie bench` and `instgenie calibrate`: what is measured, and with what."""
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,7 +8,22 @@ from typing import Any, get_args
 
 from instgenie.cli.arguments import add_model, positive, rate, ratio
 from instgenie.cli.screen import hide_loading_bars
+from instgenie.cli.workload import add_workload, make_workload
+from instgenie.config import Batching
+from instgenie.router import Policy
+from instgenie.simulate.cluster import ClusterShape
 from instgenie.types import CacheDtype, PlanPolicy
+
+SYSTEM_NAMES = (
+    "diffusers",
+    "diffusers compiled",
+    "step skipping",
+    "first-block cache",
+    "crop and stitch",
+    "FISEdit-style",
+    "dense",
+    "cached",
+)
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +36,13 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     add_bench_quality(benches.add_parser("quality", help="fidelity against cost", description=about_quality))
     about_load = "Send edits to a running server, or to three kinds of servers in turn, and time the answers."
     add_bench_serve(benches.add_parser("serve", help="a load on a server", description=about_load))
-    about_router = "Time the router's decision, with every policy, among 8 to 256 busy workers."
+    about_engine = "Time batches of edits with different masks through our engine and through other systems."
+    add_bench_engine(benches.add_parser("engine", help="throughput by batch size", description=about_engine))
+    about_reproduce = "Measure what the tables and figures of the InstGenIE paper show, and write a report."
+    add_bench_reproduce(benches.add_parser("reproduce", help="the paper, run again", description=about_reproduce))
+    about_simulate = "Simulate a cluster of any size under a workload, with the real router and planner."
+    add_bench_simulate(benches.add_parser("simulate", help="a simulated cluster", description=about_simulate))
+    about_router = "Time the router's decision, with every policy, among 8 to 20,000 busy workers."
     add_bench_router(benches.add_parser("router", help="the choice of a worker", description=about_router))
 
 
@@ -127,41 +147,130 @@ def add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="that the server asks for")
     about_compare = "start three servers in turn: continuous batching with reuse, static batching, one by one"
     parser.add_argument("--compare", action="store_true", help=about_compare)
-    parser.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="edits to send (default 64)")
-    about_rate = "edits that arrive in a second, in the mean (default: all at once)"
-    parser.add_argument("--request-rate", type=rate, default=math.inf, metavar="R", help=about_rate)
     about_concurrency = "edits that may be on their way at once (default 256)"
     parser.add_argument("--max-concurrency", type=positive, default=256, metavar="N", help=about_concurrency)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same load (default 0)")
-    about_ratios = "production (the default), inpaint, retouch, or a file of numbers"
-    parser.add_argument("--mask-ratios", default="production", metavar="FILE", help=about_ratios)
     about_slo = "an edit is in time within so many times what it takes alone (default 2)"
     parser.add_argument("--slo-scale", type=rate, default=2.0, metavar="X", help=about_slo)
-    about_templates = "different pictures that are edited (default 4)"
-    parser.add_argument("--num-templates", type=positive, default=4, metavar="N", help=about_templates)
-    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps; default: the model's own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    add_model(parser)
+    add_workload(parser)
+    add_model(parser, has_size=False)
 
 
 def run_bench_serve(options: argparse.Namespace) -> None:
     from instgenie.bench.serve import Plan, bench_serve, compare
 
-    plan = Plan(
-        num_prompts=options.num_prompts,
-        request_rate=options.request_rate,
-        max_concurrency=options.max_concurrency,
-        seed=options.seed,
-        mask_ratios=options.mask_ratios,
-        slo_scale=options.slo_scale,
-        num_templates=options.num_templates,
-        size=options.size or (256, 256),
-        steps=options.steps,
-    )
+    title, workload = make_workload(options)
+    plan = Plan(title, workload, options.max_concurrency, options.slo_scale)
     if options.compare:
         compare(plan, options.model, options.device, options.json)
     else:
         bench_serve(plan, options.base_url, options.api_key, options.json)
+
+
+def add_bench_engine(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_engine, parser=parser)
+    several = "; may be given several times"
+    parser.add_argument("--steps", type=positive, default=8, metavar="N", help="denoising steps (default 8)")
+    parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs of each system (default 3)")
+    about_batch = f"jobs in a batch (default 1, 2, 4 and 8){several}"
+    parser.add_argument("--batch", action="append", type=positive, metavar="N", help=about_batch)
+    about_system = f"{', '.join(SYSTEM_NAMES)} (default: all but compiled and cropped){several}"
+    parser.add_argument("--system", action="append", choices=SYSTEM_NAMES, metavar="NAME", help=about_system)
+    about_ratios = "production (the default), inpaint, retouch, or a file of numbers"
+    parser.add_argument("--mask-ratios", default="production", metavar="FILE", help=about_ratios)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the masks (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser)
+
+
+def run_bench_engine(options: argparse.Namespace) -> None:
+    from instgenie.bench.engine import EngineStudy, bench_engine  # brings torch and diffusers
+
+    hide_loading_bars()
+    default = EngineStudy()
+    study = EngineStudy(
+        steps=options.steps,
+        repeats=options.repeats,
+        batches=tuple(options.batch or default.batches),
+        mask_ratios=options.mask_ratios,
+        systems=tuple(options.system or default.systems),
+        seed=options.seed,
+    )
+    bench_engine(options.model, options.device, options.size, study, options.json)
+
+
+def add_bench_reproduce(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_reproduce, parser=parser)
+    about_part = "all, fig4, fig6, fig11, fig12, fig14, fig15, fig16, table2, overheads or simulator"
+    parser.add_argument("part", metavar="NAME", help=about_part)
+    about_out = "folder for the report: index.html of all parts, or NAME.html of one"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the tables to this file")
+    add_model(parser, has_size=False)
+
+
+def run_bench_reproduce(options: argparse.Namespace) -> None:
+    from instgenie.bench.reproduce.run import reproduce  # brings torch and diffusers
+
+    hide_loading_bars()
+    reproduce(options.part, options.model, options.device, options.out, options.json)
+
+
+def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_simulate, parser=parser)
+    parser.add_argument("--workers", type=positive, default=8, metavar="N", help="of the cluster (default 8)")
+    parser.add_argument("--max-batch-size", type=positive, default=8, metavar="N", help="jobs of a step (default 8)")
+    about_policy = "mask_aware, tokens, requests or round_robin (default: all in turn)"
+    parser.add_argument("--policy", action="append", choices=get_args(Policy), help=about_policy)
+    parser.add_argument("--batching", choices=get_args(Batching), default="continuous", help="(default continuous)")
+    parser.add_argument("--no-reuse", action="store_true", help="every edit computes every token")
+    about_latency = "what instgenie calibrate wrote of the device and the model; default: what is usual for the device"
+    parser.add_argument("--latency", type=Path, metavar="FILE", help=about_latency)
+    parser.add_argument("--kind", choices=("cpu", "cuda"), default="cuda", help="of the device (default cuda)")
+    about_plan = "exact, greedy (Algorithm 1), cached (everything), naive (sequential loading) or dense (default exact)"
+    parser.add_argument(
+        "--plan", choices=("exact", "greedy", "cached", "naive", "dense"), default="exact", help=about_plan
+    )
+    parser.add_argument("--in-gpu", action="store_true", help="activations need no loading")
+    about_templates = "that fit into the memory of a worker (default: all there are)"
+    parser.add_argument("--templates-in-memory", type=positive, metavar="N", help=about_templates)
+    about_fetch = "seconds until a template that memory lacks is there (default 1)"
+    parser.add_argument("--fetch", type=rate, default=1.0, metavar="S", help=about_fetch)
+    parser.add_argument(
+        "--prepare", type=rate, default=0.05, metavar="S", help="seconds before the steps (default 0.05)"
+    )
+    parser.add_argument("--finish", type=rate, default=0.05, metavar="S", help="seconds after the steps (default 0.05)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument(
+        "--model", default="dummy:flux.1-dev", help="whose steps are simulated (default dummy:flux.1-dev)"
+    )
+    add_workload(parser)
+
+
+def run_bench_simulate(options: argparse.Namespace) -> None:
+    from instgenie.bench.simulate import Setup, bench_simulate  # brings torch and diffusers
+
+    hide_loading_bars()
+    title, workload = make_workload(options)
+    shape = ClusterShape(
+        num_workers=options.workers,
+        max_batch_size=options.max_batch_size,
+        batching=options.batching,
+        reuse=not options.no_reuse,
+        max_templates=options.templates_in_memory,
+        fetch=options.fetch,
+    )
+    setup = Setup(
+        model=options.model,
+        kind=options.kind,
+        latency=options.latency,
+        plan=options.plan,
+        in_gpu=options.in_gpu,
+        prepare=options.prepare,
+        finish=options.finish,
+    )
+    policies = tuple(options.policy or get_args(Policy))
+    bench_simulate(title, workload, shape, policies, setup, options.json)
 
 
 def add_bench_router(parser: argparse.ArgumentParser) -> None:

@@ -83,7 +83,7 @@ class Flow:
         works = self._works_of(orders)
         for order, work in zip(orders, works, strict=True):
             group.append(Entry(uuid.uuid4().hex, order, work, group))
-        worker = self.places.choose(works)
+        worker = self.places.choose(works, self.library.holders(works[0].template))
         tickets = [Ticket(entry, self.cancel) for entry in group]
         for entry in list(group):
             self._decide(entry, worker)

@@ -6,6 +6,7 @@ a client asked for is registered again when it is lost, others are let go.
 """
 
 import asyncio
+from collections.abc import Sequence
 from functools import lru_cache
 
 from instgenie import wire
@@ -51,6 +52,11 @@ class Library:
 
     def registering_of(self, order: Order) -> Registering:
         return self.registering(order.tenant, order.picture, order.wish.steps, order.wish.guidance)
+
+    def holders(self, name: str | None) -> Sequence[int]:
+        """Workers that have the template's activations in memory."""
+        template = self.templates.get(name or "")
+        return list(template.holders) if template else ()
 
     def head(self, entry: Entry) -> wire.TemplateHead | None:
         """Of the template whose activations an edit uses."""

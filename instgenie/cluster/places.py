@@ -1,6 +1,6 @@
 """Where entries are: which worker an entry belongs to, and which process of it has its stage. Knows no message."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from instgenie.cluster.entries import Entry
 from instgenie.cluster.orders import Order
@@ -18,8 +18,9 @@ class Places:
     def processes(self) -> list[Process]:
         return [process for worker in self.workers for process in worker.processes.values()]
 
-    def choose(self, works: Sequence[Work]) -> Worker:
-        """For all of them together. Of the workers that are ready; if none is, of those that may be."""
+    def choose(self, works: Sequence[Work], holders: Iterable[int] = ()) -> Worker:
+        """For all of them together. Of the workers that are ready; if none is, of those that may be. Holders have the
+        template's activations in memory."""
         ready = [worker for worker in self.workers if worker.is_ready]
         hopeful = [worker for worker in self.workers if worker.state != "failed"]
         loads = [worker.load for worker in ready or hopeful or self.workers]
@@ -29,7 +30,8 @@ class Places:
             num_masked_tokens=sum(work.num_masked_tokens for work in works),
             template=works[0].template,
         )
-        return self.workers[self.router.choose(total, loads)]
+        holding = [self.workers[index].load for index in holders if self.workers[index].is_ready]
+        return self.workers[self.router.choose(total, loads, holding)]
 
     def settle(self, entry: Entry, worker: Worker) -> None:
         """The entry is the worker's, which has so much more to do."""

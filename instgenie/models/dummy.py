@@ -5,7 +5,7 @@ random layer of the published width, over a vocabulary of three words, so what a
 the time they take says nothing. Pictures that come out are noise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from transformers import (
 from instgenie.errors import ModelError
 
 PREFIX = "dummy:"
+KEPT = "context_embedder"
 VOCABULARY = {"<pad>": 0, "</s>": 1, "<unk>": 2}
 CLIP_TOKENS = 77
 T5_TOKENS = 512
@@ -50,8 +51,9 @@ class Recipe:
     others: Callable[[], dict[str, Any]]
 
     @property
-    def network_part(self) -> str:
-        return "transformer" if self.pipeline.startswith("Flux") else "unet"
+    def large(self) -> dict[str, Callable[[], nn.Module]]:
+        """The parts that take up memory."""
+        return {"transformer" if self.pipeline.startswith("Flux") else "unet": self.network, "vae": self.vae}
 
 
 def find_recipe(name: str) -> Recipe:
@@ -62,16 +64,22 @@ def find_recipe(name: str) -> Recipe:
     return recipe
 
 
-def count_dummy(recipe: Recipe) -> int:
-    """Parameters of the network and the autoencoder, without making any."""
-    return sum(parameter.numel() for make in (recipe.network, recipe.vae) for parameter in on_meta(make).parameters())
+def count_dummy(recipe: Recipe, hollow: Collection[str] = ()) -> int:
+    """Parameters of the network and the autoencoder that get weights, without making any."""
+    makes = [make for part, make in recipe.large.items() if part not in hollow]
+    return sum(parameter.numel() for make in makes for parameter in on_meta(make).parameters())
 
 
-def make_parts(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    filled = {
-        part: fill_randomly(on_meta(make).to(dtype).to_empty(device=device))
-        for part, make in ((recipe.network_part, recipe.network), ("vae", recipe.vae))
-    }
+def make_parts(
+    recipe: Recipe, device: torch.device, dtype: torch.dtype, hollow: Collection[str] = ()
+) -> dict[str, Any]:
+    """Of hollow parts nothing gets weights but what prompts go through on their way into the network."""
+    filled = {}
+    for part, make in recipe.large.items():
+        module = filled[part] = on_meta(make).to(dtype)
+        children = dict(module.named_children())
+        for child in [module] if part not in hollow else [children[KEPT]] if KEPT in children else []:
+            fill_randomly(child.to_empty(device=device))
     others = recipe.others()
     encoders = {part: other.to(device, dtype) for part, other in others.items() if isinstance(other, nn.Module)}
     parts = others | encoders | filled

@@ -105,10 +105,11 @@ def read_weights(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
 
 def make_dummy(recipe: Recipe, facts: dict[str, Any], weights: frozenset[str] | None) -> Model:
     name, device, dtype = facts["name"], facts["device"], facts["dtype"]
-    check_memory(name, count_dummy(recipe) * dtype.itemsize, device)
+    hollow = hollow_parts(recipe.pipeline, weights)
+    check_memory(name, count_dummy(recipe, hollow) * dtype.itemsize, device)
     with memory_guard(f"the model {name!r}"), quiet():
-        parts = make_parts(recipe, device, dtype)
-    for part in hollow_parts(recipe.pipeline, weights):
+        parts = make_parts(recipe, device, dtype, hollow)
+    for part in hollow:
         empty(parts[part])
     if "unet" in parts:
         return make_unet(parts, facts, empty_is_zero=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from instgenie import traces
 from instgenie.activations import Key, Kind
+from instgenie.admission import num_joining
 from instgenie.batch import Job
 from instgenie.config import ProcessConfig
 from instgenie.engine.frames import read_job, tensor_frame, tensor_head
@@ -212,11 +213,10 @@ class Denoiser:
         if not self.engine.jobs:
             self.engine.max_jobs = self.config.max_batch_size  # whatever did not fit is gone
         self.split_first()
-        if self.config.batching == "static" and self.engine.jobs:
-            return
-        for group in [group for group in self.waiting if is_settled(group)]:
-            if not self.has_room(group):
-                break
+        settled = [group for group in self.waiting if is_settled(group)]
+        sizes = (len(group) for group in settled)
+        num = num_joining(sizes, len(self.engine.jobs), self.engine.max_jobs, self.config.batching)
+        for group in settled[:num]:
             self.waiting.remove(group)
             for running in group:
                 running.joined_at = time.perf_counter()
@@ -266,10 +266,6 @@ class Denoiser:
         """For other templates, when those in use no longer are."""
         settled = (running for group in self.waiting if is_settled(group) for running in group)
         return any(running.key for running in (*self.running.values(), *settled))
-
-    def has_room(self, group: list[Running]) -> bool:
-        """A group larger than a batch joins alone; the engine takes its jobs in turn."""
-        return not self.engine.jobs or len(self.engine.jobs) + len(group) <= self.engine.max_jobs
 
     def step(self) -> None:
         jobs = self.engine.pick()

@@ -1,0 +1,133 @@
+"""Throughput of the engine and of other systems against batch size, side by side in one run.
+
+Edits of one picture, masked as a workload has it; all systems denoise the same batches, taking turns. `steps/s` are
+steps of single jobs, so that a batch of eight that takes a step in a second makes eight.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from instgenie.activations import Activations
+from instgenie.bench.edit import System, describe_machine, measure, sample_picture, write_json
+from instgenie.bench.pictures import draw_mask
+from instgenie.bench.systems import COMPILED, CROP, DIFFUSERS, NAMES, make_system, suiting
+from instgenie.bench.workload import Recipe, draw_workload
+from instgenie.engine.register import register
+from instgenie.errors import InstGenieError
+from instgenie.models.load import load
+from instgenie.models.memory import memory_guard
+from instgenie.models.model import Model
+from instgenie.types import Edit
+
+NUM_TUNING = 2
+SYSTEMS = tuple(name for name in NAMES if name not in (COMPILED, CROP))
+
+
+@dataclass(frozen=True)
+class EngineStudy:
+    steps: int = 8
+    repeats: int = 3
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    mask_ratios: str = "production"
+    systems: tuple[str, ...] = SYSTEMS
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    system: str
+    batch: int
+    step_ms: float  # of the whole batch
+    steps_per_second: float  # of single jobs
+    faster: float  # than diffusers at this batch; 0 where it was not measured
+
+
+def bench_engine(
+    name: str, device: str, size: tuple[int, int] | None, study: EngineStudy, json_path: Path | None
+) -> None:
+    if json_path and not json_path.parent.is_dir():
+        raise InstGenieError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
+    model = load(name, device)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+        rows = measure_engine(
+            model,
+            size or (model.own_size, model.own_size),
+            study,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    machine = describe_machine(model)
+    print_rows(rows, f"{name}, masks {study.mask_ratios}, {study.steps} steps, median of {study.repeats}", machine)
+    if json_path:
+        write_json({"machine": machine, "study": asdict(study), "rows": [asdict(row) for row in rows]}, json_path)
+
+
+def measure_engine(
+    model: Model, size: tuple[int, int], study: EngineStudy, on_run: Callable[[int, int], None]
+) -> list[EngineRow]:
+    activations = register(sample_picture(size), model, size, study.steps)
+    systems = make_systems(model, size, study, activations)
+    rows: list[EngineRow] = []
+    total = len(study.batches) * (study.repeats + 1) * len(systems)
+    num_done = 0
+
+    def on_one() -> None:
+        nonlocal num_done
+        num_done += 1
+        on_run(num_done, total)
+
+    for batch in study.batches:
+        edits = draw_edits(model, size, study, batch)
+        with memory_guard(f"a batch of {batch} edits"):
+            measure(systems, edits, 1, on_one)  # warms up
+            measured = measure(systems, edits, study.repeats, on_one)
+        seconds = {
+            system.name: statistics.median(sample.denoise for sample in samples) / study.steps
+            for system, samples in measured.items()
+        }
+        base = seconds.get(DIFFUSERS, 0.0)
+        rows += [
+            EngineRow(system, batch, round(1000 * time, 3), round(batch / time, 3), round(base / time, 3))
+            for system, time in seconds.items()
+        ]
+    return rows
+
+
+def make_systems(model: Model, size: tuple[int, int], study: EngineStudy, activations: Activations) -> list[System]:
+    tuning = draw_edits(model, size, study, NUM_TUNING)
+    return [make_system(name, model, activations, tuning) for name in suiting(study.systems, model)]
+
+
+def draw_edits(model: Model, size: tuple[int, int], study: EngineStudy, num: int) -> list[Edit]:
+    recipe = Recipe(num_edits=num, mask_ratios=study.mask_ratios, sizes=(size,), seed=study.seed)
+    picture = sample_picture(size)
+    edits = [
+        Edit(
+            picture,
+            draw_mask(arrival.mask_ratio, arrival.mask_shape, arrival.seed, size),
+            "a flower",
+            arrival.seed,
+            study.steps,
+            model.guidance,
+            size=size,
+        )
+        for arrival in draw_workload(recipe)
+    ]
+    return edits
+
+
+def print_rows(rows: Sequence[EngineRow], title: str, machine: dict[str, str | int]) -> None:
+    table = Table(title=title, caption=", ".join(f"{name} {value}" for name, value in machine.items()))
+    table.add_column("system")
+    for heading in ("batch", "ms a step", "steps/s", "faster than diffusers"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        faster = f"{row.faster:.2f}x" if row.faster else ""
+        table.add_row(row.system, str(row.batch), f"{row.step_ms:.1f}", f"{row.steps_per_second:.2f}", faster)
+    Console().print(table)

@@ -1,0 +1,164 @@
+"""Figure 15: latency against mask ratio, of a block and of a whole edit, beside diffusers and what others do."""
+
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+
+from instgenie.batch import Job, pack
+from instgenie.bench.edit import System, measure, now
+from instgenie.bench.plots import Chart, Series
+from instgenie.bench.reproduce.axes import at_values, linear
+from instgenie.bench.reproduce.lab import Lab
+from instgenie.bench.reproduce.section import Section, Table, ms, row, times
+from instgenie.bench.systems import CACHED, COMPILED, DENSE, DIFFUSERS, NAMES, SEES_MASKS, make_system, suiting
+from instgenie.engine.prepare import prepare
+from instgenie.engine.register import reuse
+from instgenie.models.flux import Block, double_block, embed_time, recall, single_block
+from instgenie.models.flux_model import FluxModel
+
+NAME = "fig15"
+NUM_RUNS = 8  # of a block
+
+
+def run(lab: Lab) -> Section:
+    blocks = list(measure_blocks(lab)) if isinstance(lab.model, FluxModel) else []
+    pictures = measure_pictures(lab)
+    tables = [picture_table(pictures, lab)]
+    charts = [picture_chart(pictures, lab)]
+    if blocks:
+        tables.insert(0, block_table(blocks))
+        charts.insert(0, block_chart(blocks))
+    ratio = lab.scale.mask_ratios[0]
+    return Section(
+        name=NAME,
+        title="Latency against mask ratio",
+        paper="Time grows with the masked share, of the kernels of a block and of a whole picture.",
+        here=f"Blocks alone; then whole edits of {lab.scale.steps} steps up to the final latents, one at a time, in "
+        "the default quality (balanced: the first step computes every token). What sees no masks is measured once.",
+        tables=tables,
+        charts=charts,
+        findings=[
+            f"At mask ratio {ratio:g} an edit takes {1 / pictures[CACHED, ratio] * pictures[DIFFUSERS, 0.0]:.2f} times "
+            "less than through diffusers."
+        ],
+    )
+
+
+def measure_blocks(lab: Lab) -> Iterator[tuple[str, float, float, float]]:
+    """Of each kind of block and mask ratio: the ratio, seconds cached and seconds dense."""
+    assert isinstance(lab.model, FluxModel)
+    transformer = lab.model.transformer
+    kinds: dict[str, tuple[Block, int]] = {
+        "double": (transformer.transformer_blocks[-1], len(transformer.transformer_blocks) - 1),
+        "single": (transformer.single_transformer_blocks[-1], lab.model.num_blocks - 1),
+    }
+    for ratio in lab.scale.mask_ratios:
+        lab.tell(f"blocks at mask ratio {ratio:g}")
+        dense = prepare(lab.edit(ratio), lab.model)
+        cached = reuse(dense, lab.activations)
+        cached.step = cached.edit.dense_steps
+        for kind, (block, index) in kinds.items():
+            yield kind, ratio, time_block(lab, block, index, cached), time_block(lab, block, index, dense)
+
+
+@torch.inference_mode()
+def time_block(lab: Lab, block: Block, index: int, job: Job) -> float:
+    assert isinstance(lab.model, FluxModel)
+    batch = pack([job])
+    layout, time = batch.layout, embed_time(lab.model.transformer, batch)
+    width = batch.text.shape[1]
+    image = torch.randn(sum(layout.num_image), width, dtype=batch.text.dtype, device=job.device)
+    joint = layout.join(batch.text, image)
+
+    def call() -> object:
+        heads = recall(block, index, batch, layout)
+        if hasattr(block, "norm1"):
+            return double_block(block, batch.text, image, time, layout, heads)
+        return single_block(block, joint, time, layout, heads)
+
+    return timed(call, lab.model.device)
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """The median of a few runs; the first warms up."""
+    call()
+    seconds = []
+    for _ in range(NUM_RUNS):
+        start = now(device)
+        call()
+        seconds.append(now(device) - start)
+    return statistics.median(seconds)
+
+
+def measure_pictures(lab: Lab) -> dict[tuple[str, float], float]:
+    """Seconds of an edit, by system and mask ratio; 0 stands for any ratio."""
+    names = [name for name in suiting(NAMES, lab.model) if name != COMPILED or lab.scale.compiled]
+    tuning = [lab.edit(lab.scale.mask_ratios[0])]
+    lab.tell("making the systems")
+    systems = [make_system(name, lab.model, lab.activations, tuning) for name in names]
+    seconds = {}
+    for place, ratio in enumerate(lab.scale.mask_ratios):
+        edits = [lab.edit(ratio)]
+        chosen = [system for system in systems if not place or system.name in SEES_MASKS]
+        lab.tell(f"edits at mask ratio {ratio:g}: {len(chosen)} systems")
+        if not place:
+            warm_up(chosen, lab)
+        for system, samples in measure(chosen, edits, lab.scale.repeats, lambda: None).items():
+            at = ratio if system.name in SEES_MASKS else 0.0
+            seconds[system.name, at] = statistics.median(sample.edit for sample in samples)
+    return seconds
+
+
+def warm_up(systems: list[System], lab: Lab) -> None:
+    edits = [lab.edit(lab.scale.mask_ratios[0])]
+    for system in systems:
+        if system.name in (DIFFUSERS, COMPILED, CACHED):
+            system.run(edits)
+
+
+def block_table(blocks: list[tuple[str, float, float, float]]) -> Table:
+    rows = [
+        row(NAME, f"{kind} block", f"{ratio:g}", ms(cached), ms(dense), times(dense / cached), key=(kind, ratio))
+        for kind, ratio, cached, dense in blocks
+    ]
+    return Table("One block", ("block", "mask ratio", "cached ms", "dense ms", "faster"), rows)
+
+
+def block_chart(blocks: list[tuple[str, float, float, float]]) -> Chart:
+    series = []
+    for kind in dict.fromkeys(kind for kind, *_ in blocks):
+        own = [(ratio, cached, dense) for name, ratio, cached, dense in blocks if name == kind]
+        series.append(Series(f"{kind}, cached", [(ratio, 1000 * cached) for ratio, cached, _ in own]))
+        series.append(Series(f"{kind}, dense", [(ratio, 1000 * dense) for ratio, _, dense in own]))
+    most = [y for one in series for _, y in one.points]
+    ratios = [ratio for _, ratio, *_ in blocks]
+    return Chart("One block", at_values("mask ratio", ratios), linear("ms", most), series)
+
+
+def picture_table(seconds: dict[tuple[str, float], float], lab: Lab) -> Table:
+    base = seconds[DIFFUSERS, 0.0]
+    rows = [
+        row(
+            NAME,
+            name,
+            f"{ratio:g}" if ratio else "any",
+            ms(spent),
+            times(base / spent),
+            key=("edit", name, ratio or "any"),
+        )
+        for (name, ratio), spent in sorted(seconds.items(), key=lambda item: (NAMES.index(item[0][0]), item[0][1]))
+    ]
+    title = f"One edit, {lab.model.own_size}×{lab.model.own_size}, {lab.scale.steps} steps"
+    return Table(title, ("system", "mask ratio", "ms", "faster than diffusers"), rows)
+
+
+def picture_chart(seconds: dict[tuple[str, float], float], lab: Lab) -> Chart:
+    ratios = lab.scale.mask_ratios
+    series = []
+    for name in dict.fromkeys(name for name, _ in seconds):
+        points = [(ratio, seconds.get((name, ratio), seconds.get((name, 0.0), 0.0))) for ratio in ratios]
+        series.append(Series(name, points))
+    series.sort(key=lambda one: one.name not in (CACHED, DENSE))
+    most = [y for one in series for _, y in one.points]
+    return Chart("One edit", at_values("mask ratio", ratios), linear("seconds", most), series)

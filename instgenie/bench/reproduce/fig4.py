@@ -1,0 +1,103 @@
+"""Figure 4: what waiting costs without continuous batching, and what loading costs without a plan."""
+
+import statistics
+from dataclasses import replace
+
+from instgenie.bench.plots import Chart, Series
+from instgenie.bench.reproduce.axes import at_values, linear
+from instgenie.bench.reproduce.lab import Lab
+from instgenie.bench.reproduce.section import Row, Section, Table, ms, row, times
+from instgenie.bench.reproduce.serving import Run
+from instgenie.bench.reproduce.traffic import served
+from instgenie.config import Batching
+from instgenie.network import Demand
+from instgenie.planner import POLICIES, plan_batch
+
+NAME = "fig4"
+BATCHINGS: tuple[Batching, ...] = ("static", "naive", "continuous")
+ABOUT = {
+    "naive": "sequential: load, then compute",
+    "cached": "cache everything, loads hidden",
+    "greedy": "Algorithm 1 of the paper",
+    "exact": "exact plan",
+    "dense": "cache nothing",
+}
+SLOWER = 4.0  # loading from a place that is so much slower than memory
+
+
+def run(lab: Lab) -> Section:
+    waiting = [wait_row(name, served(lab, name)) for name in BATCHINGS]
+    steps = plan_steps(lab)
+    ratio = lab.scale.mask_ratios[0]
+    gain = steps["naive", ratio] / steps["exact", ratio]
+    return Section(
+        name=NAME,
+        title="Queueing and loading",
+        paper="Edits wait for whole batches under static batching; loading activations one after the other takes back "
+        "much of what they save.",
+        here="Waiting: real clusters under the same edits. Loading: a step of one job with all its activations a tier "
+        f"below, {SLOWER:g} times slower to load than memory here, as the latency model of this run predicts it for "
+        "every way of planning.",
+        tables=[
+            Table("Where the time of an edit goes, seconds in the mean",
+                  ("batching", "waiting", "preparing", "steps", "finishing"), waiting),
+            Table("A step under loads, predicted ms", ("plan", *(f"mask {r:g}" for r in lab.scale.mask_ratios)),
+                  [step_row(name, steps, lab) for name in ABOUT]),
+        ],
+        charts=[chart(steps, lab)],
+        findings=[f"At mask ratio {ratio:g} the exact plan is {times(gain)} as fast as loading and computing in turn."],
+    )  # fmt: skip
+
+
+def wait_row(name: str, run: Run) -> Row:
+    facts = [one.facts for one in run.served]
+    columns = (
+        [one.queue_seconds for one in facts],
+        [one.prepare_seconds for one in facts],
+        [one.denoise_seconds for one in facts],
+        [one.finish_seconds for one in facts],
+    )
+    return row(NAME, name, *(f"{statistics.fmean(column):.2f}" for column in columns))
+
+
+def plan_steps(lab: Lab) -> dict[tuple[str, float], float]:
+    """Seconds of a step, by policy and mask ratio."""
+    latency = lab.calibration.latency
+    slow = replace(latency, byte=SLOWER * latency.byte)
+    found: dict[tuple[str, float], float] = {}
+    for ratio in lab.scale.mask_ratios:
+        demand = demand_of(lab, ratio)
+        for policy in POLICIES:
+            planned = plan_batch(lab.network, [demand], slow, policy=policy)
+            found[policy, ratio] = planned.seconds + slow.outside(lab.network, [demand])
+    return found
+
+
+def demand_of(lab: Lab, ratio: float) -> Demand:
+    sides = {shape.side for shape in lab.network.blocks}
+    masked = max(round(ratio * lab.num_tokens), 1)
+    return Demand(
+        num_tokens=lab.num_tokens,
+        num_masked={side: -(-masked // side**2) for side in sides},
+        num_text=len(lab.job.branches[0].text),
+        num_branches=len(lab.job.branches),
+        kind="kv",
+        value_bytes=lab.model.dtype.itemsize,
+    )
+
+
+def step_row(policy: str, steps: dict[tuple[str, float], float], lab: Lab) -> Row:
+    return row(
+        NAME, ABOUT[policy], *(ms(steps[policy, ratio]) for ratio in lab.scale.mask_ratios), key=("plan", policy)
+    )
+
+
+def chart(steps: dict[tuple[str, float], float], lab: Lab) -> Chart:
+    ratios = lab.scale.mask_ratios
+    series = [Series(name, [(ratio, 1000 * steps[name, ratio]) for ratio in ratios]) for name in ABOUT]
+    return Chart(
+        "A step under loads",
+        at_values("mask ratio", ratios),
+        linear("ms, predicted", [1000 * seconds for seconds in steps.values()]),
+        series,
+    )

@@ -1,0 +1,185 @@
+"""What the parts of the report share: one model, how much is measured, and what was measured already."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from instgenie.activations import Activations
+from instgenie.batch import Job
+from instgenie.bench.calibrate import Case, make_cases, measure_loads, measure_steps
+from instgenie.bench.edit import describe_machine, mask_around, now, sample_picture
+from instgenie.bench.reproduce.serving import Run
+from instgenie.engine.finish import finish
+from instgenie.engine.prepare import prepare
+from instgenie.engine.register import register
+from instgenie.latency import Latency, LoadSample, StepSample, fit_latency
+from instgenie.models.model import Model
+from instgenie.network import NetworkShape
+from instgenie.quality import with_quality
+from instgenie.simulate.service import Planned
+from instgenie.types import Edit
+
+MIDDLE = (0.5, 0.5)
+NUM_CHORES = 3
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    steps: int  # of an edit whose latency is measured
+    engine_steps: int  # of a batch whose throughput is measured
+    repeats: int
+    mask_ratios: tuple[float, ...]
+    batches: tuple[int, ...]
+    serve_steps: int  # of the edits sent to real servers
+    serve_edits: int  # to each of them, for every worker
+    checked: tuple[int, ...]  # numbers of workers of real clusters that the simulator is compared with
+    calibration_seconds: float
+    workers: tuple[int, ...]  # simulated
+    edits_per_worker: int  # simulated
+    min_edits: int  # simulated
+    loads: tuple[float, ...]  # simulated, as shares of what the workers can do
+    num_pictures: int  # that are judged
+    compiled: bool  # whether diffusers compiled is among the systems
+
+
+SCALES = {
+    "cpu": Scale(
+        steps=28,
+        engine_steps=6,
+        repeats=2,
+        mask_ratios=(0.05, 0.11, 0.2, 0.35, 0.6, 1.0),
+        batches=(1, 2, 4, 8),
+        serve_steps=10,
+        serve_edits=24,
+        checked=(1, 2),
+        calibration_seconds=15.0,
+        workers=(8, 64, 1024, 20_000),
+        edits_per_worker=3,
+        min_edits=3000,
+        loads=(0.5, 0.8, 0.95),
+        num_pictures=4,
+        compiled=False,
+    ),
+    "cuda": Scale(
+        steps=28,
+        engine_steps=8,
+        repeats=3,
+        mask_ratios=(0.05, 0.11, 0.2, 0.35, 0.6, 1.0),
+        batches=(1, 2, 4, 8),
+        serve_steps=28,
+        serve_edits=64,
+        checked=(1,),
+        calibration_seconds=20.0,
+        workers=(8, 64, 1024, 20_000),
+        edits_per_worker=3,
+        min_edits=3000,
+        loads=(0.5, 0.8, 0.95),
+        num_pictures=4,
+        compiled=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    latency: Latency
+    cases: list[Case]
+    steps: list[StepSample]
+    loads: list[LoadSample]
+
+
+@dataclass(frozen=True)
+class Chores:
+    """Seconds of what comes before and after the steps of an edit."""
+
+    prepare: float
+    finish: float
+
+
+@dataclass(eq=False)
+class Lab:
+    name: str
+    model: Model
+    scale: Scale
+    tell: Callable[[str], None] = field(default=lambda _: None)  # what is done now
+    runs: dict[str, Run] = field(default_factory=dict)  # of real clusters, by what they are
+
+    @property
+    def device(self) -> str:
+        return str(self.model.device)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.model.own_size, self.model.own_size
+
+    @property
+    def num_tokens(self) -> int:
+        return (self.model.own_size // self.model.patch) ** 2
+
+    @property
+    def machine(self) -> dict[str, str | int]:
+        return {"model": self.name} | describe_machine(self.model)
+
+    @cached_property
+    def network(self) -> NetworkShape:
+        return self.model.describe()
+
+    @cached_property
+    def activations(self) -> Activations:
+        """Of the sample picture, for the steps of an edit."""
+        self.tell("registering the sample picture")
+        return register(sample_picture(self.size), self.model, self.size, self.scale.steps)
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """Of this device with this model, nothing else running."""
+        self.tell("calibrating")
+        cases = make_cases(self.model, self.size)
+        seconds = self.scale.calibration_seconds
+        steps = measure_steps(self.model, self.network, cases, lambda *_: None, seconds)
+        loads = measure_loads(self.model.device, lambda: None)
+        latency = fit_latency(str(self.machine["device"]), self.name, self.network, steps, loads)
+        return Calibration(latency, cases, steps, loads)
+
+    @cached_property
+    def chores(self) -> Chores:
+        self.tell("timing what comes before and after the steps")
+        edit = self.edit(0.2)
+        times: dict[str, list[float]] = {"prepare": [], "finish": []}
+        for _ in range(NUM_CHORES):
+            start = now(self.model.device)
+            job = prepare(edit, self.model)
+            prepared = now(self.model.device)
+            finish(replace(job, step=job.num_steps), self.model)
+            times["prepare"].append(prepared - start)
+            times["finish"].append(now(self.model.device) - prepared)
+        return Chores(*(statistics.median(seconds) for seconds in times.values()))
+
+    def edit(self, ratio: float, steps: int | None = None) -> Edit:
+        """Of the sample picture, as users get it unless they ask for another quality."""
+        mask = mask_around(MIDDLE, self.size, self.model.patch, ratio)
+        steps = steps or self.scale.steps
+        edit = Edit(sample_picture(self.size), mask, "a flower", 0, steps, self.model.guidance, size=self.size)
+        return with_quality(edit, "balanced")
+
+    @cached_property
+    def job(self) -> Job:
+        """An edit of the sample picture, to count tokens and branches by."""
+        return prepare(self.edit(0.2), self.model)
+
+    def service(self, latency: Latency, chores: Chores, policy: str = "exact", in_gpu: bool = False) -> Planned:
+        """What the simulator takes for the parts of an edit on a worker."""
+        return Planned(
+            latency=latency,
+            network=self.network,
+            num_text=len(self.job.branches[0].text),
+            prepare=chores.prepare,
+            finish=chores.finish,
+            policy=policy,
+            in_gpu=in_gpu,
+            value_bytes=self.model.dtype.itemsize,
+            num_branches=len(self.job.branches),
+        )

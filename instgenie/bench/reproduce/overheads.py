@@ -1,0 +1,110 @@
+"""Section 6.6: what serving costs beside the steps: choosing a worker, planning, joining a batch, registering."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+from instgenie.batch import lay_out_shapes, pack
+from instgenie.bench.edit import now, sample_picture
+from instgenie.bench.reproduce.fig4 import demand_of
+from instgenie.bench.reproduce.lab import Lab
+from instgenie.bench.reproduce.section import Row, Section, Table, ms, row
+from instgenie.bench.router import decide
+from instgenie.engine.register import register, reuse
+from instgenie.network import Demand
+from instgenie.planner import plan_batch
+from instgenie.router import Policy
+from instgenie.wire import JobStep, Stepped, decode, encode
+
+NAME = "overheads"
+BATCH_SIZE = 8
+NUM_RUNS = 50
+SCHEDULING_BAR, BATCHING_BAR = 0.6e-3, 1.2e-3  # seconds: what the paper's take
+RATIOS = (0.05, 0.11, 0.2, 0.35)
+
+
+def run(lab: Lab) -> Section:
+    choosing = measure_choosing(lab)
+    lab.tell("planning and packing")
+    planning = median(lambda: plan_batch(lab.network, demands(lab), lab.calibration.latency), NUM_RUNS)
+    joining = measure_joining(lab)
+    message = Stepped(0.1, 100, 0, tuple(JobStep(f"{job:032x}", 1, 3) for job in range(BATCH_SIZE)))
+    telling = median(lambda: decode(encode(message)), NUM_RUNS)
+    registering, num_bytes = measure_registering(lab)
+    eight = next(seconds for policy, num, seconds in choosing if (policy, num) == ("mask_aware", lab.scale.workers[0]))
+    rows = [
+        row(NAME, "scheduling: choose a worker", ms(eight), ms(SCHEDULING_BAR), key=("scheduling",)),
+        row(NAME, "planning a step of a full batch", ms(planning), "", key=("planning",)),
+        row(NAME, "batching: a job joins a full batch", ms(joining), ms(BATCHING_BAR), key=("batching",)),
+        row(NAME, "telling the cluster of a step", ms(telling), "", key=("telling",)),
+    ]
+    about = f"{registering:.2f} s, {num_bytes / 1e6:.0f} MB for {lab.scale.steps} steps"
+    return Section(
+        name=NAME,
+        title="Overheads",
+        paper="Scheduling takes 0.6 ms and batching 1.2 ms.",
+        here="Medians. Choosing is timed among busy workers; joining is what the first step of a changed batch does "
+        "more than the next.",
+        tables=[
+            Table("Beside the steps", ("what", "ms", "paper, ms"), rows),
+            Table("Choosing a worker", ("policy", *(f"{num:,} workers, ms" for num in lab.scale.workers)),
+                  [choice_row(policy, choosing) for policy in get_args(Policy)]),
+            Table("Registering", ("what", "found"), [row(NAME, "a template", about, key=("registering",))]),
+        ],
+        findings=[f"A worker is chosen in {ms(eight)} ms and a job joins a batch in {ms(joining)} ms."],
+    )  # fmt: skip
+
+
+def measure_choosing(lab: Lab) -> list[tuple[Policy, int, float]]:
+    found = []
+    for num_workers in lab.scale.workers:
+        for policy in get_args(Policy):
+            lab.tell(f"choosing among {num_workers:,} workers, {policy}")
+            seconds = statistics.median(decide(policy, num_workers, 4 * NUM_RUNS))
+            found.append((policy, num_workers, seconds))
+    return found
+
+
+def choice_row(policy: Policy, choosing: list[tuple[Policy, int, float]]) -> Row:
+    own = [ms(seconds) for name, _, seconds in choosing if name == policy]
+    return row(NAME, policy, *own, key=("choosing", policy))
+
+
+def demands(lab: Lab) -> list[Demand]:
+    return [demand_of(lab, RATIOS[job % len(RATIOS)]) for job in range(BATCH_SIZE)]
+
+
+def measure_joining(lab: Lab) -> float:
+    """Seconds that packing a batch takes longer when it has changed."""
+    job = reuse(lab.job, lab.activations)
+    job.step = job.edit.dense_steps
+    jobs = [replace(job) for _ in range(BATCH_SIZE)]
+
+    def pack_same() -> None:
+        pack(jobs)
+        now(lab.model.device)
+
+    def pack_changed() -> None:
+        lay_out_shapes.cache_clear()
+        pack_same()
+
+    return max(median(pack_changed, NUM_RUNS) - median(pack_same, NUM_RUNS), 0.0)
+
+
+def measure_registering(lab: Lab) -> tuple[float, int]:
+    lab.tell("registering")
+    start = now(lab.model.device)
+    activations = register(sample_picture(lab.size), lab.model, lab.size, lab.scale.steps)
+    seconds = now(lab.model.device) - start
+    return seconds, sum(rows.nbytes for rows in activations.rows)
+
+
+def median(call: Callable[[], object], num_runs: int) -> float:
+    seconds = []
+    for _ in range(num_runs + 1):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])

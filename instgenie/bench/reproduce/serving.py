@@ -1,0 +1,181 @@
+"""A real cluster under a workload, in this process, and all that can be learnt from it: latencies, facts, every step.
+
+Knows the cluster's own interface; no HTTP. Workers share a folder of activations, so that all of them find what one
+registered. On a CPU every process computes with one thread.
+"""
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TypeVar
+
+from instgenie.bench.pictures import draw_mask, make_picture
+from instgenie.bench.workload import Arrival
+from instgenie.cluster.entries import Ticket
+from instgenie.cluster.local import Cluster
+from instgenie.cluster.orders import Facts, Failed, Finished, Order
+from instgenie.cluster.status import JobStatus, Observer
+from instgenie.config import CacheConfig, ClusterConfig
+from instgenie.errors import ServeError
+from instgenie.picture import open_picture
+from instgenie.types import Pixels
+from instgenie.wish import Wish
+
+TENANT = "bench"
+SECONDS_TO_STOP = 30.0
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One that a worker took."""
+
+    worker: int
+    seconds: float
+    jobs: tuple[tuple[JobStatus, int], ...]  # each with the number of steps it had taken
+
+
+@dataclass(frozen=True)
+class Served:
+    """One edit of a workload."""
+
+    arrival: Arrival
+    latency: float
+    facts: Facts
+
+
+@dataclass(frozen=True)
+class Run:
+    """A cluster that was sent two workloads: one all at once, to learn how fast it is, then another at a rate."""
+
+    config: ClusterConfig
+    burst: list[Served]
+    burst_steps: list[Step]
+    served: list[Served]
+    steps: list[Step]
+
+    @property
+    def burst_rate(self) -> float:
+        """Edits a second when there is always one more."""
+        return len(self.burst) / max(one.latency for one in self.burst)
+
+
+@dataclass(eq=False)
+class Watch(Observer):
+    """Writes down every step and who took it."""
+
+    steps: list[Step] = field(default_factory=list)
+    running: dict[int, dict[str, JobStatus]] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
+
+    def joined(self, worker: int, job: JobStatus) -> None:
+        self.running.setdefault(worker, {})[job.id] = job
+        self.taken[job.id] = 0
+
+    def left(self, worker: int, job: str) -> None:
+        self.running[worker].pop(job, None)
+
+    def step(self, worker: int, seconds: float, batch_size: int) -> None:
+        jobs = tuple((job, self.taken[name]) for name, job in self.running.get(worker, {}).items())
+        if len(jobs) == batch_size:
+            self.steps.append(Step(worker, seconds, jobs))
+        for job, _ in jobs:
+            self.taken[job.id] += 1
+
+
+@dataclass(eq=False)
+class Session:
+    """A running cluster that workloads can be sent to."""
+
+    cluster: Cluster
+    watch: Watch
+    picture_of: Callable[[int, tuple[int, int]], Pixels] = field(
+        default_factory=lambda: lru_cache(maxsize=64)(lambda seed, size: open_picture(make_picture(seed, size)))
+    )
+
+    async def register(self, workload: Sequence[Arrival]) -> None:
+        """Every picture of the workload; then one edit of each on its way warms the workers up."""
+        wanted = {(arrival.template, arrival.size, arrival.steps): arrival for arrival in workload}
+        names = []
+        if self.cluster.config.reuse:
+            for arrival in wanted.values():
+                picture = self.picture_of(arrival.template, arrival.size)
+                names.append((await self.cluster.register(TENANT, picture, arrival.steps)).id)
+        for name in names:
+            while (status := self.cluster.template(TENANT, name)) and status.state != "ready":
+                if status.state == "failed":
+                    raise ServeError(f"a template could not be registered: {status.message}")
+                await asyncio.sleep(0.02)
+        for _ in self.cluster.workers:
+            await self.run([replace(arrival, at=0.0) for arrival in wanted.values()])
+
+    async def run(self, workload: Sequence[Arrival], on_answer: Callable[[], None] = lambda: None) -> list[Served]:
+        start = time.perf_counter()
+        orders = [self.order(arrival) for arrival in workload]
+
+        async def send(arrival: Arrival, order: Order) -> Served:
+            await asyncio.sleep(arrival.at - (time.perf_counter() - start))
+            sent = time.perf_counter()
+            [ticket] = self.cluster.submit([order])
+            facts = await answer(ticket)
+            on_answer()
+            return Served(arrival, time.perf_counter() - sent, facts)
+
+        return list(await asyncio.gather(*(send(*pair) for pair in zip(workload, orders, strict=True))))
+
+    def order(self, arrival: Arrival) -> Order:
+        return Order(
+            tenant=TENANT,
+            picture=self.picture_of(arrival.template, arrival.size),
+            mask=draw_mask(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size),
+            wish=Wish("a photo of a flower", arrival.seed, steps=arrival.steps),
+        )
+
+
+async def answer(ticket: Ticket) -> Facts:
+    async for event in ticket.events():
+        if isinstance(event, Finished):
+            return event.facts
+        if isinstance(event, Failed):
+            raise ServeError(f"an edit failed: {event.message}")
+    raise ServeError("an edit was dropped")
+
+
+def in_session(config: ClusterConfig, work: Callable[[Session], Awaitable[Out]]) -> Out:
+    """Starts a cluster, waits for all its workers, does the work, stops it."""
+
+    async def run(config: ClusterConfig) -> Out:
+        cluster, watch = Cluster(config), Watch()
+        cluster.observe(watch)
+        await cluster.start()
+        try:
+            await cluster.until_ready()
+            while not all(worker.is_ready for worker in cluster.workers):
+                await asyncio.sleep(0.05)
+                if cluster.failure:
+                    raise ServeError(f"a worker cannot start: {cluster.failure}")
+            return await work(Session(cluster, watch))
+        finally:
+            await cluster.stop(SECONDS_TO_STOP)
+
+    with tempfile.TemporaryDirectory(prefix="instgenie-bench-") as folder, one_thread(config):
+        return asyncio.run(run(replace(config, cache=CacheConfig(disk=folder))))
+
+
+@contextmanager
+def one_thread(config: ClusterConfig) -> Iterator[None]:
+    """For processes that are started on a CPU."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    if all(device.startswith("cpu") for device in config.devices):
+        os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before

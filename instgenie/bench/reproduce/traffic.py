@@ -1,0 +1,173 @@
+"""Workloads on real clusters and on simulated ones: the same edits, the same clocks, side by side.
+
+A real cluster is first sent a burst. What its steps took is fitted to a latency model, and that model is all that the
+simulator knows of it when it predicts how the edits after the burst fare.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from instgenie.bench.reproduce.lab import Chores, Lab
+from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_session
+from instgenie.bench.workload import Arrival, Recipe, draw_workload
+from instgenie.config import Batching, ClusterConfig
+from instgenie.latency import Latency, StepSample, fit_latency
+from instgenie.network import Demand
+from instgenie.quality import DEFAULT, SETTINGS
+from instgenie.simulate.cluster import make_job
+from instgenie.simulate.service import Planned
+from instgenie.simulate.worker import Job
+
+NUM_TEMPLATES = 4
+MAX_QUEUE = 10_000
+LOAD = 0.7  # of what a worker of ours can do, at which clusters are compared
+MASKS = "production"
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Of many edits, in seconds."""
+
+    mean: float
+    p50: float
+    p95: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Latencies":
+        p50, p95 = (float(value) for value in np.quantile(values, (0.5, 0.95)))
+        return cls(statistics.fmean(values), p50, p95)
+
+
+def recipe(lab: Lab, num_edits: int, rate: float, seed: int) -> Recipe:
+    return Recipe(
+        num_edits=num_edits,
+        rate=rate,
+        mask_ratios=MASKS,
+        num_templates=NUM_TEMPLATES,
+        sizes=(lab.size,),
+        steps=(lab.scale.serve_steps,),
+        seed=seed,
+    )
+
+
+def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_workers: int = 1) -> Run:
+    """A real cluster under a load that is the same for all of so many workers; each is run once."""
+    name = f"{batching} {'reuse' if reuse else 'dense'} {num_workers}"
+    if name not in lab.runs:
+        rate = LOAD * num_workers * served(lab).burst_rate if name != "continuous reuse 1" else 0.0
+        config = ClusterConfig(
+            model=lab.name,
+            devices=(lab.device,) * num_workers,
+            max_queue=MAX_QUEUE,
+            batching=batching,
+            reuse=reuse,
+        )
+        lab.tell(f"a real cluster: {batching}, {num_workers} workers")
+        lab.runs[name] = in_session(config, lambda session: send(lab, session, rate))
+    return lab.runs[name]
+
+
+async def send(lab: Lab, session: Session, rate: float) -> Run:
+    """A rate of 0 stands for the load that clusters are compared at."""
+    num_workers = len(session.cluster.workers)
+    num_burst = max(lab.scale.serve_edits // 2, 2) * num_workers
+    burst = draw_workload(recipe(lab, num_burst, float("inf"), seed=1))
+    await session.register(burst)
+    session.watch.steps.clear()
+    answers = await session.run(burst)
+    burst_steps = list(session.watch.steps)
+    run = Run(session.cluster.config, answers, burst_steps, [], [])
+    workload = draw_workload(recipe(lab, lab.scale.serve_edits * num_workers, rate or LOAD * run.burst_rate, seed=2))
+    await session.register([one for one in workload if one.template not in {other.template for other in burst}])
+    session.watch.steps.clear()
+    return replace(run, served=await session.run(workload), steps=list(session.watch.steps))
+
+
+# what a run says about its parts
+
+
+def fitted(lab: Lab, run: Run) -> Latency:
+    return fit_latency(lab.device, lab.name, lab.network, [sample(lab, step) for step in run.burst_steps], [])
+
+
+def sample(lab: Lab, step: Step) -> StepSample:
+    everywhere = frozenset(range(len(lab.network.blocks)))
+    sides = {shape.side for shape in lab.network.blocks}
+    num_dense = dense_steps(lab)
+    demands = []
+    for job, num_taken in step.jobs:
+        is_cached = any(job.plan) and num_taken >= num_dense
+        demand = Demand(
+            num_tokens=job.num_tokens,
+            num_masked={side: -(-job.num_masked_tokens // side**2) for side in sides},
+            num_text=len(lab.job.branches[0].text),
+            num_branches=len(lab.job.branches),
+        )
+        demands.append(replace(demand, kind="kv", in_gpu=everywhere) if is_cached else demand)
+    plan = (any(demand.kind for demand in demands),) * len(lab.network.blocks)
+    return StepSample(tuple(demands), plan, step.seconds)
+
+
+def chores_of(run: Run) -> Chores:
+    facts = [one.facts for one in run.burst]
+    return Chores(
+        prepare=statistics.fmean(one.prepare_seconds for one in facts),
+        finish=statistics.fmean(one.finish_seconds for one in facts),
+    )
+
+
+def service_of(lab: Lab, run: Run) -> Planned:
+    """Everything that has activations is cached and at hand, as on the cluster that was run."""
+    return lab.service(fitted(lab, run), chores_of(run), policy="cached", in_gpu=True)
+
+
+# the same edits, simulated
+
+
+def dense_steps(lab: Lab) -> int:
+    return SETTINGS[DEFAULT].dense_steps(lab.scale.serve_steps)
+
+
+def jobs_of(lab: Lab, answers: Sequence[Served]) -> list[Job]:
+    """Edits that were served, as they arrived."""
+    return [
+        make_job(
+            index=index,
+            at=one.arrival.at,
+            num_steps=lab.scale.serve_steps,
+            num_tokens=one.facts.num_tokens,
+            num_masked=one.facts.num_masked_tokens,
+            template=str(one.arrival.template),
+            num_dense_steps=dense_steps(lab),
+        )
+        for index, one in enumerate(answers)
+    ]
+
+
+def drawn_jobs(lab: Lab, workload: Sequence[Arrival], num_steps: int) -> list[Job]:
+    num_dense = SETTINGS[DEFAULT].dense_steps(num_steps)
+    return [
+        make_job(
+            index=index,
+            at=arrival.at,
+            num_steps=num_steps,
+            num_tokens=lab.num_tokens,
+            num_masked=max(round(arrival.mask_ratio * lab.num_tokens), 1),
+            template=str(arrival.template),
+            num_dense_steps=num_dense,
+        )
+        for index, arrival in enumerate(workload)
+    ]
+
+
+def capacity(lab: Lab, service: Planned, num_steps: int, max_batch_size: int = 8) -> float:
+    """Edits a second of a worker that always has a full batch of average masks."""
+    mean = statistics.fmean(one.mask_ratio for one in draw_workload(recipe(lab, 2000, 1.0, seed=0)))
+    masked = round(max_batch_size * mean * lab.num_tokens)
+    num_dense = SETTINGS[DEFAULT].dense_steps(num_steps)
+    cached = service.step(((lab.num_tokens, max_batch_size, masked, 0),))
+    dense = service.step(((lab.num_tokens, 0, 0, max_batch_size),))
+    return max_batch_size / ((num_steps - num_dense) * cached + num_dense * dense)

@@ -1,0 +1,140 @@
+"""A simulated cluster under a workload, with every policy of the router: what is simulated, what is printed."""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from instgenie.bench.edit import sample_picture
+from instgenie.bench.workload import Arrival
+from instgenie.errors import InstGenieError
+from instgenie.latency import DEFAULTS, read_latency
+from instgenie.models.flux_model import FluxModel
+from instgenie.models.load import load
+from instgenie.models.model import Model
+from instgenie.picture import working_size
+from instgenie.quality import DEFAULT, SETTINGS
+from instgenie.router import Policy
+from instgenie.simulate.cluster import ClusterShape, make_job, simulate
+from instgenie.simulate.service import Planned
+from instgenie.simulate.worker import Job
+from instgenie.types import Edit
+
+TABLE_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is like."""
+
+    model: str
+    kind: str  # of the device: cpu or cuda
+    latency: Path | None  # a file of instgenie calibrate
+    plan: str
+    in_gpu: bool
+    prepare: float
+    finish: float
+
+
+@dataclass(frozen=True)
+class SimulatedRow:
+    policy: str
+    throughput: float  # edits a second
+    mean_s: float
+    median_s: float
+    p90_s: float
+    p95_s: float
+    p99_s: float
+    waiting_s: float  # in the mean, from prepared to the first step
+    simulated_in_s: float
+
+
+def bench_simulate(
+    title: str,
+    workload: Sequence[Arrival],
+    shape: ClusterShape,
+    policies: Sequence[Policy],
+    setup: Setup,
+    json_path: Path | None,
+) -> None:
+    if json_path and not json_path.parent.is_dir():
+        raise InstGenieError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
+    model = load(setup.model, "cpu", weights=frozenset())
+    service = make_service(model, setup)
+    rows = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for policy in policies:
+            task = progress.add_task(policy, total=len(workload))
+            jobs = make_jobs(model, workload)
+            start = time.perf_counter()
+            simulate(replace(shape, policy=policy), service, jobs, lambda task=task: progress.advance(task))  # type: ignore[misc]
+            rows.append(make_row(policy, jobs, time.perf_counter() - start))
+    print_rows(rows, f"{shape.num_workers:,} workers, {setup.model}, {title}")
+    if json_path:
+        content = {"shape": asdict(shape), "workload": title, "rows": [asdict(row) for row in rows]}
+        json_path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def make_service(model: Model, setup: Setup) -> Planned:
+    size = model.own_size, model.own_size
+    edit = Edit(sample_picture(size), np.ones(size, np.bool_), "", guidance=model.guidance)
+    return Planned(
+        latency=read_latency(setup.latency) if setup.latency else DEFAULTS[setup.kind],
+        network=model.describe(),
+        num_text=model.max_text_tokens if isinstance(model, FluxModel) else model.tokenizer.model_max_length,
+        prepare=setup.prepare,
+        finish=setup.finish,
+        policy=setup.plan,
+        in_gpu=setup.in_gpu,
+        value_bytes=2 if setup.kind == "cuda" else 4,
+        num_branches=2 if model.guidance_scale(edit) > 1 else 1,
+    )
+
+
+def make_jobs(model: Model, workload: Sequence[Arrival]) -> list[Job]:
+    jobs = []
+    size_of = lru_cache(working_size)
+    for index, arrival in enumerate(workload):
+        height, width = size_of(*arrival.size, model.unit, model.own_size)
+        num_tokens = (height // model.patch) * (width // model.patch)
+        num_steps = arrival.steps or model.steps
+        num_masked = max(round(arrival.mask_ratio * num_tokens), 1)
+        num_dense = SETTINGS[DEFAULT].dense_steps(num_steps)
+        jobs.append(make_job(index, arrival.at, num_steps, num_tokens, num_masked, str(arrival.template), num_dense))
+    return jobs
+
+
+def make_row(policy: str, jobs: Sequence[Job], seconds: float) -> SimulatedRow:
+    latencies = [job.latency for job in jobs]
+    median, p90, p95, p99 = (round(float(value), 3) for value in np.quantile(latencies, (0.5, 0.9, 0.95, 0.99)))
+    duration = max(job.finished for job in jobs) - jobs[0].arrived
+    return SimulatedRow(
+        policy=policy,
+        throughput=round(len(jobs) / duration, 3),
+        mean_s=round(statistics.fmean(latencies), 3),
+        median_s=median,
+        p90_s=p90,
+        p95_s=p95,
+        p99_s=p99,
+        waiting_s=round(statistics.fmean(job.joined - job.prepared for job in jobs), 3),
+        simulated_in_s=round(seconds, 2),
+    )
+
+
+def print_rows(rows: Sequence[SimulatedRow], title: str) -> None:
+    table = Table(title=title)
+    table.add_column("policy")
+    for heading in ("edits/s", "mean s", "median", "P90", "P95", "P99", "waiting s", "simulated in s"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        _, *figures = asdict(row).values()
+        table.add_row(row.policy, *(f"{figure:.2f}" for figure in figures))
+    Console(width=max(Console().width, TABLE_WIDTH)).print(table)

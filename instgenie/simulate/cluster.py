@@ -1,0 +1,72 @@
+"""A simulated cluster: jobs arrive, the router chooses, workers work. The router and its loads are the real ones."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from instgenie.config import Batching
+from instgenie.router import Load, Pace, Policy, Router, Work
+from instgenie.simulate.clock import Clock
+from instgenie.simulate.service import Service
+from instgenie.simulate.worker import Job, Memory, Worker
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    num_workers: int
+    max_batch_size: int = 8
+    policy: Policy = "mask_aware"
+    batching: Batching = "continuous"
+    reuse: bool = True  # whether templates have activations: all of them then, and every worker can get at them
+    max_templates: int | None = None  # that a worker's memory holds; None: all there are
+    fetch: float = 0.0  # seconds until a template that memory lacks is there
+
+
+def simulate(
+    shape: ClusterShape, service: Service, jobs: Iterable[Job], on_finished: Callable[[], None] = lambda: None
+) -> list[Job]:
+    """All jobs, with their times, in the order they finish. They are to come in the order of their arrival."""
+    clock, router = Clock(), Router(shape.policy)
+    finished: list[Job] = []
+
+    def finish(job: Job) -> None:
+        finished.append(job)
+        on_finished()
+
+    templates: set[str] = set()  # one for all workers
+    common = Pace()
+    loads = [
+        Load(index, shape.max_batch_size, pace=Pace(common), templates=templates) for index in range(shape.num_workers)
+    ]
+    workers = [
+        Worker(
+            load=load,
+            service=service,
+            clock=clock,
+            on_finished=finish,
+            batching=shape.batching,
+            memory=None if shape.max_templates is None else Memory(shape.max_templates, shape.fetch),
+        )
+        for load in loads
+    ]
+    arriving = iter(jobs)
+
+    def arrive(job: Job) -> None:
+        if shape.reuse and job.work.template:
+            templates.add(job.work.template)
+        job.is_cached = job.work.template in templates
+        workers[router.choose(job.work, loads)].accept(job)
+        await_next()
+
+    def await_next() -> None:
+        if following := next(arriving, None):
+            clock.at(following.arrived, arrive, following)
+
+    await_next()
+    clock.run()
+    return sorted(finished, key=lambda job: job.finished)
+
+
+def make_job(
+    index: int, at: float, num_steps: int, num_tokens: int, num_masked: int, template: str, num_dense_steps: int = 0
+) -> Job:
+    return Job(str(index), at, Work(num_steps, num_tokens, num_masked, template), num_dense_steps)

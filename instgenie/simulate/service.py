@@ -1,0 +1,115 @@
+"""How long the parts of an edit take. Knows latency models and the planner; knows no time of day.
+
+The seconds of a step depend on its jobs through sums alone: of one size, so many cached jobs with so many masked tokens
+together and so many dense ones. So equal sums are planned once.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from instgenie.latency import Latency
+from instgenie.network import Demand, NetworkShape
+from instgenie.planner import plan_batch
+from instgenie.types import PlanPolicy
+
+Sums = tuple[tuple[int, int, int, int], ...]  # of each size: tokens of a job; cached jobs, their masked tokens; others
+NUM_GRAINS = 256  # masked tokens are counted in this share of a picture
+
+
+class Service(Protocol):
+    @property
+    def prepare(self) -> float:
+        """Seconds."""
+
+    @property
+    def finish(self) -> float:
+        """Seconds."""
+
+    def step(self, sums: Sums) -> float:
+        """Seconds of one step of a batch."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A step that takes so long, and so much longer for each token it computes."""
+
+    prepare: float
+    finish: float
+    per_step: float
+    per_token: float
+
+    def step(self, sums: Sums) -> float:
+        tokens = sum(masked + num_tokens * num_dense for num_tokens, _, masked, num_dense in sums)
+        return self.per_step + self.per_token * tokens
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step that takes what was measured for so many jobs, whatever is masked; between two numbers, in between."""
+
+    prepare: float
+    finish: float
+    seconds: Mapping[int, float]  # by number of jobs
+
+    def step(self, sums: Sums) -> float:
+        num_jobs = sum(num_cached + num_dense for _, num_cached, _, num_dense in sums)
+        known = sorted(self.seconds)
+        below = max((num for num in known if num <= num_jobs), default=known[0])
+        above = min((num for num in known if num >= num_jobs), default=known[-1])
+        share = (num_jobs - below) / (above - below) if above > below else 0.0
+        return (1 - share) * self.seconds[below] + share * self.seconds[above]
+
+
+class Planned:
+    """A step as the planner plans it on a device, for what is loaded from memory meanwhile or is there already."""
+
+    def __init__(
+        self,
+        latency: Latency,
+        network: NetworkShape,
+        num_text: int,
+        prepare: float,
+        finish: float,
+        policy: PlanPolicy = "exact",
+        in_gpu: bool = False,
+        value_bytes: int = 2,
+        num_branches: int = 1,
+    ) -> None:
+        self.latency, self.network, self.policy = latency, network, policy
+        self.prepare, self.finish = prepare, finish
+        self.num_text, self.value_bytes, self.num_branches = num_text, value_bytes, num_branches
+        self.in_gpu = frozenset(range(len(network.blocks))) if in_gpu else frozenset()
+        self.sides = {shape.side for shape in network.blocks}
+        self._seconds = lru_cache(maxsize=None)(self.plan)
+
+    def step(self, sums: Sums) -> float:
+        return self._seconds(tuple(rounded(*one) for one in sums))
+
+    def plan(self, sums: Sums) -> float:
+        demands = [demand for one in sums for demand in self.demands(*one)]
+        planned = plan_batch(self.network, demands, self.latency, policy=self.policy)
+        return planned.seconds + self.latency.outside(self.network, demands)
+
+    def demands(self, num_tokens: int, num_cached: int, num_masked: int, num_dense: int) -> Iterable[Demand]:
+        """Jobs with an equal share of the masked tokens each; what they compute is the same in all."""
+        for job in range(num_cached):
+            masked = (num_masked + job) // num_cached
+            yield Demand(
+                num_tokens=num_tokens,
+                num_masked={side: -(-masked // side**2) for side in self.sides},
+                num_text=self.num_text,
+                num_branches=self.num_branches,
+                kind="kv",
+                value_bytes=self.value_bytes,
+                in_gpu=self.in_gpu,
+            )
+        for _ in range(num_dense):
+            everything = {side: num_tokens // side**2 for side in self.sides}
+            yield Demand(num_tokens, everything, self.num_text, self.num_branches)
+
+
+def rounded(num_tokens: int, num_cached: int, num_masked: int, num_dense: int) -> tuple[int, int, int, int]:
+    grain = max(num_tokens // NUM_GRAINS, 1)
+    return num_tokens, num_cached, grain * round(num_masked / grain), num_dense

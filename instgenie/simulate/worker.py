@@ -1,0 +1,188 @@
+"""A simulated worker: prepares edits one by one, takes steps of a batch, finishes one by one. Knows its own load.
+
+As in a real one, jobs join and leave between steps, who joins is for `admission` to say, and a job whose template is on
+its way into memory lets others go first. A naive worker prepares and finishes between steps, in its one process.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from instgenie.admission import num_joining
+from instgenie.config import Batching
+from instgenie.router import Load, Work
+from instgenie.simulate.clock import Clock
+from instgenie.simulate.service import Service, Sums
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """An edit in the simulation, and when what happened to it."""
+
+    id: str
+    arrived: float
+    work: Work
+    num_dense_steps: int = 0  # leading steps that compute every token
+    is_cached: bool = True  # whether its template's activations are to be had
+    worker: int = -1
+    step: int = 0
+    prepared: float = 0.0
+    joined: float = 0.0
+    denoised: float = 0.0
+    finished: float = 0.0
+    num_finished: int = 0
+
+    @property
+    def latency(self) -> float:
+        return self.finished - self.arrived
+
+    @property
+    def is_dense(self) -> bool:
+        """At its present step."""
+        return not self.is_cached or self.step < self.num_dense_steps
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.work.num_tokens if self.is_dense else self.work.num_masked_tokens
+
+
+@dataclass
+class Memory:
+    """The templates a worker has at hand, those used least recently go; a missing one takes a while to fetch."""
+
+    max_templates: int
+    fetch: float  # seconds
+    there_at: OrderedDict[str, float] = field(default_factory=OrderedDict)
+
+    def use(self, template: str, now: float) -> float:
+        """When it is there."""
+        self.there_at[template] = max(self.there_at.get(template, now + self.fetch), now)
+        self.there_at.move_to_end(template)
+        if len(self.there_at) > self.max_templates:
+            self.there_at.popitem(last=False)
+        return self.there_at[template]
+
+
+@dataclass(eq=False)
+class Worker:
+    load: Load
+    service: Service
+    clock: Clock
+    on_finished: Callable[[Job], None]
+    batching: Batching = "continuous"
+    memory: Memory | None = None
+    waiting: deque[Job] = field(default_factory=deque)
+    running: list[Job] = field(default_factory=list)
+    to_prepare: deque[Job] = field(default_factory=deque)  # of a naive worker
+    to_finish: deque[Job] = field(default_factory=deque)  # of a naive worker
+    is_busy: bool = False
+    is_other: bool = True  # whether the coming step is another than the last: others run, or some no longer dense
+    seconds: float = 0.0  # of a step
+    num_tokens: int = 0  # that a step computes
+    can_prepare_at: float = 0.0
+    can_finish_at: float = 0.0
+
+    def accept(self, job: Job) -> None:
+        job.worker = self.load.worker
+        self.load.add(job.id, job.work.num_steps, self.load.tokens_of(job.work))
+        if self.batching == "naive":
+            self.to_prepare.append(job)
+            self.wake()
+            return
+        self.can_prepare_at = max(self.can_prepare_at, self.clock.now) + self.service.prepare
+        there_at = self.memory.use(job.work.template, self.clock.now) if self.memory and job.work.template else 0.0
+        self.clock.at(max(self.can_prepare_at, there_at), self.prepared, job)
+
+    def prepared(self, job: Job) -> None:
+        job.prepared = self.clock.now
+        self.waiting.append(job)
+        self.wake()
+
+    def wake(self) -> None:
+        if not self.is_busy:
+            self.go_on(None)
+
+    def go_on(self, _: None) -> None:
+        """At a step's end, or out of idleness: take in, join, take a step."""
+        self.is_busy = True
+        if self.to_prepare or self.to_finish:
+            self.clock.at(self.clock.now + self.do_chores(), self.go_on, None)
+            return
+        self.join()
+        if not self.running:
+            self.is_busy = False
+            return
+        if self.is_other:
+            self.is_other = False
+            self.seconds = self.service.step(sums_of(self.running))
+            self.num_tokens = sum(job.num_computed_tokens for job in self.running)
+        self.clock.at(self.clock.now + self.seconds, self.stepped, None)
+
+    def do_chores(self) -> float:
+        """What a naive worker does before it can take a step; the seconds it takes."""
+        seconds = 0.0
+        while self.to_prepare:
+            job = self.to_prepare.popleft()
+            seconds += self.service.prepare
+            self.waiting.append(job)
+            job.prepared = self.clock.now + seconds
+        while self.to_finish:
+            seconds += self.service.finish
+            self.end(self.to_finish.popleft(), self.clock.now + seconds)
+        return seconds
+
+    def join(self) -> None:
+        if not self.waiting:
+            return
+        sizes = (1 for _ in self.waiting)
+        for _ in range(num_joining(sizes, len(self.running), self.load.max_batch_size, self.batching)):
+            job = self.waiting.popleft()
+            job.joined = self.clock.now
+            self.running.append(job)
+            self.is_other = True
+
+    def stepped(self, _: None) -> None:
+        self.load.pace.measure(self.num_tokens, self.seconds)
+        step_load = self.load.step
+        done = []
+        for job in self.running:
+            job.step += 1
+            step_load(job.id)
+            if job.step == job.work.num_steps:
+                done.append(job)
+            elif job.step == job.num_dense_steps:
+                self.is_other = True
+        for job in done:
+            self.leave(job)
+        self.go_on(None)
+
+    def leave(self, job: Job) -> None:
+        self.is_other = True
+        self.running.remove(job)
+        self.load.remove(job.id)
+        job.denoised = self.clock.now
+        if self.batching == "naive":
+            self.to_finish.append(job)
+            return
+        self.can_finish_at = max(self.can_finish_at, self.clock.now) + self.service.finish
+        self.end(job, self.can_finish_at)
+
+    def end(self, job: Job, at: float) -> None:
+        job.finished = at
+        job.num_finished += 1
+        self.on_finished(job)
+
+
+def sums_of(jobs: list[Job]) -> Sums:
+    first = jobs[0].work.num_tokens
+    num_cached = num_masked = num_dense = 0
+    for job in jobs:
+        if job.work.num_tokens != first:
+            sizes = sorted({job.work.num_tokens for job in jobs})
+            return tuple(sums_of([job for job in jobs if job.work.num_tokens == size])[0] for size in sizes)
+        if job.is_dense:
+            num_dense += 1
+        else:
+            num_cached += 1
+            num_masked += job.work.num_masked_tokens
+    return ((first, num_cached, num_masked, num_dense),)

@@ -1,0 +1,186 @@
+"""Every part of the report runs, on a tiny model, and the report has every anchor that is linked to."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from instgenie.bench.engine import EngineStudy, measure_engine
+from instgenie.bench.reproduce import run as run_module
+from instgenie.bench.reproduce.axes import at_values, decades, doubling, linear
+from instgenie.bench.reproduce.lab import Lab, Scale
+from instgenie.bench.reproduce.page import themed, write_page
+from instgenie.bench.reproduce.run import BUDGETS, PARTS, as_json, print_section
+from instgenie.bench.reproduce.section import Section, Table, row
+from instgenie.bench.systems import FLUX_ONLY, NAMES, suiting
+from instgenie.cli import main
+from instgenie.models.load import load
+from instgenie.models.model import Model
+
+SIDE = 48
+ROOT = Path(__file__).parent.parent
+TINY = Scale(
+    steps=3,
+    engine_steps=2,
+    repeats=1,
+    mask_ratios=(0.1, 1.0),
+    batches=(1, 2),
+    serve_steps=2,
+    serve_edits=4,
+    checked=(1,),
+    calibration_seconds=0.0,
+    workers=(2, 70),
+    edits_per_worker=1,
+    min_edits=60,
+    loads=(0.5,),
+    num_pictures=1,
+    compiled=False,
+)
+
+
+@pytest.fixture(scope="module")
+def lab(folders: dict[str, Path]) -> Lab:
+    name = str(folders["fill"])
+    return Lab(name, replace(load(name, "cpu"), own_size=SIDE), TINY)
+
+
+@pytest.fixture(scope="module")
+def sections(lab: Lab) -> dict[str, Section]:
+    return {}
+
+
+class Page(HTMLParser):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.ids += [found["id"] or ""] if "id" in found else []
+        self.links += [found["href"] or ""] if tag == "a" else []
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_runs(name: str, lab: Lab, sections: dict[str, Section], capsys: pytest.CaptureFixture[str]) -> None:
+    section = sections[name] = PARTS[name](lab)
+    assert section.name == name
+    assert section.tables
+    assert section.findings
+    assert len(set(section.anchors)) == len(section.anchors)
+    for table in section.tables:
+        assert table.rows
+        assert all(len(line.cells) == len(table.columns) for line in table.rows)
+    assert all("<svg" in chart.svg() for chart in section.charts)
+    print_section(section)
+    assert name in capsys.readouterr().out
+
+
+def test_the_report_is_one_page_with_an_anchor_for_every_row(
+    sections: dict[str, Section], lab: Lab, tmp_path: Path
+) -> None:
+    measured = [(section, 1.0) for section in sections.values()]
+    assert len(measured) == len(PARTS)
+    write_page(measured, lab.machine, tmp_path / "report" / "index.html")
+    page = Page(tmp_path / "report" / "index.html")
+    assert set(page.ids) == {anchor for section in sections.values() for anchor in section.anchors}
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+    text = (tmp_path / "report" / "index.html").read_text()
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"<script|src=|url\(|https?://(?!www\.w3\.org)", text)
+    found = json.loads(as_json(measured, lab.machine))
+    assert set(found["parts"]) == set(PARTS)
+    assert found["parts"]["fig14"]["tables"][0]["rows"][0]["anchor"] in page.ids
+
+
+def test_every_part_has_a_budget_and_all_of_them_fit() -> None:
+    assert BUDGETS.keys() == PARTS.keys()
+    assert sum(BUDGETS.values()) < 15 * 60
+
+
+def test_what_the_readme_links_to_is_in_the_report() -> None:
+    links = re.findall(r"\]\((docs/report/[^)#]+)#([^)]+)\)", (ROOT / "README.md").read_text())
+    assert links
+    for path, anchor in links:
+        assert anchor in Page(ROOT / path).ids, f"{path} has no row {anchor}"
+
+
+def test_one_part_from_the_command_line(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "SCALES", {"cpu": TINY})
+    target = tmp_path / "figures.json"
+    arguments = ["--model", str(folders["sd"]), "--device", "cpu", "--out", str(tmp_path), "--json", str(target)]
+    assert main(["bench", "reproduce", "fig11", *arguments]) == 0
+    assert "R²" in capsys.readouterr().out
+    assert "fig11-compute" in Page(tmp_path / "fig11.html").ids
+    assert set(json.loads(target.read_text())["parts"]) == {"fig11"}
+    assert main(["bench", "reproduce", "fig99", *arguments]) == 2
+    assert "no part 'fig99': all, fig4" in capsys.readouterr().err
+    assert main(["bench", "reproduce", "fig6", "--model", str(folders["sd"]), "--device", "cpu"]) == 2
+    assert "written for Flux" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["blend", "sd"])
+def test_every_system_runs_and_is_compared_with_diffusers(family: str, models: dict[str, Model]) -> None:
+    model = replace(models[family], own_size=64)
+    names = [name for name in NAMES if name != "diffusers compiled"]
+    study = EngineStudy(steps=2, repeats=1, batches=(1, 2), systems=tuple(names))
+    told: list[tuple[int, int]] = []
+    rows = measure_engine(model, (64, 64), study, lambda *done: told.append(done))
+    assert {one.system for one in rows} == set(suiting(names, model))
+    assert (set(names) - {one.system for one in rows}) == (set(FLUX_ONLY) if family == "sd" else set())
+    assert {(one.system, one.batch): one.faster for one in rows}["diffusers", 2] == 1.0
+    assert told[-1][0] == told[-1][1] == 2 * len(rows)
+
+
+def test_engine_from_the_command_line(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "figures.json"
+    arguments = ["--model", str(folders["fill"]), "--device", "cpu", "--size", "32x32", "--steps", "2"]
+    arguments += ["--repeats", "1", "--batch", "2"]
+    arguments += ["--system", "diffusers", "--system", "cached", "--json", str(target)]
+    assert main(["bench", "engine", *arguments]) == 0
+    assert [one["system"] for one in json.loads(target.read_text())["rows"]] == ["diffusers", "cached"]
+    assert "faster than diffusers" in capsys.readouterr().out
+
+
+def test_a_simulated_cluster_from_the_command_line(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "figures.json"
+    arguments = ["--model", str(folders["fill"]), "--workers", "3", "--num-prompts", "20", "--request-rate", "50"]
+    arguments += ["--size", "64x64"]
+    arguments += ["--templates-in-memory", "2", "--plan", "greedy", "--json", str(target)]
+    assert main(["bench", "simulate", *arguments]) == 0
+    content = json.loads(target.read_text())
+    assert [one["policy"] for one in content["rows"]] == ["mask_aware", "tokens", "requests", "round_robin"]
+    assert content["shape"]["num_workers"] == 3
+    assert all(0 < one["median_s"] <= one["p95_s"] <= one["p99_s"] for one in content["rows"])
+    assert "3 workers" in capsys.readouterr().out
+
+
+def test_charts_wear_the_colours_of_the_page() -> None:
+    svg = "<text fill='#1f2328'/><rect fill='#ffffff'/><line stroke='#0b6bcb'/>"
+    assert themed(svg) == "<text fill='var(--ink)'/><rect fill='var(--paper)'/><line stroke='var(--c0)'/>"
+
+
+def test_anchors_and_cells() -> None:
+    line = row("fig1", "crop and stitch", 0.123456, 3, key=("crop and stitch", 0.11))
+    assert (line.anchor, line.cells) == ("fig1-crop-and-stitch-0.11", ["crop and stitch", "0.123", "3"])
+    section = Section("fig1", "t", "p", "h", [Table("t", ("a",), [line])])
+    assert section.anchors == ["fig1", line.anchor]
+
+
+@pytest.mark.parametrize("make", [linear, at_values, doubling, decades])
+@pytest.mark.parametrize("values", [[1.0], [0.02, 3.0, 700.0], [5.0, 5.0]])
+def test_axes_hold_their_values(make: object, values: list[float]) -> None:
+    axis = make("x", values)  # type: ignore[operator]
+    assert axis.low <= min(values) <= max(values) <= axis.high
+    assert axis.low < axis.high
+    assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
