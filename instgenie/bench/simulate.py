@@ -26,7 +26,7 @@ from instgenie.router import Policy
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
 from instgenie.simulate.service import Planned
 from instgenie.simulate.worker import Job
-from instgenie.types import Edit
+from instgenie.types import Edit, PlanPolicy
 
 TABLE_WIDTH = 110
 
@@ -38,7 +38,7 @@ class Setup:
     model: str
     kind: str  # of the device: cpu or cuda
     latency: Path | None  # a file of instgenie calibrate
-    plan: str
+    plan: PlanPolicy
     in_gpu: bool
     prepare: float
     finish: float

@@ -18,7 +18,7 @@ from instgenie.models.model import Model
 from instgenie.network import NetworkShape
 from instgenie.quality import with_quality
 from instgenie.simulate.service import Planned
-from instgenie.types import Edit
+from instgenie.types import Edit, PlanPolicy
 
 MIDDLE = (0.5, 0.5)
 NUM_CHORES = 3
@@ -170,7 +170,7 @@ class Lab:
         """An edit of the sample picture, to count tokens and branches by."""
         return prepare(self.edit(0.2), self.model)
 
-    def service(self, latency: Latency, chores: Chores, policy: str = "exact", in_gpu: bool = False) -> Planned:
+    def service(self, latency: Latency, chores: Chores, policy: PlanPolicy = "exact", in_gpu: bool = False) -> Planned:
         """What the simulator takes for the parts of an edit on a worker."""
         return Planned(
             latency=latency,
