@@ -13,6 +13,7 @@ from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, ms, row
 from instgenie.bench.router import decide
 from instgenie.engine.register import register, reuse
+from instgenie.models.flux_model import FluxModel
 from instgenie.network import Demand
 from instgenie.planner import plan_batch
 from instgenie.router import Policy
@@ -29,7 +30,6 @@ def run(lab: Lab) -> Section:
     choosing = measure_choosing(lab)
     lab.tell("planning and packing")
     planning = median(lambda: plan_batch(lab.network, demands(lab), lab.calibration.latency), NUM_RUNS)
-    joining = measure_joining(lab)
     message = Stepped(0.1, 100, 0, tuple(JobStep(f"{job:032x}", 1, 3) for job in range(BATCH_SIZE)))
     telling = median(lambda: decode(encode(message)), NUM_RUNS)
     registering, num_bytes = measure_registering(lab)
@@ -37,9 +37,11 @@ def run(lab: Lab) -> Section:
     rows = [
         row(NAME, "scheduling: choose a worker", ms(eight), ms(SCHEDULING_BAR), key=("scheduling",)),
         row(NAME, "planning a step of a full batch", ms(planning), "", key=("planning",)),
-        row(NAME, "batching: a job joins a full batch", ms(joining), ms(BATCHING_BAR), key=("batching",)),
         row(NAME, "telling the cluster of a step", ms(telling), "", key=("telling",)),
     ]
+    if isinstance(lab.model, FluxModel):  # a UNet packs tokens inside every transformer
+        joining = ms(measure_joining(lab))
+        rows.append(row(NAME, "batching: a job joins a full batch", joining, ms(BATCHING_BAR), key=("batching",)))
     about = f"{registering:.2f} s, {num_bytes / 1e6:.0f} MB for {lab.scale.steps} steps"
     return Section(
         name=NAME,
@@ -53,7 +55,7 @@ def run(lab: Lab) -> Section:
                   [choice_row(policy, choosing) for policy in get_args(Policy)]),
             Table("Registering", ("what", "found"), [row(NAME, "a template", about, key=("registering",))]),
         ],
-        findings=[f"A worker is chosen in {ms(eight)} ms and a job joins a batch in {ms(joining)} ms."],
+        findings=[f"A worker is chosen in {ms(eight)} ms and a step of a full batch is planned in {ms(planning)} ms."],
     )  # fmt: skip
 
 
