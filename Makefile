@@ -18,7 +18,7 @@ test: .venv/.installed chromium
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal  # a test a core, each on one thread
 
 # the browser that the tests of the pages drive; without one, they are skipped
 chromium:
