@@ -271,6 +271,7 @@ def test_the_naive_way_and_the_drain(run: Run, cluster: Cluster, folders: dict[s
     orders = [make_order(seed, picture_seed=80 + seed, steps=(30, 3, 3, 3, 3)[seed]) for seed in range(5)]
 
     async def play() -> None:
+        num_before = cluster.status().workers[0].num_interruptions
         expected = pictures(await collect(submit_all(cluster, orders)))
         other, recorder = Cluster(make_config(folders["sd"], batching="naive")), Recorder()
         other.observe(recorder)
@@ -283,7 +284,7 @@ def test_the_naive_way_and_the_drain(run: Run, cluster: Cluster, folders: dict[s
         found = await collect(tickets)
         assert are_equal(pictures(found), expected)
         assert other.status().workers[0].num_interruptions > 0
-        assert cluster.status().workers[0].num_interruptions == 0
+        assert cluster.status().workers[0].num_interruptions == num_before
         assert await stopping
         with pytest.raises(ClosedError):
             other.submit([make_order()])
@@ -308,7 +309,7 @@ async def edit_one(cluster: Cluster, **fields: Any) -> Finished:
 
 def spans(cache: CacheConfig) -> list[Path]:
     assert cache.disk
-    return sorted(Path(cache.disk).glob("*/*.safetensors"))
+    return sorted(Path(cache.disk).glob("*/0*.safetensors"))
 
 
 def test_templates_outlive_workers_and_clusters(

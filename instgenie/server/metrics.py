@@ -4,7 +4,7 @@ observer."""
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -24,6 +24,7 @@ REASONS = ("stop", "abort", "error")  # finished, given up by the client, failed
 
 class Metrics(Observer):
     def __init__(self, cluster: Cluster) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # the names are those of the documents, and no others
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
