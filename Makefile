@@ -4,13 +4,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check
 
-.PHONY: help test format demo serve chromium screenshots
+.PHONY: help test format demo serve report chromium screenshots
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test    check format, lint and types, run the tests"
 	@echo "make demo    edit the sample pictures into out/demo.png"
 	@echo "make serve   serve the built-in model on http://127.0.0.1:8000 (FLAGS='--port 9000' adds flags)"
+	@echo "make report  run the tables and figures of the paper again into docs/report (15 minutes)"
 	@echo "make screenshots  take the pictures of the pages in docs/"
 	@echo "make format  format the code and fix what lint can fix"
 
@@ -38,6 +39,9 @@ demo: .venv/.installed
 
 serve: .venv/.installed
 	$(BIN)/instgenie serve builtin $(FLAGS)
+
+report: .venv/.installed
+	$(BIN)/instgenie bench reproduce all --model builtin --out docs/report --json docs/report/figures.json
 
 .venv/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

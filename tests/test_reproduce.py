@@ -17,6 +17,7 @@ from instgenie.bench.reproduce.run import BUDGETS, PARTS, as_json, print_section
 from instgenie.bench.reproduce.section import Section, Table, row
 from instgenie.bench.systems import FLUX_ONLY, NAMES, suiting
 from instgenie.cli import main
+from instgenie.cli.evaluate import PART_NAMES, SYSTEM_NAMES
 from instgenie.models.load import load
 from instgenie.models.model import Model
 
@@ -63,12 +64,19 @@ class Page(HTMLParser):
         super().__init__()
         self.ids: list[str] = []
         self.links: list[str] = []
+        self.cells: dict[str, list[str]] = {}
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         found = dict(attributes)
         self.ids += [found["id"] or ""] if "id" in found else []
         self.links += [found["href"] or ""] if tag == "a" else []
+        if tag == "tr":
+            self.cells[self.ids[-1] if "id" in found else ""] = []
+
+    def handle_data(self, data: str) -> None:
+        if self.cells:
+            self.cells[next(reversed(self.cells))].append(data.strip())
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -108,14 +116,19 @@ def test_the_report_is_one_page_with_an_anchor_for_every_row(
 
 def test_every_part_has_a_budget_and_all_of_them_fit() -> None:
     assert BUDGETS.keys() == PARTS.keys()
+    assert tuple(PARTS) == PART_NAMES
+    assert NAMES == SYSTEM_NAMES
     assert sum(BUDGETS.values()) < 15 * 60
 
 
 def test_what_the_readme_links_to_is_in_the_report() -> None:
-    links = re.findall(r"\]\((docs/report/[^)#]+)#([^)]+)\)", (ROOT / "README.md").read_text())
-    assert links
-    for path, anchor in links:
-        assert anchor in Page(ROOT / path).ids, f"{path} has no row {anchor}"
+    """A claim is a figure; it stands in the row it links to."""
+    claims = re.findall(r"\[([^\]]+)\]\((docs/report/[^)#]+)#([^)]+)\)", (ROOT / "README.md").read_text())
+    assert claims
+    for figure, path, anchor in claims:
+        page = Page(ROOT / path)
+        assert anchor in page.ids, f"{path} has no row {anchor}"
+        assert figure in page.cells[anchor], f"{path}#{anchor} has {page.cells[anchor]}, README.md says {figure}"
 
 
 def test_one_part_from_the_command_line(

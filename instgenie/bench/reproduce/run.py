@@ -4,10 +4,11 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table as Printed
 
 from instgenie.bench.reproduce import (
@@ -95,7 +96,7 @@ def run_parts(names: Sequence[str], lab: Lab, console: Console) -> list[tuple[Se
         total = sum(BUDGETS[name] for name in names)
         task = progress.add_task(f"about {total / 60:.0f} minutes", total=total, doing="")
         for name in names:
-            lab.tell = lambda doing, name=name: progress.update(task, doing=f"{name}: {doing}")  # type: ignore[misc]
+            lab.tell = partial(tell, progress, task, name)
             start = time.perf_counter()
             section = PARTS[name](lab)
             seconds = time.perf_counter() - start
@@ -103,6 +104,13 @@ def run_parts(names: Sequence[str], lab: Lab, console: Console) -> list[tuple[Se
             progress.advance(task, BUDGETS[name])
             console.print(f"{name:<10} {seconds:6.1f} s of {BUDGETS[name]:g}  {section.title}", highlight=False)
     return sections
+
+
+def tell(progress: Progress, task: TaskID, name: str, doing: str) -> None:
+    """Beside the bar; as a line where there is no terminal to draw it on."""
+    progress.update(task, doing=f"{name}: {doing}")
+    if not progress.console.is_terminal:
+        progress.console.print(f"{name}: {doing}", highlight=False)
 
 
 def print_section(section: Section) -> None:

@@ -24,6 +24,8 @@ from instgenie.simulate.worker import Job
 NUM_TEMPLATES = 4
 MAX_QUEUE = 10_000
 LOAD = 0.7  # of what a worker of ours can do, at which clusters are compared
+MAX_SECONDS = 45.0  # in which edits are sent; a slow machine gets fewer of them
+MIN_EDITS = 4
 MASKS = "production"
 
 
@@ -80,7 +82,9 @@ async def send(lab: Lab, session: Session, rate: float) -> Run:
     answers = await session.run(burst)
     burst_steps = list(session.watch.steps)
     run = Run(session.cluster.config, answers, burst_steps, [], [])
-    workload = draw_workload(recipe(lab, lab.scale.serve_edits * num_workers, rate or LOAD * run.burst_rate, seed=2))
+    rate = rate or LOAD * run.burst_rate
+    num_edits = min(lab.scale.serve_edits * num_workers, max(int(MAX_SECONDS * rate), MIN_EDITS))
+    workload = draw_workload(recipe(lab, num_edits, rate, seed=2))
     await session.register([one for one in workload if one.template not in {other.template for other in burst}])
     session.watch.steps.clear()
     return replace(run, served=await session.run(workload), steps=list(session.watch.steps))

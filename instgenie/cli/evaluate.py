@@ -1,0 +1,128 @@
+"""`instgenie bench engine`, `reproduce` and `simulate`: what is measured beside others, and what is simulated."""
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from instgenie.cli.arguments import add_model, positive, rate
+from instgenie.cli.screen import hide_loading_bars
+from instgenie.cli.workload import add_workload, make_workload
+from instgenie.config import Batching
+from instgenie.planner import POLICIES
+from instgenie.router import Policy
+from instgenie.simulate.cluster import ClusterShape
+
+SYSTEM_NAMES = (
+    "diffusers",
+    "diffusers compiled",
+    "step skipping",
+    "first-block cache",
+    "crop and stitch",
+    "FISEdit-style",
+    "dense",
+    "cached",
+)
+PART_NAMES = ("fig4", "fig6", "fig11", "fig12", "fig14", "fig15", "fig16", "table2", "overheads", "simulator")
+
+
+def add_bench_engine(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_engine, parser=parser)
+    several = "; may be given several times"
+    parser.add_argument("--steps", type=positive, default=8, metavar="N", help="denoising steps (default 8)")
+    parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs of each system (default 3)")
+    about_batch = f"jobs in a batch (default 1, 2, 4 and 8){several}"
+    parser.add_argument("--batch", action="append", type=positive, metavar="N", help=about_batch)
+    about_system = f"{', '.join(SYSTEM_NAMES)} (default: all but compiled and cropped){several}"
+    parser.add_argument("--system", action="append", choices=SYSTEM_NAMES, metavar="NAME", help=about_system)
+    about_ratios = "production (the default), inpaint, retouch, or a file of numbers"
+    parser.add_argument("--mask-ratios", default="production", metavar="FILE", help=about_ratios)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the masks (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser)
+
+
+def run_bench_engine(options: argparse.Namespace) -> None:
+    from instgenie.bench.engine import EngineStudy, bench_engine  # brings torch and diffusers
+
+    hide_loading_bars()
+    default = EngineStudy()
+    study = EngineStudy(
+        steps=options.steps,
+        repeats=options.repeats,
+        batches=tuple(options.batch or default.batches),
+        mask_ratios=options.mask_ratios,
+        systems=tuple(options.system or default.systems),
+        seed=options.seed,
+    )
+    bench_engine(options.model, options.device, options.size, study, options.json)
+
+
+def add_bench_reproduce(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_reproduce, parser=parser)
+    parser.add_argument("part", metavar="NAME", help=f"all, {', '.join(PART_NAMES)}")
+    about_out = "folder for the report: index.html of all parts, or NAME.html of one"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the tables to this file")
+    add_model(parser, has_size=False)
+
+
+def run_bench_reproduce(options: argparse.Namespace) -> None:
+    from instgenie.bench.reproduce.run import reproduce  # brings torch and diffusers
+
+    hide_loading_bars()
+    reproduce(options.part, options.model, options.device, options.out, options.json)
+
+
+def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_simulate, parser=parser)
+    parser.add_argument("--workers", type=positive, default=8, metavar="N", help="of the cluster (default 8)")
+    parser.add_argument("--max-batch-size", type=positive, default=8, metavar="N", help="jobs of a step (default 8)")
+    about_policy = "mask_aware, tokens, requests or round_robin (default: all in turn)"
+    parser.add_argument("--policy", action="append", choices=get_args(Policy), help=about_policy)
+    parser.add_argument("--batching", choices=get_args(Batching), default="continuous", help="(default continuous)")
+    parser.add_argument("--no-reuse", action="store_true", help="every edit computes every token")
+    about_latency = "what instgenie calibrate wrote of the device and the model; default: what is usual for the device"
+    parser.add_argument("--latency", type=Path, metavar="FILE", help=about_latency)
+    parser.add_argument("--kind", choices=("cpu", "cuda"), default="cuda", help="of the device (default cuda)")
+    about_plan = "exact, greedy (Algorithm 1), cached (everything), naive (sequential loading) or dense (default exact)"
+    parser.add_argument("--plan", choices=tuple(POLICIES), default="exact", help=about_plan)
+    parser.add_argument("--in-gpu", action="store_true", help="activations need no loading")
+    about_templates = "that fit into the memory of a worker (default: all there are)"
+    parser.add_argument("--templates-in-memory", type=positive, metavar="N", help=about_templates)
+    about_fetch = "seconds until a template that memory lacks is there (default 1)"
+    parser.add_argument("--fetch", type=rate, default=1.0, metavar="S", help=about_fetch)
+    parser.add_argument(
+        "--prepare", type=rate, default=0.05, metavar="S", help="seconds before the steps (default 0.05)"
+    )
+    parser.add_argument("--finish", type=rate, default=0.05, metavar="S", help="seconds after the steps (default 0.05)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument(
+        "--model", default="dummy:flux.1-dev", help="whose steps are simulated (default dummy:flux.1-dev)"
+    )
+    add_workload(parser)
+
+
+def run_bench_simulate(options: argparse.Namespace) -> None:
+    from instgenie.bench.simulate import Setup, bench_simulate  # brings torch and diffusers
+
+    hide_loading_bars()
+    title, workload = make_workload(options)
+    shape = ClusterShape(
+        num_workers=options.workers,
+        max_batch_size=options.max_batch_size,
+        batching=options.batching,
+        reuse=not options.no_reuse,
+        max_templates=options.templates_in_memory,
+        fetch=options.fetch,
+    )
+    setup = Setup(
+        model=options.model,
+        kind=options.kind,
+        latency=options.latency,
+        plan=options.plan,
+        in_gpu=options.in_gpu,
+        prepare=options.prepare,
+        finish=options.finish,
+    )
+    policies = tuple(options.policy or get_args(Policy))
+    bench_simulate(title, workload, shape, policies, setup, options.json)
