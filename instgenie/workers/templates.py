@@ -67,6 +67,7 @@ class Templates:
         self._changed: SimpleQueue[Key] = SimpleQueue()  # templates that came to a tier, or left one
         self._foreseen: OrderedDict[str, Tier] = OrderedDict()  # where the activations of jobs to come were
         self._reported: dict[Key, dict[Tier, int]] = {}
+        self._num_unpinned = 0
         self._pinner = ThreadPoolExecutor(1, "templates-pin")
         self._clerk = ThreadPoolExecutor(1, "templates-clerk")
         self._lister = ThreadPoolExecutor(1, "templates-list")  # a long list takes its time
@@ -92,13 +93,15 @@ class Templates:
         return fetching
 
     def retry(self, fetching: Fetching) -> None:
+        """Behind whatever is to be unpinned first."""
         fetching.outcome = Outcome.LOADING
-        self.store.prefetch(fetching.key, self.device).add_done_callback(partial(self._loaded, fetching))
+        self._pinner.submit(self._load, fetching, self._num_unpinned)
 
     def pin(self, key: Key) -> None:
         self._pinner.submit(self.store.pin, key)
 
     def unpin(self, key: Key) -> None:
+        self._num_unpinned += 1
         self._pinner.submit(self.store.unpin, key)
 
     # the rest
@@ -153,9 +156,17 @@ class Templates:
         if found := result_of(handle):
             self._foreseen[job] = found.tier
 
-    def _loaded(self, fetching: Fetching, handle: Handle) -> None:
+    def _load(self, fetching: Fetching, num_unpinned: int) -> None:
+        handle = self.store.prefetch(fetching.key, self.device)
+        handle.add_done_callback(partial(self._loaded, fetching, num_unpinned))
+
+    def _loaded(self, fetching: Fetching, num_unpinned: int, handle: Handle) -> None:
         found = result_of(handle)
-        fetching.outcome = found or self._why_not(fetching.key)
+        outcome = found or self._why_not(fetching.key)
+        if outcome is Outcome.REFUSED and num_unpinned < self._num_unpinned:
+            self.retry(fetching)  # others have made room meanwhile
+            return
+        fetching.outcome = outcome
         if found and self._reported.get(fetching.key) != self.memory_bytes(fetching.key):
             self.report(fetching.key)
         self.wake()
