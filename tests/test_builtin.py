@@ -12,7 +12,7 @@ MEBIBYTE = 2**20
 
 
 def test_plain_diffusers_runs_it() -> None:
-    pipeline = FluxFillPipeline.from_pretrained(BUILTIN, dtype=torch.float32)
+    pipeline = FluxFillPipeline.from_pretrained(BUILTIN)
     pipeline.set_progress_bar_config(disable=True)
     picture = Image.fromarray(np.full((256, 256, 3), 128, np.uint8))
     whole = Image.new("L", (256, 256), 255)

@@ -131,11 +131,14 @@ def save_pipeline(
 
 
 def _tidy(config: Path) -> None:
-    """Drops what loading ignores; names the tokenizer class that every release of transformers knows."""
+    """Drops what loading ignores; names the tokenizer class that every release of transformers knows; text encoders are
+    to load in float32, as diffusers loads its own models unless told otherwise."""
     if config.name in ("tokenizer.json", "diffusion_pytorch_model.safetensors.index.json"):
         return
     text = config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast")
     facts = {k: v for k, v in json.loads(text).items() if k not in ("_name_or_path", "block_out_channels", "backend")}
+    if "dtype" in facts:
+        facts["dtype"] = "float32"
     config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
