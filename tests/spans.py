@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from instgenie.activations import Key, Span
+from instgenie.cache.disk import DiskTier
+from instgenie.cache.remote import RemoteTier
 from instgenie.types import Pixels
 
 GIB = 2**30
@@ -41,3 +43,18 @@ def equal(one: Span | None, other: Span) -> bool:
     assert one is not None
     pairs = zip((*one.rows, one.time), (*other.rows, other.time), strict=True)
     return one.steps == other.steps and all(a.dtype == b.dtype and torch.equal(a.cpu(), b) for a, b in pairs)
+
+
+def check_pictures(tier: DiskTier | RemoteTier, other: DiskTier | RemoteTier) -> None:
+    """Two over one place: what one keeps of a template's picture, the other finds beside the spans."""
+    tier.store(KEY, make_span())
+    tier.store(other_key(1), make_span())
+    assert other.load_picture(KEY) is None
+    assert other.pictures() == {}
+    tier.store_picture(KEY, make_picture())
+    assert np.array_equal(other.load_picture(KEY), make_picture())
+    assert other.load_picture(other_key(1)) is None
+    assert other.pictures() == {KEY: (24, 32)}
+    assert other.missing(KEY, SPANS) == SPANS[1:]
+    tier.drop(KEY)
+    assert (other.load_picture(KEY), other.pictures()) == (None, {})

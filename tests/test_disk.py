@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from spans import GIB, KEY, SPANS, STEPS, equal, make_picture, make_span, other_key
+from spans import GIB, KEY, SPANS, STEPS, check_pictures, equal, make_picture, make_span, other_key
 
 from instgenie.activations import Key
 from instgenie.cache.disk import DiskTier
@@ -340,18 +339,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_a_picture_lies_beside_the_spans(tier: DiskTier) -> None:
-    other = DiskTier(tier.folder, GIB)
-    tier.store(KEY, make_span())
-    tier.store(other_key(1), make_span())
-    assert other.load_picture(KEY) is None
-    assert other.pictures() == {}
-    tier.store_picture(KEY, make_picture())
-    assert np.array_equal(other.load_picture(KEY), make_picture())
-    assert other.load_picture(other_key(1)) is None
-    assert other.pictures() == {KEY: (24, 32)}
-    assert other.missing(KEY, SPANS) == SPANS[1:]
-    tier.drop(KEY)
-    assert (other.load_picture(KEY), other.pictures()) == (None, {})
+    check_pictures(tier, DiskTier(tier.folder, GIB))
 
 
 def test_a_picture_that_is_damaged_is_a_miss(tier: DiskTier) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from s3 import BUCKET, URL, Server
-from spans import GIB, KEY, SPANS, STEPS, equal, make_picture, make_span, other_key
+from spans import GIB, KEY, SPANS, STEPS, check_pictures, equal, make_picture, make_span, other_key
 
 from instgenie.activations import Key
 from instgenie.cache import remote
@@ -238,18 +237,7 @@ def test_keys_of_tenants_are_apart(make: Make) -> None:
 
 
 def test_a_picture_lies_beside_the_spans(make: Make) -> None:
-    tier, other = make(), make()
-    tier.store(KEY, make_span())
-    tier.store(other_key(1), make_span())
-    assert other.load_picture(KEY) is None
-    assert other.pictures() == {}
-    tier.store_picture(KEY, make_picture())
-    assert np.array_equal(other.load_picture(KEY), make_picture())
-    assert other.load_picture(other_key(1)) is None
-    assert other.pictures() == {KEY: (24, 32)}
-    assert other.missing(KEY, SPANS) == SPANS[1:]
-    tier.drop(KEY)
-    assert (other.load_picture(KEY), other.pictures()) == (None, {})
+    check_pictures(make(), make())
 
 
 def test_a_picture_that_is_damaged_is_a_miss(make: Make) -> None:
