@@ -119,19 +119,16 @@ def test_threads_fill_one_template(tier: MemoryTier) -> None:
 
 
 @pytest.mark.gpu
-def test_host_memory_is_page_locked_as_long_as_it_is_kept() -> None:
-    tier = HostTier(GIB)
-    fill(tier, KEY)
-    loaded = tier.load(KEY, KEY.steps)
-    assert loaded
-    assert all(rows.is_pinned() for rows in loaded.rows)
-    tier.drop(KEY)
-    assert not any(rows.is_pinned() for rows in loaded.rows)
-    fill(tier, KEY)
-    loaded = tier.load(KEY, KEY.steps)
-    del tier
-    assert loaded
-    assert not any(rows.is_pinned() for rows in loaded.rows)
+def test_host_memory_is_page_locked_as_long_as_it_is_viewed(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(8):  # at one address, most likely: it can be locked again once it is unlocked
+        tier = HostTier(GIB)
+        fill(tier, KEY)
+        loaded = tier.load(KEY, KEY.steps)
+        assert loaded
+        tier.drop(KEY)
+        del tier
+        assert all(rows.is_pinned() for rows in loaded.rows)
+    assert not caplog.records
 
 
 class Pool(RuleBasedStateMachine):

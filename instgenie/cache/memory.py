@@ -101,8 +101,7 @@ class MemoryTier:
 
     def drop(self, key: Key) -> None:
         with self._lock:
-            if slot := self._slots.pop(key, None):
-                self._release(slot.memory)
+            self._slots.pop(key, None)
 
     def num_bytes(self, key: Key) -> int:
         with self._lock:
@@ -115,9 +114,6 @@ class MemoryTier:
     def _allocate(self, num_bytes: int) -> Tensor:
         """Memory [bytes]."""
         raise NotImplementedError
-
-    def _release(self, memory: Tensor) -> None:
-        """What is to be done before memory is given back; views of it may still be in use."""
 
     def _copy(self, source: Span, target: Span) -> None:
         """Done when this returns."""

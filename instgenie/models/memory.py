@@ -42,4 +42,5 @@ def is_out_of_memory(error: Exception) -> bool:
     """torch has a class for it on CUDA and only words for it on a CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and bool(re.search("out of memory|can't allocate memory", str(error)))
+    said = "out of memory|(can't allocate|not enough) memory"
+    return isinstance(error, RuntimeError) and bool(re.search(said, str(error)))
