@@ -38,7 +38,7 @@ class ClusterConfig:
     cache: CacheConfig = CacheConfig()
     policy: Policy = "mask_aware"  # of the router
     batching: Batching = "continuous"
-    graphs: bool = False  # whether passes are captured as CUDA graphs, on devices that have them
+    graphs: bool = True  # whether passes are captured as CUDA graphs, on devices that have them
     plan: PlanPolicy = "cached"  # of the blocks of edits that reuse; any other lets pictures depend on the load
     reuse: bool = True  # whether templates are registered; without, every edit computes every token
     worker_timeout: float = 120.0  # seconds without a sign of life after which a process is taken for hung
@@ -65,4 +65,4 @@ class ProcessConfig:
     batching: Batching
     cache: CacheConfig
     plan: PlanPolicy = "cached"
-    graphs: bool = False
+    graphs: bool = True

@@ -111,7 +111,7 @@ def test_networks_judge_sets(photos: Path, flux: FluxModel) -> None:
         study.keep(outcome, real, samples)
     study.pictures = samples
     with Progress(disable=True) as progress:
-        study.judge_sets(lambda: load_photos(photos, "train"), progress)
+        study.judge_sets(load_photos(photos, "train"), progress)
     assert study.sets[NAIVE]["kid"] > study.sets[DENSE]["kid"]
     assert study.scores[DENSE]["lpips_box"] == pytest.approx([0.0] * 2, abs=1e-5)
     assert min(study.scores[NAIVE]["lpips"]) > 0

@@ -226,6 +226,23 @@ def test_rows_are_brought_a_step_ahead(models: dict[str, Model]) -> None:
     assert not Staging(model.device, max_bytes=2**10).has_room(jobs)
 
 
+@torch.inference_mode()
+def test_what_is_read_and_no_more_is_brought_and_behind_dense_steps_too(models: dict[str, Model]) -> None:
+    [job] = make_jobs(models["blend"], "kv", EDITS[:1])
+    assert job.activations
+    num_places = len(job.activations.rows)
+    job = replace(job, edit=replace(job.edit, dense_steps=1), plan=(False, *(True,) * (num_places - 1)))
+    staging = Staging(job.device, max_bytes=2**30)
+    staging.bring([job])
+    assert not staging.staged
+    staging.look_ahead([job])
+    job.step = 1
+    staging.bring([job])
+    [staged] = staging.staged.values()
+    assert {place for place, _ in staged.rows} == set(range(1, num_places))
+    assert staging.addresses(job, 0) == [0, *job.activations.addresses(1, 0)[1:]]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["kv", "y"])
 @pytest.mark.parametrize("family", ["blend_guided", "sdxl"])

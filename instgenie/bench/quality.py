@@ -7,7 +7,7 @@ of the examples that ship with the project.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from instgenie.bench.photos import Photos, load_photos
 from instgenie.bench.report import MAX_BAR_RATIO, RATIOS, Figures, Method, Picture, print_report, write_report
 from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality
 from instgenie.demo import EXAMPLES, read_samples
+from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.errors import InstGenieError, ModelError
 from instgenie.models.flux_model import FluxModel
 from instgenie.models.load import load
@@ -61,12 +62,14 @@ def bench_quality(
         steps = steps or model.steps
         judge = Judge.load(model.device) if networks else Judge(model.device, None, None)
         samples = make_samples(load_photos(photos, "val", 3 * num), num, model, steps, seed)
-        study = Study(model, judge, steps, samples)
+        train = load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)) if judge.features else None
+        study = Study(model, judge, steps, samples, make_graphs(model, max_readers=max(NUM_AT_ONCE.values())))
     if networks and judge.features is None:
         console.print("without LPIPS, KID and probe: their packages come with the extra instgenie\\[bench]")
     with make_progress(console) as progress:
         study.run(progress)
-        study.judge_sets(lambda: load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)), progress)
+        if train:
+            study.judge_sets(train, progress)
         shown = list(edit_examples(study, progress)) if out else []
     figures = study.figures(describe_machine(model) | {"model": name, "seed": seed}, time.perf_counter() - start)
     print_report(figures)
@@ -178,7 +181,7 @@ def edit_examples(study: "Study", progress: Progress) -> Iterator[tuple[Sample, 
     for example in examples:
         edit = Edit(example.picture, example.mask, example.prompts[0], example.seed, study.steps, study.model.guidance)
         sample = Sample(edit, "", "", "example", token_share(example.mask, study.model.patch))
-        yield sample, list(Runner(study.model, [sample]).run(qualities, study.balanced, crops=False))
+        yield sample, list(Runner(study.model, [sample], study.graphs).run(qualities, study.balanced, crops=False))
         progress.advance(task)
 
 
@@ -193,6 +196,7 @@ class Study:
     judge: Judge
     steps: int
     samples: list[Sample]
+    graphs: Graphs | None = None
     pictures: list[Sample] = field(default_factory=list)  # in the order they were judged in
     scores: dict[str, Scores] = field(default_factory=dict)
     seconds: dict[str, dict[float, float]] = field(default_factory=dict)  # by method and ratio
@@ -210,7 +214,7 @@ class Study:
         task = progress.add_task("editing", total=len(chunks) * (len(ways) + len(MARGINS) + 4))
         self.warm_up()
         for chunk in chunks:
-            outcomes = Runner(self.model, chunk).run(ways, self.balanced)
+            outcomes = Runner(self.model, chunk, self.graphs).run(ways, self.balanced)
             dense = next(outcomes)
             self.keep(dense, dense, chunk)
             progress.advance(task)
@@ -229,7 +233,7 @@ class Study:
     def warm_up(self) -> None:
         """The first run of a process is slow and must not count."""
         if self.model.device.type == "cuda":
-            next(Runner(self.model, self.samples[:4]).run([], self.balanced))
+            next(Runner(self.model, self.samples[:4], self.graphs).run([], self.balanced))
 
     def keep(self, outcome: Outcome, dense: Outcome, chunk: Sequence[Sample]) -> None:
         masks = [sample.edit.mask for sample in chunk]
@@ -242,13 +246,10 @@ class Study:
         if self.judge.features:
             self.features.setdefault(outcome.name, []).append(self.judge.embed(outcome.pictures, masks))
 
-    def judge_sets(self, load_train: Callable[[], Photos], progress: Progress) -> None:
+    def judge_sets(self, train: Photos, progress: Progress) -> None:
         """KID, over the ratios that the bars are about, and what the probe reads. It is fitted on real crops of the
         same kinds."""
-        if not self.judge.features:
-            return
         task = progress.add_task("probing", total=len(self.features) + 1)
-        train = load_train()
         probe = Probe().fit(self.embed_real(train), train.labels)
         real = self.embed(self.pictures)
         told = [sample.edit.prompt == sample.caption for sample in self.pictures]

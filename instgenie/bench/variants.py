@@ -14,6 +14,7 @@ from instgenie.bench.baselines import StepSkipping, crop, drop_unmasked, find_th
 from instgenie.bench.cost import job_flops
 from instgenie.bench.edit import now
 from instgenie.engine.finish import finish_many
+from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
@@ -90,6 +91,7 @@ class Outcome:
 class Runner:
     model: FluxModel
     samples: Sequence[Sample]
+    graphs: Graphs | None = None
 
     def run(self, reuses: Sequence[Reuse], balanced: Reuse, crops: bool = True) -> Iterator[Outcome]:
         """Dense, naive, each way of reuse, and the others at the cost of the balanced one."""
@@ -155,7 +157,7 @@ class Runner:
         return Outcome(name, [part.stitch(p) for part, p in zip(crops, self.finish(jobs), strict=True)], costs, seconds)
 
     def denoise(self, jobs: Sequence[Job]) -> float:
-        engine = Engine(self.model, max_jobs=len(jobs))
+        engine = Engine(self.model, max_jobs=len(jobs), graphs=self.graphs)
         start = now(self.model.device)
         for job in jobs:
             engine.join(job)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from instgenie.batch import Job, TableRows
+from instgenie.engine.route import is_far, needs_loading, places_of
 from instgenie.engine.staging import Staging
 from instgenie.kernels.switch import runs_fused
 from instgenie.models.model import Model
@@ -78,13 +79,13 @@ class Graphs:
 
     def takes(self, jobs: Sequence[Job]) -> bool:
         """Whether it can find all rows that the jobs' present step reads."""
-        reading = [job for job in jobs if reads_rows(job)]
+        reading = [job for job in jobs if places_of(job)]
         if reading and self.model.device.type == "cuda" and not runs_fused(reading[0].masked):
             return False
         if len({job.activations.kind for job in reading if job.activations}) > 1:
             self.explain("activations are of two kinds")
             return False
-        if not self.staging.has_room([job for job in reading if must_be_brought(job)]):
+        if not self.staging.has_room([job for job in reading if is_far(job)]):
             self.explain("the device has no room for two steps of the activations")
             return False
         return True
@@ -92,13 +93,13 @@ class Graphs:
     @torch.inference_mode()
     def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
         """As the model's own."""
-        far = [job for job in jobs if must_be_brought(job)]
+        far = [job for job in jobs if is_far(job)]
         self.staging.bring(far)
         predicted: dict[Job, list[Tensor]] = {}
         for together in self.model.passes(jobs):
             packed = self.model.pack(together, pads=True)
             predicted |= zip(together, packed.deal(self.run(packed)), strict=True)
-        self.staging.look_ahead(far)
+        self.staging.look_ahead(far if self.staging.has_room(far) else ())
         return [predicted[job] for job in jobs]
 
     def run(self, packed: Any) -> Tensor:
@@ -129,14 +130,14 @@ class Graphs:
 
     def find_rows(self, readers: Sequence[tuple[Job, int]]) -> Tensor:
         """Where the rows lie that a pass reads [places, readers], in main memory; 0 for who reads none."""
-        found = [self.find_addresses(job, branch) if reads_rows(job) else [] for job, branch in readers]
+        found = [self.find_addresses(job, branch) if places_of(job) else [] for job, branch in readers]
         num_places = max(map(len, found))
         table = torch.tensor([addresses or [0] * num_places for addresses in found], dtype=torch.int64).T.contiguous()
         return table.pin_memory() if self.model.device.type == "cuda" else table
 
     def find_addresses(self, job: Job, branch: int) -> list[int]:
         assert job.activations is not None
-        if must_be_brought(job):
+        if needs_loading(job):
             return self.staging.addresses(job, branch)
         return job.activations.addresses(job.step, branch)
 
@@ -166,17 +167,6 @@ class Graphs:
         return Captured(table, capture(lambda: self.model.run(twin), self.model.device, self.pool))
 
 
-def reads_rows(job: Job) -> bool:
-    """At its present step."""
-    return job.activations is not None and any(map(job.is_cached, range(len(job.plan))))
-
-
-def must_be_brought(job: Job) -> bool:
-    """Whether the rows it reads are not in the memory of its device, or not as the model reads them."""
-    rows = job.activations
-    return rows is not None and reads_rows(job) and (rows.rows[0].device != job.device or rows.is_packed)
-
-
 def capture(run: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:
     """What runs the same launches again, and hands over what they leave behind."""
     if device.type != "cuda":
@@ -203,6 +193,8 @@ def max_staged_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[1] // 4 if device.type == "cuda" else sys.maxsize
 
 
-def make_graphs(model: Model, enabled: bool = True) -> Graphs | None:
+def make_graphs(
+    model: Model, enabled: bool = True, max_graphs: int = MAX_GRAPHS, max_readers: int = MAX_READERS
+) -> Graphs | None:
     """Where there are any."""
-    return Graphs(model) if enabled and model.device.type == "cuda" else None
+    return Graphs(model, max_graphs, max_readers) if enabled and model.device.type == "cuda" else None

@@ -112,16 +112,19 @@ def shared_by(job: Job) -> object:
 
 def needs_loading(job: Job) -> bool:
     """Whether it reads anything in this step that does not lie ready next to it."""
-    cache = job.activations
-    if cache is None or not places_of(job):
-        return False
-    return cache.is_packed or cache.rows[0].device != job.device
+    return is_far(job) and bool(places_of(job))
 
 
-def places_of(job: Job) -> tuple[int, ...]:
-    """What a job reads in its present step."""
+def is_far(job: Job) -> bool:
+    """Whether its activations are not in the memory of its device, or not as the model reads them."""
     cache = job.activations
-    if cache is None or job.step < job.edit.dense_steps:
+    return cache is not None and (cache.is_packed or cache.rows[0].device != job.device)
+
+
+def places_of(job: Job, num_ahead: int = 0) -> tuple[int, ...]:
+    """What a job reads in its present step, or so many steps later with the same plan."""
+    cache = job.activations
+    if cache is None or not job.edit.dense_steps <= job.step + num_ahead < job.num_steps:
         return ()
     return places_of_plan(job.plan, cache.units, len(cache.rows) > cache.num_blocks)
 

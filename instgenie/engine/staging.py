@@ -5,8 +5,8 @@ Edits that are at one step of one template share what is brought. Copies run on 
 before; whoever computes waits for all of a step's rows at once, so nothing has to be known of the order of the pass.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -14,17 +14,18 @@ from torch import Tensor
 
 from instgenie.activations import Activations
 from instgenie.batch import Job
+from instgenie.engine.route import places_of
 
 StageKey: TypeAlias = tuple[int, int]  # where the first rows of a step lie, and how many branches have some
 
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """One step of a template."""
+    """What is read of one step of a template."""
 
     activations: Activations  # whose rows they are: not forgotten while they are read
-    rows: list[list[Tensor]]  # of each branch, of each place [2 or 1, tokens, width]
-    ready: torch.cuda.Event | None
+    rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by place and branch [2 or 1, tokens, width]
+    ready: list[torch.cuda.Event] = field(default_factory=list)
 
 
 class Staging:
@@ -45,44 +46,57 @@ class Staging:
         """Lets whoever computes from here on wait for the rows of the jobs' present steps."""
         if self.stream:  # what was computed before is what reads the rows that go next
             self.before = torch.cuda.current_stream(self.device).record_event()
-        steps = [(job.activations, job.step) for job in jobs if job.activations]
-        self.start(steps)
-        for activations, step in steps:
-            ready = self.staged[stage_key(activations, step)].ready
-            if ready:
+        self.start(jobs, num_ahead=0)
+        for key in keys_of(jobs, num_ahead=0):
+            for ready in self.staged[key].ready:
                 torch.cuda.current_stream(self.device).wait_event(ready)
 
     def look_ahead(self, jobs: Sequence[Job]) -> None:
         """Starts to bring the rows of the jobs' next steps beside the computing of the present ones; of others, nothing
         is kept."""
-        now = [(job.activations, job.step) for job in jobs if job.activations]
-        ahead = [(activations, step + 1) for activations, step in now if step + 1 < activations.num_steps]
-        keys = {stage_key(*one) for one in (*now, *ahead)}
+        keys = {*keys_of(jobs, num_ahead=0), *keys_of(jobs, num_ahead=1)}
         old = [key for key in self.staged if key not in keys]
         if self.stream and self.before:
             self.stream.wait_event(self.before)
         for key in old:
             del self.staged[key]
-        self.start(ahead)
+        self.start(jobs, num_ahead=1)
 
-    def start(self, steps: Iterable[tuple[Activations, int]]) -> None:
-        for activations, step in steps:
-            key = stage_key(activations, step)
-            if key not in self.staged:
-                self.staged[key] = self.stage(activations, step)
+    def start(self, jobs: Sequence[Job], num_ahead: int) -> None:
+        for job in jobs:
+            if places := places_of(job, num_ahead):
+                assert job.activations is not None
+                self.stage(job.activations, job.step + num_ahead, places)
 
-    def stage(self, activations: Activations, step: int) -> Staged:
-        branches, places = range(activations.num_branches), range(len(activations.rows))
+    def stage(self, activations: Activations, step: int, places: Sequence[int]) -> None:
+        """Of these places, those that are not there yet."""
+        staged = self.staged.setdefault(stage_key(activations, step), Staged(activations))
+        missing = [place for place in places if (place, 0) not in staged.rows]
+        if not missing:
+            return
         with torch.cuda.stream(self.stream):
-            rows = [[activations.at(step, place, branch, self.device) for place in places] for branch in branches]
-            ready = self.stream.record_event() if self.stream else None
-        return Staged(activations, rows, ready)
+            for place in missing:
+                for branch in range(activations.num_branches):
+                    staged.rows[place, branch] = activations.at(step, place, branch, self.device)
+            if self.stream:
+                staged.ready.append(self.stream.record_event())
 
     def addresses(self, job: Job, branch: int) -> list[int]:
-        """Where the rows of its present step are, place after place."""
+        """Where the rows of its present step are, place after place; 0 where it reads none."""
         assert job.activations is not None
         rows = self.staged[stage_key(job.activations, job.step)].rows
-        return [one.data_ptr() for one in rows[min(branch, len(rows) - 1)]]
+        branch = min(branch, job.activations.num_branches - 1)
+        places = [rows.get((place, branch)) for place in range(len(job.activations.rows))]
+        return [0 if one is None else one.data_ptr() for one in places]
+
+
+def keys_of(jobs: Sequence[Job], num_ahead: int) -> list[StageKey]:
+    """Of what they read so many steps later."""
+    return [
+        stage_key(job.activations, job.step + num_ahead)
+        for job in jobs
+        if job.activations and places_of(job, num_ahead)
+    ]
 
 
 def stage_key(activations: Activations, step: int) -> StageKey:

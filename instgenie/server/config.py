@@ -54,7 +54,7 @@ OPTIONS = (
     Option("max-queue", whole(1, 100_000), 64, "edits that may wait; one more is refused (default 64)"),
     Option("batching", one_of("continuous", "static", "naive"), "continuous",
            "edits join a running batch at every step, or wait for it to finish, or run one by one", "HOW"),
-    Option("graphs", flag, False, "run small batches as CUDA graphs, where the device has them (default no)"),
+    Option("graphs", flag, True, "run small batches as CUDA graphs, where the device has them (default yes)"),
     Option("reuse", flag, True, "register templates, so that edits compute the masked tokens alone (default yes)"),
     Option("routing", one_of("mask_aware", "tokens", "requests", "round_robin"), "mask_aware",
            "what a worker is chosen by (default mask_aware)", "HOW"),
