@@ -27,7 +27,7 @@ class Setting:
 
 SETTINGS: dict[Quality, Setting] = {
     "fast": Setting(dense_share=0.0, halo=0),
-    "balanced": Setting(dense_share=0.03, halo=0),
+    "balanced": Setting(dense_share=0.06, halo=0),
     "exact": Setting(dense_share=1.0, halo=0),
 }
 
