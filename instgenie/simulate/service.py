@@ -47,7 +47,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that takes what was measured for so many jobs, whatever is masked; between two numbers, in between."""
+    """A step that takes what was measured for so many jobs, whatever is masked; between two numbers, and beyond the
+    last, along the line through the two that are next."""
 
     prepare: float
     finish: float
@@ -56,9 +57,11 @@ class Measured:
     def step(self, sums: Sums) -> float:
         num_jobs = sum(num_cached + num_dense for _, num_cached, _, num_dense in sums)
         known = sorted(self.seconds)
-        below = max((num for num in known if num <= num_jobs), default=known[0])
-        above = min((num for num in known if num >= num_jobs), default=known[-1])
-        share = (num_jobs - below) / (above - below) if above > below else 0.0
+        if len(known) == 1:
+            return self.seconds[known[0]]
+        below = max((num for num in known[:-1] if num <= num_jobs), default=known[0])
+        above = known[known.index(below) + 1]
+        share = max(num_jobs - below, 0) / (above - below)
         return (1 - share) * self.seconds[below] + share * self.seconds[above]
 
 

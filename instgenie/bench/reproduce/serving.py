@@ -51,7 +51,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Run:
-    """A cluster that was sent two workloads: one all at once, to learn how fast it is, then another at a rate."""
+    """A cluster that was sent a workload at a rate; before it, where its speed was asked for, another all at once."""
 
     config: ClusterConfig
     burst: list[Served]
@@ -99,7 +99,7 @@ class Session:
     )
 
     async def register(self, workload: Sequence[Arrival]) -> None:
-        """Every picture of the workload; then one edit of each on its way warms the workers up."""
+        """Every picture of the workload; then an edit for each worker warms them up."""
         wanted = {(arrival.template, arrival.size, arrival.steps): arrival for arrival in workload}
         names = []
         if self.cluster.config.reuse:
@@ -111,8 +111,7 @@ class Session:
                 if status.state == "failed":
                     raise ServeError(f"a template could not be registered: {status.message}")
                 await asyncio.sleep(0.02)
-        for _ in self.cluster.workers:
-            await self.run([replace(arrival, at=0.0) for arrival in wanted.values()])
+        await self.run([replace(arrival, at=0.0) for arrival in list(wanted.values())[:1] * len(self.cluster.workers)])
 
     async def run(self, workload: Sequence[Arrival], on_answer: Callable[[], None] = lambda: None) -> list[Served]:
         start = time.perf_counter()

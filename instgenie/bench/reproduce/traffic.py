@@ -21,10 +21,10 @@ from instgenie.simulate.cluster import make_job
 from instgenie.simulate.service import Planned
 from instgenie.simulate.worker import Job
 
-NUM_TEMPLATES = 4
+NUM_TEMPLATES = 3
 MAX_QUEUE = 10_000
 LOAD = 0.7  # of what a worker of ours can do, at which clusters are compared
-MAX_SECONDS = 45.0  # in which edits are sent; a slow machine gets fewer of them
+MAX_SECONDS = 30.0  # in which edits are sent; a slow machine gets fewer of them
 MIN_EDITS = 4
 MASKS = "production"
 
@@ -73,19 +73,19 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
 
 
 async def send(lab: Lab, session: Session, rate: float) -> Run:
-    """A rate of 0 stands for the load that clusters are compared at."""
-    num_workers = len(session.cluster.workers)
-    num_burst = max(lab.scale.serve_edits // 2, 2) * num_workers
-    burst = draw_workload(recipe(lab, num_burst, float("inf"), seed=1))
-    await session.register(burst)
-    session.watch.steps.clear()
-    answers = await session.run(burst)
-    burst_steps = list(session.watch.steps)
-    run = Run(session.cluster.config, answers, burst_steps, [], [])
+    """A rate of 0 stands for the load that clusters are compared at. A burst before it tells how fast steps are, and is
+    sent to those that are simulated too."""
+    config, num_workers = session.cluster.config, len(session.cluster.workers)
+    run = Run(config, [], [], [], [])
+    if config.batching == "continuous":
+        burst = draw_workload(recipe(lab, max(lab.scale.serve_edits // 2, 2) * num_workers, float("inf"), seed=1))
+        await session.register(burst)
+        session.watch.steps.clear()
+        run = replace(run, burst=await session.run(burst), burst_steps=list(session.watch.steps))
     rate = rate or LOAD * run.burst_rate
     num_edits = min(lab.scale.serve_edits * num_workers, max(int(MAX_SECONDS * rate), MIN_EDITS))
     workload = draw_workload(recipe(lab, num_edits, rate, seed=2))
-    await session.register([one for one in workload if one.template not in {other.template for other in burst}])
+    await session.register([one for one in workload if one.template not in {o.arrival.template for o in run.burst}])
     session.watch.steps.clear()
     return replace(run, served=await session.run(workload), steps=list(session.watch.steps))
 
