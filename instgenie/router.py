@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from instgenie.types import TierName
+
 Policy = Literal["mask_aware", "tokens", "requests", "round_robin"]
 
 SECONDS_PER_STEP = 0.01
@@ -74,7 +76,7 @@ class Load:
     worker: int
     max_batch_size: int
     pace: Pace = field(default_factory=Pace)
-    templates: set[str] = field(default_factory=set)
+    templates: dict[str, TierName] = field(default_factory=dict)  # the highest tier it has each in
     num_edits: int = 0
     num_steps: int = 0  # over all edits
     num_token_steps: int = 0  # over all edits

@@ -557,6 +557,24 @@ def test_what_is_shared_outlives_a_worker() -> None:
     assert not any(template.id in worker.load.templates for worker in stage.workers)
 
 
+def test_the_router_knows_the_highest_tier_of_a_template_at_each_worker() -> None:
+    stage = lasting(devices=("cpu", "cpu"))
+    template = stage.flow.register(stage.flow.library.registering("me", make_order().picture, None, None))
+    [holder] = template.entries
+    here, there = stage.workers[holder].load.templates, stage.workers[1 - holder].load.templates
+    stage.prepare(holder)
+    stage.register(holder)
+    assert (here, there) == ({template.id: "host"}, {})
+    stage.kept(template.id, holder, gpu=1000, host=1000, disk=900, remote=900)
+    assert (here, there) == ({template.id: "gpu"}, {template.id: "disk"})
+    stage.kept(template.id, 1 - holder, host=1000, remote=900)
+    assert (here, there) == ({template.id: "gpu"}, {template.id: "host"})
+    stage.kill("denoise", holder)
+    assert (here, there) == ({template.id: "remote"}, {template.id: "host"})
+    stage.flow.forget(template)
+    assert (here, there) == ({}, {})
+
+
 def test_a_worker_that_was_away_forgets_when_it_is_back() -> None:
     stage = lasting(devices=("cpu", "cpu"))
     template = stage.flow.register(stage.flow.library.registering("me", make_order().picture, None, None))

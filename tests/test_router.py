@@ -9,7 +9,7 @@ WORK = Work(num_steps=10, num_tokens=1000, num_masked_tokens=100, template="cat"
 
 def make_load(worker: int, *edits: tuple[int, int], templates: tuple[str, ...] = ()) -> Load:
     """Edits are (steps, tokens of a step)."""
-    load = Load(worker, max_batch_size=4, templates=set(templates))
+    load = Load(worker, max_batch_size=4, templates=dict.fromkeys(templates, "host"))
     for index, edit in enumerate(edits):
         load.add(f"{worker}-{index}", *edit)
     return load
@@ -104,7 +104,7 @@ def test_of_many_workers_the_best_of_a_sample_is_taken(policy: Policy) -> None:
 
 def test_of_many_workers_those_that_hold_the_template_are_looked_at() -> None:
     loads = [make_load(worker) for worker in range(10 * MAX_SCANNED)]
-    loads[77].templates.add("cat")
+    loads[77].templates["cat"] = "host"
     assert Router().choose(WORK, loads, [loads[77]]) == 77
     loads[77].add("much", 1000, 1000)
     assert Router().choose(WORK, loads, [loads[77]]) != 77

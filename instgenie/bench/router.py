@@ -31,7 +31,7 @@ def decide(policy: Policy, num_workers: int, repeats: int) -> Iterator[float]:
     """Seconds of each decision; every one adds to a load, and old edits leave."""
     random.seed(0)
     router = Router(policy)
-    loads = [Load(worker, BATCH_SIZE, templates={str(worker % 16)}) for worker in range(num_workers)]
+    loads = [Load(worker, BATCH_SIZE, templates={str(worker % 16): "host"}) for worker in range(num_workers)]
     places: deque[tuple[str, int]] = deque()
     for index in range(repeats + 2 * BATCH_SIZE * num_workers):
         work = Work(28, 4096, random.randint(100, 2000), template=str(random.randrange(16)))

@@ -8,6 +8,7 @@ from instgenie.router import Load, Pace, Policy, Router, Work
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service
 from instgenie.simulate.worker import Job, Memory, Worker
+from instgenie.types import TierName
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def simulate(
         finished.append(job)
         on_finished()
 
-    templates: set[str] = set()  # one for all workers
+    templates: dict[str, TierName] = {}  # one for all workers
     common = Pace()
     loads = [
         Load(index, shape.max_batch_size, pace=Pace(common), templates=templates) for index in range(shape.num_workers)
@@ -52,7 +53,7 @@ def simulate(
 
     def arrive(job: Job) -> None:
         if shape.reuse and job.work.template:
-            templates.add(job.work.template)
+            templates[job.work.template] = "host"
         job.is_cached = job.work.template in templates
         workers[router.choose(job.work, loads)].accept(job)
         await_next()
