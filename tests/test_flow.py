@@ -149,7 +149,7 @@ def test_an_order_goes_through_all_stages() -> None:
     [job] = message.jobs
     denoiser = stage.process("denoise")
     stage.flow.handle(denoiser, wire.Joined((wire.JobStep(job.id, 1, 0),), ((),)), [])
-    stage.flow.handle(denoiser, wire.Stepped(0.1, 16, 0, (wire.JobStep(job.id, 1, 1),)), [])
+    stage.flow.handle(denoiser, wire.Stepped(0.1, 0.1, 0, (wire.JobStep(job.id, 1, 1),)), [])
     stage.flow.handle(denoiser, wire.Glimpsed(job.id, 1, 0, LATENTS), [b"\0" * 4])
     stage.finish()
     stage.denoised(job)
