@@ -60,10 +60,14 @@ def test_one_job_costs_what_the_planner_says(name: str, policy: PlanPolicy, in_g
 @pytest.mark.parametrize("in_gpu", [True, False])
 @pytest.mark.parametrize("ratios", [[0.1] * 8, [0.05, 0.1, 0.2, 0.35], [0.05, 0.6], [0.02, 0.15, 0.5]])
 @pytest.mark.parametrize("num_dense", [0, 2])
-def test_a_batch_costs_what_the_planner_says(name: str, in_gpu: bool, ratios: list[float], num_dense: int) -> None:
+@pytest.mark.parametrize(("policy", "error"), [("cached", 0.05), ("exact", 0.12)])
+def test_a_batch_costs_what_the_planner_says(
+    name: str, in_gpu: bool, ratios: list[float], num_dense: int, policy: PlanPolicy, error: float
+) -> None:
+    """Where loading is slow, a plan for a batch is a little better than those of its jobs."""
     latency = LATENCIES[name]
-    exact = planned(latency, "cached", ratios, num_dense, in_gpu=in_gpu)
-    assert said(costs_of(latency), ratios, num_dense, in_gpu=in_gpu) == pytest.approx(exact, rel=0.05)
+    exact = planned(latency, policy, ratios, num_dense, in_gpu=in_gpu)
+    assert said(costs_of(latency, policy), ratios, num_dense, in_gpu=in_gpu) == pytest.approx(exact, rel=error)
 
 
 def test_a_table_goes_over_the_wire() -> None:
