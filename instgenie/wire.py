@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from instgenie.cluster.orders import FailureKind, OutputFormat, Tier
+from instgenie.costs import StepCosts
 from instgenie.types import PixelMask, Pixels
 from instgenie.wish import Wish
 
@@ -214,6 +215,12 @@ class Prepared(Message, frozen=True):
 # from denoise
 
 
+class Priced(Message, frozen=True):
+    """What steps cost on this worker."""
+
+    costs: StepCosts
+
+
 class JobStep(Struct, frozen=True):
     id: str
     attempt: int
@@ -229,7 +236,7 @@ class Stepped(Message, frozen=True):
     """One step of a batch."""
 
     seconds: float
-    num_computed_tokens: int
+    predicted_seconds: float  # by the costs that were told
     num_interruptions: int  # of the step loop, since it started
     jobs: tuple[JobStep, ...]
 
@@ -327,7 +334,7 @@ class Painted(Message, frozen=True):
 AnyMessage: TypeAlias = (
     Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | List | Recall | Finish | Ready
     | Broken | Beat | Failed | Prepared | Joined | Stepped | Glimpsed | Denoised | Registered | Found | Missing | Kept
-    | Forgotten | Listed | Recalled | Painted
+    | Forgotten | Listed | Recalled | Painted | Priced
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

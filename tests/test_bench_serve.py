@@ -24,8 +24,34 @@ def test_a_load_on_a_real_server(server: Running, tmp_path: Path, capsys: pytest
     arguments += ["--steps", "2", "--num-templates", "2", "--size", "48x32", "--json", str(target)]
     assert main(["bench", "serve", *arguments]) == 0
     [row] = json.loads(target.read_text())["rows"]
-    assert (row["num_finished"], row["num_failed"]) == (6, 0)
-    assert "SLO" in capsys.readouterr().out
+    assert (row["num_finished"], row["num_failed"], row["num_interruptions"]) == (6, 0, 0)
+    printed = capsys.readouterr().out
+    assert "SLO" in printed
+    assert "interrupted" in printed
+
+
+def test_each_system_says_how_often_its_steps_were_interrupted(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server that prepares and finishes between steps is, ours is not."""
+    target = tmp_path / "figures.json"
+    arguments = [
+        "--compare",
+        "--model",
+        str(folders["sd_fill"]),
+        "--device",
+        "cpu",
+        "--num-prompts",
+        "8",
+        "--request-rate",
+        "inf",
+    ]
+    arguments += ["--steps", "20", "--steps", "4", "--num-templates", "1", "--size", "48x32", "--json", str(target)]
+    assert main(["bench", "serve", *arguments]) == 0
+    ours, static, naive = json.loads(target.read_text())["rows"]
+    assert ours["num_interruptions"] == static["num_interruptions"] == 0
+    assert naive["num_interruptions"] > 0
+    assert "interrupted" in capsys.readouterr().out
 
 
 def test_a_workload_is_saved_and_sent_again(server: Running, tmp_path: Path) -> None:

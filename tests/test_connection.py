@@ -16,7 +16,7 @@ CHUNK, NUM_CHUNKS = b"x" * 2**20, 256
 
 
 class Answering:
-    """Sends more than any buffer holds, to whoever asks."""
+    """Sends more than any buffer holds, to whoever asks for it."""
 
     def __init__(self) -> None:
         self.num_sent = 0
@@ -25,7 +25,7 @@ class Answering:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         try:
-            for _ in range(NUM_CHUNKS):
+            for _ in range(0 if scope["path"] == "/brief" else NUM_CHUNKS):
                 await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
                 self.num_sent += 1
             await send({"type": "http.response.body", "body": b""})
@@ -67,6 +67,20 @@ def test_a_head_that_does_not_come(port: int, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(sent)
         assert ends(client)
+
+
+def trickle(client: socket.socket) -> None:
+    for _ in range(2000):
+        client.sendall(b"x")
+        threading.Event().wait(0.01)
+
+
+def test_a_body_that_trickles_on_though_it_is_answered(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(b"POST /brief HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        assert client.recv(2**20).startswith(b"HTTP/1.1 200")
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            trickle(client)
 
 
 def test_a_client_that_does_not_read(port: int, answering: Answering) -> None:

@@ -114,6 +114,26 @@ def test_jobs_join_and_leave_at_every_step(small: Model) -> None:
     assert [message.id for message in tape.of(wire.Denoised)] == ["b", "a", "c"]
 
 
+def test_what_steps_cost_is_told_before_any_is_taken(small: Model) -> None:
+    """And each step is told beside what it was predicted to take: masked tokens alone where they are cached."""
+    denoiser, tape = make_denoiser(small)
+    tape.rounds.append([template(small, "t")])
+    tape.rounds.append([jobs(small, ("a", 4), template=head_of("t"))])
+    tape.rounds.append([jobs(small, ("b", 1))])
+    denoiser.run()
+    first, _ = tape.sent[0]
+    assert isinstance(first, wire.Priced)
+    assert wire.decode(wire.encode(first)) == first
+    job = prepare(make_edit(size=SIZE, steps=4), small)
+    num_tokens, num_masked = len(job.masked), int(job.masked.sum())
+    cached, dense = (first.costs.price(num_tokens, num_masked, tier) for tier in ("host", None))
+    prices = {"a": cached, "b": dense}
+    for step in tape.of(wire.Stepped):
+        expected = first.costs.step(prices[told.id] for told in step.jobs)
+        assert step.predicted_seconds == pytest.approx(expected), step
+    assert cached.compute < dense.compute
+
+
 def test_static_batches_end_before_the_next_begins(small: Model) -> None:
     denoiser, tape = make_denoiser(small, "static")
     tape.rounds.extend([[jobs(small, ("a", 3))], [jobs(small, ("b", 2))], [jobs(small, ("c", 1))], []])

@@ -149,7 +149,7 @@ def test_an_order_goes_through_all_stages() -> None:
     [job] = message.jobs
     denoiser = stage.process("denoise")
     stage.flow.handle(denoiser, wire.Joined((wire.JobStep(job.id, 1, 0),), ((),)), [])
-    stage.flow.handle(denoiser, wire.Stepped(0.1, 16, 0, (wire.JobStep(job.id, 1, 1),)), [])
+    stage.flow.handle(denoiser, wire.Stepped(0.1, 0.1, 0, (wire.JobStep(job.id, 1, 1),)), [])
     stage.flow.handle(denoiser, wire.Glimpsed(job.id, 1, 0, LATENTS), [b"\0" * 4])
     stage.finish()
     stage.denoised(job)
@@ -555,6 +555,24 @@ def test_what_is_shared_outlives_a_worker() -> None:
     stage.kept(template.id, 1 - holder)
     assert template.state == "failed"
     assert not any(template.id in worker.load.templates for worker in stage.workers)
+
+
+def test_the_router_knows_the_highest_tier_of_a_template_at_each_worker() -> None:
+    stage = lasting(devices=("cpu", "cpu"))
+    template = stage.flow.register(stage.flow.library.registering("me", make_order().picture, None, None))
+    [holder] = template.entries
+    here, there = stage.workers[holder].load.templates, stage.workers[1 - holder].load.templates
+    stage.prepare(holder)
+    stage.register(holder)
+    assert (here, there) == ({template.id: "host"}, {})
+    stage.kept(template.id, holder, gpu=1000, host=1000, disk=900, remote=900)
+    assert (here, there) == ({template.id: "gpu"}, {template.id: "disk"})
+    stage.kept(template.id, 1 - holder, host=1000, remote=900)
+    assert (here, there) == ({template.id: "gpu"}, {template.id: "host"})
+    stage.kill("denoise", holder)
+    assert (here, there) == ({template.id: "remote"}, {template.id: "host"})
+    stage.flow.forget(template)
+    assert (here, there) == ({}, {})
 
 
 def test_a_worker_that_was_away_forgets_when_it_is_back() -> None:

@@ -9,10 +9,14 @@ WORK = Work(num_steps=10, num_tokens=1000, num_masked_tokens=100, template="cat"
 
 def make_load(worker: int, *edits: tuple[int, int], templates: tuple[str, ...] = ()) -> Load:
     """Edits are (steps, tokens of a step)."""
-    load = Load(worker, max_batch_size=4, templates=set(templates))
+    load = Load(worker, max_batch_size=4, templates=dict.fromkeys(templates, "host"))
     for index, edit in enumerate(edits):
-        load.add(f"{worker}-{index}", *edit)
+        add(load, f"{worker}-{index}", *edit)
     return load
+
+
+def add(load: Load, edit: str, num_steps: int, num_tokens: int) -> None:
+    load.add(edit, num_steps, num_tokens, load.costs.price(num_tokens, num_tokens, None))
 
 
 def test_mask_aware_counts_what_is_computed_not_requests() -> None:
@@ -49,9 +53,9 @@ def test_equal_workers_share(policy: Policy) -> None:
 
 def test_a_slow_worker_gets_less() -> None:
     loads = [make_load(0), make_load(1)]
-    for num_tokens in (100, 500, 1000) * 100:
-        loads[0].pace.measure(num_tokens, 0.1 + 1e-3 * num_tokens)
-        loads[1].pace.measure(num_tokens, 0.01 + 1e-4 * num_tokens)
+    for predicted in (0.01, 0.05, 0.1) * 100:
+        loads[0].pace.measure(predicted, 0.1 + 10 * predicted)
+        loads[1].pace.measure(predicted, 0.01 + predicted)
     for _ in range(4):
         assert Router().choose(WORK, loads) == 1
 
@@ -62,7 +66,7 @@ def test_a_load_is_the_sum_of_what_is_left() -> None:
     load.step("0-0")
     load.step("0-0")
     assert (load.num_edits, load.num_steps, load.num_token_steps) == (2, 12, 1000)
-    load.add("0-1", 1, 50)
+    add(load, "0-1", 1, 50)
     load.remove("0-0")
     load.remove("0-0")
     assert (load.num_edits, load.num_steps, load.num_token_steps) == (1, 1, 50)
@@ -70,25 +74,26 @@ def test_a_load_is_the_sum_of_what_is_left() -> None:
     assert load.seconds == 0
 
 
-def test_pace_learns_a_line() -> None:
+def test_pace_corrects_what_was_predicted() -> None:
     pace = Pace()
+    assert pace.seconds(3, 0.25) == pytest.approx(0.25)
     for step in range(1000):
-        num_tokens = 100 + 37 * step % 900
-        pace.measure(num_tokens, 0.02 + 3e-5 * num_tokens)
+        predicted = 0.01 * (1 + 37 * step % 90)
+        pace.measure(predicted, 0.02 + 3 * predicted)
     assert pace.per_step == pytest.approx(0.02, rel=1e-3)
-    assert pace.per_token == pytest.approx(3e-5, rel=1e-3)
-    assert pace.seconds(10, 10 * 500) == pytest.approx(10 * (0.02 + 3e-5 * 500), rel=1e-3)
+    assert pace.per_second == pytest.approx(3, rel=1e-3)
+    assert pace.seconds(10, 5.0) == pytest.approx(10 * 0.02 + 3 * 5.0, rel=1e-3)
 
 
-@pytest.mark.parametrize("measured", [[(500, 0.5)] * 500, [(100, 0.9), (900, 0.1)] * 100, [(0, 0.0)] * 500])
-def test_pace_never_promises_negative_time(measured: list[tuple[int, float]]) -> None:
+@pytest.mark.parametrize("measured", [[(0.5, 0.5)] * 500, [(0.1, 0.9), (0.9, 0.1)] * 100, [(0.0, 0.0)] * 500])
+def test_pace_never_promises_negative_time(measured: list[tuple[float, float]]) -> None:
     pace = Pace()
-    for num_tokens, seconds in measured:
-        pace.measure(num_tokens, seconds)
+    for predicted, seconds in measured:
+        pace.measure(predicted, seconds)
         assert pace.per_step >= 0
-        assert pace.per_token >= 0
+        assert pace.per_second >= 0
     seen = sum(seconds for _, seconds in measured[-2:]) / 2
-    mean = sum(num_tokens for num_tokens, _ in measured[-2:]) / 2
+    mean = sum(predicted for predicted, _ in measured[-2:]) / 2
     assert pace.seconds(1, mean) == pytest.approx(seen, rel=0.05, abs=1e-3)
 
 
@@ -104,20 +109,20 @@ def test_of_many_workers_the_best_of_a_sample_is_taken(policy: Policy) -> None:
 
 def test_of_many_workers_those_that_hold_the_template_are_looked_at() -> None:
     loads = [make_load(worker) for worker in range(10 * MAX_SCANNED)]
-    loads[77].templates.add("cat")
+    loads[77].templates["cat"] = "host"
     assert Router().choose(WORK, loads, [loads[77]]) == 77
-    loads[77].add("much", 1000, 1000)
+    add(loads[77], "much", 1000, 1000)
     assert Router().choose(WORK, loads, [loads[77]]) != 77
 
 
 def test_a_worker_that_took_no_step_is_judged_by_the_others() -> None:
     common = Pace()
     known, new = Load(0, 4, pace=Pace(common)), Load(1, 4, pace=Pace(common))
-    for num_tokens in (100, 500, 1000) * 100:
-        known.pace.measure(num_tokens, 1.0 + 1e-2 * num_tokens)
+    for predicted in (0.01, 0.05, 0.1) * 100:
+        known.pace.measure(predicted, 1.0 + 100 * predicted)
     for load in (known, new):
-        load.add("a", 10, 1000)
+        add(load, "a", 10, 1000)
     assert new.seconds == pytest.approx(known.seconds, rel=1e-6)
     for _ in range(NUM_KNOWN):
-        new.pace.measure(500, 1e-3)
+        new.pace.measure(0.05, 1e-3)
     assert new.seconds < known.seconds / 10

@@ -322,7 +322,7 @@ def test_metrics(server: Running, edited: Any) -> None:
         "num_requests_running": "gauge", "num_requests_waiting": "gauge", "e2e_request_latency_seconds": "histogram",
         "request_queue_time_seconds": "histogram", "request_success": "counter", "step_time_seconds": "histogram",
         "batch_size": "histogram", "mask_ratio": "histogram", "cache_queries": "counter", "cache_hits": "counter",
-        "cache_usage_bytes": "gauge", "http_requests": "counter",
+        "cache_usage_bytes": "gauge", "http_requests": "counter", "step_loop_interruptions": "counter",
     }  # fmt: skip
 
     def labels(name: str, label: str) -> set[str]:
@@ -334,6 +334,7 @@ def test_metrics(server: Running, edited: Any) -> None:
     assert "\ninstgenie:request_success_total{" in text
     assert "\ninstgenie:cache_hits_total{" in text
     assert "\ninstgenie:cache_queries_total " in text
+    assert '\ninstgenie:step_loop_interruptions_total{worker="0"} 0.0' in text
     for name in (
         "e2e_request_latency_seconds_count",
         "step_time_seconds_count",

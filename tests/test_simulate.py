@@ -85,6 +85,19 @@ def test_who_waits_for_its_template_lets_others_go_first() -> None:
     ]  # fmt: skip
 
 
+def test_edits_go_where_their_template_is_unless_others_wait_there() -> None:
+    """Two steps of another cat take less than five seconds of fetching; twenty take more."""
+    shape = ClusterShape(2, max_batch_size=1, max_templates=1, fetch=5.0)
+    arrivals = [(0.0, "cat"), (20.0, "cat"), (40.0, "cat"), (40.1, "cat")]
+    jobs = [make_job(index, at, 2, 100, 10, template) for index, (at, template) in enumerate(arrivals)]
+    simulate(shape, SECOND, jobs)
+    first, second, third, fourth = (job.worker for job in jobs)
+    assert first == second == third == fourth
+    long = [make_job(index, at, 20, 100, 10, "cat") for index, at in enumerate((0.0, 30.0, 30.1))]
+    simulate(shape, SECOND, long)
+    assert long[0].worker == long[1].worker != long[2].worker
+
+
 def test_two_workers_take_one_each() -> None:
     for policy in POLICIES:
         jobs = jobs_at(0.0, 0.0)
@@ -102,7 +115,7 @@ def test_every_edit_is_finished_once_and_in_order(policy: Policy, batching: Batc
         )
         for index, arrival in enumerate(workload)
     ]
-    shape = ClusterShape(5, max_batch_size=3, policy=policy, batching=batching, max_templates=3, fetch=0.1)
+    shape = ClusterShape(5, max_batch_size=3, policy=policy, batching=batching, max_templates=3, fetch=0.02)
     told: list[None] = []
     finished = simulate(shape, Line(0.01, 0.02, 0.05, 1e-4), jobs, lambda: told.append(None))
     assert Counter(job.id for job in finished) == Counter(job.id for job in jobs)

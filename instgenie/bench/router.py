@@ -10,10 +10,19 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
+from instgenie.latency import DEFAULTS
+from instgenie.network import BlockShape, NetworkShape
+from instgenie.pricing import JobShape, make_costs
 from instgenie.router import Load, Policy, Router, Work
+from instgenie.types import TierName
 
-NUM_WORKERS = (8, 64, 1024, 20_000)
+NUM_WORKERS = (8, 64, 256, 1024, 20_000)
 BATCH_SIZE = 8
+NUM_TOKENS = 4096
+TIERS = tuple(enumerate(get_args(TierName)))  # a template in each
+BLOCK = BlockShape(per_token=2 * 12 * 3072**2, per_text=2 * 12 * 3072**2, per_rest=0, per_pair=4 * 3072, per_branch=0,
+                   width=3072, joint=True)  # fmt: skip
+SHAPE = JobShape(NetworkShape((BLOCK,) * 57, (57,), per_token=0, per_branch=0), num_text=512)  # about a Flux
 
 
 def bench_router(repeats: int) -> None:
@@ -31,15 +40,20 @@ def decide(policy: Policy, num_workers: int, repeats: int) -> Iterator[float]:
     """Seconds of each decision; every one adds to a load, and old edits leave."""
     random.seed(0)
     router = Router(policy)
-    loads = [Load(worker, BATCH_SIZE, templates={str(worker % 16)}) for worker in range(num_workers)]
+    costs = make_costs(SHAPE, DEFAULTS["cuda"], "exact", NUM_TOKENS)
+    loads = [
+        Load(worker, BATCH_SIZE, costs=costs, templates={str((worker + rank) % 16): tier for rank, tier in TIERS})
+        for worker in range(num_workers)
+    ]
     places: deque[tuple[str, int]] = deque()
     for index in range(repeats + 2 * BATCH_SIZE * num_workers):
-        work = Work(28, 4096, random.randint(100, 2000), template=str(random.randrange(16)))
+        work = Work(28, NUM_TOKENS, random.randint(100, 2000), template=str(random.randrange(16)))
         is_filled = index >= 2 * BATCH_SIZE * num_workers  # every worker has a batch and a queue
         start = time.perf_counter()
         worker = router.choose(work, loads) if is_filled else index % num_workers
         seconds = time.perf_counter() - start
-        loads[worker].add(str(index), work.num_steps, loads[worker].tokens_of(work))
+        load = loads[worker]
+        load.add(str(index), work.num_steps, load.tokens_of(work), load.price_of(work))
         places.append((str(index), worker))
         if is_filled:
             edit, other = places.popleft()

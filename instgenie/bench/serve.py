@@ -34,7 +34,8 @@ from instgenie.errors import ServeError
 
 NUM_ALONE = 3
 TIMEOUT = 1800.0
-TABLE_WIDTH = 124
+TABLE_WIDTH = 136
+INTERRUPTIONS = "instgenie:step_loop_interruptions_total{"
 SYSTEMS = {  # flags of the servers that --compare starts
     "instgenie": ["--batching", "continuous"],
     "static batches, dense": ["--batching", "static", "--no-reuse"],
@@ -82,6 +83,7 @@ class Row:
     slo_attainment: float
     alone_s: float
     mask_ratio: float
+    num_interruptions: int | None  # of step loops by other work, under the load; None: the server does not say
 
 
 def bench_serve(plan: Plan, base_url: str, api_key: str | None, json_path: Path | None) -> None:
@@ -143,9 +145,12 @@ async def measure(system: str, plan: Plan, base_url: str, api_key: str | None) -
                 progress.advance(task)
             alone = await bench.alone(templates)
             task = progress.add_task(f"{system}: edits", total=len(plan.workload))
+            before = await bench.num_interruptions()
             start = time.perf_counter()
             answers = await bench.run(lambda: progress.advance(task))
-            return make_row(system, answers, time.perf_counter() - start, alone, plan.slo_scale)
+            row = make_row(system, answers, time.perf_counter() - start, alone, plan.slo_scale)
+            after = await bench.num_interruptions()
+            return row if before is None or after is None else replace(row, num_interruptions=after - before)
 
 
 class Bench:
@@ -162,6 +167,12 @@ class Bench:
             raise ServeError(f"{self.client.base_url} cannot be reached: {failed}") from None
         if answer.status_code != 200:
             raise ServeError(f"{self.client.base_url} answers {answer.status_code}: {error_text(answer)}")
+
+    async def num_interruptions(self) -> int | None:
+        """Of the step loops of all workers, so far."""
+        lines = (await self.client.get("/metrics")).text.splitlines()
+        counts = [float(line.split()[-1]) for line in lines if line.startswith(INTERRUPTIONS)]
+        return int(sum(counts)) if counts else None
 
     async def register(self, template: Arrival) -> None:
         """As a service does with the pictures it offers; a server that keeps no activations says no, and that is
@@ -246,13 +257,26 @@ def make_row(system: str, answers: Sequence[Answer], duration: float, alone: flo
         slo_attainment=round(in_time / len(answers), 3),
         alone_s=round(alone, 3),
         mask_ratio=round(statistics.mean(answer.mask_ratio for answer in answers), 3),
+        num_interruptions=None,
     )
 
 
 def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     table = Table(title=f"{plan.title}, {machine}")
-    columns = ("edits/s", "mean s", "median", "P90", "P95", "P99", "SLO", "alone s", "mask ratio", "failed")
+    columns = (
+        "edits/s",
+        "mean s",
+        "median",
+        "P90",
+        "P95",
+        "P99",
+        "SLO",
+        "alone s",
+        "mask ratio",
+        "interrupted",
+        "failed",
+    )
     table.add_column("system", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -264,6 +288,7 @@ def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
             f"{row.slo_attainment:.0%}",
             f"{row.alone_s:.2f}",
             f"{row.mask_ratio:.2f}",
+            "–" if row.num_interruptions is None else str(row.num_interruptions),
             str(row.num_failed),
         )
     Console(width=max(Console().width, TABLE_WIDTH)).print(table)

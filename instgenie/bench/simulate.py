@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from instgenie.bench.edit import sample_picture
 from instgenie.bench.workload import Arrival
+from instgenie.engine.pricing import job_shape
 from instgenie.errors import InstGenieError
 from instgenie.latency import DEFAULTS, read_latency
-from instgenie.models.flux_model import FluxModel
 from instgenie.models.load import load
 from instgenie.models.model import Model
 from instgenie.picture import working_size
@@ -26,7 +25,7 @@ from instgenie.router import Policy
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
 from instgenie.simulate.service import Planned
 from instgenie.simulate.worker import Job
-from instgenie.types import Edit, PlanPolicy
+from instgenie.types import PlanPolicy
 
 TABLE_WIDTH = 110
 
@@ -84,18 +83,17 @@ def bench_simulate(
 
 
 def make_service(model: Model, setup: Setup) -> Planned:
-    size = model.own_size, model.own_size
-    edit = Edit(sample_picture(size), np.ones(size, np.bool_), "", guidance=model.guidance)
+    shape = job_shape(model, value_bytes=2 if setup.kind == "cuda" else 4)
     return Planned(
         latency=read_latency(setup.latency) if setup.latency else DEFAULTS[setup.kind],
-        network=model.describe(),
-        num_text=model.max_text_tokens if isinstance(model, FluxModel) else model.tokenizer.model_max_length,
+        network=shape.network,
+        num_text=shape.num_text,
         prepare=setup.prepare,
         finish=setup.finish,
         policy=setup.plan,
         in_gpu=setup.in_gpu,
-        value_bytes=2 if setup.kind == "cuda" else 4,
-        num_branches=2 if model.guidance_scale(edit) > 1 else 1,
+        value_bytes=shape.value_bytes,
+        num_branches=shape.num_branches,
     )
 
 

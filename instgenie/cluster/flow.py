@@ -58,6 +58,7 @@ class Flow:
         self._handlers: dict[type, Callable[[Process, Any, list[wire.Frame]], None]] = {
             wire.Failed: self._on_failed,
             wire.Prepared: self._on_prepared,
+            wire.Priced: self._on_priced,
             wire.Joined: self._on_joined,
             wire.Stepped: self._on_stepped,
             wire.Glimpsed: self._on_glimpsed,
@@ -175,6 +176,8 @@ class Flow:
         if not can_reuse(entry.edit):
             return
         entry.is_sure = name in worker.load.templates
+        if name:
+            worker.load.expect(name)
         if entry.is_sure or (name and self.library.may_be_below(name)):
             entry.template = name
         else:
@@ -266,6 +269,9 @@ class Flow:
             self.places.settle(entry, self.workers[gathered[0].worker])
             self.places.put(entry)
 
+    def _on_priced(self, process: Process, message: wire.Priced, frames: list[wire.Frame]) -> None:
+        self.workers[process.worker].load.costs = message.costs
+
     def _on_joined(self, process: Process, message: wire.Joined, frames: list[wire.Frame]) -> None:
         for told, plan in zip(message.jobs, message.plans, strict=True):
             entry = process.held.get(told.id)
@@ -284,7 +290,7 @@ class Flow:
 
     def _on_stepped(self, process: Process, message: wire.Stepped, frames: list[wire.Frame]) -> None:
         worker = self.workers[process.worker]
-        worker.step(message.seconds, message.num_computed_tokens)
+        worker.step(message.seconds, message.predicted_seconds)
         worker.num_interruptions = message.num_interruptions
         for observer in self.observers:
             observer.step(worker.index, message.seconds, len(message.jobs))
@@ -372,7 +378,7 @@ class Flow:
         height, width, _ = entry.edit.picture.shape
         worked = prepared.seconds + denoised.seconds + painted.seconds
         num_saved = prepared.num_steps * (prepared.num_tokens - denoised.num_computed_tokens)
-        pace = self.workers[entry.worker].load.pace
+        per_token = self.workers[entry.worker].load.seconds_per_token
         return Facts(
             seed=entry.edit.wish.seed,
             width=width,
@@ -386,7 +392,7 @@ class Flow:
             queue_seconds=max(time.monotonic() - entry.accepted_at - worked, 0.0),
             prepare_seconds=prepared.seconds,
             denoise_seconds=denoised.seconds,
-            dense_seconds=denoised.seconds + pace.seconds(0, num_saved),
+            dense_seconds=denoised.seconds + num_saved * per_token,
             finish_seconds=painted.seconds,
         )
 
@@ -439,12 +445,12 @@ class Flow:
         for order in orders:
             registering = self.library.registering_of(order)
             key = id(order.picture), order.tenant, registering.steps, registering.guidance
-            if key not in names:
+            if can_reuse(order) and key not in names:
                 names[key] = template_id(registering)
             height, width = working_size_of(*order.picture.shape[:2], facts.unit, facts.own_size)
             num_tokens = (height // facts.patch) * (width // facts.patch)
             num_masked = max(round(num_tokens * float(order.mask.mean())), 1)
-            works.append(Work(registering.steps, num_tokens, num_masked, names[key]))
+            works.append(Work(registering.steps, num_tokens, num_masked, names[key] if can_reuse(order) else None))
         return works
 
     def _retry_after(self) -> float:

@@ -103,7 +103,7 @@ class Library:
         """Every worker forgets it, in all its tiers; one that is not there does when it comes back."""
         del self.templates[template.id]
         for worker in self.places.workers:
-            worker.load.templates.discard(template.id)
+            worker.load.templates.pop(template.id, None)
             if head := self.head_of(template.id, template.registering, worker):
                 self._forgetting[worker.index][template.id] = head
             if worker.processes["denoise"].is_ready:
@@ -128,7 +128,7 @@ class Library:
         template = self._learn(name, self.registering_of(entry.edit))
         if is_new:
             template.state, template.num_registered_steps = "ready", template.registering.steps
-        self.places.workers[entry.worker].load.templates.add(name)
+        self.places.workers[entry.worker].load.templates.setdefault(name, "host")  # where it was brought to
 
     # registration
 
@@ -197,7 +197,8 @@ class Library:
             template.entries.pop(process.worker, None)
             template.state = "ready"
             template.keep_in_memory(process.worker, message.tier_bytes)
-            self.places.workers[process.worker].load.templates.add(template.id)
+            tier = template.tier_at(process.worker) or "disk"  # it is somewhere; what is kept is told next
+            self.places.workers[process.worker].load.templates[template.id] = tier
             self._unpark(template, process.worker)
 
     def on_kept(self, process: Process, message: wire.Kept, frames: list[wire.Frame]) -> None:
@@ -272,10 +273,13 @@ class Library:
 
     def _tell_router(self, template: Template) -> None:
         for worker in self.places.workers:
-            if template.is_held_by(worker.index):
-                worker.load.templates.add(template.id)
-            else:
-                worker.load.templates.discard(template.id)
+            self._tell_load(template, worker)
+
+    def _tell_load(self, template: Template, worker: Worker) -> None:
+        if tier := template.tier_at(worker.index):
+            worker.load.templates[template.id] = tier
+        else:
+            worker.load.templates.pop(template.id, None)
 
     # what is lost
 
@@ -300,8 +304,9 @@ class Library:
         template = self.templates.get(name)
         if template:
             template.holders.pop(worker.index, None)
-        if not (template and template.shared):
-            worker.load.templates.discard(name)
+            self._tell_load(template, worker)
+        else:
+            worker.load.templates.pop(name, None)
 
     def fail(self, entry: Entry, message: str) -> None:
         """Edits that wait for it are computed in full."""

@@ -187,8 +187,8 @@ class Cluster:
             num_steps=worker.num_steps,
             num_interruptions=worker.num_interruptions,
             predicted_seconds=worker.load.seconds,
-            seconds_per_step=worker.load.pace.per_step,
-            seconds_per_token=worker.load.pace.per_token,
+            seconds_per_step=worker.load.pace.seconds(1, worker.load.costs.per_step),
+            seconds_per_token=worker.load.seconds_per_token,
             templates=tuple(worker.load.templates),
             tier_bytes=dict(worker.tier_bytes),
         )

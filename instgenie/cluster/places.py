@@ -29,6 +29,7 @@ class Places:
             num_tokens=sum(work.num_tokens for work in works),
             num_masked_tokens=sum(work.num_masked_tokens for work in works),
             template=works[0].template,
+            num_edits=len(works),
         )
         holding = [self.workers[index].load for index in holders if self.workers[index].is_ready]
         return self.workers[self.router.choose(total, loads, holding)]
@@ -38,7 +39,9 @@ class Places:
         self.workers[entry.worker].load.remove(entry.id)
         entry.worker = worker.index
         if isinstance(entry.order, Order):
-            worker.load.add(entry.id, entry.num_steps - entry.step, entry.num_computed_tokens)
+            tier = worker.load.templates.get(entry.template, "host") if entry.template and entry.is_sure else None
+            price = worker.load.costs.price(entry.num_tokens, entry.num_masked_tokens, tier)
+            worker.load.add(entry.id, entry.num_steps - entry.step, entry.num_computed_tokens, price)
 
     def put(self, entry: Entry) -> None:
         """Into the queue of its stage's process; an edit goes to another worker if its own is not ready and one is."""

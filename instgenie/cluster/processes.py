@@ -180,7 +180,7 @@ class Worker:
             return None
         return hashlib.sha256(" ".join(self.digests[role] for role in roles).encode()).hexdigest()
 
-    def step(self, seconds: float, num_tokens: int) -> None:
+    def step(self, seconds: float, predicted: float) -> None:
         now = time.monotonic()
         rate = 1 / max(now - self._stepped_at, 1e-6)
         is_first = now - self._stepped_at > 10 * max(seconds, 0.1)  # after a pause there is no rate yet
@@ -188,7 +188,7 @@ class Worker:
         self._stepped_at = now
         self.last_step_seconds = seconds
         self.num_steps += 1
-        self.load.pace.measure(num_tokens, seconds)
+        self.load.pace.measure(predicted, seconds)
 
 
 def make_workers(config: ClusterConfig) -> list[Worker]:

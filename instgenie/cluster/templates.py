@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from instgenie.cluster.entries import Entry, Registering
 from instgenie.cluster.orders import TemplateStatus, Tier
@@ -29,8 +29,10 @@ class Template:
     def is_held(self) -> bool:
         return bool(self.holders or self.shared)
 
-    def is_held_by(self, worker: int) -> bool:
-        return worker in self.holders or bool(self.shared)
+    def tier_at(self, worker: int) -> Tier | None:
+        """The highest in which a worker has it; None if it has to register it."""
+        found = self.holders.get(worker, {}) | self.shared
+        return next((tier for tier in get_args(Tier) if tier in found), None)
 
     def keep(self, worker: int, tier_bytes: Mapping[Tier, int]) -> None:
         """All there is of it, as far as this worker sees."""

@@ -6,15 +6,17 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_TIMEOUT = 20.0  # for the head of a request to arrive in full
+HEAD_TIMEOUT = 20.0  # for the head of a request to arrive in full, and for what is left of a body after its answer
 STALL_TIMEOUT = 60.0  # without one byte of an answer taken
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which waits for ever for a head that does not come and a client that does not read."""
+    """uvicorn's, which waits for ever for a head that does not come, for a body that comes a byte at a time after its
+    answer, and for a client that does not read."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, head_timeout: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._head_timeout = HEAD_TIMEOUT if head_timeout is None else head_timeout
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -32,10 +34,21 @@ class Connection(H11Protocol):
                 timer.cancel()
         super().connection_lost(exc)
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_answered_early:
+            self._watch_head()
+
+    @property
+    def _is_answered_early(self) -> bool:
+        """Whether its request is still on the way."""
+        has_answered = self.cycle is not None and self.cycle.response_complete
+        return has_answered and self.conn.their_state is h11.SEND_BODY
+
     def _watch_head(self) -> None:
-        waits = self.conn.their_state is h11.IDLE
+        waits = self.conn.their_state is h11.IDLE or self._is_answered_early
         if waits and self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self.transport.abort)
+            self._head_timer = self.loop.call_later(self._head_timeout, self.transport.abort)
         elif not waits and self._head_timer:
             self._head_timer.cancel()
             self._head_timer = None

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -19,6 +19,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+INTERRUPTIONS = "instgenie:step_loop_interruptions_total"
 REASONS = ("stop", "abort", "error")  # finished, given up by the client, failed
 
 
@@ -96,6 +97,11 @@ class Live(Collector):
             of_each = [worker.tier_bytes.get(tier, 0) for worker in status.workers]
             usage.add_metric([tier], max(of_each) if tier in SHARED else sum(of_each))
         yield usage
+        about = "Times that other work went before a step while jobs were running, since the worker's process started."
+        interruptions = CounterMetricFamily(INTERRUPTIONS, about, labels=["worker"])
+        for worker in status.workers:
+            interruptions.add_metric([str(worker.index)], worker.num_interruptions)
+        yield interruptions
 
 
 def gauge(name: str, about: str, value: float) -> GaugeMetricFamily:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -18,7 +19,7 @@ from instgenie.config import CacheConfig
 from instgenie.errors import ServeError
 from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
-from instgenie.server.connection import Connection
+from instgenie.server.connection import HEAD_TIMEOUT, Connection
 from instgenie.server.log import say, set_up_log
 from instgenie.server.service import Service
 
@@ -71,7 +72,7 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
     server = Server(
         uvicorn.Config(
             make_app(service, version),
-            http=Connection,
+            http=partial(Connection, head_timeout=min(HEAD_TIMEOUT, config.http.body_timeout)),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

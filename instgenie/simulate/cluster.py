@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from instgenie.config import Batching
 from instgenie.router import Load, Pace, Policy, Router, Work
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service
 from instgenie.simulate.worker import Job, Memory, Worker
+from instgenie.types import TierName
 
 
 @dataclass(frozen=True)
@@ -32,28 +35,33 @@ def simulate(
         finished.append(job)
         on_finished()
 
-    templates: set[str] = set()  # one for all workers
-    common = Pace()
-    loads = [
-        Load(index, shape.max_batch_size, pace=Pace(common), templates=templates) for index in range(shape.num_workers)
-    ]
-    workers = [
-        Worker(
-            load=load,
-            service=service,
-            clock=clock,
-            on_finished=finish,
-            batching=shape.batching,
-            memory=None if shape.max_templates is None else Memory(shape.max_templates, shape.fetch),
-        )
-        for load in loads
-    ]
     arriving = iter(jobs)
+    first = next(arriving, None)
+    if first is None:
+        return []
+    costs = replace(service.costs(first.work.num_tokens), fetch={"disk": (shape.fetch, 0.0)})
+    shared: dict[str, TierName] = {}  # templates of workers that hold all there are
+    common = Pace()
+    workers = []
+    for index in range(shape.num_workers):
+        memory = None if shape.max_templates is None else Memory(shape.max_templates, shape.fetch)
+        load = Load(index, shape.max_batch_size, Pace(common), costs, memory.tiers if memory else shared)
+        workers.append(Worker(load, service, clock, finish, shape.batching, memory))
+    loads = [worker.load for worker in workers]
+    known: set[str] = set()  # templates that have activations
+
+    def learn(template: str) -> None:
+        """Every worker can get at it; those with a memory of their own fetch it first."""
+        known.add(template)
+        shared[template] = "host"
+        for worker in workers if shape.max_templates is not None else ():
+            worker.load.templates[template] = "disk"
 
     def arrive(job: Job) -> None:
-        if shape.reuse and job.work.template:
-            templates.add(job.work.template)
-        job.is_cached = job.work.template in templates
+        template = job.work.template
+        if shape.reuse and template and template not in known:
+            learn(template)
+        job.is_cached = template in known
         workers[router.choose(job.work, loads)].accept(job)
         await_next()
 
@@ -61,7 +69,7 @@ def simulate(
         if following := next(arriving, None):
             clock.at(following.arrived, arrive, following)
 
-    await_next()
+    clock.at(first.arrived, arrive, first)
     clock.run()
     return sorted(finished, key=lambda job: job.finished)
 

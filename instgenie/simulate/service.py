@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+from instgenie.costs import USUAL, StepCosts, line_costs
 from instgenie.latency import Latency
 from instgenie.network import Demand, NetworkShape
 from instgenie.planner import plan_batch
+from instgenie.pricing import JobShape, make_costs
 from instgenie.types import PlanPolicy
 
 Sums = tuple[tuple[int, int, int, int], ...]  # of each size: tokens of a job; cached jobs, their masked tokens; others
@@ -30,6 +32,9 @@ class Service(Protocol):
     def step(self, sums: Sums) -> float:
         """Seconds of one step of a batch."""
 
+    def costs(self, num_tokens: int) -> StepCosts:
+        """What the router is told of steps of jobs of so many tokens."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -43,6 +48,9 @@ class Line:
     def step(self, sums: Sums) -> float:
         tokens = sum(masked + num_tokens * num_dense for num_tokens, _, masked, num_dense in sums)
         return self.per_step + self.per_token * tokens
+
+    def costs(self, num_tokens: int) -> StepCosts:
+        return line_costs(self.per_step, self.per_token)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,10 @@ class Measured:
         share = max(num_jobs - below, 0) / (above - below)
         return (1 - share) * self.seconds[below] + share * self.seconds[above]
 
+    def costs(self, num_tokens: int) -> StepCosts:
+        """Measured steps say nothing of masks: what is usual is scaled by what happens."""
+        return USUAL
+
 
 class Planned:
     """A step as the planner plans it on a device, for what is loaded from memory meanwhile or is there already."""
@@ -80,11 +92,9 @@ class Planned:
         value_bytes: int = 2,
         num_branches: int = 1,
     ) -> None:
-        self.latency, self.network, self.policy = latency, network, policy
+        self.latency, self.network, self.policy, self.in_gpu = latency, network, policy, in_gpu
         self.prepare, self.finish = prepare, finish
-        self.num_text, self.value_bytes, self.num_branches = num_text, value_bytes, num_branches
-        self.in_gpu = frozenset(range(len(network.blocks))) if in_gpu else frozenset()
-        self.sides = {shape.side for shape in network.blocks}
+        self.shape = JobShape(network, num_text, num_branches, value_bytes)
         self._seconds = lru_cache(maxsize=None)(self.plan)
 
     def step(self, sums: Sums) -> float:
@@ -98,19 +108,12 @@ class Planned:
     def demands(self, num_tokens: int, num_cached: int, num_masked: int, num_dense: int) -> Iterable[Demand]:
         """Jobs with an equal share of the masked tokens each; what they compute is the same in all."""
         for job in range(num_cached):
-            masked = (num_masked + job) // num_cached
-            yield Demand(
-                num_tokens=num_tokens,
-                num_masked={side: -(-masked // side**2) for side in self.sides},
-                num_text=self.num_text,
-                num_branches=self.num_branches,
-                kind="kv",
-                value_bytes=self.value_bytes,
-                in_gpu=self.in_gpu,
-            )
+            yield self.shape.demand(num_tokens, (num_masked + job) // num_cached, self.in_gpu)
         for _ in range(num_dense):
-            everything = {side: num_tokens // side**2 for side in self.sides}
-            yield Demand(num_tokens, everything, self.num_text, self.num_branches)
+            yield self.shape.dense_demand(num_tokens)
+
+    def costs(self, num_tokens: int) -> StepCosts:
+        return make_costs(self.shape, self.latency, self.policy, num_tokens, is_host_near=self.in_gpu)
 
 
 def rounded(num_tokens: int, num_cached: int, num_masked: int, num_dense: int) -> tuple[int, int, int, int]:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 from instgenie.admission import num_joining
 from instgenie.config import Batching
+from instgenie.costs import Price
 from instgenie.router import Load, Work
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service, Sums
+from instgenie.types import TierName
 
 
 @dataclass(eq=False, slots=True)
@@ -41,10 +43,6 @@ class Job:
         """At its present step."""
         return not self.is_cached or self.step < self.num_dense_steps
 
-    @property
-    def num_computed_tokens(self) -> int:
-        return self.work.num_tokens if self.is_dense else self.work.num_masked_tokens
-
 
 @dataclass
 class Memory:
@@ -52,14 +50,17 @@ class Memory:
 
     max_templates: int
     fetch: float  # seconds
+    tiers: dict[str, TierName] = field(default_factory=dict)  # where each is, as the router knows it
     there_at: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     def use(self, template: str, now: float) -> float:
         """When it is there."""
         self.there_at[template] = max(self.there_at.get(template, now + self.fetch), now)
         self.there_at.move_to_end(template)
+        self.tiers[template] = "host"
         if len(self.there_at) > self.max_templates:
-            self.there_at.popitem(last=False)
+            gone, _ = self.there_at.popitem(last=False)
+            self.tiers[gone] = "disk"
         return self.there_at[template]
 
 
@@ -78,13 +79,13 @@ class Worker:
     is_busy: bool = False
     is_other: bool = True  # whether the coming step is another than the last: others run, or some no longer dense
     seconds: float = 0.0  # of a step
-    num_tokens: int = 0  # that a step computes
+    predicted: float = 0.0  # by the router's costs
     can_prepare_at: float = 0.0
     can_finish_at: float = 0.0
 
     def accept(self, job: Job) -> None:
         job.worker = self.load.worker
-        self.load.add(job.id, job.work.num_steps, self.load.tokens_of(job.work))
+        self.load.add(job.id, job.work.num_steps, self.load.tokens_of(job.work), self.load.price_of(job.work))
         if self.batching == "naive":
             self.to_prepare.append(job)
             self.wake()
@@ -115,8 +116,12 @@ class Worker:
         if self.is_other:
             self.is_other = False
             self.seconds = self.service.step(sums_of(self.running))
-            self.num_tokens = sum(job.num_computed_tokens for job in self.running)
+            self.predicted = self.load.costs.step(self.price_of(job) for job in self.running)
         self.clock.at(self.clock.now + self.seconds, self.stepped, None)
+
+    def price_of(self, job: Job) -> Price:
+        """Of its present step, of what is in memory."""
+        return self.load.costs.price(job.work.num_tokens, job.work.num_masked_tokens, None if job.is_dense else "host")
 
     def do_chores(self) -> float:
         """What a naive worker does before it can take a step; the seconds it takes."""
@@ -142,7 +147,7 @@ class Worker:
             self.is_other = True
 
     def stepped(self, _: None) -> None:
-        self.load.pace.measure(self.num_tokens, self.seconds)
+        self.load.pace.measure(self.predicted, self.seconds)
         step_load = self.load.step
         done = []
         for job in self.running:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from instgenie.engine.frames import read_job, tensor_frame, tensor_head
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import make_planning
+from instgenie.engine.pricing import NO_MASK, NO_PICTURE, price_of, price_steps
 from instgenie.engine.register import Registration, make_activations, name_key, reuse
 from instgenie.models.memory import is_out_of_memory
 from instgenie.models.model import Model
@@ -48,6 +48,7 @@ from instgenie.wire import (
     Missing,
     Prepare,
     PrepareTemplate,
+    Priced,
     Recall,
     Register,
     Registered,
@@ -64,7 +65,6 @@ from instgenie.workers.templates import Fetching, Outcome, Templates, open_store
 
 KIND: Kind = "kv"
 MAX_KEYS = 1024  # that are remembered
-NO_PICTURE, NO_MASK = np.empty((0, 0, 3), np.uint8), np.empty((0, 0), np.bool_)
 PARTS = frozenset({"transformer", "unet"})
 
 log = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class Denoiser:
         self.config = config
         self.model = model
         self.line = line
+        self.costs = price_steps(model, config.model, config.plan, config.cache.dtype)
         planning = make_planning(model, config.model, config.plan)
         self.engine = Engine(model, config.max_batch_size, planning, graphs=make_graphs(model, config.graphs))
         self.waiting: deque[list[Running]] = deque()  # groups, each joins as one
@@ -129,6 +130,7 @@ class Denoiser:
             self.handlers |= {Prepare: preparer.handle, PrepareTemplate: preparer.handle, Finish: finisher.handle}
 
     def run(self) -> None:
+        self.line.send(Priced(self.costs))
         while not self.is_stopped:
             self.hear()
             self.join()
@@ -270,7 +272,7 @@ class Denoiser:
     def step(self) -> None:
         jobs = self.engine.pick()
         before = {job: job.latents for job in jobs if job.step + 1 in self.running[job].partials}
-        num_tokens = sum(num_flowing(job) for job in jobs)
+        predicted = self.costs.step(price_of(job, self.costs) for job in jobs)
         start = time.perf_counter()
         failed = self.advance(jobs)
         self.synchronize()
@@ -280,7 +282,7 @@ class Denoiser:
             self.line.send(failure(self.running[job].id, self.running[job].attempt, error))
             self.leave(self.running[job])
         steps = tuple(self.running[job].progress for job in jobs if job not in failed)
-        self.line.send(Stepped(seconds, num_tokens, self.num_interruptions, steps))
+        self.line.send(Stepped(seconds, predicted, self.num_interruptions, steps))
         for job, latents in before.items():
             if job not in failed:
                 self.glimpse(self.running[job], latents)
@@ -395,13 +397,6 @@ class Denoiser:
 
 def is_settled(group: list[Running]) -> bool:
     return not any(running.fetching for running in group)
-
-
-def num_flowing(job: Job) -> int:
-    """Tokens of an image that the coming step computes, in the mean over blocks."""
-    if job.step < job.edit.dense_steps or not job.plan:
-        return len(job.masked)
-    return round(len(job.masked) - sum(job.plan) / len(job.plan) * len(job.outside))
 
 
 def partial_steps(num_steps: int, num_partials: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from instgenie import traces
 from instgenie.config import ProcessConfig
 from instgenie.errors import (
     CacheError,
+    CalibrationError,
     EditError,
     InstGenieError,
     MaskError,
@@ -106,7 +107,7 @@ def run_process(serve: Serve, parts: frozenset[str]) -> None:
         model = load(config.model, config.device, config.dtype, None if config.batching == "naive" else parts)
         line.send(Ready(facts_of(model), model.digest))
         serve(config, model, line)
-    except (ModelError, OutOfMemoryError, CacheError) as error:
+    except (ModelError, OutOfMemoryError, CacheError, CalibrationError) as error:
         log.error("cannot start", extra={"reason": str(error)})
         line.send(Broken(str(error)))
     finally:

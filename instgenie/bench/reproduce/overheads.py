@@ -30,7 +30,7 @@ def run(lab: Lab) -> Section:
     choosing = measure_choosing(lab)
     lab.tell("planning and packing")
     planning = median(lambda: plan_batch(lab.network, demands(lab), lab.calibration.latency), NUM_RUNS)
-    message = Stepped(0.1, 100, 0, tuple(JobStep(f"{job:032x}", 1, 3) for job in range(BATCH_SIZE)))
+    message = Stepped(0.1, 0.1, 0, tuple(JobStep(f"{job:032x}", 1, 3) for job in range(BATCH_SIZE)))
     telling = median(lambda: decode(encode(message)), NUM_RUNS)
     registering, num_bytes = measure_registering(lab)
     eight = next(seconds for policy, num, seconds in choosing if (policy, num) == ("mask_aware", lab.scale.workers[0]))
