@@ -41,6 +41,7 @@ serve: .venv/.installed
 	$(BIN)/instgenie serve builtin $(FLAGS)
 
 report: .venv/.installed
+	mkdir -p docs/report
 	$(BIN)/instgenie bench reproduce all --model builtin --out docs/report --json docs/report/figures.json
 
 .venv/.created:
