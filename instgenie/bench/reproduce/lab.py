@@ -48,19 +48,19 @@ class Scale:
 SCALES = {
     "cpu": Scale(
         steps=12,
-        engine_steps=4,
+        engine_steps=3,
         repeats=2,
-        mask_ratios=(0.05, 0.11, 0.2, 0.35, 0.6, 1.0),
+        mask_ratios=(0.05, 0.11, 0.2, 0.35, 1.0),
         batches=(1, 2, 4),
         serve_steps=10,
         serve_edits=20,
         checked=(1, 2),
         calibration_seconds=10.0,
         workers=(8, 64, 1024, 20_000),
-        edits_per_worker=2,
+        edits_per_worker=1,
         min_edits=2000,
         loads=(0.5, 0.8, 0.95),
-        num_pictures=4,
+        num_pictures=3,
         compiled=False,
     ),
     "cuda": Scale(

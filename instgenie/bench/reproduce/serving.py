@@ -51,18 +51,14 @@ class Served:
 
 @dataclass(frozen=True)
 class Run:
-    """A cluster that was sent a workload at a rate; before it, where its speed was asked for, another all at once."""
+    """A cluster that was sent a workload at a rate; before it, where it is simulated too, another for practice."""
 
     config: ClusterConfig
-    burst: list[Served]
-    burst_steps: list[Step]
+    rate: float  # edits a second
+    practice: list[Served]
+    practice_steps: list[Step]
     served: list[Served]
     steps: list[Step]
-
-    @property
-    def burst_rate(self) -> float:
-        """Edits a second when there is always one more."""
-        return len(self.burst) / max(one.latency for one in self.burst)
 
 
 @dataclass(eq=False)

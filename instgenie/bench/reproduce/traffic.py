@@ -1,7 +1,8 @@
 """Workloads on real clusters and on simulated ones: the same edits, the same clocks, side by side.
 
-A real cluster is first sent a burst. What its steps took is fitted to a latency model, and that model is all that the
-simulator knows of it when it predicts how the edits after the burst fare.
+A real cluster is first sent a burst, which tells what it can do, and then edits for practice at the rate it is measured
+at. What their steps took is fitted to a latency model, and that model is all that the simulator knows of the cluster
+when it predicts how other edits fare at that rate.
 """
 
 import statistics
@@ -24,8 +25,9 @@ from instgenie.simulate.worker import Job
 NUM_TEMPLATES = 3
 MAX_QUEUE = 10_000
 LOAD = 0.7  # of what a worker of ours can do, at which clusters are compared
-MAX_SECONDS = 30.0  # in which edits are sent; a slow machine gets fewer of them
+MAX_SECONDS = 25.0  # in which edits are sent; a slow machine gets fewer of them
 MIN_EDITS = 4
+NUM_BURST = 8
 MASKS = "production"
 
 
@@ -59,7 +61,7 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
     """A real cluster under a load that is the same for all of so many workers; each is run once."""
     name = f"{batching} {'reuse' if reuse else 'dense'} {num_workers}"
     if name not in lab.runs:
-        rate = LOAD * num_workers * served(lab).burst_rate if name != "continuous reuse 1" else 0.0
+        rate = num_workers * served(lab).rate if name != "continuous reuse 1" else 0.0
         config = ClusterConfig(
             model=lab.name,
             devices=(lab.device,) * num_workers,
@@ -73,28 +75,29 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
 
 
 async def send(lab: Lab, session: Session, rate: float) -> Run:
-    """A rate of 0 stands for the load that clusters are compared at. A burst before it tells how fast steps are, and is
-    sent to those that are simulated too."""
+    """A rate of 0 stands for the load that clusters are compared at, which a burst tells. Those that are simulated too
+    practise."""
     config, num_workers = session.cluster.config, len(session.cluster.workers)
-    run = Run(config, [], [], [], [])
-    if config.batching == "continuous":
-        burst = draw_workload(recipe(lab, max(lab.scale.serve_edits // 2, 2) * num_workers, float("inf"), seed=1))
-        await session.register(burst)
-        session.watch.steps.clear()
-        run = replace(run, burst=await session.run(burst), burst_steps=list(session.watch.steps))
-    rate = rate or LOAD * run.burst_rate
+    await session.register(draw_workload(recipe(lab, 10 * NUM_TEMPLATES, 1.0, seed=0)))
+    if not rate:
+        burst = await session.run(draw_workload(recipe(lab, NUM_BURST, float("inf"), seed=3)))
+        rate = LOAD * len(burst) / max(one.latency for one in burst)
     num_edits = min(lab.scale.serve_edits * num_workers, max(int(MAX_SECONDS * rate), MIN_EDITS))
-    workload = draw_workload(recipe(lab, num_edits, rate, seed=2))
-    await session.register([one for one in workload if one.template not in {o.arrival.template for o in run.burst}])
+    run = Run(config, rate, [], [], [], [])
+    if config.batching == "continuous":
+        session.watch.steps.clear()
+        practice = await session.run(draw_workload(recipe(lab, num_edits, rate, seed=1)))
+        run = replace(run, practice=practice, practice_steps=list(session.watch.steps))
     session.watch.steps.clear()
-    return replace(run, served=await session.run(workload), steps=list(session.watch.steps))
+    answers = await session.run(draw_workload(recipe(lab, num_edits, rate, seed=2)))
+    return replace(run, served=answers, steps=list(session.watch.steps))
 
 
 # what a run says about its parts
 
 
 def fitted(lab: Lab, run: Run) -> Latency:
-    return fit_latency(lab.device, lab.name, lab.network, [sample(lab, step) for step in run.burst_steps], [])
+    return fit_latency(lab.device, lab.name, lab.network, [sample(lab, step) for step in run.practice_steps], [])
 
 
 def sample(lab: Lab, step: Step) -> StepSample:
@@ -116,7 +119,7 @@ def sample(lab: Lab, step: Step) -> StepSample:
 
 
 def chores_of(run: Run) -> Chores:
-    facts = [one.facts for one in run.burst]
+    facts = [one.facts for one in run.practice]
     return Chores(
         prepare=statistics.fmean(one.prepare_seconds for one in facts),
         finish=statistics.fmean(one.finish_seconds for one in facts),
@@ -168,10 +171,12 @@ def drawn_jobs(lab: Lab, workload: Sequence[Arrival], num_steps: int) -> list[Jo
 
 
 def capacity(lab: Lab, service: Planned, num_steps: int, max_batch_size: int = 8) -> float:
-    """Edits a second of a worker that always has a full batch of average masks."""
+    """Edits a second of a worker that always has a full batch of average masks, and of who prepares and finishes them
+    one by one."""
     mean = statistics.fmean(one.mask_ratio for one in draw_workload(recipe(lab, 2000, 1.0, seed=0)))
     masked = round(max_batch_size * mean * lab.num_tokens)
     num_dense = SETTINGS[DEFAULT].dense_steps(num_steps)
     cached = service.step(((lab.num_tokens, max_batch_size, masked, 0),))
     dense = service.step(((lab.num_tokens, 0, 0, max_batch_size),))
-    return max_batch_size / ((num_steps - num_dense) * cached + num_dense * dense)
+    steps = ((num_steps - num_dense) * cached + num_dense * dense) / max_batch_size
+    return 1 / max(steps, service.prepare, service.finish)
