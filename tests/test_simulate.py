@@ -10,6 +10,7 @@ from instgenie.bench.workload import Recipe, draw_workload
 from instgenie.config import Batching
 from instgenie.latency import DEFAULTS
 from instgenie.network import BlockShape, NetworkShape
+from instgenie.pricing import JobShape
 from instgenie.router import Policy
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
 from instgenie.simulate.service import Line, Planned, Sums
@@ -134,7 +135,7 @@ def test_the_same_load_ends_the_same() -> None:
 def test_a_planned_step_is_as_long_as_the_planner_says() -> None:
     shape = BlockShape(per_token=100, per_text=10, per_rest=0, per_pair=2, per_branch=0, width=8, joint=True)
     network = NetworkShape((shape,) * 3, (3,), per_token=1, per_branch=0)
-    service = Planned(DEFAULTS["cpu"], network, num_text=4, prepare=0.0, finish=0.0, in_gpu=True)
+    service = Planned(DEFAULTS["cpu"], JobShape(network, num_text=4), prepare=0.0, finish=0.0, in_gpu=True)
 
     def seconds(*sums: tuple[int, int, int, int]) -> float:
         return service.step(Sums(sums))

@@ -83,17 +83,13 @@ def bench_simulate(
 
 
 def make_service(model: Model, setup: Setup) -> Planned:
-    shape = job_shape(model, value_bytes=2 if setup.kind == "cuda" else 4)
     return Planned(
         latency=read_latency(setup.latency) if setup.latency else DEFAULTS[setup.kind],
-        network=shape.network,
-        num_text=shape.num_text,
+        shape=job_shape(model, value_bytes=2 if setup.kind == "cuda" else 4),
         prepare=setup.prepare,
         finish=setup.finish,
         policy=setup.plan,
         in_gpu=setup.in_gpu,
-        value_bytes=shape.value_bytes,
-        num_branches=shape.num_branches,
     )
 
 

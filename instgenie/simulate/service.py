@@ -11,7 +11,7 @@ from typing import Protocol
 
 from instgenie.costs import USUAL, StepCosts, line_costs
 from instgenie.latency import Latency
-from instgenie.network import Demand, NetworkShape
+from instgenie.network import Demand
 from instgenie.planner import plan_batch
 from instgenie.pricing import JobShape, make_costs
 from instgenie.types import PlanPolicy
@@ -83,18 +83,14 @@ class Planned:
     def __init__(
         self,
         latency: Latency,
-        network: NetworkShape,
-        num_text: int,
+        shape: JobShape,
         prepare: float,
         finish: float,
         policy: PlanPolicy = "exact",
         in_gpu: bool = False,
-        value_bytes: int = 2,
-        num_branches: int = 1,
     ) -> None:
-        self.latency, self.network, self.policy, self.in_gpu = latency, network, policy, in_gpu
+        self.latency, self.shape, self.policy, self.in_gpu = latency, shape, policy, in_gpu
         self.prepare, self.finish = prepare, finish
-        self.shape = JobShape(network, num_text, num_branches, value_bytes)
         self._seconds = lru_cache(maxsize=None)(self.plan)
 
     def step(self, sums: Sums) -> float:
@@ -102,8 +98,8 @@ class Planned:
 
     def plan(self, sums: Sums) -> float:
         demands = [demand for one in sums for demand in self.demands(*one)]
-        planned = plan_batch(self.network, demands, self.latency, policy=self.policy)
-        return planned.seconds + self.latency.outside(self.network, demands)
+        planned = plan_batch(self.shape.network, demands, self.latency, policy=self.policy)
+        return planned.seconds + self.latency.outside(self.shape.network, demands)
 
     def demands(self, num_tokens: int, num_cached: int, num_masked: int, num_dense: int) -> Iterable[Demand]:
         """Jobs with an equal share of the masked tokens each; what they compute is the same in all."""

@@ -74,16 +74,7 @@ def plan_steps(lab: Lab) -> dict[tuple[str, float], float]:
 
 
 def demand_of(lab: Lab, ratio: float) -> Demand:
-    sides = {shape.side for shape in lab.network.blocks}
-    masked = max(round(ratio * lab.num_tokens), 1)
-    return Demand(
-        num_tokens=lab.num_tokens,
-        num_masked={side: -(-masked // side**2) for side in sides},
-        num_text=len(lab.job.branches[0].text),
-        num_branches=len(lab.job.branches),
-        kind="kv",
-        value_bytes=lab.model.dtype.itemsize,
-    )
+    return lab.shape.demand(lab.num_tokens, max(round(ratio * lab.num_tokens), 1), in_gpu=False)
 
 
 def step_row(policy: str, steps: dict[tuple[str, float], float], lab: Lab) -> Row:

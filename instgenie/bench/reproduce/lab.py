@@ -16,6 +16,7 @@ from instgenie.engine.register import register
 from instgenie.latency import Latency, LoadSample, StepSample, fit_latency
 from instgenie.models.model import Model
 from instgenie.network import NetworkShape
+from instgenie.pricing import JobShape
 from instgenie.quality import with_quality
 from instgenie.simulate.service import Planned
 from instgenie.types import Edit, PlanPolicy
@@ -170,16 +171,19 @@ class Lab:
         """An edit of the sample picture, to count tokens and branches by."""
         return prepare(self.edit(0.2), self.model)
 
+    @cached_property
+    def shape(self) -> JobShape:
+        """Of jobs like this one."""
+        branches = self.job.branches
+        return JobShape(self.network, len(branches[0].text), len(branches), self.model.dtype.itemsize)
+
     def service(self, latency: Latency, chores: Chores, policy: PlanPolicy = "exact", in_gpu: bool = False) -> Planned:
         """What the simulator takes for the parts of an edit on a worker."""
         return Planned(
             latency=latency,
-            network=self.network,
-            num_text=len(self.job.branches[0].text),
+            shape=self.shape,
             prepare=chores.prepare,
             finish=chores.finish,
             policy=policy,
             in_gpu=in_gpu,
-            value_bytes=self.model.dtype.itemsize,
-            num_branches=len(self.job.branches),
         )

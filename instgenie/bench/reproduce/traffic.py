@@ -16,7 +16,6 @@ from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_ses
 from instgenie.bench.workload import Arrival, Recipe, draw_workload
 from instgenie.config import Batching, ClusterConfig
 from instgenie.latency import Latency, StepSample, fit_latency
-from instgenie.network import Demand
 from instgenie.quality import DEFAULT, SETTINGS
 from instgenie.simulate.cluster import make_job
 from instgenie.simulate.service import Planned
@@ -101,19 +100,13 @@ def fitted(lab: Lab, run: Run) -> Latency:
 
 
 def sample(lab: Lab, step: Step) -> StepSample:
-    everywhere = frozenset(range(len(lab.network.blocks)))
-    sides = {shape.side for shape in lab.network.blocks}
     num_dense = dense_steps(lab)
-    demands = []
-    for job, num_taken in step.jobs:
-        is_cached = any(job.plan) and num_taken >= num_dense
-        demand = Demand(
-            num_tokens=job.num_tokens,
-            num_masked={side: -(-job.num_masked_tokens // side**2) for side in sides},
-            num_text=len(lab.job.branches[0].text),
-            num_branches=len(lab.job.branches),
-        )
-        demands.append(replace(demand, kind="kv", in_gpu=everywhere) if is_cached else demand)
+    demands = [
+        lab.shape.demand(job.num_tokens, job.num_masked_tokens, in_gpu=True)
+        if any(job.plan) and num_taken >= num_dense
+        else lab.shape.dense_demand(job.num_tokens)
+        for job, num_taken in step.jobs
+    ]
     plan = (any(demand.kind for demand in demands),) * len(lab.network.blocks)
     return StepSample(tuple(demands), plan, step.seconds)
 
