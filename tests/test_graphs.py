@@ -1,6 +1,7 @@
 """Captured passes against passes as they are: same jobs, same numbers. On a CPU nothing is captured, but passes run
 over padded lists, columns of their own and rows that are found by address, as they do in a graph."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,19 @@ import pytest
 import torch
 from conftest import FAMILIES, apart, close, make_edit, run
 
-from instgenie.activations import Activations, Kind
+from instgenie.activations import Activations, Kind, Span
 from instgenie.batch import Job, bucket, common_counts, pad
+from instgenie.cache.host import HostTier
 from instgenie.engine.graphs import Columns, Graphs, make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
-from instgenie.engine.staging import Staging
+from instgenie.engine.staging import Staging, find_pieces
 from instgenie.models.flux_model import FluxModel
 from instgenie.models.load import load
 from instgenie.models.model import Model
 from instgenie.planner import Plan
+from instgenie.types import CacheDtype
 
 EDITS: list[dict[str, Any]] = [
     {"steps": 3, "share": 0.1, "seed": 1},
@@ -239,8 +242,33 @@ def test_what_is_read_and_no_more_is_brought_and_behind_dense_steps_too(models: 
     job.step = 1
     staging.bring([job])
     [staged] = staging.staged.values()
-    assert {place for place, _ in staged.rows} == set(range(1, num_places))
+    assert {place for place, _ in staged.addresses} == set(range(1, num_places))
     assert staging.addresses(job, 0) == [0, *job.activations.addresses(1, 0)[1:]]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cache_dtype", ["model", "fp8"])
+@pytest.mark.parametrize("kind", ["kv", "y"])
+def test_a_step_that_lies_in_one_piece_moves_as_one(model: Model, kind: Kind, cache_dtype: CacheDtype) -> None:
+    edit = make_edit(**EDITS[0])
+    near = register(edit.picture, model, edit.size, edit.steps, edit.guidance, kind, cache_dtype=cache_dtype)
+    tier = HostTier(2**30)
+    tier.store(near.key, Span(near.key.steps, near.rows, near.time))
+    span = tier.load(near.key, near.key.steps)
+    assert span
+    far, places = replace(near, rows=span.rows), range(len(near.rows))
+    pieces = find_pieces(far, 1, places)
+    assert len(pieces) == 1 or cache_dtype == "fp8"
+    assert len(find_pieces(far, 1, [*places[:1], *places[2:]])) >= 2
+    found = {}
+    for piece in pieces:
+        memory, addresses = piece.bring(model.device)
+        starts = {key: address - memory.data_ptr() for key, address in addresses.items()}
+        found |= {key: memory.flatten().view(torch.uint8)[start:] for key, start in starts.items()}
+    assert list(found) == list(itertools.product(places, range(near.num_branches)))
+    for key, brought in found.items():
+        expected = near.at(1, *key, model.device)
+        assert torch.equal(brought[: expected.nbytes].view(expected.dtype).view(expected.shape), expected)
 
 
 @pytest.mark.gpu

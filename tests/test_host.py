@@ -17,7 +17,7 @@ from instgenie.cache.memory import MemoryTier, find_forms
 from instgenie.errors import CacheError
 
 CPU = torch.device("cpu")
-SLOT = sum(form.num_bytes for form in find_forms(KEY, make_span()))  # bytes of a template
+SLOT = KEY.num_steps * sum(form.num_bytes for form in find_forms(make_span()))  # bytes of a template
 
 
 def make_tier(name: str, max_bytes: int) -> MemoryTier:

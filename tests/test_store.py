@@ -28,7 +28,7 @@ from instgenie.cache.store import Lookup, Store
 from instgenie.errors import CacheError
 
 CPU = torch.device("cpu")
-SLOT = sum(form.num_bytes for form in find_forms(KEY, make_span()))  # bytes of a template in memory
+SLOT = KEY.num_steps * sum(form.num_bytes for form in find_forms(make_span()))  # bytes of a template in memory
 FILES = sum(len(encode(KEY, span)) for span in make_spans())  # and in files
 MISS, PENDING, HIT = Lookup.MISS, Lookup.PENDING, Lookup.HIT
 

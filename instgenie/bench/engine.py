@@ -74,7 +74,8 @@ def measure_engine(
     activations = register(sample_picture(size), model, size, study.steps)
     systems = make_systems(model, size, study, activations)
     rows: list[EngineRow] = []
-    total = len(study.batches) * (study.repeats + 1) * len(systems)
+    warmed = study.batches if model.device.type == "cuda" else study.batches[:1]  # where shapes are captured, all are
+    total = (len(study.batches) * study.repeats + len(warmed)) * len(systems)
     num_done = 0
 
     def on_one() -> None:
@@ -85,7 +86,7 @@ def measure_engine(
     for batch in study.batches:
         edits = draw_edits(model, size, study, batch)
         with memory_guard(f"a batch of {batch} edits"):
-            measure(systems, edits, 1, on_one)  # warms up
+            measure(systems, edits, int(batch in warmed), on_one)
             measured = measure(systems, edits, study.repeats, on_one)
         seconds = {
             system.name: statistics.median(sample.denoise for sample in samples) / study.steps

@@ -36,6 +36,7 @@ from instgenie.bench.edit import (
 )
 from instgenie.bench.metrics import mask_box
 from instgenie.bench.variants import MARGINS
+from instgenie.engine.graphs import make_graphs
 from instgenie.engine.prepare import prepare
 from instgenie.models.flux_model import FluxModel
 from instgenie.models.model import Model
@@ -64,7 +65,7 @@ def make_system(name: str, model: Model, activations: Activations, tuning: Seque
         DIFFUSERS: lambda: stock_system(model),
         COMPILED: lambda: replace(compiled_system(model), name=COMPILED),
         FISEDIT: lambda: one_by_one(cached_system(model, activations)),
-        DENSE: lambda: own_system(DENSE, None, model, lambda edit: prepare(edit, model)),
+        DENSE: lambda: own_system(DENSE, None, model, lambda edit: prepare(edit, model), graphs=make_graphs(model)),
         CACHED: lambda: cached_system(model, activations),
     }[name]()
 
@@ -72,7 +73,7 @@ def make_system(name: str, model: Model, activations: Activations, tuning: Seque
 def cached_system(model: Model, activations: Activations) -> System:
     """Activations are where the model is."""
     how = Reuse(activations.kind, activations.key.cache_dtype, "gpu", "cached")
-    return own_system(CACHED, how, model, with_activations(model, activations))
+    return own_system(CACHED, how, model, with_activations(model, activations), graphs=make_graphs(model))
 
 
 def one_by_one(system: System) -> System:

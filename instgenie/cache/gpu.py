@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from instgenie.activations import Span
-from instgenie.cache.memory import MemoryTier
+from instgenie.cache.memory import MemoryTier, pairs
 
 
 class GpuTier(MemoryTier):
@@ -27,6 +27,6 @@ class GpuTier(MemoryTier):
         self._stream.wait_stream(torch.cuda.default_stream(self.device))
         self._stream.wait_stream(torch.cuda.current_stream(self.device))  # of whoever computed the source
         with torch.cuda.stream(self._stream):
-            for one, other in zip((*source.rows, source.time), (*target.rows, target.time), strict=True):
+            for one, other in pairs(source, target):
                 other.copy_(one, non_blocking=True)
         self._stream.synchronize()

@@ -1,7 +1,8 @@
 """Tiers in memory: a pool of slots, each one piece of memory that holds one template, filled span by span. Knows bytes
 and keys; which memory it is, the tiers themselves say.
 
-All steps of a template lie together, so that a span, or the whole, is a view and is handed out without a copy.
+Step lies behind step, and in each of them place behind place, so that what a step reads is one piece and moves as one.
+A span, or the whole, is a view and is handed out without a copy.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from instgenie.activations import Key, Span, grown
+from instgenie.activations import Key, Span
 from instgenie.cache.tier import Spill, Usage, keep_nothing
 from instgenie.errors import CacheError
 from instgenie.types import TierName
@@ -25,7 +26,7 @@ ALIGNMENT = 256  # bytes, of each tensor in a slot
 
 @dataclass(frozen=True)
 class Form:
-    """Of one tensor of a template, all steps together."""
+    """Of one tensor of a template at one step."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -117,12 +118,12 @@ class MemoryTier:
 
     def _copy(self, source: Span, target: Span) -> None:
         """Done when this returns."""
-        for one, other in zip((*source.rows, source.time), (*target.rows, target.time), strict=True):
+        for one, other in pairs(source, target):
             other.copy_(one)
 
     def _slot(self, key: Key, span: Span) -> Slot:
-        forms = find_forms(key, span)
-        num_bytes = sum(form.num_bytes for form in forms)
+        forms = find_forms(span)
+        num_bytes = key.num_steps * sum(form.num_bytes for form in forms)
         with self._reserving:
             if key not in self._slots:
                 self.reserve(key, num_bytes)
@@ -157,22 +158,30 @@ class MemoryTier:
         return sum(slot.memory.nbytes for slot in self._slots.values())
 
 
-def find_forms(key: Key, span: Span) -> list[Form]:
-    """Of the tensors of a whole template, told by one of its spans; time comes last."""
-    rows = [Form(tuple(grown(rows, 1, key.num_steps)), rows.dtype) for rows in span.rows]
-    return [*rows, Form(tuple(grown(span.time, 0, key.num_steps)), span.time.dtype)]
+def find_forms(span: Span) -> list[Form]:
+    """Of the tensors of a step, told by some of them; time comes last."""
+    rows = [Form((rows.shape[0], *rows.shape[2:]), rows.dtype) for rows in span.rows]
+    return [*rows, Form(tuple(span.time.shape[1:]), span.time.dtype)]
 
 
 @torch.inference_mode(False)  # its tensors are written to by whoever comes, in that mode or not
 def make_slot(key: Key, forms: Sequence[Form], memory: Tensor) -> Slot:
-    parts = memory.split([form.num_bytes for form in forms])
+    parts = memory.view(key.num_steps, -1).split([form.num_bytes for form in forms], dim=1)
     *rows, time = (
-        part[: math.prod(form.shape) * form.dtype.itemsize].view(form.dtype).view(form.shape)
+        part[:, : math.prod(form.shape) * form.dtype.itemsize].view(form.dtype).view(key.num_steps, *form.shape)
         for part, form in zip(parts, forms, strict=True)
     )
-    return Slot(memory, Span(key.steps, tuple(rows), time))
+    return Slot(memory, Span(key.steps, tuple(by_step.transpose(0, 1) for by_step in rows), time))
 
 
 def cut(whole: Span, steps: range) -> Span:
     chosen = slice(steps.start, steps.stop)
     return Span(steps, tuple(rows[:, chosen] for rows in whole.rows), whole.time[chosen])
+
+
+def pairs(source: Span, target: Span) -> Iterator[tuple[Tensor, Tensor]]:
+    """What is copied, step by step, and where to: in a slot, each in one piece."""
+    for step in range(len(source.steps)):
+        for one, other in zip(source.rows, target.rows, strict=True):
+            yield one[:, step], other[:, step]
+        yield source.time[step], target.time[step]

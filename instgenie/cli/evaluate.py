@@ -59,8 +59,9 @@ def run_bench_engine(options: argparse.Namespace) -> None:
 
 def add_bench_reproduce(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_bench_reproduce, parser=parser)
-    parser.add_argument("part", metavar="NAME", help=f"all, {', '.join(PART_NAMES)}")
-    about_out = "folder for the report: index.html of all parts, or NAME.html of one"
+    about_parts = f"all, or some of {', '.join(PART_NAMES)}; what several need is measured once"
+    parser.add_argument("parts", nargs="+", metavar="NAME", help=about_parts)
+    about_out = "folder for the report: index.html, or NAME.html of a single part"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the tables to this file")
     add_model(parser, has_size=False)
@@ -70,7 +71,7 @@ def run_bench_reproduce(options: argparse.Namespace) -> None:
     from instgenie.bench.reproduce.run import reproduce  # brings torch and diffusers
 
     hide_loading_bars()
-    reproduce(options.part, options.model, options.device, options.out, options.json)
+    reproduce(options.parts, options.model, options.device, options.out, options.json)
 
 
 def add_bench_simulate(parser: argparse.ArgumentParser) -> None:

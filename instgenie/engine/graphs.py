@@ -30,7 +30,7 @@ from instgenie.models.model import Model
 MAX_GRAPHS = 16
 MAX_SEEN = 1024
 MAX_READERS = 8  # of a pass, its branches or jobs: with more of them it is computing that takes the time, not launching
-NUM_WARM_UPS = 2
+NUM_WARM_UPS = 2  # before the first capture; what is captured later has run as it is before
 
 log = logging.getLogger(__name__)
 
@@ -164,17 +164,18 @@ class Graphs:
         columns = {name: self.columns.take(name, column) for name, column in packed.columns.items()}
         self.copy(packed, addresses, table)
         twin = packed.over(columns, TableRows(table))
-        return Captured(table, capture(lambda: self.model.run(twin), self.model.device, self.pool))
+        num_warm_ups = 0 if self.captured else NUM_WARM_UPS
+        return Captured(table, capture(lambda: self.model.run(twin), self.model.device, self.pool, num_warm_ups))
 
 
-def capture(run: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:
+def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, num_warm_ups: int) -> Callable[[], Tensor]:
     """What runs the same launches again, and hands over what they leave behind."""
     if device.type != "cuda":
         return run
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for _ in range(NUM_WARM_UPS):  # kernels are compiled and chosen before anything is captured
+        for _ in range(num_warm_ups):  # libraries make room for themselves before anything is captured
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

@@ -1,12 +1,14 @@
 """Rows of whole steps, brought to where the device reads them one step ahead of their use. Knows activations and
 streams; knows no pass.
 
-Edits that are at one step of one template share what is brought. Copies run on a stream of their own, beside the step
-before; whoever computes waits for all of a step's rows at once, so nothing has to be known of the order of the pass.
+Edits that are at one step of one template share what is brought. Rows that lie behind each other move as one piece.
+Copies run on a stream of their own, beside the step before; whoever computes waits for all of a step's rows at once, so
+nothing has to be known of the order of the pass.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TypeAlias
 
 import torch
@@ -17,6 +19,40 @@ from instgenie.batch import Job
 from instgenie.engine.route import places_of
 
 StageKey: TypeAlias = tuple[int, int]  # where the first rows of a step lie, and how many branches have some
+RowsKey: TypeAlias = tuple[int, int]  # place and branch
+MAX_GAP = 4096  # bytes of nothing that may lie between rows of one piece
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Rows that lie behind each other. Packed ones are all alike, with nothing in between."""
+
+    activations: Activations
+    rows: dict[RowsKey, Tensor]  # [2 or 1, tokens, width or bytes]
+
+    @property
+    def first(self) -> Tensor:
+        return next(iter(self.rows.values()))
+
+    @property
+    def last(self) -> Tensor:
+        return next(reversed(self.rows.values()))
+
+    def goes_on_with(self, rows: Tensor) -> bool:
+        gap = rows.data_ptr() - self.last.data_ptr() - self.last.nbytes
+        if self.activations.is_packed and (gap or rows.shape != self.last.shape):
+            return False
+        return 0 <= gap <= MAX_GAP and rows.untyped_storage().data_ptr() == self.first.untyped_storage().data_ptr()
+
+    def bring(self, device: torch.device) -> tuple[Tensor, dict[RowsKey, int]]:
+        """Memory of the device, and where in it the rows lie as the model reads them."""
+        moved = all_bytes(self.first, self.last).to(device, non_blocking=True)
+        brought = moved
+        if self.activations.is_packed:
+            brought = self.activations.readable(moved.view(len(self.rows), *self.first.shape))
+        offsets = {key: rows.data_ptr() - self.first.data_ptr() for key, rows in self.rows.items()}
+        start = brought.data_ptr()
+        return brought, {key: start + offset * brought.nbytes // moved.nbytes for key, offset in offsets.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +60,8 @@ class Staged:
     """What is read of one step of a template."""
 
     activations: Activations  # whose rows they are: not forgotten while they are read
-    rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by place and branch [2 or 1, tokens, width]
+    addresses: dict[RowsKey, int] = field(default_factory=dict)
+    memory: list[Tensor] = field(default_factory=list)  # in which they lie
     ready: list[torch.cuda.Event] = field(default_factory=list)
 
 
@@ -71,23 +108,43 @@ class Staging:
     def stage(self, activations: Activations, step: int, places: Sequence[int]) -> None:
         """Of these places, those that are not there yet."""
         staged = self.staged.setdefault(stage_key(activations, step), Staged(activations))
-        missing = [place for place in places if (place, 0) not in staged.rows]
+        missing = [place for place in places if (place, 0) not in staged.addresses]
         if not missing:
             return
         with torch.cuda.stream(self.stream):
-            for place in missing:
-                for branch in range(activations.num_branches):
-                    staged.rows[place, branch] = activations.at(step, place, branch, self.device)
+            for piece in find_pieces(activations, step, missing):
+                memory, addresses = piece.bring(self.device)
+                staged.memory.append(memory)
+                staged.addresses.update(addresses)
             if self.stream:
                 staged.ready.append(self.stream.record_event())
 
     def addresses(self, job: Job, branch: int) -> list[int]:
         """Where the rows of its present step are, place after place; 0 where it reads none."""
         assert job.activations is not None
-        rows = self.staged[stage_key(job.activations, job.step)].rows
+        addresses = self.staged[stage_key(job.activations, job.step)].addresses
         branch = min(branch, job.activations.num_branches - 1)
-        places = [rows.get((place, branch)) for place in range(len(job.activations.rows))]
-        return [0 if one is None else one.data_ptr() for one in places]
+        return [addresses.get((place, branch), 0) for place in range(len(job.activations.rows))]
+
+
+def find_pieces(activations: Activations, step: int, places: Sequence[int]) -> list[Piece]:
+    """As few as the rows' places in memory allow."""
+    pieces: list[Piece] = []
+    for key in product(places, range(activations.num_branches)):
+        rows = activations.kept(step, *key)
+        assert rows.is_contiguous()
+        if not pieces or not pieces[-1].goes_on_with(rows):
+            pieces.append(Piece(activations, {}))
+        pieces[-1].rows[key] = rows
+    return pieces
+
+
+def all_bytes(first: Tensor, last: Tensor) -> Tensor:
+    """From where one begins to where the other ends, in the storage of both [bytes]."""
+    num_bytes = last.data_ptr() + last.nbytes - first.data_ptr()
+    start = first.storage_offset() * first.element_size()
+    nothing = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return nothing.set_(first.untyped_storage(), start, (num_bytes,), (1,))
 
 
 def keys_of(jobs: Sequence[Job], num_ahead: int) -> list[StageKey]:

@@ -12,7 +12,6 @@ from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, row
 from instgenie.bench.reproduce.serving import Run
 from instgenie.bench.reproduce.traffic import (
-    LOAD,
     Latencies,
     capacity,
     chores_of,
@@ -54,8 +53,8 @@ def run(lab: Lab) -> Section:
         title="Latency against the rate of arrivals",
         paper="Mean latency of whole edits on a cluster, against diffusers, FISEdit and TeaCache, as the rate grows.",
         here=f"One worker (on a CPU: one core), production masks, {lab.scale.serve_steps} steps. Real: clusters under "
-        f"the same edits, at {LOAD:.0%} of what ours can do. Lines: simulated, with the step times measured in this "
-        "run; the others get the separate processes for preparing and finishing that ours has.",
+        f"the same edits, at {lab.scale.load:.0%} of what ours can do. Lines: simulated, with the step times measured "
+        "in this run; the others get the separate processes for preparing and finishing that ours has.",
         tables=[real_table(real), line_table(found)],
         charts=[chart(found)],
         findings=[

@@ -5,14 +5,13 @@ from instgenie.bench.plots import Chart, Series
 from instgenie.bench.reproduce.axes import doubling, linear
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, row, times
-from instgenie.bench.systems import CACHED, COMPILED
+from instgenie.bench.systems import CACHED
 
 NAME = "fig14"
 DISTRIBUTIONS = ("production", "inpaint")
 
 
 def run(lab: Lab) -> Section:
-    systems = (*SYSTEMS, COMPILED) if lab.scale.compiled else SYSTEMS
     rows: dict[str, list[EngineRow]] = {}
     for masks in DISTRIBUTIONS:
         study = EngineStudy(
@@ -20,7 +19,7 @@ def run(lab: Lab) -> Section:
             repeats=lab.scale.repeats,
             batches=lab.scale.batches,
             mask_ratios=masks,
-            systems=systems if masks == DISTRIBUTIONS[0] else (CACHED,),
+            systems=SYSTEMS if masks == DISTRIBUTIONS[0] else (CACHED,),
         )
         rows[masks] = measure_engine(
             lab.model, lab.size, study, lambda done, total: lab.tell(f"batches, {done} of {total} runs")

@@ -9,7 +9,6 @@ from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, row
 from instgenie.bench.reproduce.serving import Run
 from instgenie.bench.reproduce.traffic import (
-    LOAD,
     Latencies,
     capacity,
     drawn_jobs,
@@ -43,8 +42,9 @@ def run(lab: Lab) -> Section:
         paper="P95 falls by 35 % against static batching and by 40 % against naive continuous batching; routing that "
         "sees masks beats routing by requests and by tokens.",
         here="Batching: real clusters of one worker that all reuse activations, under the same edits at "
-        f"{LOAD:.0%} of what continuous batching can do; lines are simulated. Balancing: eight simulated workers, half "
-        "of the edits with production and half with inpainting masks, a third of them with twice the steps.",
+        f"{lab.scale.load:.0%} of what continuous batching can do; lines are simulated. Balancing: eight simulated "
+        "workers, half of the edits with production and half with inpainting masks, a third of them with twice the "
+        "steps.",
         tables=[
             real_table(real),
             sweep_table("Batching, simulated: P95 in seconds", "batching", batching),

@@ -31,55 +31,60 @@ class Scale:
 
     steps: int  # of an edit whose latency is measured
     engine_steps: int  # of a batch whose throughput is measured
-    repeats: int
     mask_ratios: tuple[float, ...]
     batches: tuple[int, ...]
     serve_steps: int  # of the edits sent to real servers
     serve_edits: int  # to each of them, for every worker
+    num_burst: int  # edits at once, which tell what a server can do
+    load: float  # share of that, at which servers are compared
+    num_templates: int  # that the edits are of
     checked: tuple[int, ...]  # numbers of workers of real clusters that the simulator is compared with
     calibration_seconds: float
-    workers: tuple[int, ...]  # simulated
     edits_per_worker: int  # simulated
     min_edits: int  # simulated
-    loads: tuple[float, ...]  # simulated, as shares of what the workers can do
     num_pictures: int  # that are judged
     compiled: bool  # whether diffusers compiled is among the systems
+    gpu_bytes: int | None = None  # of activations next to a real server's model; None: its own choice
+    repeats: int = 2
+    workers: tuple[int, ...] = (8, 64, 1024, 20_000)  # simulated
+    loads: tuple[float, ...] = (0.5, 0.8, 0.95)  # simulated, as shares of what the workers can do
 
 
 SCALES = {
     "cpu": Scale(
         steps=12,
         engine_steps=3,
-        repeats=2,
         mask_ratios=(0.05, 0.11, 0.2, 0.35, 1.0),
         batches=(1, 2, 4),
         serve_steps=10,
         serve_edits=20,
+        num_burst=8,
+        load=0.7,
+        num_templates=3,
         checked=(1, 2),
         calibration_seconds=10.0,
-        workers=(8, 64, 1024, 20_000),
         edits_per_worker=1,
         min_edits=2000,
-        loads=(0.5, 0.8, 0.95),
         num_pictures=3,
         compiled=False,
     ),
     "cuda": Scale(
-        steps=28,
-        engine_steps=8,
-        repeats=3,
+        steps=12,
+        engine_steps=4,
         mask_ratios=(0.05, 0.11, 0.2, 0.35, 0.6, 1.0),
         batches=(1, 2, 4, 8),
-        serve_steps=28,
-        serve_edits=64,
+        serve_steps=8,
+        serve_edits=48,
+        num_burst=24,
+        load=0.8,
+        num_templates=2,
         checked=(1,),
         calibration_seconds=20.0,
-        workers=(8, 64, 1024, 20_000),
         edits_per_worker=3,
         min_edits=3000,
-        loads=(0.5, 0.8, 0.95),
         num_pictures=4,
         compiled=True,
+        gpu_bytes=60 * 2**30,
     ),
 }
 

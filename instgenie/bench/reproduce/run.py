@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -61,37 +61,44 @@ BUDGETS: dict[str, float] = {
 FLUX_ONLY = ("fig6", "table2")
 
 
-def reproduce(name: str, model: str, device: str, out: Path | None, json_path: Path | None) -> None:
-    if name != "all" and name not in PARTS:
-        raise InstGenieError(f"there is no part {name!r}: all, {', '.join(PARTS)} are known")
+def reproduce(names: Sequence[str], model: str, device: str, out: Path | None, json_path: Path | None) -> None:
+    chosen = choose_parts(names)
     if json_path and not json_path.parent.is_dir():
         raise InstGenieError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
-    names = list(PARTS) if name == "all" else [name]
     console = Console(stderr=True)
     with console.status("loading the model"):
         loaded = load(model, device)
     if not isinstance(loaded, FluxModel):
-        names = [name for name in names if name not in FLUX_ONLY]
-        if not names:
-            raise InstGenieError(f"the part {name!r} is written for Flux: the model {model!r} is none")
+        chosen = [name for name in chosen if name not in FLUX_ONLY]
+        if not chosen:
+            raise InstGenieError(f"{' and '.join(names)} are written for Flux: the model {model!r} is none")
     lab = Lab(model, loaded, SCALES[loaded.device.type])
-    sections = run_parts(names, lab, console)
-    for section, _ in sections:
+    sections: list[tuple[Section, float]] = []
+    for section, seconds in run_parts(chosen, lab, console):
+        sections.append((section, seconds))
         print_section(section)
+        if json_path:  # what is measured is not lost if a later part fails
+            write_text(as_json(sections, lab.machine), json_path)
     if out:
-        write_page(sections, lab.machine, out / ("index.html" if name == "all" else f"{name}.html"))
-    if json_path:
-        write_text(as_json(sections, lab.machine), json_path)
+        page = f"{chosen[0]}.html" if len(chosen) == 1 else "index.html"
+        write_page(sections, lab.machine, out / page)
 
 
-def run_parts(names: Sequence[str], lab: Lab, console: Console) -> list[tuple[Section, float]]:
+def choose_parts(names: Sequence[str]) -> list[str]:
+    for name in names:
+        if name != "all" and name not in PARTS:
+            raise InstGenieError(f"there is no part {name!r}: all, {', '.join(PARTS)} are known")
+    return [name for name in PARTS if name in names or "all" in names]
+
+
+def run_parts(names: Sequence[str], lab: Lab, console: Console) -> Iterator[tuple[Section, float]]:
+    """Each with the seconds it took."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn("[dim]{task.fields[doing]}"),
     )
-    sections = []
     with Progress(*columns, console=console) as progress:
         total = sum(BUDGETS[name] for name in names)
         task = progress.add_task(f"about {total / 60:.0f} minutes", total=total, doing="")
@@ -100,10 +107,9 @@ def run_parts(names: Sequence[str], lab: Lab, console: Console) -> list[tuple[Se
             start = time.perf_counter()
             section = PARTS[name](lab)
             seconds = time.perf_counter() - start
-            sections.append((section, seconds))
             progress.advance(task, BUDGETS[name])
             console.print(f"{name:<10} {seconds:6.1f} s of {BUDGETS[name]:g}  {section.title}", highlight=False)
-    return sections
+            yield section, seconds
 
 
 def tell(progress: Progress, task: TaskID, name: str, doing: str) -> None:

@@ -1,7 +1,7 @@
 """A real cluster under a workload, in this process, and all that can be learnt from it: latencies, facts, every step.
 
-Knows the cluster's own interface; no HTTP. Workers share a folder of activations, so that all of them find what one
-registered. On a CPU every process computes with one thread.
+Knows the cluster's own interface; no HTTP. Where there are several workers they share a folder of activations, so that
+all of them find what one registered. On a CPU every process computes with one thread.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from instgenie.cluster.entries import Ticket
 from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Facts, Failed, Finished, Order
 from instgenie.cluster.status import JobStatus, Observer
-from instgenie.config import CacheConfig, ClusterConfig
+from instgenie.config import ClusterConfig
 from instgenie.errors import ServeError
 from instgenie.picture import open_picture
 from instgenie.types import Pixels
@@ -159,7 +159,8 @@ def in_session(config: ClusterConfig, work: Callable[[Session], Awaitable[Out]])
             await cluster.stop(SECONDS_TO_STOP)
 
     with tempfile.TemporaryDirectory(prefix="instgenie-bench-") as folder, one_thread(config):
-        return asyncio.run(run(replace(config, cache=CacheConfig(disk=folder))))
+        shared = folder if len(config.devices) > 1 else None
+        return asyncio.run(run(replace(config, cache=replace(config.cache, disk=shared))))
 
 
 @contextmanager

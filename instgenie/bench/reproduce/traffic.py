@@ -14,19 +14,16 @@ import numpy as np
 from instgenie.bench.reproduce.lab import Chores, Lab
 from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_session
 from instgenie.bench.workload import Arrival, Recipe, draw_workload
-from instgenie.config import Batching, ClusterConfig
+from instgenie.config import Batching, CacheConfig, ClusterConfig
 from instgenie.latency import Latency, StepSample, fit_latency
 from instgenie.quality import DEFAULT, SETTINGS
 from instgenie.simulate.cluster import make_job
 from instgenie.simulate.service import Planned
 from instgenie.simulate.worker import Job
 
-NUM_TEMPLATES = 3
 MAX_QUEUE = 10_000
-LOAD = 0.7  # of what a worker of ours can do, at which clusters are compared
 MAX_SECONDS = 25.0  # in which edits are sent; a slow machine gets fewer of them
 MIN_EDITS = 4
-NUM_BURST = 8
 MASKS = "production"
 
 
@@ -49,7 +46,7 @@ def recipe(lab: Lab, num_edits: int, rate: float, seed: int) -> Recipe:
         num_edits=num_edits,
         rate=rate,
         mask_ratios=MASKS,
-        num_templates=NUM_TEMPLATES,
+        num_templates=lab.scale.num_templates,
         sizes=(lab.size,),
         steps=(lab.scale.serve_steps,),
         seed=seed,
@@ -65,6 +62,7 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
             model=lab.name,
             devices=(lab.device,) * num_workers,
             max_queue=MAX_QUEUE,
+            cache=CacheConfig(gpu_bytes=lab.scale.gpu_bytes),
             batching=batching,
             reuse=reuse,
         )
@@ -77,10 +75,10 @@ async def send(lab: Lab, session: Session, rate: float) -> Run:
     """A rate of 0 stands for the load that clusters are compared at, which a burst tells. Those that are simulated too
     practise."""
     config, num_workers = session.cluster.config, len(session.cluster.workers)
-    await session.register(draw_workload(recipe(lab, 10 * NUM_TEMPLATES, 1.0, seed=0)))
+    await session.register(draw_workload(recipe(lab, 10 * lab.scale.num_templates, 1.0, seed=0)))
     if not rate:
-        burst = await session.run(draw_workload(recipe(lab, NUM_BURST, float("inf"), seed=3)))
-        rate = LOAD * len(burst) / max(one.latency for one in burst)
+        burst = await session.run(draw_workload(recipe(lab, lab.scale.num_burst, float("inf"), seed=3)))
+        rate = lab.scale.load * len(burst) / max(one.latency for one in burst)
     num_edits = min(lab.scale.serve_edits * num_workers, max(int(MAX_SECONDS * rate), MIN_EDITS))
     run = Run(config, rate, [], [], [], [])
     if config.batching == "continuous":
