@@ -27,7 +27,8 @@ from instgenie.sampler import Schedule
 from instgenie.types import Edit
 
 NUM_BUCKETS = 32
-MAX_PADDING = 1.25  # lists of a batch are padded to one length where that makes them no longer than so many times
+COARSE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # buckets of batches, so that few shapes serve many
+MAX_PADDING = 1.5  # lists of a batch are padded to one length where that makes them no longer than so many times
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,11 +274,17 @@ def bucket(count: int, num_all: int) -> int:
     return min(-(-count // step) * step, num_all)
 
 
+def coarse_bucket(count: int, num_all: int) -> int:
+    """The same with fewer lengths, for what pays a token less than a launch."""
+    fine = bucket(count, num_all)
+    return min((length for share in COARSE if (length := num_all * share // NUM_BUCKETS) >= fine), default=num_all)
+
+
 def common_counts(counts: Sequence[int], num_all: int) -> list[int]:
     """Lengths to which the lists of a batch are padded: all the same, unless that makes too many of them."""
     if not all(counts):  # there is no token to pad an empty list with
         return list(counts)
-    padded = [bucket(count, num_all) for count in counts]
+    padded = [coarse_bucket(count, num_all) for count in counts]
     return [max(padded)] * len(padded) if max(padded) * len(padded) <= MAX_PADDING * sum(padded) else padded
 
 

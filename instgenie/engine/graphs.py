@@ -27,9 +27,8 @@ from instgenie.engine.staging import Staging
 from instgenie.kernels.switch import runs_fused
 from instgenie.models.model import Model
 
-MAX_GRAPHS = 16
+MAX_GRAPHS = 64
 MAX_SEEN = 1024
-MAX_READERS = 8  # of a pass, its branches or jobs: with more of them it is computing that takes the time, not launching
 NUM_WARM_UPS = 2  # before the first capture; what is captured later has run as it is before
 
 log = logging.getLogger(__name__)
@@ -66,9 +65,10 @@ class Columns:
 
 
 class Graphs:
-    def __init__(self, model: Model, max_graphs: int = MAX_GRAPHS, max_readers: int = MAX_READERS) -> None:
+    def __init__(self, model: Model, max_graphs: int = MAX_GRAPHS, max_readers: int | None = None) -> None:
         self.model = model
-        self.max_graphs, self.max_readers = max_graphs, max_readers
+        self.max_graphs = max_graphs
+        self.max_readers = model.max_captured if max_readers is None else max_readers
         self.columns = Columns()
         self.captured: OrderedDict[Hashable, Captured] = OrderedDict()
         self.seen: OrderedDict[Hashable, None] = OrderedDict()
@@ -96,7 +96,8 @@ class Graphs:
         far = [job for job in jobs if is_far(job)]
         self.staging.bring(far)
         predicted: dict[Job, list[Tensor]] = {}
-        for together in self.model.passes(jobs):
+        for one in self.model.passes(jobs):
+            together = sorted(one, key=num_flowing)  # whoever came first, the same masks are the same pass
             packed = self.model.pack(together, pads=True)
             predicted |= zip(together, packed.deal(self.run(packed)), strict=True)
         self.staging.look_ahead(far if self.staging.has_room(far) else ())
@@ -168,6 +169,10 @@ class Graphs:
         return Captured(table, capture(lambda: self.model.run(twin), self.model.device, self.pool, num_warm_ups))
 
 
+def num_flowing(job: Job) -> int:
+    return len(job.inside) if places_of(job) else len(job.masked)
+
+
 def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, num_warm_ups: int) -> Callable[[], Tensor]:
     """What runs the same launches again, and hands over what they leave behind."""
     if device.type != "cuda":
@@ -194,8 +199,6 @@ def max_staged_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[1] // 4 if device.type == "cuda" else sys.maxsize
 
 
-def make_graphs(
-    model: Model, enabled: bool = True, max_graphs: int = MAX_GRAPHS, max_readers: int = MAX_READERS
-) -> Graphs | None:
+def make_graphs(model: Model, enabled: bool = True, max_graphs: int = MAX_GRAPHS) -> Graphs | None:
     """Where there are any."""
-    return Graphs(model, max_graphs, max_readers) if enabled and model.device.type == "cuda" else None
+    return Graphs(model, max_graphs) if enabled and model.device.type == "cuda" else None

@@ -17,6 +17,7 @@ from instgenie.network import NetworkShape
 from instgenie.sampler import FlowSchedule, flow_schedule
 from instgenie.types import Edit
 
+CAPTURED_AREA = 2 * 3072**2  # branches times squared width, up to which launching takes longer than computing
 MAX_TEXT_TOKENS = 512  # of the Flux pipelines, for tokenizers that know no limit
 
 
@@ -46,6 +47,10 @@ class FluxModel(Model):
     @property
     def units(self) -> tuple[int, ...]:
         return (num_blocks(self.transformer),)
+
+    @property
+    def max_captured(self) -> int:
+        return max(CAPTURED_AREA // int(self.transformer.inner_dim) ** 2, 1)
 
     @property
     def max_text_tokens(self) -> int:

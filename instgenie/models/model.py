@@ -84,6 +84,11 @@ class Model(ABC):
         """Numbers of blocks in the runs in which dropped tokens stay dropped."""
 
     @property
+    @abstractmethod
+    def max_captured(self) -> int:
+        """Branches of a pass up to which launching takes longer than computing, so that capturing it pays."""
+
+    @property
     def num_blocks(self) -> int:
         return sum(self.units)
 

@@ -11,7 +11,7 @@ registration.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any, TypeAlias
 
 import torch
@@ -190,12 +190,14 @@ def lay_out_all(
 ) -> dict[FlowKey, Flow]:
     """The flows of all blocks."""
     num_tokens = len(members[0].masked)
+    narrows = [any(own) for own in zip(*cached, strict=True)]  # of each member, whether it is cached anywhere
     flows = {}
     for num_all in dict.fromkeys(num_tokens // place.side**2 for place in places.values()):
         levels = [job.level(num_all) for job in members]
-        if pads:
-            counts = common_counts([len(level.inside) for level in levels], num_all)
-            levels = [job.level(num_all, count) for job, count in zip(members, counts, strict=True)]
+        if pads and any(narrows):
+            counts = iter(common_counts([len(one.inside) for one in compress(levels, narrows)], num_all))
+            pairs = zip(members, narrows, strict=True)
+            levels = [job.level(num_all, next(counts) if narrow else None) for job, narrow in pairs]
         blocks = [
             block
             for place in places.values()

@@ -23,6 +23,8 @@ from instgenie.network import NetworkShape
 from instgenie.sampler import Schedule, ddim_schedule, euler_schedule
 from instgenie.types import Edit
 
+MAX_CAPTURED = 16
+
 
 @dataclass(frozen=True, eq=False)
 class UnetModel(Model):
@@ -52,6 +54,10 @@ class UnetModel(Model):
     @property
     def units(self) -> tuple[int, ...]:
         return tuple(len(transformer.transformer_blocks) for transformer in transformers(self.unet))
+
+    @property
+    def max_captured(self) -> int:
+        return MAX_CAPTURED
 
     def describe(self) -> NetworkShape:
         return describe(self.unet)

@@ -35,7 +35,7 @@ class Finisher:
         picture, mask = read_picture(frames[1], message.size), read_mask(frames[2], message.size)
         [decoded] = decode([latents], message.grid, self.model)
         edited = composite(picture, decoded, mask, message.feather)
-        return encode_picture(edited, message.output_format, message.output_compression)
+        return encode_picture(edited, message.output_format, message.output_compression, is_quick=True)
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:

@@ -22,6 +22,7 @@ ABOUT = {
     "exact": "exact plan",
     "dense": "cache nothing",
 }
+SHARES = ("waiting", "preparing", "steps", "finishing")
 SLOWER = 4.0  # loading from a place that is so much slower than memory
 
 
@@ -40,7 +41,7 @@ def run(lab: Lab) -> Section:
         "every way of planning.",
         tables=[
             Table("Where the time of an edit goes, seconds in the mean",
-                  ("batching", "waiting", "preparing", "steps", "finishing"), waiting),
+                  ("batching", *SHARES), waiting),
             Table("A step under loads, predicted ms", ("plan", *(f"mask {r:g}" for r in lab.scale.mask_ratios)),
                   [step_row(name, steps, lab) for name in ABOUT]),
         ],
@@ -50,6 +51,11 @@ def run(lab: Lab) -> Section:
 
 
 def wait_row(name: str, run: Run) -> Row:
+    return row(NAME, name, *mean_shares(run))
+
+
+def mean_shares(run: Run) -> list[str]:
+    """Of an edit's time: waiting, preparing, steps, finishing."""
     facts = [one.facts for one in run.served]
     columns = (
         [one.queue_seconds for one in facts],
@@ -57,7 +63,7 @@ def wait_row(name: str, run: Run) -> Row:
         [one.denoise_seconds for one in facts],
         [one.finish_seconds for one in facts],
     )
-    return row(NAME, name, *(f"{statistics.fmean(column):.2f}" for column in columns))
+    return [f"{statistics.fmean(column):.2f}" for column in columns]
 
 
 def plan_steps(lab: Lab) -> dict[tuple[str, float], float]:

@@ -54,10 +54,11 @@ def recipe(lab: Lab, num_edits: int, rate: float, seed: int) -> Recipe:
 
 
 def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_workers: int = 1) -> Run:
-    """A real cluster under a load that is the same for all of so many workers; each is run once."""
+    """A real cluster under a load; each is run once. Those of one worker get the same edits; several workers, which on
+    one machine can do less than as many times what one can, get a share of what they can do."""
     name = f"{batching} {'reuse' if reuse else 'dense'} {num_workers}"
     if name not in lab.runs:
-        rate = num_workers * served(lab).rate if name != "continuous reuse 1" else 0.0
+        rate = served(lab).rate if num_workers == 1 and name != "continuous reuse 1" else 0.0
         config = ClusterConfig(
             model=lab.name,
             devices=(lab.device,) * num_workers,
@@ -77,7 +78,7 @@ async def send(lab: Lab, session: Session, rate: float) -> Run:
     config, num_workers = session.cluster.config, len(session.cluster.workers)
     await session.register(draw_workload(recipe(lab, 10 * lab.scale.num_templates, 1.0, seed=0)))
     if not rate:
-        burst = await session.run(draw_workload(recipe(lab, lab.scale.num_burst, float("inf"), seed=3)))
+        burst = await session.run(draw_workload(recipe(lab, num_workers * lab.scale.num_burst, float("inf"), seed=3)))
         rate = lab.scale.load * len(burst) / max(one.latency for one in burst)
     num_edits = min(lab.scale.serve_edits * num_workers, max(int(MAX_SECONDS * rate), MIN_EDITS))
     run = Run(config, rate, [], [], [], [])
