@@ -22,13 +22,10 @@ from instgenie.errors import PlanError
 from instgenie.kernels.addresses import Addresses, Source, Sources
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.heads import Places
+from instgenie.network import NUM_BUCKETS
 from instgenie.planner import DENSE, Plan, check_plan, is_cached
 from instgenie.sampler import Schedule
 from instgenie.types import Edit
-
-NUM_BUCKETS = 32
-COARSE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # buckets of batches, so that few shapes serve many
-MAX_PADDING = 1.5  # lists of a batch are padded to one length where that makes them no longer than so many times
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,20 +269,6 @@ def bucket(count: int, num_all: int) -> int:
     """The length to which a list of so many among all tokens is padded: a multiple of a thirty-second of all."""
     step = max(num_all // NUM_BUCKETS, 1)
     return min(-(-count // step) * step, num_all)
-
-
-def coarse_bucket(count: int, num_all: int) -> int:
-    """The same with fewer lengths, for what pays a token less than a launch."""
-    fine = bucket(count, num_all)
-    return min((length for share in COARSE if (length := num_all * share // NUM_BUCKETS) >= fine), default=num_all)
-
-
-def common_counts(counts: Sequence[int], num_all: int) -> list[int]:
-    """Lengths to which the lists of a batch are padded: all the same, unless that makes too many of them."""
-    if not all(counts):  # there is no token to pad an empty list with
-        return list(counts)
-    padded = [coarse_bucket(count, num_all) for count in counts]
-    return [max(padded)] * len(padded) if max(padded) * len(padded) <= MAX_PADDING * sum(padded) else padded
 
 
 def guide(predictions: Sequence[Tensor], scale: float) -> Tensor:

@@ -4,10 +4,13 @@ A model describes its network once, as plain numbers, so that whoever asks what 
 the model. All tokens of a job flow through a dense block, the masked ones through a cached block; keys are of all.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from instgenie.types import NUM_PARTS, Kind
+
+NUM_BUCKETS = 32  # lists of masked tokens are padded to so many parts of all tokens, or fewer
+SHARES = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # of those, the ones that batches are padded to where that is one for all jobs
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class NetworkShape:
     units: tuple[int, ...]  # numbers of blocks in the runs in which dropped tokens stay dropped
     per_token: int  # FLOPs outside the blocks for each image token of each branch, masked or not
     per_branch: int
+    pads: bool = False  # whether the lists of masked tokens of all jobs are padded to one share; see `common_share`
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,34 @@ class Demand:
 
     def num_rest(self, shape: BlockShape) -> int:
         return self.num_tokens // shape.side**2 - self.num_masked[shape.side]
+
+
+def common_share(counts: Iterable[tuple[int, int]]) -> int | None:
+    """The share to which the lists of a batch are padded at every level, given as counts among all tokens: one of a
+    few, so that few shapes serve all batches. None where there is no list, or an empty one, which has no token to pad
+    it with."""
+    pairs = list(counts)
+    if not pairs or not all(count for count, _ in pairs):
+        return None
+    needed = max(-(-count * NUM_BUCKETS // num_all) for count, num_all in pairs)
+    return min(share for share in SHARES if share >= needed)
+
+
+def padded_count(share: int, num_all: int) -> int:
+    return num_all * share // NUM_BUCKETS
+
+
+def pad_demands(demands: Sequence[Demand]) -> list[Demand]:
+    """As they flow through a network that pads."""
+    reading = [demand for demand in demands if demand.kind]
+    share = common_share((num, one.num_tokens // side**2) for one in reading for side, num in one.num_masked.items())
+    if share is None:
+        return list(demands)
+    return [replace(one, num_masked=padded_counts(one, share)) if one.kind else one for one in demands]
+
+
+def padded_counts(demand: Demand, share: int) -> dict[int, int]:
+    return {side: padded_count(share, demand.num_tokens // side**2) for side in demand.num_masked}
 
 
 def block_flops(shape: BlockShape, demand: Demand, cached: bool) -> int:

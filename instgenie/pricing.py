@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from instgenie.costs import Price, StepCosts
 from instgenie.latency import Latency
-from instgenie.network import Demand, NetworkShape, load_bytes
+from instgenie.network import Demand, NetworkShape, load_bytes, pad_demands
 from instgenie.planner import is_cached, plan_batch
 from instgenie.types import Kind, PlanPolicy, TierName
 
@@ -28,7 +28,7 @@ class JobShape:
 
     def demand(self, num_tokens: int, num_masked: int, in_gpu: bool) -> Demand:
         """Of a job with activations."""
-        return Demand(
+        demand = Demand(
             num_tokens=num_tokens,
             num_masked={shape.side: -(-num_masked // shape.side**2) for shape in self.network.blocks},
             num_text=self.num_text,
@@ -37,6 +37,7 @@ class JobShape:
             value_bytes=self.value_bytes,
             in_gpu=frozenset(range(len(self.network.blocks))) if in_gpu else frozenset(),
         )
+        return pad_demands([demand])[0] if self.network.pads else demand
 
     def dense_demand(self, num_tokens: int) -> Demand:
         everything = {shape.side: num_tokens // shape.side**2 for shape in self.network.blocks}

@@ -13,7 +13,7 @@ import torch
 from conftest import FAMILIES, apart, close, make_edit, run
 
 from instgenie.activations import Activations, Kind, Span
-from instgenie.batch import Job, bucket, common_counts, pad
+from instgenie.batch import Job, bucket, pad
 from instgenie.cache.host import HostTier
 from instgenie.engine.graphs import Columns, Graphs, make_graphs
 from instgenie.engine.loop import Engine
@@ -23,6 +23,7 @@ from instgenie.engine.staging import Staging, find_pieces
 from instgenie.models.flux_model import FluxModel
 from instgenie.models.load import load
 from instgenie.models.model import Model
+from instgenie.network import common_share, padded_count
 from instgenie.planner import Plan
 from instgenie.types import CacheDtype
 
@@ -180,10 +181,12 @@ def test_padding() -> None:
     assert [bucket(count, 1024) for count in (1, 32, 33, 1000, 1024)] == [32, 32, 64, 1024, 1024]
     assert [bucket(count, 10) for count in (1, 9, 10)] == [1, 9, 10]
     assert pad(torch.tensor([3, 5]), 4).tolist() == [3, 5, 5, 5]
-    assert common_counts([200, 230, 250], 1024) == [256, 256, 256]
-    assert common_counts([30, 900], 1024) == [32, 1024]
-    assert common_counts([100, 100, 130], 1024) == [192, 192, 192]
-    assert common_counts([0, 900], 1024) == [0, 900]
+    assert common_share([(200, 1024), (250, 1024), (60, 256)]) == 8
+    assert common_share([(200, 1024), (250, 1024), (70, 256)]) == 12
+    assert [common_share([(count, 10)]) for count in (1, 9, 10)] == [4, 32, 32]
+    assert [padded_count(share, 1024) for share in (2, 12, 32)] == [64, 384, 1024]
+    assert common_share([(0, 1024), (900, 1024)]) is None
+    assert common_share([]) is None
 
 
 def test_columns_are_copied_when_they_change() -> None:

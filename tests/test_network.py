@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from instgenie.batch import Job
-from instgenie.engine.demand import make_demand
+from instgenie.engine.demand import make_demand, make_demands
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.models import flux, unet
@@ -57,6 +57,20 @@ def test_flops_are_those_of_the_pass(models: dict[str, Model], family: str, kind
             counted = step_flops(network, [make_demand(job, network) for job in chosen], plan)
             # with y, what modulates the recalled rows of a Flux is not counted
             assert counted == pytest.approx(count_flops(model, chosen), rel=0 if kind == "kv" else 0.03)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd_fill"])
+def test_padded_lists_are_counted_as_they_flow(models: dict[str, Model], family: str) -> None:
+    model = models[family]
+    network = replace(model.describe(), pads=True)
+    jobs = make_jobs(model, "kv", (True,) * model.num_blocks)
+    demands = make_demands(jobs, network)
+    of_branch = [demand for demand in demands for _ in range(demand.num_branches)]
+    for (num_all, _), flow in model.pack(jobs, pads=True).flows.items():
+        side = round((len(jobs[0].masked) / num_all) ** 0.5)
+        assert flow.num_flowing == tuple(demand.num_masked[side] for demand in of_branch)
+    assert [demand.num_masked for demand in demands] != [make_demand(job, network).num_masked for job in jobs]
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])

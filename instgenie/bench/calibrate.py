@@ -20,7 +20,7 @@ from instgenie.activations import Activations
 from instgenie.batch import Job
 from instgenie.bench.edit import mask_around, now, sample_picture
 from instgenie.bench.scatter import draw_scatter, write_text
-from instgenie.engine.demand import make_demand
+from instgenie.engine.demand import make_demands
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
@@ -135,7 +135,7 @@ def measure_steps(
     while len(rounds) < num_rounds:
         on_round(len(rounds), num_rounds)
         rounds.append(measure_round(run, model.device, cases))
-    demands = [tuple(make_demand(job, network) for job in case.jobs) for case in cases]
+    demands = [tuple(make_demands(case.jobs, network)) for case in cases]
     fastest = [min(times) for times in zip(*rounds, strict=True)]
     return [StepSample(*sample) for sample in zip(demands, (case.plan for case in cases), fastest, strict=True)]
 

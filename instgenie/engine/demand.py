@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from instgenie.batch import Job
 from instgenie.engine.route import shared_by
-from instgenie.network import Demand, NetworkShape
+from instgenie.network import Demand, NetworkShape, pad_demands
 
 
 def make_demands(jobs: Sequence[Job], network: NetworkShape) -> list[Demand]:
@@ -19,7 +19,7 @@ def make_demands(jobs: Sequence[Job], network: NetworkShape) -> list[Demand]:
                 demand = replace(demand, in_gpu=frozenset(range(len(network.blocks))))
             loaded.add(shared_by(job))
         demands.append(demand)
-    return demands
+    return pad_demands(demands) if network.pads else demands
 
 
 def make_demand(job: Job, network: NetworkShape) -> Demand:

@@ -4,7 +4,7 @@ A pass is captured over columns of its own, at addresses that never change. To t
 hand are copied into them, the graph runs, and its predictions are read. Rows of activations are not copied: a table
 says where they lie, and the graph reads them there. Those that are not on the device are brought a step ahead. Passes
 that differ in nothing but the values of columns and rows share a graph; lists of masked tokens are padded, so that many
-masks do.
+masks do, and those of a UNet, whose tokens cost less than its launches, so that almost all do.
 
 What is seen for the first time runs as it is, the second time it is captured. Of captured passes the longest unused is
 forgotten. On a device without graphs the same passes run over the same columns, launch by launch.
@@ -27,7 +27,7 @@ from instgenie.engine.staging import Staging
 from instgenie.kernels.switch import runs_fused
 from instgenie.models.model import Model
 
-MAX_GRAPHS = 64
+MAX_GRAPHS = 128
 MAX_SEEN = 1024
 NUM_WARM_UPS = 2  # before the first capture; what is captured later has run as it is before
 
@@ -108,8 +108,11 @@ class Graphs:
         table = self.find_rows(packed.readers)
         captured = self.find(packed, table)
         if captured is None:
-            return self.model.run(replace(packed, rows=TableRows(table.to(self.model.device, non_blocking=True))))
+            as_it_is = replace(packed, rows=TableRows(table.to(self.model.device, non_blocking=True)))
+            self.staging.mark()
+            return self.model.run(as_it_is)
         self.copy(packed, table, captured.table)
+        self.staging.mark()
         return captured.replay()
 
     def find(self, packed: Any, table: Tensor) -> Captured | None:

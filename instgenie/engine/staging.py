@@ -81,12 +81,16 @@ class Staging:
 
     def bring(self, jobs: Sequence[Job]) -> None:
         """Lets whoever computes from here on wait for the rows of the jobs' present steps."""
-        if self.stream:  # what was computed before is what reads the rows that go next
-            self.before = torch.cuda.current_stream(self.device).record_event()
         self.start(jobs, num_ahead=0)
         for key in keys_of(jobs, num_ahead=0):
             for ready in self.staged[key].ready:
                 torch.cuda.current_stream(self.device).wait_event(ready)
+
+    def mark(self) -> None:
+        """What is brought next comes beside what is computed from here on, not earlier: what was computed before reads
+        rows that go then, and small copies that a step waits for would queue behind large ones."""
+        if self.stream:
+            self.before = torch.cuda.current_stream(self.device).record_event()
 
     def look_ahead(self, jobs: Sequence[Job]) -> None:
         """Starts to bring the rows of the jobs' next steps beside the computing of the present ones; of others, nothing

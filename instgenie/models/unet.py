@@ -25,13 +25,13 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 
 from instgenie.activations import Kind
-from instgenie.batch import Branch, Job, JobRows, Level, Rows, common_counts
+from instgenie.batch import Branch, Job, JobRows, Level, Rows
 from instgenie.kernels.fill import fill_rows
 from instgenie.kernels.geglu import geglu
 from instgenie.kernels.group_norm import group_norm
 from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
 from instgenie.models.products import products
-from instgenie.network import BlockShape, NetworkShape
+from instgenie.network import BlockShape, NetworkShape, common_share, padded_count
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
 FlowKey: TypeAlias = tuple[int, tuple[bool, ...]]  # tokens of a whole picture; of each branch, whether it is cached
@@ -156,7 +156,10 @@ def group_jobs(
     cached = tuple(tuple(job.is_cached(block) for job, _ in members) for block in range(num_blocks))
     return Group(
         jobs=tuple(jobs),
-        kinds=tuple(job.activations.kind if job.activations else None for job, _ in members),
+        kinds=tuple(
+            job.activations.kind if job.activations and any(own) else None
+            for (job, _), own in zip(members, zip(*cached, strict=True), strict=True)
+        ),
         cached=cached,
         sample=torch.stack([see(job) for job, _ in members]).to(dtype).permute(0, 3, 1, 2),
         timestep=torch.stack([job.timestep for job, _ in members]),
@@ -191,13 +194,13 @@ def lay_out_all(
     """The flows of all blocks."""
     num_tokens = len(members[0].masked)
     narrows = [any(own) for own in zip(*cached, strict=True)]  # of each member, whether it is cached anywhere
+    sizes = dict.fromkeys(num_tokens // place.side**2 for place in places.values())
+    reading = list(compress(members, narrows)) if pads else []
+    share = common_share((len(job.level(num_all).inside), num_all) for job in reading for num_all in sizes)
     flows = {}
-    for num_all in dict.fromkeys(num_tokens // place.side**2 for place in places.values()):
-        levels = [job.level(num_all) for job in members]
-        if pads and any(narrows):
-            counts = iter(common_counts([len(one.inside) for one in compress(levels, narrows)], num_all))
-            pairs = zip(members, narrows, strict=True)
-            levels = [job.level(num_all, next(counts) if narrow else None) for job, narrow in pairs]
+    for num_all in sizes:
+        count = padded_count(share, num_all) if share else None
+        levels = [job.level(num_all, count if narrow else None) for job, narrow in zip(members, narrows, strict=True)]
         blocks = [
             block
             for place in places.values()

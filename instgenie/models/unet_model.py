@@ -5,7 +5,7 @@ pipelines, and 1 or less turns it off. `true_guidance`, where it is above 1, say
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -60,7 +60,7 @@ class UnetModel(Model):
         return MAX_CAPTURED
 
     def describe(self) -> NetworkShape:
-        return describe(self.unet)
+        return replace(describe(self.unet), pads=self.device.type == "cuda")
 
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule:
         if edit.steps > (most := self.scheduler.config.num_train_timesteps):

@@ -337,8 +337,9 @@ class Denoiser:
                     self.templates.retry(other.fetching)
 
     def synchronize(self) -> None:
+        """With what computes; loads for the next step go on."""
         if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+            torch.cuda.current_stream(self.model.device).synchronize()
 
     def free_memory(self) -> None:
         if self.model.device.type == "cuda":
