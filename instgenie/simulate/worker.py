@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from instgenie.admission import num_joining
+from instgenie.admission import num_joining, num_worthwhile
 from instgenie.config import Batching
 from instgenie.costs import Price
 from instgenie.router import Load, Work
@@ -140,11 +140,18 @@ class Worker:
         if not self.waiting:
             return
         sizes = (1 for _ in self.waiting)
-        for _ in range(num_joining(sizes, len(self.running), self.load.max_batch_size, self.batching)):
+        for _ in range(num_joining(sizes, len(self.running), self.find_room(), self.batching)):
             job = self.waiting.popleft()
             job.joined = self.clock.now
             self.running.append(job)
             self.is_other = True
+
+    def find_room(self) -> int:
+        """Jobs up to which the batch may grow."""
+        if self.batching != "continuous":
+            return self.load.max_batch_size
+        prices = [self.price_of(job) for job in (*self.running, self.waiting[0])]
+        return min(num_worthwhile(self.load.costs, prices, len(self.waiting)), self.load.max_batch_size)
 
     def stepped(self, _: None) -> None:
         self.load.pace.measure(self.predicted, self.seconds)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from instgenie import traces
 from instgenie.activations import Key, Kind
-from instgenie.admission import num_joining
+from instgenie.admission import num_joining, num_worthwhile
 from instgenie.batch import Job
 from instgenie.config import ProcessConfig
 from instgenie.engine.frames import read_job, tensor_frame, tensor_head
@@ -217,7 +217,7 @@ class Denoiser:
         self.split_first()
         settled = [group for group in self.waiting if is_settled(group)]
         sizes = (len(group) for group in settled)
-        num = num_joining(sizes, len(self.engine.jobs), self.engine.max_jobs, self.config.batching)
+        num = num_joining(sizes, len(self.engine.jobs), self.find_room(settled), self.config.batching)
         for group in settled[:num]:
             self.waiting.remove(group)
             for running in group:
@@ -226,6 +226,14 @@ class Denoiser:
                 self.engine.join(running.job)
             plans = tuple(running.job.plan for running in group)
             self.line.send(Joined(tuple(running.progress for running in group), plans))
+
+    def find_room(self, waiting: Sequence[Sequence[Running]]) -> int:
+        """Jobs up to which the batch may grow."""
+        if self.config.batching != "continuous" or not waiting:
+            return self.engine.max_jobs
+        jobs = [*self.engine.jobs, *(running.job for running in waiting[0])]
+        prices = [price_of(job, self.costs) for job in jobs]
+        return min(num_worthwhile(self.costs, prices, sum(map(len, waiting))), self.engine.max_jobs)
 
     def split_first(self) -> None:
         """A group that would wait for room longer than it takes itself is split: those go for whom there is room."""
