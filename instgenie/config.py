@@ -1,13 +1,17 @@
 """How a cluster is set up: frozen, complete, and the same for everyone who reads it."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from instgenie.memory import available_memory
 from instgenie.router import Policy
 from instgenie.types import CacheDtype, PlanPolicy
 
 Batching = Literal["continuous", "static", "naive"]
 Role = Literal["prepare", "denoise", "finish"]
+
+UNTOLD_HOST_BYTES = 16 * 2**30  # where the system does not say how much there is
 
 
 @dataclass(frozen=True)
@@ -15,7 +19,7 @@ class CacheConfig:
     """Where activations are kept, and how much of them. Memory is each worker's own; disk and remote are shared."""
 
     gpu_bytes: int | None = None  # None: half of what is free beside the model; none where there is no CUDA device
-    host_bytes: int = 16 * 2**30
+    host_bytes: int | None = None  # None: a worker's share of half of what is available when the cluster is made
     disk: str | None = None  # folder; None: nothing is kept on disk
     disk_bytes: int = 100 * 2**30
     remote: str | None = None  # any fsspec URL; None: nothing is kept there
@@ -66,3 +70,12 @@ class ProcessConfig:
     cache: CacheConfig
     plan: PlanPolicy = "cached"
     graphs: bool = True
+
+
+def resolve_host_bytes(config: ClusterConfig) -> ClusterConfig:
+    """The one place where it is chosen: all who hear of it hear the same number."""
+    if config.cache.host_bytes is not None:
+        return config
+    share = available_memory() / 2 / len(config.devices)
+    host_bytes = int(share) if math.isfinite(share) else UNTOLD_HOST_BYTES
+    return replace(config, cache=replace(config.cache, host_bytes=host_bytes))

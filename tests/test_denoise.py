@@ -61,7 +61,8 @@ def small(models: dict[str, Model]) -> Model:
 
 
 def make_denoiser(model: Model, batching: Batching = "continuous", **cache: Any) -> tuple[Denoiser, Tape]:
-    config = ProcessConfig("a", "denoise", 0, "", "", "cpu", "auto", 2, batching, CacheConfig(**cache))
+    kept = CacheConfig(**{"host_bytes": 2**30} | cache)
+    config = ProcessConfig("a", "denoise", 0, "", "", "cpu", "auto", 2, batching, kept)
     tape = Tape()
     denoiser = Denoiser(config, model, tape)  # type: ignore[arg-type]
     tape.is_busy = lambda: denoiser.waiting or denoiser.registering

@@ -9,7 +9,7 @@ import pytest
 from instgenie.cli import main
 from instgenie.errors import ConfigError
 from instgenie.server import config as server_config
-from instgenie.server.config import ServeConfig, choose_devices, read_config
+from instgenie.server.config import ServeConfig, choose_cache_dtype, choose_devices, read_config
 
 
 def read(environment: dict[str, str] | None = None, **flags: Any) -> ServeConfig:
@@ -42,6 +42,54 @@ def test_devices(
 ) -> None:
     monkeypatch.setattr(server_config, "count_gpus", lambda: num_gpus)
     assert choose_devices(device, num_workers) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (("cpu",), "model"),
+        (("cuda",), "fp8"),
+        (("cuda:1",), "fp8"),
+        (("cpu", "cuda:0"), "fp8"),
+        (("cpu", "cpu"), "model"),
+    ],
+)
+def test_all_workers_keep_activations_in_one_dtype(devices: tuple[str, ...], expected: str) -> None:
+    assert choose_cache_dtype("auto", devices) == expected
+    assert choose_cache_dtype("model", devices) == "model"
+    assert choose_cache_dtype("fp8", devices) == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "expected"),
+    [
+        ({}, 0, "model"),
+        ({}, 2, "fp8"),
+        ({"device": "cpu"}, 2, "model"),
+        ({"cache_dtype": "auto"}, 1, "fp8"),
+        ({"cache_dtype": "model"}, 1, "model"),
+        ({"cache_dtype": "fp8"}, 0, "fp8"),
+    ],
+)
+def test_the_dtype_of_activations_suits_the_devices(
+    flags: dict[str, str], num_gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_config, "count_gpus", lambda: num_gpus)
+    assert read(**flags).cluster.cache.dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, None),
+        ({"host_cache_gib": "auto"}, None),
+        ({"host_cache_gib": "1.5"}, 3 * 2**29),
+        ({"host_cache_gib": "0"}, 0),
+    ],
+)
+def test_memory_for_activations(flags: dict[str, str], expected: int | None) -> None:
+    """None is for the cluster to choose."""
+    assert read(**flags).cluster.cache.host_bytes == expected
 
 
 def test_keys_come_from_flags_and_a_file(tmp_path: Path) -> None:
@@ -80,6 +128,8 @@ def test_the_config_file_by_flag_and_by_environment(tmp_path: Path) -> None:
         (["--port", "x"], "--port is 'x'"),
         (["--config", "none.toml"], "none.toml cannot be read"),
         (["--batching", "none"], "continuous, static or naive"),
+        (["--host-cache-gib", "much"], "auto, or a number from 0 to 65536"),
+        (["--cache-dtype", "int4"], "auto, model or fp8"),
     ],
 )
 def test_bad_arguments_end_with_one_line(

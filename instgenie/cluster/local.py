@@ -21,7 +21,7 @@ from instgenie.cluster.flow import Flow
 from instgenie.cluster.orders import Order, TemplateStatus
 from instgenie.cluster.processes import Process, Worker, make_workers
 from instgenie.cluster.status import ClusterStatus, Observer, WorkerStatus
-from instgenie.config import ClusterConfig
+from instgenie.config import ClusterConfig, resolve_host_bytes
 from instgenie.errors import ClosedError
 from instgenie.picture import check_edit
 from instgenie.types import Pixels
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 class Cluster:
     def __init__(self, config: ClusterConfig) -> None:
-        self.config = config
-        self.workers = make_workers(config)
-        self.flow = Flow(config, self.workers, self._send)
+        self.config = resolve_host_bytes(config)
+        self.workers = make_workers(self.config)
+        self.flow = Flow(self.config, self.workers, self._send)
         self._names: dict[bytes, Process] = {}  # the current start of each process
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []

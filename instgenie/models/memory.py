@@ -1,14 +1,13 @@
 """Memory: whether something fits before it is loaded, and our words for it when it did not after all."""
 
 import contextlib
-import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from instgenie.errors import OutOfMemoryError
+from instgenie.memory import available_memory
 
 
 def check_memory(name: str, num_bytes: int, device: torch.device) -> None:
@@ -20,11 +19,7 @@ def check_memory(name: str, num_bytes: int, device: torch.device) -> None:
 
 
 def available_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
-    return int(found[1]) * 1024 if found else math.inf
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
 @contextlib.contextmanager

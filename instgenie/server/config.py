@@ -3,10 +3,10 @@ stands for on this machine; nothing changes a tree once it is made."""
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from instgenie.cache.folder import make_folder
 from instgenie.config import CacheConfig, ClusterConfig
@@ -14,6 +14,7 @@ from instgenie.decode import MAX_PIXELS
 from instgenie.errors import ConfigError
 from instgenie.options import AUTO, PREFIX, Option, auto_or, flag, one_of, read_options, real, text, whole
 from instgenie.server.log import LogFormat
+from instgenie.types import CacheDtype
 
 GIB = 2**30
 
@@ -60,13 +61,15 @@ OPTIONS = (
            "what a worker is chosen by (default mask_aware)", "HOW"),
     Option("gpu-cache-gib", auto_or(real(0, 65536)), AUTO,
            "GPU memory for activations, each worker (default: half of what is free beside the model)", "GIB"),
-    Option("host-cache-gib", real(0, 65536), 16.0, "memory for activations, each worker (default 16)", "GIB"),
+    Option("host-cache-gib", auto_or(real(0, 65536)), AUTO,
+           "memory for activations, each worker (default: half of what is available, shared among the workers)", "GIB"),
     Option("cache-dir", text, None, "folder for activations that outlive the server (default: none)", "FOLDER"),
     Option("disk-cache-gib", real(0.001, 2**20), 100.0, "most that folder may hold (default 100)", "GIB"),
     Option("remote-cache", text, None, "the same for several machines: s3://bucket/folder, ... (default: none)", "URL"),
     Option("remote-cache-gib", real(0.001, 2**30), 1000.0, "most it may hold (default 1000)", "GIB"),
-    Option("cache-dtype", one_of("model", "fp8"), "model",
-           "what activations are kept in: what the model computes in, or half its bytes (default model)", "DTYPE"),
+    Option("cache-dtype", one_of(AUTO, "model", "fp8"), AUTO,
+           "what activations are kept in: what the model computes in (model; default on a CPU), or half of bfloat16 "
+           "(fp8; default where there is a GPU)", "DTYPE"),
     Option("plan", one_of("cached", "greedy", "exact"), "cached",
            "blocks that are computed in full though they are cached: none, so that pictures do not depend on the load "
            "(default cached), or where loading is slow", "HOW"),
@@ -89,7 +92,8 @@ def read_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 
 
 def make_config(values: Mapping[str, Any]) -> ServeConfig:
-    """Resolves what is auto."""
+    """Resolves what is auto, but for memory: how much there is to share, a cluster finds out when it is made."""
+    devices = choose_devices(values["device"], values["workers"])
     return ServeConfig(
         HttpConfig(
             host=values["host"],
@@ -107,7 +111,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         ),
         ClusterConfig(
             model=values["model"],
-            devices=choose_devices(values["device"], values["workers"]),
+            devices=devices,
             dtype=values["dtype"],
             max_batch_size=values["max_batch_size"],
             max_queue=values["max_queue"],
@@ -116,21 +120,21 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             plan=values["plan"],
             reuse=values["reuse"],
             policy=values["routing"],
-            cache=make_cache(values),
+            cache=make_cache(values, devices),
         ),
     )
 
 
-def make_cache(values: Mapping[str, Any]) -> CacheConfig:
-    gpu = values["gpu_cache_gib"]
+def make_cache(values: Mapping[str, Any], devices: Sequence[str]) -> CacheConfig:
+    gpu, host = values["gpu_cache_gib"], values["host_cache_gib"]
     return CacheConfig(
         gpu_bytes=None if gpu == AUTO else round(gpu * GIB),
-        host_bytes=round(values["host_cache_gib"] * GIB),
+        host_bytes=None if host == AUTO else round(host * GIB),
         disk=values["cache_dir"] and str(make_folder(Path(values["cache_dir"]).resolve())),
         disk_bytes=round(values["disk_cache_gib"] * GIB),
         remote=values["remote_cache"],
         remote_bytes=round(values["remote_cache_gib"] * GIB),
-        dtype=values["cache_dtype"],
+        dtype=choose_cache_dtype(values["cache_dtype"], devices),
     )
 
 
@@ -162,6 +166,13 @@ def choose_devices(device: str, num_workers: int | str) -> tuple[str, ...]:
     if device == "cuda" and num_gpus:
         return tuple(f"cuda:{index % num_gpus}" for index in range(num_workers))
     return (device,) * num_workers
+
+
+def choose_cache_dtype(dtype: CacheDtype | Literal["auto"], devices: Sequence[str]) -> CacheDtype:
+    """One for all workers: they share templates. A CPU reads rows where they are, unless they are packed."""
+    if dtype != "auto":
+        return dtype
+    return "fp8" if any(device.startswith("cuda") for device in devices) else "model"
 
 
 def count_gpus() -> int:

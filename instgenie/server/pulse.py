@@ -66,6 +66,7 @@ class Pulse(Observer):
         """All there is to show; of the steps, those after `since`."""
         now = time.monotonic()
         status, config, model = self.cluster.status(), self.cluster.config, self.cluster.model_facts
+        assert config.cache.host_bytes is not None  # the cluster has chosen it
         seconds = recent(self.latencies, now)
         return {
             "now": now,

@@ -15,7 +15,7 @@ import uvicorn
 
 from instgenie import traces
 from instgenie.cluster.local import Cluster
-from instgenie.config import CacheConfig
+from instgenie.config import CacheConfig, ClusterConfig
 from instgenie.errors import ServeError
 from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
@@ -86,7 +86,7 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
     end = 0.0  # of the time in which the server has to stop
     serving = asyncio.create_task(server.serve([listener]))
     address = f"{config.http.host}:{listener.getsockname()[1]}"
-    print_plan(config, address, version)
+    print_plan(config.http, cluster.config, address, version)
     try:
         await cluster.start()
         if await unless_signalled(cluster.until_ready(), signalled):
@@ -132,8 +132,7 @@ def catch_signals() -> asyncio.Event:
     return signalled
 
 
-def print_plan(config: ServeConfig, address: str, version: str) -> None:
-    http, cluster = config.http, config.cluster
+def print_plan(http: HttpConfig, cluster: ClusterConfig, address: str, version: str) -> None:
     names = ", ".join(http.served_model_names)
     lines = {
         f"InstGenIE {version}": f"serves {names} on http://{address}/v1",
@@ -154,7 +153,8 @@ def print_plan(config: ServeConfig, address: str, version: str) -> None:
 
 def describe_cache(cache: CacheConfig) -> str:
     """From the top; what each worker has, then what they share."""
-    tiers = [f"up to {cache.host_bytes / 2**30:g} GiB in memory"]
+    assert cache.host_bytes is not None  # the cluster has chosen it
+    tiers = [f"{cache.dtype}, up to {cache.host_bytes / 2**30:g} GiB in memory"]
     if cache.disk:
         tiers.append(f"{cache.disk_bytes / 2**30:g} GiB in {cache.disk}")
     if cache.remote:

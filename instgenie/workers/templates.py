@@ -240,6 +240,7 @@ def log_error(future: Future[None]) -> None:
 
 def open_store(config: CacheConfig, device: torch.device) -> Store:
     """The tiers that have any room. Raises a CacheError for a folder or a URL that cannot be used."""
+    assert config.host_bytes is not None  # the cluster has chosen it
     gpu_bytes = choose_gpu_bytes(config, device)
     return Store(
         gpu=GpuTier(device, gpu_bytes) if gpu_bytes else None,
