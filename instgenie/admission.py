@@ -25,11 +25,18 @@ def num_joining(sizes: Iterable[int], num_running: int, max_jobs: int, batching:
     return num_groups
 
 
-def num_worthwhile(costs: StepCosts, prices: Sequence[Price], num_waiting: int) -> int:
-    """The size up to which a batch of jobs like these is worth to grow. One that joins makes the step of all others
-    longer by what it computes, and spares all that wait the constant of a step; where a step waits for loads, it
-    computes for nothing. So a batch grows with the queue, and the more the smaller its jobs are."""
+def find_room(costs: StepCosts, prices: Sequence[Price], left: Sequence[int], num_steps: int, num_waiting: int) -> int:
+    """The size up to which a batch is worth to grow by those that wait first. Prices are of the jobs that run and of
+    those; `left` are the steps that each running job still takes, `num_steps` those of the longest that waits first.
+
+    Who joins makes the steps of all others longer by what it computes, and spares all that wait the constant of a step.
+    So a batch grows with the queue, and the more the smaller its jobs are. Where steps wait for loads, who joins
+    computes for nothing; and who is done in half the time it would wait joins in any case."""
     compute, load = (math.fsum(column) for column in zip(*prices, strict=True))
     if load > costs.per_step + compute or not compute:
         return MAX_SIZE
-    return math.ceil(num_waiting * costs.per_step * len(prices) / (PATIENCE * compute))
+    size = math.ceil(num_waiting * costs.per_step * len(prices) / (PATIENCE * compute))
+    num_leaving = min(len(prices) - size, len(left))
+    if num_leaving > 0 and sorted(left)[num_leaving - 1] >= 2 * num_steps:
+        return len(prices)
+    return size

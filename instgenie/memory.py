@@ -1,13 +1,26 @@
-"""Main memory of this machine. Imports no torch."""
+"""Main memory that this process may still use. Imports no torch."""
 
 import math
 import re
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")  # a container's own; version 2
 
 
 def available_memory() -> float:
-    """Bytes; infinite where the system does not say."""
+    """Bytes: what the machine has, or the container, if that is less; infinite where the system does not say."""
+    return min(machine_memory(), container_memory())
+
+
+def machine_memory() -> float:
     found = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text()) if MEMINFO.is_file() else None
     return int(found[1]) * 1024 if found else math.inf
+
+
+def container_memory() -> float:
+    try:
+        most, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return max(int(most) - int(used), 0)
+    except (OSError, ValueError):  # there is no limit, or no such file
+        return math.inf

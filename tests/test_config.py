@@ -1,11 +1,13 @@
 """What a cluster is told, what it chooses for itself, and that all hear the same."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from instgenie import config as cluster_config
+from instgenie import memory
 from instgenie.cluster.local import Cluster
 from instgenie.config import UNTOLD_HOST_BYTES, CacheConfig, ClusterConfig
 from instgenie.memory import available_memory
@@ -64,3 +66,12 @@ def test_this_machine() -> None:
     before, chosen, after = available_memory(), make_cluster(2).config.cache.host_bytes, available_memory()
     assert chosen is not None
     assert 0.5 * min(before, after) < 4 * chosen < 2 * max(before, after)
+
+
+def test_a_container_may_have_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    alone = memory.available_memory()
+    for most, expected in (("3000000\n", 2_000_000.0), ("max\n", alone), ("1000\n", 0.0)):
+        (tmp_path / "memory.max").write_text(most)
+        (tmp_path / "memory.current").write_text("1000000\n")
+        assert memory.available_memory() == pytest.approx(expected, rel=0.1)

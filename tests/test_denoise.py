@@ -14,6 +14,7 @@ from instgenie import wire
 from instgenie.activations import Key, Span
 from instgenie.cache.disk import DiskTier
 from instgenie.config import Batching, CacheConfig, ProcessConfig
+from instgenie.costs import line_costs
 from instgenie.engine.frames import job_frames, read_tensor
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
@@ -22,6 +23,7 @@ from instgenie.models.model import Model
 from instgenie.workers.denoise import Denoiser, partial_steps
 
 SIZE = (32, 48)
+SHARED = line_costs(per_step=1.0, per_token=0.0)  # a step takes as long, however many jobs share it
 
 
 class Tape:
@@ -109,6 +111,7 @@ def batches(tape: Tape) -> list[str]:
 
 def test_jobs_join_and_leave_at_every_step(small: Model) -> None:
     denoiser, tape = make_denoiser(small)
+    denoiser.costs = SHARED
     tape.rounds.extend([[jobs(small, ("a", 4))], [jobs(small, ("b", 2))], [jobs(small, ("c", 1))], []])
     denoiser.run()
     assert batches(tape) == ["a", "ab", "ab", "ac"]
@@ -150,8 +153,17 @@ def test_a_group_joins_whole_and_nobody_overtakes_it(small: Model) -> None:
     assert batches(tape) == ["a", "a", "bc", "d"]
 
 
+def test_jobs_that_share_nothing_take_turns_unless_one_is_soon_done(small: Model) -> None:
+    denoiser, tape = make_denoiser(small)
+    denoiser.costs = line_costs(per_step=1e-9, per_token=1.0)
+    tape.rounds.extend([[jobs(small, ("a", 4))], [jobs(small, ("b", 1))], [jobs(small, ("c", 2))], []])
+    denoiser.run()
+    assert batches(tape) == ["a", "ab", "a", "a", "c", "c"]
+
+
 def test_a_group_does_not_wait_longer_than_it_takes(small: Model) -> None:
     denoiser, tape = make_denoiser(small)
+    denoiser.costs = SHARED
     tape.rounds.extend([[jobs(small, ("a", 6)), jobs(small, ("b", 2), ("c", 2)), jobs(small, ("d", 1))], []])
     denoiser.run()
     assert batches(tape) == ["a", "ab", "ab", "ac", "ac", "ad"]

@@ -5,9 +5,10 @@ from typing import get_args
 
 import pytest
 
-from instgenie.admission import num_joining
+from instgenie.admission import MAX_SIZE, find_room, num_joining
 from instgenie.bench.workload import Recipe, draw_workload
 from instgenie.config import Batching
+from instgenie.costs import Price, line_costs
 from instgenie.latency import DEFAULTS
 from instgenie.network import BlockShape, NetworkShape
 from instgenie.pricing import JobShape
@@ -162,3 +163,35 @@ def test_a_planned_step_is_as_long_as_the_planner_says() -> None:
 )
 def test_who_joins(sizes: list[int], num_running: int, batching: Batching, expected: int) -> None:
     assert num_joining(sizes, num_running, 4, batching) == expected
+
+
+@pytest.mark.parametrize(
+    ("compute", "load", "left", "num_waiting", "expected"),
+    [
+        (10.0, 0.0, 4, 1, 6),  # as much as the constant of a step
+        (100.0, 0.0, 4, 1, 1),
+        (100.0, 0.0, 4, 5, 3),  # the longer the queue, the larger the batch
+        (1000.0, 0.0, 4, 1, 1),  # nobody waits for nothing
+        (1000.0, 0.0, 7, 1, 1),
+        (1000.0, 0.0, 8, 1, 2),  # half of what it would wait for
+        (10.0, 99.0, 4, 1, MAX_SIZE),  # it is loads that take the time
+        (0.0, 0.0, 4, 1, MAX_SIZE),
+    ],
+)
+def test_a_batch_grows_while_that_pays(compute: float, load: float, left: int, num_waiting: int, expected: int) -> None:
+    """One job runs, one of four steps waits first."""
+    prices = [Price(compute, load)] * 2
+    assert find_room(line_costs(10.0, 1.0), prices, [left], 4, num_waiting) == expected
+
+
+def test_who_is_soon_done_does_not_wait() -> None:
+    jobs = [make_job(0, 0.0, 100, 100, 100, "cat"), make_job(1, 0.5, 2, 100, 100, "cat")]
+    simulate(ClusterShape(1), Line(prepare=0.0, finish=0.0, per_step=1e-3, per_token=1e-2), jobs)
+    assert [round(job.finished) for job in jobs] == [102, 5]
+
+
+def test_jobs_that_share_nothing_take_turns() -> None:
+    """Together both would end at 20; one after the other, one of them ends at 10."""
+    jobs = [make_job(index, 0.0, 10, 100, 100, "cat") for index in range(2)]
+    simulate(ClusterShape(1), Line(prepare=0.0, finish=0.0, per_step=1e-3, per_token=1e-2), jobs)
+    assert sorted(round(job.finished) for job in jobs) == [10, 20]

@@ -154,7 +154,7 @@ def print_plan(http: HttpConfig, cluster: ClusterConfig, address: str, version: 
 def describe_cache(cache: CacheConfig) -> str:
     """From the top; what each worker has, then what they share."""
     assert cache.host_bytes is not None  # the cluster has chosen it
-    tiers = [f"{cache.dtype}, up to {cache.host_bytes / 2**30:g} GiB in memory"]
+    tiers = [f"{cache.dtype}, up to {cache.host_bytes / 2**30:.3g} GiB in memory"]
     if cache.disk:
         tiers.append(f"{cache.disk_bytes / 2**30:g} GiB in {cache.disk}")
     if cache.remote:

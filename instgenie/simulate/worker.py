@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from instgenie.admission import num_joining, num_worthwhile
+from instgenie.admission import find_room, num_joining
 from instgenie.config import Batching
 from instgenie.costs import Price
 from instgenie.router import Load, Work
@@ -150,8 +150,11 @@ class Worker:
         """Jobs up to which the batch may grow."""
         if self.batching != "continuous":
             return self.load.max_batch_size
-        prices = [self.price_of(job) for job in (*self.running, self.waiting[0])]
-        return min(num_worthwhile(self.load.costs, prices, len(self.waiting)), self.load.max_batch_size)
+        first = self.waiting[0]
+        prices = [self.price_of(job) for job in (*self.running, first)]
+        left = [job.work.num_steps - job.step for job in self.running]
+        room = find_room(self.load.costs, prices, left, first.work.num_steps, len(self.waiting))
+        return min(room, self.load.max_batch_size)
 
     def stepped(self, _: None) -> None:
         self.load.pace.measure(self.predicted, self.seconds)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from instgenie import traces
 from instgenie.activations import Key, Kind
-from instgenie.admission import num_joining, num_worthwhile
+from instgenie.admission import find_room, num_joining
 from instgenie.batch import Job
 from instgenie.config import ProcessConfig
 from instgenie.engine.frames import read_job, tensor_frame, tensor_head
@@ -231,9 +231,11 @@ class Denoiser:
         """Jobs up to which the batch may grow."""
         if self.config.batching != "continuous" or not waiting:
             return self.engine.max_jobs
-        jobs = [*self.engine.jobs, *(running.job for running in waiting[0])]
-        prices = [price_of(job, self.costs) for job in jobs]
-        return min(num_worthwhile(self.costs, prices, sum(map(len, waiting))), self.engine.max_jobs)
+        first = [running.job for running in waiting[0]]
+        prices = [price_of(job, self.costs) for job in (*self.engine.jobs, *first)]
+        left = [job.num_steps - job.step for job in self.engine.jobs]
+        num_steps = max(job.num_steps for job in first)
+        return min(find_room(self.costs, prices, left, num_steps, sum(map(len, waiting))), self.engine.max_jobs)
 
     def split_first(self) -> None:
         """A group that would wait for room longer than it takes itself is split: those go for whom there is room."""

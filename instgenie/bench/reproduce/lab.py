@@ -19,7 +19,7 @@ from instgenie.network import NetworkShape
 from instgenie.pricing import JobShape
 from instgenie.quality import with_quality
 from instgenie.simulate.service import Planned
-from instgenie.types import Edit, PlanPolicy
+from instgenie.types import CacheDtype, Edit, PlanPolicy
 
 MIDDLE = (0.5, 0.5)
 NUM_CHORES = 3
@@ -45,6 +45,7 @@ class Scale:
     num_pictures: int  # that are judged
     compiled: bool  # whether diffusers compiled is among the systems
     gpu_bytes: int | None = None  # of activations next to a real server's model; None: its own choice
+    cache_dtype: CacheDtype = "model"  # that real servers keep them in
     repeats: int = 2
     workers: tuple[int, ...] = (8, 64, 1024, 20_000)  # simulated
     loads: tuple[float, ...] = (0.5, 0.8, 0.95)  # simulated, as shares of what the workers can do
@@ -85,6 +86,7 @@ SCALES = {
         num_pictures=4,
         compiled=True,
         gpu_bytes=60 * 2**30,
+        cache_dtype="fp8",
     ),
 }
 

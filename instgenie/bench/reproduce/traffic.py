@@ -63,7 +63,7 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
             model=lab.name,
             devices=(lab.device,) * num_workers,
             max_queue=MAX_QUEUE,
-            cache=CacheConfig(gpu_bytes=lab.scale.gpu_bytes),
+            cache=CacheConfig(gpu_bytes=lab.scale.gpu_bytes, dtype=lab.scale.cache_dtype),
             batching=batching,
             reuse=reuse,
         )
