@@ -8,7 +8,7 @@ from instgenie.config import Batching
 from instgenie.costs import Price, StepCosts
 
 MAX_SIZE = 2**31
-PATIENCE = 0.18  # of a running job: what it loses by a newcomer counts so much of what those that wait gain
+PATIENCE = 0.35  # of a running job: what it loses by a newcomer counts so much of what those that wait gain
 
 
 def num_joining(sizes: Iterable[int], num_running: int, max_jobs: int, batching: Batching) -> int:

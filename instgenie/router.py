@@ -1,7 +1,8 @@
 """Which worker gets an edit. Arithmetic over loads: no sockets, no processes, no clock.
 
 Each worker says what its steps cost, by the planner. Measured steps correct what was predicted. A worker's jobs take
-their steps together, so the constant of a step is paid once, however many jobs share it.
+their steps together, so the constant of a step is paid once, however many jobs share it. Edits are prepared and
+finished one by one, beside the steps; where that takes longer, it is what an edit waits for.
 """
 
 import random
@@ -12,6 +13,7 @@ from typing import Literal, NamedTuple
 from instgenie.costs import USUAL, Price, StepCosts
 from instgenie.types import TierName
 
+Chore = Literal["prepare", "finish"]
 Policy = Literal["mask_aware", "tokens", "requests", "round_robin"]
 
 MADE_UP = 0.1  # seconds of a step that nobody measured
@@ -94,7 +96,9 @@ class Load:
     num_token_steps: int = 0  # over all edits
     compute: float = 0.0  # seconds, over all steps of all edits
     loading: float = 0.0  # likewise
+    chores: dict[Chore, float] = field(default_factory=dict)  # seconds of one edit, in the mean
     _left: dict[str, Left] = field(default_factory=dict)  # of each edit
+    _finishing: set[str] = field(default_factory=set)  # edits that have taken all their steps
 
     def add(self, edit: str, num_steps: int, num_tokens: int, price: Price) -> None:
         """Or what is left of it now, if it is there already. Tokens and price are of one step."""
@@ -108,7 +112,20 @@ class Load:
             self._left[edit] = Left(left.num_steps - 1, left.num_tokens, left.price)
             self._count(-1, left.num_tokens, left.price)
 
+    def hand_over(self, edit: str) -> None:
+        """It has taken its steps, and is to be finished."""
+        self.remove(edit)
+        self._finishing.add(edit)
+
+    def measure_chore(self, chore: Chore, seconds: float) -> None:
+        self.chores[chore] = MEMORY * self.chores.get(chore, seconds) + (1 - MEMORY) * seconds
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.num_edits + len(self._finishing)
+
     def remove(self, edit: str) -> None:
+        self._finishing.discard(edit)
         if left := self._left.pop(edit, None):
             self.num_edits -= 1
             self._count(-left.num_steps, left.num_tokens, left.price)
@@ -155,11 +172,14 @@ class Load:
 
 
 def predicted_finish(work: Work, load: Load) -> float:
-    """Seconds until the edit would be done: what is there already and the edit itself, sharing the steps."""
+    """Seconds until the edit would be done: what is there already and the edit itself, sharing the steps; or one by one
+    through what takes longer."""
     price = load.price_of(work)
     num_steps = max(work.num_steps, (load.num_steps + work.num_edits * work.num_steps) / load.max_batch_size)
     compute, loading = load.compute + work.num_steps * price.compute, load.loading + work.num_steps * price.load
-    return load.fetch_seconds(work) + load.pace.seconds(num_steps, load.costs.total(num_steps, compute, loading))
+    steps = load.fetch_seconds(work) + load.pace.seconds(num_steps, load.costs.total(num_steps, compute, loading))
+    chores = (load.num_unfinished + work.num_edits) * max(load.chores.values(), default=0.0)
+    return max(steps, chores)
 
 
 def fewest_tokens(work: Work, load: Load) -> float:
@@ -167,7 +187,7 @@ def fewest_tokens(work: Work, load: Load) -> float:
 
 
 def fewest_requests(work: Work, load: Load) -> float:
-    return load.num_edits
+    return load.num_unfinished
 
 
 COSTS: Mapping[str, Callable[[Work, Load], float]] = {

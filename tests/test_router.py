@@ -36,6 +36,23 @@ def test_mask_aware_leaves_the_activations_when_the_queue_there_is_long() -> Non
     assert Router("mask_aware").choose(WORK, loads) == 0
 
 
+def test_what_is_finished_one_by_one_is_waited_for() -> None:
+    """Two workers have no step to take, but one of them has four pictures to finish."""
+    loads = [make_load(0, *[(10, 1000)] * 4), make_load(1)]
+    for index in range(4):
+        loads[0].hand_over(f"0-{index}")
+    assert [load.num_unfinished for load in loads] == [4, 0]
+    assert {Router().choose(WORK, [*loads[first:], *loads[:first]]) for first in (0, 1)} == {0, 1}  # nobody knows
+    for load in loads:
+        load.measure_chore("finish", 2.0)
+        load.measure_chore("prepare", 0.1)
+    assert {Router().choose(WORK, [*loads[first:], *loads[:first]]) for first in (0, 1)} == {1}
+    for index in range(4):
+        loads[0].remove(f"0-{index}")
+    add(loads[1], "1-0", 10, 1000)
+    assert {Router().choose(WORK, [*loads[first:], *loads[:first]]) for first in (0, 1)} == {0}
+
+
 def test_round_robin_takes_turns() -> None:
     loads = [make_load(0, (100, 1000)), make_load(1), make_load(2)]
     router = Router("round_robin")

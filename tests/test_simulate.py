@@ -168,9 +168,9 @@ def test_who_joins(sizes: list[int], num_running: int, batching: Batching, expec
 @pytest.mark.parametrize(
     ("compute", "load", "left", "num_waiting", "expected"),
     [
-        (10.0, 0.0, 4, 1, 6),  # as much as the constant of a step
+        (10.0, 0.0, 4, 1, 3),  # as much as the constant of a step
         (100.0, 0.0, 4, 1, 1),
-        (100.0, 0.0, 4, 5, 3),  # the longer the queue, the larger the batch
+        (100.0, 0.0, 4, 5, 2),  # the longer the queue, the larger the batch
         (1000.0, 0.0, 4, 1, 1),  # nobody waits for nothing
         (1000.0, 0.0, 7, 1, 1),
         (1000.0, 0.0, 8, 1, 2),  # half of what it would wait for

@@ -251,6 +251,7 @@ class Flow:
     def _on_prepared(self, process: Process, message: wire.Prepared, frames: list[wire.Frame]) -> None:
         if entry := self._answered(process, message):
             entry.prepared, entry.tensors = message, frames
+            self.workers[process.worker].load.measure_chore("prepare", message.seconds)
             self._trace_wait(entry, "prepare", message.seconds)
             if isinstance(entry.order, Registering):
                 entry.move("denoise")
@@ -313,7 +314,7 @@ class Flow:
             entry.denoised, entry.latents = message, frames
             entry.waits_from = time.monotonic()
             self._leave(entry)
-            self.workers[process.worker].load.remove(entry.id)
+            self.workers[process.worker].load.hand_over(entry.id)
             entry.move("finish")
             self.places.put(entry)
 
@@ -325,6 +326,7 @@ class Flow:
                 entry.events.put_nowait(Partial(message.partial, picture))
         elif entry := self._answered(process, message):
             self._trace_wait(entry, "finish", message.seconds)
+            self.workers[process.worker].load.measure_chore("finish", message.seconds)
             facts = self._facts_of(entry, message)
             seconds = time.monotonic() - entry.accepted_at
             self.counts["finished"] += 1

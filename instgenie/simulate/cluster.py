@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from instgenie.config import Batching
-from instgenie.router import Load, Pace, Policy, Router, Work
+from instgenie.router import Chore, Load, Pace, Policy, Router, Work
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service
 from instgenie.simulate.worker import Job, Memory, Worker
@@ -42,10 +42,11 @@ def simulate(
     costs = replace(service.costs(first.work.num_tokens), fetch={"disk": (shape.fetch, 0.0)})
     shared: dict[str, TierName] = {}  # templates of workers that hold all there are
     common = Pace()
+    chores: dict[Chore, float] = {"prepare": service.prepare, "finish": service.finish}
     workers = []
     for index in range(shape.num_workers):
         memory = None if shape.max_templates is None else Memory(shape.max_templates, shape.fetch)
-        load = Load(index, shape.max_batch_size, Pace(common), costs, memory.tiers if memory else shared)
+        load = Load(index, shape.max_batch_size, Pace(common), costs, memory.tiers if memory else shared, chores=chores)
         workers.append(Worker(load, service, clock, finish, shape.batching, memory))
     loads = [worker.load for worker in workers]
     known: set[str] = set()  # templates that have activations

@@ -174,15 +174,19 @@ class Worker:
     def leave(self, job: Job) -> None:
         self.is_other = True
         self.running.remove(job)
-        self.load.remove(job.id)
+        self.load.hand_over(job.id)
         job.denoised = self.clock.now
         if self.batching == "naive":
             self.to_finish.append(job)
             return
         self.can_finish_at = max(self.can_finish_at, self.clock.now) + self.service.finish
-        self.end(job, self.can_finish_at)
+        self.clock.at(self.can_finish_at, self.finished, job)
+
+    def finished(self, job: Job) -> None:
+        self.end(job, self.clock.now)
 
     def end(self, job: Job, at: float) -> None:
+        self.load.remove(job.id)
         job.finished = at
         job.num_finished += 1
         self.on_finished(job)
