@@ -27,6 +27,12 @@ class Price(NamedTuple):
         return Price(share * self.compute, share * self.load)
 
 
+def mix(first: Price, second: Price, share: float) -> Price:
+    """So much of the first, and the rest of the second."""
+    compute, load = (share * one + (1 - share) * other for one, other in zip(first, second, strict=True))
+    return Price(compute, load)
+
+
 class StepCosts(Struct, frozen=True):
     """Of jobs of one size; others cost in proportion to their tokens."""
 
@@ -48,9 +54,7 @@ class StepCosts(Struct, frozen=True):
         above = min(max(bisect_right(self.ratios, ratio), 1), len(self.ratios) - 1)
         low, high = self.ratios[above - 1 : above + 1]
         share = min(max((ratio - low) / (high - low), 0.0), 1.0)
-        below, scale = 1 - share, num_tokens / self.num_tokens
-        (compute, load), (next_compute, next_load) = column[above - 1 : above + 1]
-        return Price(scale * (below * compute + share * next_compute), scale * (below * load + share * next_load))
+        return mix(column[above], column[above - 1], share).times(num_tokens / self.num_tokens)
 
     def step(self, prices: Iterable[Price]) -> float:
         """Seconds of one step of these jobs together."""

@@ -20,7 +20,8 @@ def machine_memory() -> float:
 
 def container_memory() -> float:
     try:
-        most, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return max(int(most) - int(used), 0)
+        most, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        files = re.findall(r"^(?:in)?active_file (\d+)$", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
+        return max(most - used + sum(map(int, files)), 0)  # copies of files are given back when memory is asked for
     except (OSError, ValueError):  # there is no limit, or no such file
         return math.inf

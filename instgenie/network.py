@@ -49,6 +49,7 @@ class Demand:
     num_kept: int = 1  # branches that the activations keep
     value_bytes: int = 2  # of one value in the activations
     in_gpu: frozenset[int] = frozenset()  # blocks whose rows of this step are there already
+    loads_all: bool = False  # rows of masked tokens too
 
     def num_flowing(self, shape: BlockShape, cached: bool) -> int:
         return self.num_masked[shape.side] if cached and self.kind else self.num_tokens // shape.side**2
@@ -78,11 +79,12 @@ def pad_demands(demands: Sequence[Demand]) -> list[Demand]:
     share = common_share((num, one.num_tokens // side**2) for one in reading for side, num in one.num_masked.items())
     if share is None:
         return list(demands)
-    return [replace(one, num_masked=padded_counts(one, share)) if one.kind else one for one in demands]
+    return [pad_demand(demand, share) if demand.kind else demand for demand in demands]
 
 
-def padded_counts(demand: Demand, share: int) -> dict[int, int]:
-    return {side: padded_count(share, demand.num_tokens // side**2) for side in demand.num_masked}
+def pad_demand(demand: Demand, share: int) -> Demand:
+    counts = {side: padded_count(share, demand.num_tokens // side**2) for side in demand.num_masked}
+    return replace(demand, num_masked=counts, loads_all=True)
 
 
 def block_flops(shape: BlockShape, demand: Demand, cached: bool) -> int:
@@ -116,4 +118,5 @@ def load_bytes(shape: BlockShape, demand: Demand) -> int:
     if demand.kind is None:
         return 0
     width = NUM_PARTS[demand.kind] * shape.width + shape.width_behind
-    return demand.num_kept * demand.num_rest(shape) * width * demand.value_bytes
+    num_rows = demand.num_tokens // shape.side**2 if demand.loads_all else demand.num_rest(shape)
+    return demand.num_kept * num_rows * width * demand.value_bytes

@@ -18,6 +18,7 @@ Policy = Literal["mask_aware", "tokens", "requests", "round_robin"]
 
 MADE_UP = 0.1  # seconds of a step that nobody measured
 MEMORY = 0.98  # of a measured step, after one more
+CHORE_MEMORY = 0.8  # of a measured chore: the first of a process takes longer than all others
 NUM_KNOWN = 50  # steps after which a worker is judged by its own pace
 MAX_SCANNED = 64  # workers among which a choice looks at every one
 NUM_SAMPLED = 32  # of more workers; and as many of those that hold the template
@@ -96,7 +97,7 @@ class Load:
     num_token_steps: int = 0  # over all edits
     compute: float = 0.0  # seconds, over all steps of all edits
     loading: float = 0.0  # likewise
-    chores: dict[Chore, float] = field(default_factory=dict)  # seconds of one edit, in the mean
+    chores: dict[Chore, float] = field(default_factory=dict)  # seconds of one edit; workers of a cluster share them
     _left: dict[str, Left] = field(default_factory=dict)  # of each edit
     _finishing: set[str] = field(default_factory=set)  # edits that have taken all their steps
 
@@ -118,7 +119,7 @@ class Load:
         self._finishing.add(edit)
 
     def measure_chore(self, chore: Chore, seconds: float) -> None:
-        self.chores[chore] = MEMORY * self.chores.get(chore, seconds) + (1 - MEMORY) * seconds
+        self.chores[chore] = CHORE_MEMORY * self.chores.get(chore, seconds) + (1 - CHORE_MEMORY) * seconds
 
     @property
     def num_unfinished(self) -> int:

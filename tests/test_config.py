@@ -73,5 +73,6 @@ def test_a_container_may_have_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     alone = memory.available_memory()
     for most, expected in (("3000000\n", 2_000_000.0), ("max\n", alone), ("1000\n", 0.0)):
         (tmp_path / "memory.max").write_text(most)
-        (tmp_path / "memory.current").write_text("1000000\n")
+        (tmp_path / "memory.current").write_text("1500000\n")
+        (tmp_path / "memory.stat").write_text("file 999\ninactive_file 300000\nactive_file 200000\n")
         assert memory.available_memory() == pytest.approx(expected, rel=0.1)

@@ -21,6 +21,7 @@ from instgenie.picture import (
     check_edit,
     composite,
     edge_distance,
+    encode_picture,
     open_picture,
     resize_mask,
     resize_picture,
@@ -348,3 +349,10 @@ def test_sides_a_format_cannot_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PictureError, match="16383"):
         save_picture(np.zeros((16, 16384, 3), np.uint8), tmp_path / "long.webp")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_quick_png_has_the_same_pixels() -> None:
+    picture = np.add.outer(np.arange(64), np.arange(48))[..., None].repeat(3, axis=2).astype(np.uint8)
+    usual, quick = (encode_picture(picture, "png", is_quick=is_quick) for is_quick in (False, True))
+    assert quick != usual
+    assert np.array_equal(np.array(Image.open(io.BytesIO(quick))), picture)

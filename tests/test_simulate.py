@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from instgenie.admission import MAX_SIZE, find_room, num_joining
+from instgenie.admission import Asking, num_joining, pays
 from instgenie.bench.workload import Recipe, draw_workload
 from instgenie.config import Batching
 from instgenie.costs import Price, line_costs
@@ -147,6 +147,10 @@ def test_a_planned_step_is_as_long_as_the_planner_says() -> None:
     assert seconds((64, 1, 4, 0), (128, 1, 8, 1)) > seconds((64, 1, 4, 0), (128, 1, 8, 0))
 
 
+SHARED = line_costs(per_step=1.0, per_token=0.0)  # a step takes as long, however many jobs share it
+FREE = Asking(Price(0.0, 0.0), 4)
+
+
 @pytest.mark.parametrize(
     ("sizes", "num_running", "batching", "expected"),
     [
@@ -162,26 +166,41 @@ def test_a_planned_step_is_as_long_as_the_planner_says() -> None:
     ],
 )
 def test_who_joins(sizes: list[int], num_running: int, batching: Batching, expected: int) -> None:
-    assert num_joining(sizes, num_running, 4, batching) == expected
+    groups = [[FREE] * size for size in sizes]
+    assert num_joining(groups, [FREE] * num_running, 4, batching, SHARED) == expected
 
 
 @pytest.mark.parametrize(
-    ("compute", "load", "left", "num_waiting", "expected"),
+    ("compute", "load", "num_left", "num_waiting", "expected"),
     [
-        (10.0, 0.0, 4, 1, 3),  # as much as the constant of a step
-        (100.0, 0.0, 4, 1, 1),
-        (100.0, 0.0, 4, 5, 2),  # the longer the queue, the larger the batch
-        (1000.0, 0.0, 4, 1, 1),  # nobody waits for nothing
-        (1000.0, 0.0, 7, 1, 1),
-        (1000.0, 0.0, 8, 1, 2),  # half of what it would wait for
-        (10.0, 99.0, 4, 1, MAX_SIZE),  # it is loads that take the time
-        (0.0, 0.0, 4, 1, MAX_SIZE),
+        (1.0, 0.0, 4, 1, True),  # as much as the constant of a step
+        (5.0, 0.0, 4, 1, False),
+        (5.0, 0.0, 4, 2, True),  # the longer the queue, the larger the batch
+        (50.0, 0.0, 4, 9, False),
+        (50.0, 0.0, 7, 1, False),
+        (50.0, 0.0, 8, 1, True),  # done in half of what it would wait for
+        (5.0, 50.0, 4, 1, False),  # a load of its own
     ],
 )
-def test_a_batch_grows_while_that_pays(compute: float, load: float, left: int, num_waiting: int, expected: int) -> None:
+def test_a_batch_grows_while_that_pays(
+    compute: float, load: float, num_left: int, num_waiting: int, expected: bool
+) -> None:
     """One job runs, one of four steps waits first."""
-    prices = [Price(compute, load)] * 2
-    assert find_room(line_costs(10.0, 1.0), prices, [left], 4, num_waiting) == expected
+    price = Price(compute, load)
+    assert pays([Asking(price, 4)], [Asking(price, num_left)], num_waiting, SHARED) == expected
+
+
+def test_who_loads_nothing_computes_beside_loads_for_nothing() -> None:
+    near, far = Asking(Price(5.0, 0.0), 4), Asking(Price(5.0, 50.0), 4)
+    assert pays([near], [far], 1, SHARED)
+    assert not pays([far], [near], 1, SHARED)
+
+
+def test_a_naive_batch_takes_everybody() -> None:
+    dear = Asking(Price(50.0, 0.0), 4)
+    assert num_joining([[dear]] * 3, [dear], 8, "naive", SHARED) == 3
+    assert num_joining([[dear]] * 3, [dear], 8, "continuous", SHARED) == 0
+    assert num_joining([[dear]] * 3, [], 8, "continuous", SHARED) == 1
 
 
 def test_who_is_soon_done_does_not_wait() -> None:

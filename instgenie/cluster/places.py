@@ -38,7 +38,9 @@ class Places:
         """The entry is the worker's, which has so much more to do."""
         self.workers[entry.worker].load.remove(entry.id)
         entry.worker = worker.index
-        if isinstance(entry.order, Order):
+        if isinstance(entry.order, Order) and entry.stage == "finish":
+            worker.load.hand_over(entry.id)
+        elif isinstance(entry.order, Order):
             tier = worker.load.templates.get(entry.template, "host") if entry.template and entry.is_sure else None
             price = worker.load.costs.price(entry.num_tokens, entry.num_masked_tokens, tier)
             worker.load.add(entry.id, entry.num_steps - entry.step, entry.num_computed_tokens, price)

@@ -19,7 +19,7 @@ from instgenie.cluster.entries import Entry
 from instgenie.cluster.orders import Order, Tier
 from instgenie.cluster.status import ProcessState, ProcessStatus
 from instgenie.config import ClusterConfig, ProcessConfig, Role
-from instgenie.router import Load, Pace
+from instgenie.router import Chore, Load, Pace
 
 NUM_AHEAD = 2  # entries that prepare and finish hold: one in work, one at hand
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0  # seconds before a process that died is started again
@@ -193,12 +193,13 @@ class Worker:
 
 def make_workers(config: ClusterConfig) -> list[Worker]:
     common = Pace()
+    chores: dict[Chore, float] = {}
     return [
         Worker(
             index=index,
             device=device,
             processes={role: Process(index, role, device, config) for role in config.roles},
-            load=Load(index, config.max_batch_size, pace=Pace(common)),
+            load=Load(index, config.max_batch_size, pace=Pace(common), chores=chores),
         )
         for index, device in enumerate(config.devices)
     ]

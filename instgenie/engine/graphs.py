@@ -100,7 +100,7 @@ class Graphs:
             together = sorted(one, key=num_flowing)  # whoever came first, the same masks are the same pass
             packed = self.model.pack(together, pads=True)
             predicted |= zip(together, packed.deal(self.run(packed)), strict=True)
-        self.staging.look_ahead(far if self.staging.has_room(far) else ())
+        self.staging.look_ahead(far)
         return [predicted[job] for job in jobs]
 
     def run(self, packed: Any) -> Tensor:

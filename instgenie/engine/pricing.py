@@ -3,8 +3,9 @@ table."""
 
 import numpy as np
 
+from instgenie.activations import Activations
 from instgenie.batch import Job
-from instgenie.costs import Price, StepCosts
+from instgenie.costs import Price, StepCosts, mix
 from instgenie.latency import find_latency
 from instgenie.models.device import device_name
 from instgenie.models.flux_model import FluxModel
@@ -36,8 +37,24 @@ def job_shape(model: Model, value_bytes: int) -> JobShape:
 
 def price_of(job: Job, costs: StepCosts) -> Price:
     """Of its present step."""
-    num_tokens = len(job.masked)
     if job.activations is None or job.step < job.edit.dense_steps:
-        return costs.price(num_tokens, num_tokens, None)
-    is_near = job.activations.rows[0].device == job.masked.device
-    return costs.price(num_tokens, num_tokens - len(job.outside), "gpu" if is_near else "host")
+        return dense_price(job, costs)
+    return cached_price(job, job.activations, costs)
+
+
+def mean_price(job: Job, costs: StepCosts) -> Price:
+    """Of a step, in the mean over those that are left."""
+    num_left, num_dense = job.num_steps - job.step, max(job.edit.dense_steps - job.step, 0)
+    if job.activations is None or num_dense >= num_left:
+        return dense_price(job, costs)
+    dense, cached = dense_price(job, costs), cached_price(job, job.activations, costs)
+    return mix(dense, cached, num_dense / num_left)
+
+
+def dense_price(job: Job, costs: StepCosts) -> Price:
+    return costs.price(len(job.masked), len(job.masked), None)
+
+
+def cached_price(job: Job, activations: Activations, costs: StepCosts) -> Price:
+    is_near = activations.rows[0].device == job.masked.device
+    return costs.price(len(job.masked), len(job.masked) - len(job.outside), "gpu" if is_near else "host")

@@ -6,10 +6,10 @@ Copies run on a stream of their own, beside the step before; whoever computes wa
 nothing has to be known of the order of the pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,15 +20,15 @@ from instgenie.engine.route import places_of
 
 StageKey: TypeAlias = tuple[int, int]  # where the first rows of a step lie, and how many branches have some
 RowsKey: TypeAlias = tuple[int, int]  # place and branch
-MAX_GAP = 4096  # bytes of nothing that may lie between rows of one piece
+MAX_GAP = 256  # bytes of nothing that may lie between rows of one piece, to align them
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Rows that lie behind each other. Packed ones are all alike, with nothing in between."""
+    """Rows that lie behind each other, and move as one."""
 
     activations: Activations
-    rows: dict[RowsKey, Tensor]  # [2 or 1, tokens, width or bytes]
+    rows: dict[RowsKey, Tensor] = field(default_factory=dict)  # [2 or 1, tokens, width or bytes]
 
     @property
     def first(self) -> Tensor:
@@ -39,20 +39,40 @@ class Piece:
         return next(reversed(self.rows.values()))
 
     def goes_on_with(self, rows: Tensor) -> bool:
-        gap = rows.data_ptr() - self.last.data_ptr() - self.last.nbytes
-        if self.activations.is_packed and (gap or rows.shape != self.last.shape):
-            return False
+        gap = rows.data_ptr() - end_of(self.last)
         return 0 <= gap <= MAX_GAP and rows.untyped_storage().data_ptr() == self.first.untyped_storage().data_ptr()
 
-    def bring(self, device: torch.device) -> tuple[Tensor, dict[RowsKey, int]]:
-        """Memory of the device, and where in it the rows lie as the model reads them."""
-        moved = all_bytes(self.first, self.last).to(device, non_blocking=True)
-        brought = moved
-        if self.activations.is_packed:
-            brought = self.activations.readable(moved.view(len(self.rows), *self.first.shape))
+    def bring(self, device: torch.device) -> list["Brought"]:
+        """As the model reads them."""
+        memory = all_bytes(self.first, self.last).to(device, non_blocking=True)
         offsets = {key: rows.data_ptr() - self.first.data_ptr() for key, rows in self.rows.items()}
-        start = brought.data_ptr()
-        return brought, {key: start + offset * brought.nbytes // moved.nbytes for key, offset in offsets.items()}
+        if not self.activations.is_packed:
+            return [Brought(memory, offsets)]
+        return [self.unpack(memory, offsets, keys) for keys in self.alike()]
+
+    def alike(self) -> Iterator[list[RowsKey]]:
+        """Runs of rows of one shape with nothing in between."""
+        run: list[RowsKey] = []
+        for key, rows in self.rows.items():
+            last = self.rows[run[-1]] if run else None
+            if last is not None and (rows.data_ptr() != end_of(last) or rows.shape != last.shape):
+                yield run
+                run = []
+            run.append(key)
+        yield run
+
+    def unpack(self, memory: Tensor, offsets: dict[RowsKey, int], keys: Sequence[RowsKey]) -> "Brought":
+        one = self.rows[keys[0]]
+        packed = memory[offsets[keys[0]] :][: len(keys) * one.nbytes].view(len(keys), *one.shape)
+        rows = self.activations.readable(packed)
+        return Brought(rows, {key: index * rows[0].nbytes for index, key in enumerate(keys)})
+
+
+class Brought(NamedTuple):
+    """Memory of the device, and where in it rows lie."""
+
+    memory: Tensor
+    offsets: dict[RowsKey, int]  # in bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,15 +113,16 @@ class Staging:
             self.before = torch.cuda.current_stream(self.device).record_event()
 
     def look_ahead(self, jobs: Sequence[Job]) -> None:
-        """Starts to bring the rows of the jobs' next steps beside the computing of the present ones; of others, nothing
-        is kept."""
-        keys = {*keys_of(jobs, num_ahead=0), *keys_of(jobs, num_ahead=1)}
+        """Starts to bring the rows of the jobs' next steps beside the computing of the present ones, if there is room;
+        of others, nothing is kept."""
+        coming = jobs if self.has_room(jobs) else ()
+        keys = {*keys_of(jobs, num_ahead=0), *keys_of(coming, num_ahead=1)}
         old = [key for key in self.staged if key not in keys]
         if self.stream and self.before:
             self.stream.wait_event(self.before)
         for key in old:
             del self.staged[key]
-        self.start(jobs, num_ahead=1)
+        self.start(coming, num_ahead=1)
 
     def start(self, jobs: Sequence[Job], num_ahead: int) -> None:
         for job in jobs:
@@ -117,9 +138,10 @@ class Staging:
             return
         with torch.cuda.stream(self.stream):
             for piece in find_pieces(activations, step, missing):
-                memory, addresses = piece.bring(self.device)
-                staged.memory.append(memory)
-                staged.addresses.update(addresses)
+                for memory, offsets in piece.bring(self.device):
+                    staged.memory.append(memory)
+                    start = memory.data_ptr()
+                    staged.addresses.update({key: start + offset for key, offset in offsets.items()})
             if self.stream:
                 staged.ready.append(self.stream.record_event())
 
@@ -138,14 +160,18 @@ def find_pieces(activations: Activations, step: int, places: Sequence[int]) -> l
         rows = activations.kept(step, *key)
         assert rows.is_contiguous()
         if not pieces or not pieces[-1].goes_on_with(rows):
-            pieces.append(Piece(activations, {}))
+            pieces.append(Piece(activations))
         pieces[-1].rows[key] = rows
     return pieces
 
 
+def end_of(rows: Tensor) -> int:
+    return rows.data_ptr() + rows.nbytes
+
+
 def all_bytes(first: Tensor, last: Tensor) -> Tensor:
     """From where one begins to where the other ends, in the storage of both [bytes]."""
-    num_bytes = last.data_ptr() + last.nbytes - first.data_ptr()
+    num_bytes = end_of(last) - first.data_ptr()
     start = first.storage_offset() * first.element_size()
     nothing = torch.empty(0, dtype=torch.uint8, device=first.device)
     return nothing.set_(first.untyped_storage(), start, (num_bytes,), (1,))

@@ -86,7 +86,8 @@ class Model(ABC):
     @property
     @abstractmethod
     def max_captured(self) -> int:
-        """Branches of a pass up to which launching takes longer than computing, so that capturing it pays."""
+        """Readers of a pass, branches or jobs, up to which launching takes longer than computing, so that capturing it
+        pays."""
 
     @property
     def num_blocks(self) -> int:

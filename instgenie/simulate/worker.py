@@ -8,9 +8,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from instgenie.admission import find_room, num_joining
+from instgenie.admission import Asking, num_joining
 from instgenie.config import Batching
-from instgenie.costs import Price
+from instgenie.costs import Price, mix
 from instgenie.router import Load, Work
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service, Sums
@@ -139,22 +139,22 @@ class Worker:
     def join(self) -> None:
         if not self.waiting:
             return
-        sizes = (1 for _ in self.waiting)
-        for _ in range(num_joining(sizes, len(self.running), self.find_room(), self.batching)):
+        asking = [[self.ask(job)] for job in self.waiting]
+        inside = [self.ask(job) for job in self.running]
+        for _ in range(num_joining(asking, inside, self.load.max_batch_size, self.batching, self.load.costs)):
             job = self.waiting.popleft()
             job.joined = self.clock.now
             self.running.append(job)
             self.is_other = True
 
-    def find_room(self) -> int:
-        """Jobs up to which the batch may grow."""
-        if self.batching != "continuous":
-            return self.load.max_batch_size
-        first = self.waiting[0]
-        prices = [self.price_of(job) for job in (*self.running, first)]
-        left = [job.work.num_steps - job.step for job in self.running]
-        room = find_room(self.load.costs, prices, left, first.work.num_steps, len(self.waiting))
-        return min(room, self.load.max_batch_size)
+    def ask(self, job: Job) -> Asking:
+        """With the mean price of what is left."""
+        work, num_left = job.work, job.work.num_steps - job.step
+        num_dense = max(job.num_dense_steps - job.step, 0) if job.is_cached else num_left
+        dense, cached = (
+            self.load.costs.price(work.num_tokens, work.num_masked_tokens, tier) for tier in (None, "host")
+        )
+        return Asking(mix(dense, cached, num_dense / num_left), num_left)
 
     def stepped(self, _: None) -> None:
         self.load.pace.measure(self.predicted, self.seconds)

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from instgenie import traces
 from instgenie.activations import Key, Kind
-from instgenie.admission import find_room, num_joining
+from instgenie.admission import Asking, num_joining
 from instgenie.batch import Job
 from instgenie.config import ProcessConfig
 from instgenie.engine.frames import read_job, tensor_frame, tensor_head
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import make_planning
-from instgenie.engine.pricing import NO_MASK, NO_PICTURE, price_of, price_steps
+from instgenie.engine.pricing import NO_MASK, NO_PICTURE, mean_price, price_of, price_steps
 from instgenie.engine.register import Registration, make_activations, name_key, reuse
 from instgenie.models.memory import is_out_of_memory
 from instgenie.models.model import Model
@@ -216,8 +216,9 @@ class Denoiser:
             self.engine.max_jobs = self.config.max_batch_size  # whatever did not fit is gone
         self.split_first()
         settled = [group for group in self.waiting if is_settled(group)]
-        sizes = (len(group) for group in settled)
-        num = num_joining(sizes, len(self.engine.jobs), self.find_room(settled), self.config.batching)
+        asking = [[self.ask(running.job) for running in group] for group in settled]
+        inside = [self.ask(job) for job in self.engine.jobs]
+        num = num_joining(asking, inside, self.engine.max_jobs, self.config.batching, self.costs)
         for group in settled[:num]:
             self.waiting.remove(group)
             for running in group:
@@ -227,15 +228,8 @@ class Denoiser:
             plans = tuple(running.job.plan for running in group)
             self.line.send(Joined(tuple(running.progress for running in group), plans))
 
-    def find_room(self, waiting: Sequence[Sequence[Running]]) -> int:
-        """Jobs up to which the batch may grow."""
-        if self.config.batching != "continuous" or not waiting:
-            return self.engine.max_jobs
-        first = [running.job for running in waiting[0]]
-        prices = [price_of(job, self.costs) for job in (*self.engine.jobs, *first)]
-        left = [job.num_steps - job.step for job in self.engine.jobs]
-        num_steps = max(job.num_steps for job in first)
-        return min(find_room(self.costs, prices, left, num_steps, sum(map(len, waiting))), self.engine.max_jobs)
+    def ask(self, job: Job) -> Asking:
+        return Asking(mean_price(job, self.costs), job.num_steps - job.step)
 
     def split_first(self) -> None:
         """A group that would wait for room longer than it takes itself is split: those go for whom there is room."""

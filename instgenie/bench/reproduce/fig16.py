@@ -5,14 +5,15 @@ from typing import get_args
 
 from instgenie.bench.plots import Chart, Series
 from instgenie.bench.reproduce.axes import at_values, decades
-from instgenie.bench.reproduce.fig4 import SHARES, mean_shares
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, row
 from instgenie.bench.reproduce.serving import Run
 from instgenie.bench.reproduce.traffic import (
+    SHARES,
     Latencies,
     capacity,
     drawn_jobs,
+    mean_shares,
     recipe,
     served,
     service_of,

@@ -1,6 +1,5 @@
 """Figure 4: what waiting costs without continuous batching, and what loading costs without a plan."""
 
-import statistics
 from dataclasses import replace
 
 from instgenie.bench.plots import Chart, Series
@@ -8,7 +7,7 @@ from instgenie.bench.reproduce.axes import at_values, linear
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, ms, row, times
 from instgenie.bench.reproduce.serving import Run
-from instgenie.bench.reproduce.traffic import served
+from instgenie.bench.reproduce.traffic import SHARES, mean_shares, served
 from instgenie.config import Batching
 from instgenie.network import Demand
 from instgenie.planner import POLICIES, plan_batch
@@ -22,7 +21,6 @@ ABOUT = {
     "exact": "exact plan",
     "dense": "cache nothing",
 }
-SHARES = ("waiting", "preparing", "steps", "finishing")
 SLOWER = 4.0  # loading from a place that is so much slower than memory
 
 
@@ -52,18 +50,6 @@ def run(lab: Lab) -> Section:
 
 def wait_row(name: str, run: Run) -> Row:
     return row(NAME, name, *mean_shares(run))
-
-
-def mean_shares(run: Run) -> list[str]:
-    """Of an edit's time: waiting, preparing, steps, finishing."""
-    facts = [one.facts for one in run.served]
-    columns = (
-        [one.queue_seconds for one in facts],
-        [one.prepare_seconds for one in facts],
-        [one.denoise_seconds for one in facts],
-        [one.finish_seconds for one in facts],
-    )
-    return [f"{statistics.fmean(column):.2f}" for column in columns]
 
 
 def plan_steps(lab: Lab) -> dict[tuple[str, float], float]:

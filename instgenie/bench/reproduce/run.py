@@ -69,7 +69,10 @@ def reproduce(names: Sequence[str], model: str, device: str, out: Path | None, j
     with console.status("loading the model"):
         loaded = load(model, device)
     if not isinstance(loaded, FluxModel):
+        left_out = [name for name in chosen if name in FLUX_ONLY]
         chosen = [name for name in chosen if name not in FLUX_ONLY]
+        if left_out:
+            console.print(f"left out, for they are written for Flux: {', '.join(left_out)}", highlight=False)
         if not chosen:
             raise InstGenieError(f"{' and '.join(names)} are written for Flux: the model {model!r} is none")
     lab = Lab(model, loaded, SCALES[loaded.device.type])

@@ -25,6 +25,7 @@ MAX_QUEUE = 10_000
 MAX_SECONDS = 25.0  # in which edits are sent; a slow machine gets fewer of them
 MIN_EDITS = 4
 MASKS = "production"
+SHARES = ("waiting", "preparing", "steps", "finishing")  # of the time of an edit
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,18 @@ def chores_of(run: Run) -> Chores:
         prepare=statistics.fmean(one.prepare_seconds for one in facts),
         finish=statistics.fmean(one.finish_seconds for one in facts),
     )
+
+
+def mean_shares(run: Run) -> list[str]:
+    """See `SHARES`; in seconds."""
+    facts = [one.facts for one in run.served]
+    columns = (
+        [one.queue_seconds for one in facts],
+        [one.prepare_seconds for one in facts],
+        [one.denoise_seconds for one in facts],
+        [one.finish_seconds for one in facts],
+    )
+    return [f"{statistics.fmean(column):.2f}" for column in columns]
 
 
 def service_of(lab: Lab, run: Run) -> Planned:
