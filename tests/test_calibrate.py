@@ -5,11 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from instgenie.bench import calibrate
 from instgenie.bench.calibrate import make_cases, shares
 from instgenie.bench.scatter import draw_scatter, ticks
 from instgenie.cli import main
 from instgenie.latency import latency_path, read_latency
 from instgenie.models.model import Model
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "MAX_ROUNDS", calibrate.MIN_ROUNDS)
 
 
 @pytest.mark.parametrize("family", ["fill", "blend_guided", "sd", "sdxl"])
