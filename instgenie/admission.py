@@ -6,7 +6,7 @@ that share nothing take as long together as one after the other, only that the f
 that pays, and the longer the queue is the more it does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from instgenie.config import Batching
@@ -23,15 +23,20 @@ class Asking(NamedTuple):
 
 
 def num_joining(
-    groups: Sequence[Sequence[Asking]], running: Sequence[Asking], max_jobs: int, batching: Batching, costs: StepCosts
+    groups: Iterable[Sequence[Asking]],
+    num_waiting: int,
+    running: Sequence[Asking],
+    max_jobs: int,
+    batching: Batching,
+    costs: StepCosts,
 ) -> int:
-    """How many of the groups that wait, the oldest first, join at this step. Groups join whole, as far as there is
+    """How many of the groups that wait, the oldest first, join at this step; no more of them are looked at than that
+    takes. So many jobs wait in all of them. Groups join whole, as far as there is
     room; one that is larger than a batch joins alone. A static batch lets nobody join before all of it is done, a
     naive one everybody."""
     if batching == "static" and running:
         return 0
     inside, num_groups = list(running), 0
-    num_waiting = sum(map(len, groups))
     for group in groups:
         if inside and len(inside) + len(group) > max_jobs:
             break

@@ -56,6 +56,13 @@ class StepCosts(Struct, frozen=True):
         share = min(max((ratio - low) / (high - low), 0.0), 1.0)
         return mix(column[above], column[above - 1], share).times(num_tokens / self.num_tokens)
 
+    def mean_price(
+        self, num_tokens: float, num_masked: float, tier: TierName | None, num_dense: int, num_steps: int
+    ) -> Price:
+        """Of a step of a job, in the mean over so many, of which the first are dense."""
+        dense, cached = self.price(num_tokens, num_tokens, None), self.price(num_tokens, num_masked, tier)
+        return mix(dense, cached, num_dense / num_steps)
+
     def step(self, prices: Iterable[Price]) -> float:
         """Seconds of one step of these jobs together."""
         return self.total(1, *map(sum, zip((0.0, 0.0), *prices, strict=True)))

@@ -167,7 +167,7 @@ FREE = Asking(Price(0.0, 0.0), 4)
 )
 def test_who_joins(sizes: list[int], num_running: int, batching: Batching, expected: int) -> None:
     groups = [[FREE] * size for size in sizes]
-    assert num_joining(groups, [FREE] * num_running, 4, batching, SHARED) == expected
+    assert num_joining(groups, sum(sizes), [FREE] * num_running, 4, batching, SHARED) == expected
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_who_loads_nothing_computes_beside_loads_for_nothing() -> None:
 
 def test_a_naive_batch_takes_everybody() -> None:
     dear = Asking(Price(50.0, 0.0), 4)
-    assert num_joining([[dear]] * 3, [dear], 8, "naive", SHARED) == 3
-    assert num_joining([[dear]] * 3, [dear], 8, "continuous", SHARED) == 0
-    assert num_joining([[dear]] * 3, [], 8, "continuous", SHARED) == 1
+    assert num_joining([[dear]] * 3, 3, [dear], 8, "naive", SHARED) == 3
+    assert num_joining([[dear]] * 3, 3, [dear], 8, "continuous", SHARED) == 0
+    assert num_joining([[dear]] * 3, 3, [], 8, "continuous", SHARED) == 1
 
 
 def test_who_is_soon_done_does_not_wait() -> None:

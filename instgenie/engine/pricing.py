@@ -3,15 +3,14 @@ table."""
 
 import numpy as np
 
-from instgenie.activations import Activations
 from instgenie.batch import Job
-from instgenie.costs import Price, StepCosts, mix
+from instgenie.costs import Price, StepCosts
 from instgenie.latency import find_latency
 from instgenie.models.device import device_name
 from instgenie.models.flux_model import FluxModel
 from instgenie.models.model import Model
 from instgenie.pricing import JobShape, make_costs
-from instgenie.types import CacheDtype, Edit, PlanPolicy
+from instgenie.types import CacheDtype, Edit, PlanPolicy, TierName
 
 NO_PICTURE, NO_MASK = np.empty((0, 0, 3), np.uint8), np.empty((0, 0), np.bool_)
 
@@ -37,24 +36,23 @@ def job_shape(model: Model, value_bytes: int) -> JobShape:
 
 def price_of(job: Job, costs: StepCosts) -> Price:
     """Of its present step."""
-    if job.activations is None or job.step < job.edit.dense_steps:
-        return dense_price(job, costs)
-    return cached_price(job, job.activations, costs)
+    tier = None if job.step < job.edit.dense_steps else tier_of(job)
+    return costs.price(len(job.masked), num_computed(job, tier), tier)
 
 
 def mean_price(job: Job, costs: StepCosts) -> Price:
     """Of a step, in the mean over those that are left."""
-    num_left, num_dense = job.num_steps - job.step, max(job.edit.dense_steps - job.step, 0)
-    if job.activations is None or num_dense >= num_left:
-        return dense_price(job, costs)
-    dense, cached = dense_price(job, costs), cached_price(job, job.activations, costs)
-    return mix(dense, cached, num_dense / num_left)
+    tier, num_left = tier_of(job), job.num_steps - job.step
+    num_dense = min(max(job.edit.dense_steps - job.step, 0), num_left)
+    return costs.mean_price(len(job.masked), num_computed(job, tier), tier, num_dense, num_left)
 
 
-def dense_price(job: Job, costs: StepCosts) -> Price:
-    return costs.price(len(job.masked), len(job.masked), None)
+def tier_of(job: Job) -> TierName | None:
+    """Where its activations are, if it has any."""
+    if job.activations is None:
+        return None
+    return "gpu" if job.activations.rows[0].device == job.masked.device else "host"
 
 
-def cached_price(job: Job, activations: Activations, costs: StepCosts) -> Price:
-    is_near = activations.rows[0].device == job.masked.device
-    return costs.price(len(job.masked), len(job.masked) - len(job.outside), "gpu" if is_near else "host")
+def num_computed(job: Job, tier: TierName | None) -> int:
+    return len(job.masked) - len(job.outside) if tier else len(job.masked)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from instgenie.admission import Asking, num_joining
 from instgenie.config import Batching
-from instgenie.costs import Price, mix
+from instgenie.costs import Price
 from instgenie.router import Load, Work
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service, Sums
@@ -139,9 +139,10 @@ class Worker:
     def join(self) -> None:
         if not self.waiting:
             return
-        asking = [[self.ask(job)] for job in self.waiting]
+        groups = ([self.ask(job)] for job in self.waiting)
         inside = [self.ask(job) for job in self.running]
-        for _ in range(num_joining(asking, inside, self.load.max_batch_size, self.batching, self.load.costs)):
+        num_waiting, max_jobs = len(self.waiting), self.load.max_batch_size
+        for _ in range(num_joining(groups, num_waiting, inside, max_jobs, self.batching, self.load.costs)):
             job = self.waiting.popleft()
             job.joined = self.clock.now
             self.running.append(job)
@@ -151,10 +152,8 @@ class Worker:
         """With the mean price of what is left."""
         work, num_left = job.work, job.work.num_steps - job.step
         num_dense = max(job.num_dense_steps - job.step, 0) if job.is_cached else num_left
-        dense, cached = (
-            self.load.costs.price(work.num_tokens, work.num_masked_tokens, tier) for tier in (None, "host")
-        )
-        return Asking(mix(dense, cached, num_dense / num_left), num_left)
+        price = self.load.costs.mean_price(work.num_tokens, work.num_masked_tokens, "host", num_dense, num_left)
+        return Asking(price, num_left)
 
     def stepped(self, _: None) -> None:
         self.load.pace.measure(self.predicted, self.seconds)

@@ -216,9 +216,12 @@ class Denoiser:
             self.engine.max_jobs = self.config.max_batch_size  # whatever did not fit is gone
         self.split_first()
         settled = [group for group in self.waiting if is_settled(group)]
-        asking = [[self.ask(running.job) for running in group] for group in settled]
+        if not settled:
+            return
+        groups = ([self.ask(running.job) for running in group] for group in settled)
         inside = [self.ask(job) for job in self.engine.jobs]
-        num = num_joining(asking, inside, self.engine.max_jobs, self.config.batching, self.costs)
+        num_waiting = sum(map(len, settled))
+        num = num_joining(groups, num_waiting, inside, self.engine.max_jobs, self.config.batching, self.costs)
         for group in settled[:num]:
             self.waiting.remove(group)
             for running in group:
