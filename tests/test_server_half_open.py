@@ -3,7 +3,7 @@ meanwhile, and nothing of them stays."""
 
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -58,7 +58,12 @@ def told(connection: socket.socket) -> bytes:
 
 
 def num_open(server: Running) -> int:
-    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+    """Sockets of the server."""
+    num_sockets = 0
+    for place in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            num_sockets += str(place.readlink()).startswith("socket:")
+    return num_sockets
 
 
 def num_threads(server: Running) -> int:
@@ -66,7 +71,8 @@ def num_threads(server: Running) -> int:
 
 
 def check_nothing_stays(server: Running, num_before: int) -> None:
-    wait_for(lambda: num_open(server) == num_before)
+    """The count before may have seen a connection that was about to close."""
+    wait_for(lambda: num_open(server) <= num_before)
     assert server.metric("instgenie:num_requests_running") == server.metric("instgenie:num_requests_waiting") == 0
 
 
@@ -74,18 +80,19 @@ def test_clients_that_fall_silent(brief: Running) -> None:
     """They keep their side open until the server has closed its own."""
     num_before, threads = num_open(brief), []
     for _ in range(2):
-        silent = {name: [connect(brief, sent) for _ in range(NUM_EACH)] for name, sent in (HEADLESS | BODILESS).items()}
-        wait_for(lambda: num_open(brief) >= num_before + NUM_EACH * len(BODILESS))
-        edit(brief)
-        for name, connections in silent.items():
-            for connection in connections:
+        with ExitStack() as stack:
+            silent = [
+                (name, stack.enter_context(connect(brief, sent)))
+                for name, sent in (HEADLESS | BODILESS).items()
+                for _ in range(NUM_EACH)
+            ]
+            wait_for(lambda: num_open(brief) >= num_before + NUM_EACH * len(BODILESS))
+            edit(brief)
+            for name, connection in silent:
                 answer = told(connection)
                 assert answer == b"" if name in HEADLESS else answer.startswith(b"HTTP/1.1 408 "), (name, answer)
-        check_nothing_stays(brief, num_before)
+            check_nothing_stays(brief, num_before)
         threads.append(num_threads(brief))
-        for connections in silent.values():
-            for connection in connections:
-                connection.close()
     assert threads[0] == threads[1]
 
 
