@@ -337,7 +337,7 @@ def measure(model: Model, folder: Path, *names: str) -> list[Any]:
     measured = []
     for name in names:
         denoiser, _ = make_denoiser(model, disk=str(folder))
-        denoiser.templates.store.get(denoiser.find_key(head_of(name)))
+        assert denoiser.templates.store.get(denoiser.find_key(head_of(name)))
         measured.append(denoiser.templates.store.status()["host"])
     return measured
 

@@ -6,8 +6,10 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -219,6 +221,26 @@ def test_a_pin_alone_leaves_nothing(tier: DiskTier) -> None:
     with tier.pin(KEY):
         assert tier.missing(KEY, SPANS) == SPANS
     assert list(tier.folder.iterdir()) == []
+
+
+def test_who_unpins_an_empty_template_leaves_what_others_store_meanwhile(tier: DiskTier) -> None:
+    span, is_done = make_span(), threading.Event()
+
+    def pin_often() -> None:
+        while not is_done.is_set():
+            with tier.pin(KEY):
+                pass
+
+    with ThreadPoolExecutor() as pool:
+        pinning = pool.submit(pin_often)
+        try:
+            for _ in range(300):
+                tier.store(KEY, span)
+                assert not tier.missing(KEY, [STEPS])
+                tier.drop(KEY)
+        finally:
+            is_done.set()
+        pinning.result()
 
 
 def test_a_template_that_is_dropped_is_gone_pinned_or_not(tier: DiskTier) -> None:

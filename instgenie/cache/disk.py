@@ -125,7 +125,7 @@ class DiskTier:
         finally:
             os.close(descriptor)  # and with it goes the lock
             if not spans_of(template):
-                evict(template)
+                evict(template, if_empty=True)
 
     def drop(self, key: Key) -> None:
         template = self._template(key)
@@ -134,7 +134,7 @@ class DiskTier:
         except OSError as error:
             raise CacheError(f"{template} cannot be removed: {error.strerror}") from None
         if template.exists():
-            evict(template)  # or, if it is pinned, whoever unpins it last
+            evict(template, if_empty=True)  # or, if it is pinned, whoever unpins it last
 
     def num_bytes(self, key: Key) -> int:
         return measure(self._template(key)).num_bytes
@@ -249,14 +249,14 @@ def is_pinned(template: Path) -> bool:
         os.close(descriptor)
 
 
-def evict(template: Path) -> bool:
-    """Whether the template is gone; one that is pinned stays."""
+def evict(template: Path, if_empty: bool = False) -> bool:
+    """Whether the template is gone; one that is pinned stays, and with `if_empty` one that has come to have spans."""
     try:
         descriptor = os.open(template / USED, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:
         return not template.exists()
     try:
-        if lock_alone(descriptor):
+        if lock_alone(descriptor) and not (if_empty and spans_of(template)):
             remove(files_of(template, SUFFIX, PARTIAL))
             remove([template / USED])
             template.rmdir()
