@@ -31,10 +31,9 @@ def num_joining(
     costs: StepCosts,
 ) -> int:
     """How many of the groups that wait, the oldest first, join at this step; no more of them are looked at than that
-    takes. So many jobs wait in all of them. Groups join whole, as far as there is
-    room; one that is larger than a batch joins alone. A static batch lets nobody join before all of it is done, a
-    naive one everybody."""
-    if batching == "static" and running:
+    takes. So many jobs wait in all of them. Groups join whole, as far as there is room; one that is larger than a batch
+    joins alone. A static batch lets nobody join before all of it is done, a naive one everybody."""
+    if running and batching in ("static", "static-pipelined"):
         return 0
     inside, num_groups = list(running), 0
     for group in groups:

@@ -8,9 +8,10 @@ from instgenie.memory import available_memory
 from instgenie.router import Policy
 from instgenie.types import CacheDtype, PlanPolicy
 
-Batching = Literal["continuous", "static", "naive"]
+Batching = Literal["continuous", "static", "static-pipelined", "naive"]
 Role = Literal["prepare", "denoise", "finish"]
 
+ONE_PROCESS: frozenset[Batching] = frozenset({"static", "naive"})  # who takes the steps also prepares and finishes
 UNTOLD_HOST_BYTES = 16 * 2**30  # where the system does not say how much there is
 
 
@@ -50,8 +51,8 @@ class ClusterConfig:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The processes of a worker; the naive loop does everything itself."""
-        return ("denoise",) if self.batching == "naive" else ("prepare", "denoise", "finish")
+        """The processes of a worker."""
+        return ("denoise",) if self.batching in ONE_PROCESS else ("prepare", "denoise", "finish")
 
 
 @dataclass(frozen=True)

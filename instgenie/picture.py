@@ -15,7 +15,7 @@ from PIL import Image
 from instgenie.decode import MAX_PIXELS, MIN_SIDE, decode
 from instgenie.errors import EditError, PictureError
 from instgenie.mask import check_mask
-from instgenie.types import Edit, PixelMask, Pixels
+from instgenie.types import Box, Edit, PixelMask, Pixels
 
 MAX_STEPS = 1000
 MAX_GUIDANCE = 100.0
@@ -24,6 +24,7 @@ MAX_HALO = 256
 MAX_PROMPT = 32_000
 MAX_SEED = 2**63 - 1
 SIZE_MULTIPLE = 16
+LANCZOS_REACH = 3  # pixels of the coarser of two pictures, to each side
 MIN_SIZE, MAX_SIZE = 32, 4096
 
 FORMAT_OF_SUFFIX = {".png": "PNG", ".webp": "WEBP", ".jpg": "JPEG", ".jpeg": "JPEG"}
@@ -89,6 +90,20 @@ def composite(original: Pixels, edited: Pixels, mask: PixelMask, feather: int = 
         share = weight[soft][:, None]
         result[soft] = np.rint(original[soft] * (1 - share) + edited[soft] * share).astype(np.uint8)
     return result
+
+
+def composited(mask: PixelMask, size: tuple[int, int]) -> Box:
+    """What `composite` reads of an edited picture of `size`: a box around the mask, with what resizing looks at."""
+    rows, cols = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    return Box(_read(rows, mask.shape[0], size[0]), _read(cols, mask.shape[1], size[1]))
+
+
+def _read(masked: NDArray[np.intp], own_length: int, length: int) -> range:
+    """Of a side of `length` pixels, that is resized to `own_length`, of which these are masked."""
+    scale = length / own_length
+    around = 0 if length == own_length else LANCZOS_REACH * max(scale, 1.0) + 1
+    start, stop = masked[0] * scale - around, (masked[-1] + 1) * scale + around
+    return range(max(math.floor(start), 0), min(math.ceil(stop), length))
 
 
 def edge_distance(mask: PixelMask, limit: int) -> NDArray[np.float32]:

@@ -98,6 +98,7 @@ class Load:
     compute: float = 0.0  # seconds, over all steps of all edits
     loading: float = 0.0  # likewise
     chores: dict[Chore, float] = field(default_factory=dict)  # seconds of one edit; workers of a cluster share them
+    turn: int = 0  # of the router, when it chose this worker last
     _left: dict[str, Left] = field(default_factory=dict)  # of each edit
     _finishing: set[str] = field(default_factory=set)  # edits that have taken all their steps
 
@@ -209,19 +210,19 @@ class Router:
         self._random = random.Random(0)
 
     def choose(self, work: Work, loads: Sequence[Load], holders: Sequence[Load] = ()) -> int:
-        """The worker of the cheapest load; of equals, the one that has waited longest for its turn. Holders are those
-        of the loads that have the template's activations in memory, as far as they are known."""
+        """The worker of the cheapest load; of equals, the one that was chosen least recently: its edits are nearest to
+        their end. Holders are those of the loads that have the template's activations in memory, as far as they are
+        known."""
         self._turn += 1
         if self.policy == "round_robin":
             return loads[self._turn % len(loads)].worker
         cost = COSTS[self.policy]
-        return min(self._candidates(loads, holders), key=lambda load: cost(work, load)).worker
+        chosen = min(self._candidates(loads, holders), key=lambda load: (cost(work, load), load.turn))
+        chosen.turn = self._turn
+        return chosen.worker
 
     def _candidates(self, loads: Sequence[Load], holders: Sequence[Load]) -> Iterable[Load]:
-        if len(loads) <= MAX_SCANNED:
-            first = self._turn % len(loads)
-            return [*loads[first:], *loads[:first]]
-        return [*self._sample(loads), *self._sample(holders)]
+        return loads if len(loads) <= MAX_SCANNED else [*self._sample(loads), *self._sample(holders)]
 
     def _sample(self, loads: Sequence[Load]) -> list[Load]:
         if len(loads) <= NUM_SAMPLED:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,13 @@ Kind = Literal["kv", "y"]  # of activations: K and V of every block, or the rows
 CacheDtype = Literal["model", "fp8"]  # of activations: as the model computes them, or packed into half of bfloat16
 PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # of who plans; see `planner`
 NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
+
+
+class Box(NamedTuple):
+    """A part of a picture."""
+
+    rows: range
+    cols: range
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "MAX_ROUNDS", calibrate.MIN_ROUNDS)
 
 
-@pytest.mark.parametrize("family", ["fill", "blend_guided", "sd", "sdxl"])
+@pytest.mark.parametrize("family", ["fill", "blend_guided", "sdxl"])
 def test_calibrate_writes_figures_and_a_plot(
     family: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -28,7 +28,7 @@ def test_calibrate_writes_figures_and_a_plot(
         == 0
     )
     latency = read_latency(out)
-    assert latency.block + latency.flop > 0
+    assert latency.block + latency.flop + latency.flop_outside > 0
     assert latency.byte > 0
     ElementTree.parse(out.with_suffix(".svg"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latency.json", "latency.svg"]

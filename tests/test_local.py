@@ -35,7 +35,7 @@ from instgenie.cluster.entries import Ticket
 from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped
 from instgenie.cluster.status import Observer
-from instgenie.config import CacheConfig
+from instgenie.config import Batching, CacheConfig
 from instgenie.editor import Editor
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
@@ -266,14 +266,17 @@ def is_alive(pid: int | None) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def test_the_naive_way_and_the_drain(run: Run, cluster: Cluster, folders: dict[str, Path]) -> None:
-    """Same pictures, interrupted steps; a cluster that is stopped finishes what it has accepted."""
-    orders = [make_order(seed, picture_seed=80 + seed, steps=(30, 3, 3, 3, 3)[seed]) for seed in range(5)]
+@pytest.mark.parametrize(("batching", "first_picture"), [("naive", 80), ("static", 200)])
+def test_workers_of_one_process_and_the_drain(
+    batching: Batching, first_picture: int, run: Run, cluster: Cluster, folders: dict[str, Path]
+) -> None:
+    """Same pictures; naive steps are interrupted; a cluster that is stopped finishes what it has accepted."""
+    orders = [make_order(seed, picture_seed=first_picture + seed, steps=(30, 3, 3, 3, 3)[seed]) for seed in range(5)]
 
     async def play() -> None:
         num_before = cluster.status().workers[0].num_interruptions
         expected = pictures(await collect(submit_all(cluster, orders)))
-        other, recorder = Cluster(make_config(folders["sd"], batching="naive")), Recorder()
+        other, recorder = Cluster(make_config(folders["sd"], batching=batching)), Recorder()
         other.observe(recorder)
         await other.start()
         await other.until_ready()
@@ -283,7 +286,7 @@ def test_the_naive_way_and_the_drain(run: Run, cluster: Cluster, folders: dict[s
         stopping = asyncio.create_task(other.stop(300))
         found = await collect(tickets)
         assert are_equal(pictures(found), expected)
-        assert other.status().workers[0].num_interruptions > 0
+        assert (other.status().workers[0].num_interruptions > 0) == (batching == "naive")
         assert cluster.status().workers[0].num_interruptions == num_before
         assert await stopping
         with pytest.raises(ClosedError):
@@ -319,7 +322,7 @@ def test_templates_outlive_workers_and_clusters(
     order = make_order(picture_seed=90, steps=8)
 
     async def leave_behind() -> Finished:
-        cluster = await open_cluster(folders["sd"], cache)
+        cluster = await open_cluster(folders["sd"], cache, batching="static")
         await register(cluster, TENANT, order)
         await until(lambda: len(spans(cache)) == 2)  # of four steps each: all of them are written
         finished = await edit_one(cluster)
@@ -327,7 +330,8 @@ def test_templates_outlive_workers_and_clusters(
         return finished
 
     async def find(expected: Finished) -> None:
-        cluster = await open_cluster(folders["sd"], cache, devices=("cpu", "cpu"), policy="round_robin")
+        two = {"devices": ("cpu", "cpu"), "policy": "round_robin", "batching": "static"}
+        cluster = await open_cluster(folders["sd"], cache, **two)
         others = [await edit_one(cluster, tenant="another"), await edit_one(cluster, quality="exact")]
         assert [other.facts.cache_tier for other in others] == [None, None]
         found = [await edit_one(cluster) for _ in range(4)]
@@ -371,14 +375,14 @@ def test_what_is_damaged_on_disk_is_a_miss(
     order = make_order(picture_seed=90, steps=8)
 
     async def play() -> None:
-        cluster = await open_cluster(folders["sd"], cache)
+        cluster = await open_cluster(folders["sd"], cache, batching="static")
         dense = await edit_one(cluster)
         await until(lambda: [status.tier_bytes.get("disk") for status in cluster.templates(TENANT)])
         await until(lambda: len(spans(cache)) == 2)
         cached = await edit_one(cluster)
         await cluster.stop(60)
         damage(spans(cache)[1])
-        cluster = await open_cluster(folders["sd"], cache)
+        cluster = await open_cluster(folders["sd"], cache, batching="static")
         await until(lambda: cluster.templates(TENANT))  # what is there is listed by its headers
         first = await edit_one(cluster)
         assert (dense.facts.cache_tier, cached.facts.cache_tier) == (None, "host")

@@ -42,15 +42,27 @@ def test_what_is_finished_one_by_one_is_waited_for() -> None:
     for index in range(4):
         loads[0].hand_over(f"0-{index}")
     assert [load.num_unfinished for load in loads] == [4, 0]
-    assert {Router().choose(WORK, [*loads[first:], *loads[:first]]) for first in (0, 1)} == {0, 1}  # nobody knows
+    router = Router()
+    assert {router.choose(WORK, loads) for _ in range(2)} == {0, 1}  # nobody knows
     for load in loads:
         load.measure_chore("finish", 2.0)
         load.measure_chore("prepare", 0.1)
-    assert {Router().choose(WORK, [*loads[first:], *loads[:first]]) for first in (0, 1)} == {1}
+    assert {router.choose(WORK, loads) for _ in range(2)} == {1}
     for index in range(4):
         loads[0].remove(f"0-{index}")
     add(loads[1], "1-0", 10, 1000)
-    assert {Router().choose(WORK, [*loads[first:], *loads[:first]]) for first in (0, 1)} == {0}
+    assert {router.choose(WORK, loads) for _ in range(2)} == {0}
+
+
+def test_of_equals_the_one_chosen_least_recently() -> None:
+    """Its edits are nearest to their end."""
+    loads = [make_load(worker, (10, 1000)) for worker in range(3)]
+    router = Router()
+    assert [router.choose(WORK, loads) for _ in range(3)] == [0, 1, 2]
+    add(loads[1], "more", 10, 1000)
+    assert [router.choose(WORK, loads) for _ in range(2)] == [0, 2]
+    loads[1].remove("more")
+    assert router.choose(WORK, loads) == 1
 
 
 def test_round_robin_takes_turns() -> None:

@@ -127,7 +127,7 @@ def test_the_config_file_by_flag_and_by_environment(tmp_path: Path) -> None:
         (["--prot", "1"], "did you mean --port?"),
         (["--port", "x"], "--port is 'x'"),
         (["--config", "none.toml"], "none.toml cannot be read"),
-        (["--batching", "none"], "continuous, static or naive"),
+        (["--batching", "none"], "continuous, static, static-pipelined or naive"),
         (["--host-cache-gib", "much"], "auto, or a number from 0 to 65536"),
         (["--cache-dtype", "int4"], "auto, model or fp8"),
     ],

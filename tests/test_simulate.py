@@ -51,7 +51,14 @@ def test_a_batch_holds_so_many_jobs_and_no_more() -> None:
 def test_a_static_batch_lets_nobody_join() -> None:
     """The first runs alone from 0.5 to 2.5; the others, prepared at 1.0 and 1.5, from then to 4.5, and are finished
     one after the other."""
-    assert finish_times(ClusterShape(1, batching="static"), jobs_at(0.0, 0.0, 0.0)) == [2.75, 4.75, 5.0]
+    shape = ClusterShape(1, batching="static-pipelined")
+    assert finish_times(shape, jobs_at(0.0, 0.0, 0.0)) == [2.75, 4.75, 5.0]
+
+
+def test_a_static_worker_prepares_and_finishes_between_batches() -> None:
+    """Two are prepared by 1.0, run until 3.0 and are finished by 3.5; so are the others, by 4.5, 6.5 and 7.0."""
+    shape = ClusterShape(1, batching="static", max_batch_size=2)
+    assert finish_times(shape, jobs_at(0.0, 0.1, 0.2, 0.3)) == [3.25, 3.5, 6.75, 7.0]
 
 
 def test_a_naive_worker_prepares_and_finishes_between_steps() -> None:
@@ -161,6 +168,7 @@ FREE = Asking(Price(0.0, 0.0), 4)
         ([9, 1], 0, "continuous", 1),  # larger than a batch: alone
         ([9, 1], 1, "continuous", 0),
         ([1, 1], 1, "static", 0),
+        ([1, 1], 1, "static-pipelined", 0),
         ([1, 1, 3], 0, "static", 2),
         ([], 0, "naive", 0),
     ],

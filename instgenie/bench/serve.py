@@ -2,8 +2,8 @@
 the server works.
 
 The deadline of an edit is `slo_scale` times what an edit takes alone, measured one by one before the load begins. With
-`--compare` three servers take turns: ours, one that batches statically and computes everything, one that runs one
-edit after the other.
+`--compare` three servers take turns: ours; one that computes everything and prepares, denoises and finishes batch after
+batch; one that computes everything, lets whoever comes join, and prepares and finishes between steps.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ INTERRUPTIONS = "instgenie:step_loop_interruptions_total{"
 SYSTEMS = {  # flags of the servers that --compare starts
     "instgenie": ["--batching", "continuous"],
     "static batches, dense": ["--batching", "static", "--no-reuse"],
-    "one by one, dense": ["--batching", "naive", "--no-reuse"],
+    "naive batches, dense": ["--batching", "naive", "--no-reuse"],
 }
 
 

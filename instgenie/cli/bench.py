@@ -132,7 +132,7 @@ def add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_bench_serve, parser=parser)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="of the server")
     parser.add_argument("--api-key", metavar="KEY", help="that the server asks for")
-    about_compare = "start three servers in turn: continuous batching with reuse, static batching, one by one"
+    about_compare = "start three servers in turn: ours, static and naive batches of every token"
     parser.add_argument("--compare", action="store_true", help=about_compare)
     about_concurrency = "edits that may be on their way at once (default 256)"
     parser.add_argument("--max-concurrency", type=positive, default=256, metavar="N", help=about_concurrency)

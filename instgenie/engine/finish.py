@@ -1,14 +1,21 @@
-"""A done job becomes a picture: decode at the model's size, composite at the picture's own. Takes no step."""
+"""A done job becomes a picture: decode at the model's size, composite at the picture's own. Takes no step.
+
+What compositing does not read is not decoded, where the decoder allows that.
+"""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from diffusers import AutoencoderTiny
+from numpy.typing import NDArray
 from torch import Tensor
 
 from instgenie.batch import Job, concat
 from instgenie.models.model import Model, unpack_latents
-from instgenie.picture import composite
-from instgenie.types import Pixels
+from instgenie.models.region import decode_box
+from instgenie.picture import composite, composited
+from instgenie.types import Box, PixelMask, Pixels
 
 
 @torch.inference_mode()
@@ -20,15 +27,38 @@ def finish(job: Job, model: Model) -> Pixels:
 @torch.inference_mode()
 def finish_many(jobs: Sequence[Job], model: Model) -> list[Pixels]:
     """Jobs of one grid, decoded in one pass."""
-    decoded = decode([job.latents for job in jobs], jobs[0].grid, model)
     edits = [job.edit for job in jobs]
+    decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model)
     return [composite(e.picture, pixels, e.mask, e.feather) for e, pixels in zip(edits, decoded, strict=True)]
 
 
-def decode(latents: Sequence[Tensor], grid: tuple[int, int], model: Model) -> Sequence[Pixels]:
+def decode(
+    latents: Sequence[Tensor], masks: Sequence[PixelMask], grid: tuple[int, int], model: Model
+) -> NDArray[np.uint8]:
+    """[pictures, height, width, 3] at the model's size: of each, what compositing under its mask reads."""
     config = model.vae.config
     unscaled = concat([unpack_latents(one, grid, model.latents_per_token) for one in latents]) / config.scaling_factor
     shifted = unscaled + (config.shift_factor or 0)
-    decoded = model.vae.decode(shifted.to(model.dtype)).sample.float()  # [pictures, 3, height, width] in [-1, 1]
-    pixels: Sequence[Pixels] = ((decoded / 2 + 0.5).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    if not isinstance(model.vae, AutoencoderTiny):
+        return to_pixels(model.vae.decode(shifted.to(model.dtype)).sample)
+    height, width = (side * model.patch for side in grid)
+    box = around([composited(mask, (height, width)) for mask in masks])
+    pictures = np.zeros((len(latents), height, width, 3), np.uint8)
+    pictures[:, box.rows.start : box.rows.stop, box.cols.start : box.cols.stop] = to_pixels(
+        decode_box(model.vae, shifted.to(model.dtype), box)
+    )
+    return pictures
+
+
+def around(boxes: Sequence[Box]) -> Box:
+    """The smallest box that holds all of them."""
+    rows, cols = (range(min(s.start for s in side), max(s.stop for s in side)) for side in zip(*boxes, strict=True))
+    return Box(rows, cols)
+
+
+def to_pixels(decoded: Tensor) -> NDArray[np.uint8]:
+    """[pictures, 3, height, width] in [-1, 1] -> [pictures, height, width, 3]"""
+    pixels: NDArray[np.uint8] = (
+        ((decoded.float() / 2 + 0.5).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    )
     return pixels

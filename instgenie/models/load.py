@@ -13,6 +13,7 @@ import torch
 import transformers
 from diffusers import (
     AutoencoderKL,
+    AutoencoderTiny,
     DDIMScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -119,6 +120,8 @@ def make_dummy(recipe: Recipe, facts: dict[str, Any], weights: frozenset[str] | 
 def make_flux(pipeline: str, parts: dict[str, Any], facts: dict[str, Any], is_builtin: bool = False) -> FluxModel:
     check_flow_scheduler(facts["name"], parts["scheduler"])
     own_size, steps, guidance = (256, 28, 3.5) if is_builtin else flux_defaults(pipeline, parts["transformer"])
+    if isinstance(parts["vae"], AutoencoderTiny):  # convolutions alone: as they read them; the same values
+        parts["vae"].to(memory_format=torch.channels_last)
     return FluxModel(**parts, **facts, own_size=own_size, steps=steps, guidance=guidance)
 
 

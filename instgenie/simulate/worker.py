@@ -1,7 +1,8 @@
 """A simulated worker: prepares edits one by one, takes steps of a batch, finishes one by one. Knows its own load.
 
 As in a real one, jobs join and leave between steps, who joins is for `admission` to say, and a job whose template is on
-its way into memory lets others go first. A naive worker prepares and finishes between steps, in its one process.
+its way into memory lets others go first. A worker of one process prepares and finishes between steps if it is naive,
+between batches if it is static.
 """
 
 from collections import OrderedDict, deque
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from instgenie.admission import Asking, num_joining
-from instgenie.config import Batching
+from instgenie.config import ONE_PROCESS, Batching
 from instgenie.costs import Price
 from instgenie.router import Load, Work
 from instgenie.simulate.clock import Clock
@@ -74,8 +75,8 @@ class Worker:
     memory: Memory | None = None
     waiting: deque[Job] = field(default_factory=deque)
     running: list[Job] = field(default_factory=list)
-    to_prepare: deque[Job] = field(default_factory=deque)  # of a naive worker
-    to_finish: deque[Job] = field(default_factory=deque)  # of a naive worker
+    to_prepare: deque[Job] = field(default_factory=deque)  # of a worker of one process
+    to_finish: deque[Job] = field(default_factory=deque)  # of a worker of one process
     is_busy: bool = False
     is_other: bool = True  # whether the coming step is another than the last: others run, or some no longer dense
     seconds: float = 0.0  # of a step
@@ -86,7 +87,7 @@ class Worker:
     def accept(self, job: Job) -> None:
         job.worker = self.load.worker
         self.load.add(job.id, job.work.num_steps, self.load.tokens_of(job.work), self.load.price_of(job.work))
-        if self.batching == "naive":
+        if self.batching in ONE_PROCESS:
             self.to_prepare.append(job)
             self.wake()
             return
@@ -106,8 +107,8 @@ class Worker:
     def go_on(self, _: None) -> None:
         """At a step's end, or out of idleness: take in, join, take a step."""
         self.is_busy = True
-        if self.to_prepare or self.to_finish:
-            self.clock.at(self.clock.now + self.do_chores(), self.go_on, None)
+        if seconds := self.do_chores():
+            self.clock.at(self.clock.now + seconds, self.go_on, None)
             return
         self.join()
         if not self.running:
@@ -124,16 +125,18 @@ class Worker:
         return self.load.costs.price(job.work.num_tokens, job.work.num_masked_tokens, None if job.is_dense else "host")
 
     def do_chores(self) -> float:
-        """What a naive worker does before it can take a step; the seconds it takes."""
+        """What a worker of one process does before it can take a step; the seconds it takes."""
         seconds = 0.0
-        while self.to_prepare:
+        if self.batching == "static" and self.running:
+            return seconds
+        while self.to_finish:
+            seconds += self.service.finish
+            self.end(self.to_finish.popleft(), self.clock.now + seconds)
+        while self.to_prepare and (self.batching == "naive" or len(self.waiting) < self.load.max_batch_size):
             job = self.to_prepare.popleft()
             seconds += self.service.prepare
             self.waiting.append(job)
             job.prepared = self.clock.now + seconds
-        while self.to_finish:
-            seconds += self.service.finish
-            self.end(self.to_finish.popleft(), self.clock.now + seconds)
         return seconds
 
     def join(self) -> None:
@@ -175,7 +178,7 @@ class Worker:
         self.running.remove(job)
         self.load.hand_over(job.id)
         job.denoised = self.clock.now
-        if self.batching == "naive":
+        if self.batching in ONE_PROCESS:
             self.to_finish.append(job)
             return
         self.can_finish_at = max(self.can_finish_at, self.clock.now) + self.service.finish

@@ -1,8 +1,11 @@
 """The denoise process of a worker: takes steps, and registers templates in between. Knows no picture and no prompt.
 
 At every step finished jobs leave and waiting jobs join, the oldest first. A job whose template is still on its way up
-from a lower tier lets others go first; the loop never waits for one. Two other policies are there to compare with:
-`static` lets no job join before the whole batch is done, `naive` prepares and finishes inside the step loop.
+from a lower tier lets others go first; the loop never waits for one. Other ways are there to compare with:
+
+    static            one batch after the other, each prepared, denoised and finished by this one process
+    static-pipelined  one batch after the other, prepared and finished by processes of their own
+    naive             whoever comes joins; this one process prepares and finishes between steps
 """
 
 import logging
@@ -21,7 +24,7 @@ from instgenie import traces
 from instgenie.activations import Key, Kind
 from instgenie.admission import Asking, num_joining
 from instgenie.batch import Job
-from instgenie.config import ProcessConfig
+from instgenie.config import ONE_PROCESS, ProcessConfig
 from instgenie.engine.frames import read_job, tensor_frame, tensor_head
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
@@ -65,7 +68,11 @@ from instgenie.workers.templates import Fetching, Outcome, Templates, open_store
 
 KIND: Kind = "kv"
 MAX_KEYS = 1024  # that are remembered
+SECONDS_BACK = 0.02  # in which what was prepared comes back as a job
 PARTS = frozenset({"transformer", "unet"})
+
+Chore = tuple[Prepare | PrepareTemplate | Finish, list[Frame]]
+Handlers = dict[type, Callable[[Any, list[Frame]], None]]
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +122,7 @@ class Denoiser:
         self.find_key = lru_cache(MAX_KEYS)(self.make_key)
         self.num_interruptions = 0
         self.is_stopped = False
-        self.handlers: dict[type, Callable[[Any, list[Frame]], None]] = {
+        self.handlers: Handlers = {
             Denoise: self.accept,
             Fetch: self.foresee,
             Register: self.accept_template,
@@ -125,14 +132,18 @@ class Denoiser:
             Recall: self.recall,
             Stop: self.stop,
         }
-        if config.batching == "naive":
-            preparer, finisher = Preparer(model, line), Finisher(model, line)
-            self.handlers |= {Prepare: preparer.handle, PrepareTemplate: preparer.handle, Finish: finisher.handle}
+        self.to_prepare: deque[Chore] = deque()  # until a static batch is done
+        self.to_finish: deque[Chore] = deque()  # until then, too
+        if config.batching in ONE_PROCESS:
+            prepare, finish = Preparer(model, line).handle, Finisher(model, line).handle
+            self.chores: Handlers = {Prepare: prepare, PrepareTemplate: prepare, Finish: finish}
+            self.handlers |= dict.fromkeys(self.chores, self.do_now if config.batching == "naive" else self.do_later)
 
     def run(self) -> None:
         self.line.send(Priced(self.costs))
         while not self.is_stopped:
             self.hear()
+            self.do_chores()
             self.join()
             if self.engine.jobs:
                 self.step()
@@ -145,8 +156,6 @@ class Denoiser:
     def hear(self) -> None:
         while heard := self.line.receive(wait=self.is_idle):
             message, frames = heard
-            if isinstance(message, Prepare | PrepareTemplate | Finish):
-                self.interrupt()
             self.handlers[type(message)](message, frames)
         for told in self.templates.told():
             self.line.send(*told)
@@ -155,7 +164,7 @@ class Denoiser:
     def is_idle(self) -> bool:
         """Whether there is nothing to do but to wait for messages, or for what threads do."""
         has_jobs = self.engine.jobs or any(is_settled(group) for group in self.waiting)
-        return not (has_jobs or self.next_registering() or self.is_stopped)
+        return not (has_jobs or self.has_chores or self.next_registering() or self.is_stopped)
 
     def interrupt(self) -> None:
         self.num_interruptions += bool(self.engine.jobs)
@@ -186,6 +195,8 @@ class Denoiser:
     def cancel(self, message: Cancel, _: list[Frame]) -> None:
         if registering := self.registering.pop(message.id, None):
             self.templates.unpin(registering.key)
+        self.to_prepare = deque(chore for chore in self.to_prepare if chore[0].id != message.id)
+        self.to_finish = deque(chore for chore in self.to_finish if chore[0].id != message.id)
         for group in self.waiting:
             for running in [running for running in group if running.id == message.id]:
                 group.remove(running)
@@ -206,6 +217,35 @@ class Denoiser:
 
     def stop(self, _: Stop, __: list[Frame]) -> None:
         self.is_stopped = True
+
+    # chores of a worker of one process
+
+    def do_now(self, message: Prepare | PrepareTemplate | Finish, frames: list[Frame]) -> None:
+        self.interrupt()
+        self.chores[type(message)](message, frames)
+
+    def do_later(self, message: Prepare | PrepareTemplate | Finish, frames: list[Frame]) -> None:
+        (self.to_finish if isinstance(message, Finish) else self.to_prepare).append((message, frames))
+
+    def do_chores(self) -> None:
+        """Between two static batches: what is done is finished, and as much is prepared as the next batch takes."""
+        while not self.engine.jobs and self.has_chores:
+            num_prepared = min(self.room, len(self.to_prepare))
+            chores = [*self.to_finish, *(self.to_prepare.popleft() for _ in range(num_prepared))]
+            self.to_finish.clear()
+            for message, frames in chores:
+                self.chores[type(message)](message, frames)
+            time.sleep(SECONDS_BACK)
+            self.hear()
+
+    @property
+    def has_chores(self) -> bool:
+        return bool(self.to_finish or (self.to_prepare and self.room))
+
+    @property
+    def room(self) -> int:
+        """How many more edits the next batch can take."""
+        return max(self.config.max_batch_size - sum(map(len, self.waiting)), 0)
 
     # steps
 

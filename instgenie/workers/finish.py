@@ -33,7 +33,7 @@ class Finisher:
     def paint(self, message: Finish, frames: list[Frame]) -> bytes:
         latents = read_tensor(message.latents, frames[0]).to(self.model.device)
         picture, mask = read_picture(frames[1], message.size), read_mask(frames[2], message.size)
-        [decoded] = decode([latents], message.grid, self.model)
+        [decoded] = decode([latents], [mask], message.grid, self.model)
         edited = composite(picture, decoded, mask, message.feather)
         return encode_picture(edited, message.output_format, message.output_compression, is_quick=True)
 

@@ -18,7 +18,7 @@ import torch
 import zmq
 
 from instgenie import traces
-from instgenie.config import ProcessConfig
+from instgenie.config import ONE_PROCESS, ProcessConfig
 from instgenie.errors import (
     CacheError,
     CalibrationError,
@@ -104,7 +104,7 @@ def run_process(serve: Serve, parts: frozenset[str]) -> None:
     torch.set_grad_enabled(False)
     line = Line(config)
     try:
-        model = load(config.model, config.device, config.dtype, None if config.batching == "naive" else parts)
+        model = load(config.model, config.device, config.dtype, None if config.batching in ONE_PROCESS else parts)
         line.send(Ready(facts_of(model), model.digest))
         serve(config, model, line)
     except (ModelError, OutOfMemoryError, CacheError, CalibrationError) as error:

@@ -54,7 +54,7 @@ def run(lab: Lab) -> Section:
         paper="Mean latency of whole edits on a cluster, against diffusers, FISEdit and TeaCache, as the rate grows.",
         here=f"One worker (on a CPU: one core), production masks, {lab.scale.serve_steps} steps. Real: clusters under "
         f"the same edits, at {lab.scale.load:.0%} of what ours can do. Lines: simulated, with the step times measured "
-        "in this run; the others get the separate processes for preparing and finishing that ours has.",
+        "in this run; static batches are prepared, denoised and finished before the next, in one process.",
         tables=[real_table(real), line_table(found)],
         charts=[chart(found)],
         findings=[
