@@ -6,7 +6,6 @@ A span, or the whole, is a view and is handed out without a copy.
 """
 
 import contextlib
-import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
@@ -19,23 +18,8 @@ from torch import Tensor
 from instgenie.activations import Key, Span
 from instgenie.cache.tier import Spill, Usage, keep_nothing
 from instgenie.errors import CacheError
+from instgenie.forms import Form, carve
 from instgenie.types import TierName
-
-ALIGNMENT = 256  # bytes, of each tensor in a slot
-
-
-@dataclass(frozen=True)
-class Form:
-    """Of one tensor of a template at one step."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """With what it takes to align the next."""
-        num_bytes = math.prod(self.shape) * self.dtype.itemsize
-        return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(eq=False)
@@ -166,11 +150,7 @@ def find_forms(span: Span) -> list[Form]:
 
 @torch.inference_mode(False)  # its tensors are written to by whoever comes, in that mode or not
 def make_slot(key: Key, forms: Sequence[Form], memory: Tensor) -> Slot:
-    parts = memory.view(key.num_steps, -1).split([form.num_bytes for form in forms], dim=1)
-    *rows, time = (
-        part[:, : math.prod(form.shape) * form.dtype.itemsize].view(form.dtype).view(key.num_steps, *form.shape)
-        for part, form in zip(parts, forms, strict=True)
-    )
+    *rows, time = carve(memory.view(key.num_steps, -1), forms)
     return Slot(memory, Span(key.steps, tuple(by_step.transpose(0, 1) for by_step in rows), time))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from instgenie.activations import Activations
+from instgenie.forms import Form
 from instgenie.kernels.copy import can_copy_rows, copy_rows_fused
 from instgenie.kernels.packed import unpack_rows, unpacked_shape
 
@@ -32,14 +33,6 @@ class Load:
     room: Tensor  # [2 or 1, tokens, width or bytes], for it to come to; of no bytes where it need not come
 
 
-@dataclass(frozen=True)
-class Form:
-    """Of what a load needs in a buffer."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Lane(Protocol):
     def make_room(self, num_bytes: int) -> Tensor:
         """Memory [bytes] for buffers."""
@@ -48,7 +41,8 @@ class Lane(Protocol):
         """What is started from here on comes after all that was computed so far: buffers may lie otherwise, and these
         rows are what loads will ask for."""
 
-    def form(self, activations: Activations, kept: Tensor) -> Form: ...
+    def form(self, activations: Activations, kept: Tensor) -> Form:
+        """Of what a load needs in a buffer."""
 
     def start(self, buffer: int, loads: Sequence[Load]) -> None: ...
 

@@ -6,21 +6,19 @@ read, the buffer of the one before is free again, and the next load that is due 
 first loads of the step to come are started, as far as the ring reaches.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from instgenie.batch import Job
-from instgenie.engine.lanes import Form, Lane, Load, Rows, make_lane
+from instgenie.engine.lanes import Lane, Load, Rows, make_lane
 from instgenie.engine.route import Part, Route, Source, make_route, needs_loading
+from instgenie.forms import Form, carve
 from instgenie.models.model import Model
 from instgenie.planner import DENSE, Plan
 
-ALIGNMENT = 256  # bytes, of what lies in a buffer
 RING_SHARE = 1 / 32  # of a CUDA device's memory that the ring may take, where a step has so much to load
 RING_BYTES = 2**28  # the same elsewhere
 MIN_BUFFERS = 2  # one is read while the other is filled
@@ -74,7 +72,7 @@ class Loader:
 
     def turn_to(self, route: Route) -> None:
         forms = [[self.form(part) for part in parts] for parts in route.stops]
-        sizes = [sum(map(num_bytes, stop)) for stop in forms]
+        sizes = [sum(form.num_bytes for form in stop) for stop in forms]
         size = max(sizes, default=0)
         self.num_buffers = self.choose_num_buffers(size, len(route.stops))
         self.lane.settle({needed(part) for parts in route.stops for part in parts})
@@ -156,20 +154,6 @@ def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, int]]:
     return [
         (job, job.activations, job.plan if job.step >= job.edit.dense_steps else DENSE, job.step - jobs[0].step)
         for job in jobs
-    ]
-
-
-def num_bytes(form: Form) -> int:
-    """With what it takes to align the next."""
-    num = math.prod(form.shape) * form.dtype.itemsize
-    return -(-num // ALIGNMENT) * ALIGNMENT
-
-
-def carve(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    starts = accumulate(map(num_bytes, forms), initial=0)
-    return [
-        buffer[start : start + math.prod(form.shape) * form.dtype.itemsize].view(form.dtype).view(form.shape)
-        for start, form in zip(starts, forms, strict=False)
     ]
 
 
