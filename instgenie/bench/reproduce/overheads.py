@@ -1,4 +1,5 @@
-"""Section 6.6: what serving costs beside the steps: choosing a worker, planning, joining a batch, registering."""
+"""Section 6.6: what serving costs beside the steps: choosing a worker, planning, joining a batch, registering,
+decoding."""
 
 import statistics
 import time
@@ -6,17 +7,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
+import torch
+
 from instgenie.batch import lay_out_shapes, pack
-from instgenie.bench.edit import now, sample_picture
+from instgenie.bench.edit import mask_around, now, sample_picture
 from instgenie.bench.reproduce.fig4 import demand_of
-from instgenie.bench.reproduce.lab import Lab
+from instgenie.bench.reproduce.lab import MIDDLE, Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, ms, row
 from instgenie.bench.router import decide
+from instgenie.engine.finish import decode as decode_picture
 from instgenie.engine.register import register, reuse
 from instgenie.models.flux_model import FluxModel
 from instgenie.network import Demand
 from instgenie.planner import plan_batch
 from instgenie.router import Policy
+from instgenie.types import PixelMask
 from instgenie.wire import JobStep, Stepped, decode, encode
 
 NAME = "overheads"
@@ -54,6 +59,7 @@ def run(lab: Lab) -> Section:
             Table("Choosing a worker", ("policy", *(f"{num:,} workers, ms" for num in lab.scale.workers)),
                   [choice_row(policy, choosing) for policy in get_args(Policy)]),
             Table("Registering", ("what", "found"), [row(NAME, "a template", about, key=("registering",))]),
+            Table("Decoding what is composited", ("mask ratio", "ms"), decoding_rows(lab)),
         ],
         findings=[f"A worker is chosen in {ms(eight)} ms and a step of a full batch is planned in {ms(planning)} ms."],
     )  # fmt: skip
@@ -101,6 +107,22 @@ def measure_registering(lab: Lab) -> tuple[float, int]:
     activations = register(sample_picture(lab.size), lab.model, lab.size, lab.scale.steps)
     seconds = now(lab.model.device) - start
     return seconds, sum(rows.nbytes for rows in activations.rows)
+
+
+def decoding_rows(lab: Lab) -> list[Row]:
+    rows = []
+    for ratio in lab.scale.mask_ratios:
+        lab.tell(f"decoding, mask ratio {ratio:g}")
+        mask = mask_around(MIDDLE, lab.size, lab.model.patch, ratio)
+        seconds = median(lambda mask=mask: decode_one(lab, mask), lab.scale.repeats)  # type: ignore[misc]
+        rows.append(row(NAME, f"{ratio:g}", ms(seconds), key=("decoding", f"{ratio:g}")))
+    return rows
+
+
+@torch.inference_mode()
+def decode_one(lab: Lab, mask: PixelMask) -> None:
+    decode_picture([lab.job.latents], [mask], lab.job.grid, lab.model)
+    now(lab.model.device)
 
 
 def median(call: Callable[[], object], num_runs: int) -> float:
