@@ -9,7 +9,7 @@ that pays, and the longer the queue is the more it does.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from instgenie.config import Batching
+from instgenie.config import ONE_BATCH, Batching
 from instgenie.costs import Price, StepCosts
 
 PATIENCE = 0.35  # what a running job loses counts so much of what a waiting one gains
@@ -33,7 +33,7 @@ def num_joining(
     """How many of the groups that wait, the oldest first, join at this step; no more of them are looked at than that
     takes. So many jobs wait in all of them. Groups join whole, as far as there is room; one that is larger than a batch
     joins alone. A static batch lets nobody join before all of it is done, a naive one everybody."""
-    if running and batching in ("static", "static-pipelined"):
+    if running and batching in ONE_BATCH:
         return 0
     inside, num_groups = list(running), 0
     for group in groups:

@@ -12,6 +12,7 @@ Batching = Literal["continuous", "static", "static-pipelined", "naive"]
 Role = Literal["prepare", "denoise", "finish"]
 
 ONE_PROCESS: frozenset[Batching] = frozenset({"static", "naive"})  # who takes the steps also prepares and finishes
+ONE_BATCH: frozenset[Batching] = frozenset({"static", "static-pipelined"})  # nobody joins before all of it is done
 UNTOLD_HOST_BYTES = 16 * 2**30  # where the system does not say how much there is
 
 

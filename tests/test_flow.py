@@ -510,6 +510,7 @@ def test_a_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         Stage().config.model = "other"  # type: ignore[misc]
     assert replace(ClusterConfig(), batching="naive").roles == ("denoise",)
+    assert replace(ClusterConfig(), batching="static-pipelined").roles == ("prepare", "denoise", "finish")
 
 
 def lasting(**config: Any) -> Stage:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_edit
-from diffusers import AutoencoderTiny
+from diffusers import AutoencoderKL, AutoencoderTiny
 
 from instgenie.engine.finish import finish, finish_many, to_pixels
 from instgenie.engine.prepare import prepare
 from instgenie.models.model import Model, unpack_latents
-from instgenie.models.region import decode_box
+from instgenie.models.region import can_decode_boxes, decode_box
 from instgenie.picture import composite, composited
 from instgenie.types import Box, Edit, Pixels
 
@@ -44,6 +44,13 @@ def test_a_box_is_part_of_the_whole(vae: AutoencoderTiny, name: str) -> None:
     torch.testing.assert_close(found, whole[:, :, box.rows.start : box.rows.stop, box.cols.start : box.cols.stop])
 
 
+def test_others_are_decoded_whole(vae: AutoencoderTiny) -> None:
+    assert can_decode_boxes(vae)
+    assert not can_decode_boxes(AutoencoderTiny(upsample_fn="bilinear"))
+    assert not can_decode_boxes(AutoencoderTiny(upsampling_scaling_factor=4))
+    assert not can_decode_boxes(AutoencoderKL())
+
+
 @torch.inference_mode()
 def test_a_box_computes_less(vae: AutoencoderTiny) -> None:
     sizes: list[int] = []
@@ -62,6 +69,11 @@ def whole_picture(edit: Edit, model: Model) -> Pixels:
     return composite(edit.picture, pixels, edit.mask, edit.feather)
 
 
+def off(found: Pixels, truth: Pixels) -> int:
+    """In levels of a pixel: convolutions of another shape may add up in another order."""
+    return int(np.abs(found.astype(int) - truth).max())
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("size", [(64, 48), (256, 192), (40, 300)])
 def test_a_picture_of_any_size_is_as_if_all_were_decoded(models: dict[str, Model], size: tuple[int, int]) -> None:
@@ -75,7 +87,7 @@ def test_a_picture_of_any_size_is_as_if_all_were_decoded(models: dict[str, Model
         top, left = random.integers(0, size[0] - 8), random.integers(0, size[1] - 8)
         mask[top : top + 8, left : left + random.integers(1, 9)] = True
         edit = replace(make_edit(steps=1), picture=picture, mask=mask, size=(64, 48), feather=2)
-        assert np.array_equal(finish(prepare(edit, model), model), whole_picture(edit, model))
+        assert off(finish(prepare(edit, model), model), whole_picture(edit, model)) <= 1
 
 
 @torch.inference_mode()
@@ -87,7 +99,7 @@ def test_pictures_decoded_together_each_get_what_they_need(models: dict[str, Mod
     edits = [replace(make_edit(steps=1), picture=picture, mask=mask, size=(64, 48)) for mask in masks]
     together = finish_many([prepare(edit, model) for edit in edits], model)
     for edit, found in zip(edits, together, strict=True):
-        assert np.array_equal(found, whole_picture(edit, model))
+        assert off(found, whole_picture(edit, model)) <= 1
 
 
 def test_what_is_composited() -> None:

@@ -61,6 +61,13 @@ def test_a_static_worker_prepares_and_finishes_between_batches() -> None:
     assert finish_times(shape, jobs_at(0.0, 0.1, 0.2, 0.3)) == [3.25, 3.5, 6.75, 7.0]
 
 
+@pytest.mark.parametrize("batching", ["continuous", "static", "naive"])
+def test_templates_come_into_memory_however_jobs_are_batched(batching: Batching) -> None:
+    """It takes 5 seconds to fetch one, and preparing half of one."""
+    shape = ClusterShape(1, batching=batching, max_templates=1, fetch=5.0)
+    assert finish_times(shape, jobs_at(0.0)) == [7.25]
+
+
 def test_a_naive_worker_prepares_and_finishes_between_steps() -> None:
     """The first is prepared by 0.5 and steps until 1.5; the second is then prepared by 2.0, they step together until
     3.0, the first is finished by 3.25, and the second steps from then to 4.25."""

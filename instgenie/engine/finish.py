@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from diffusers import AutoencoderTiny
 from numpy.typing import NDArray
 from torch import Tensor
 
 from instgenie.batch import Job, concat
 from instgenie.models.model import Model, unpack_latents
-from instgenie.models.region import decode_box
+from instgenie.models.region import can_decode_boxes, decode_box
 from instgenie.picture import composite, composited
 from instgenie.types import Box, PixelMask, Pixels
 
@@ -39,7 +38,7 @@ def decode(
     config = model.vae.config
     unscaled = concat([unpack_latents(one, grid, model.latents_per_token) for one in latents]) / config.scaling_factor
     shifted = unscaled + (config.shift_factor or 0)
-    if not isinstance(model.vae, AutoencoderTiny):
+    if not can_decode_boxes(model.vae):
         return to_pixels(model.vae.decode(shifted.to(model.dtype)).sample)
     height, width = (side * model.patch for side in grid)
     box = around([composited(mask, (height, width)) for mask in masks])

@@ -30,6 +30,14 @@ class Stage:
         return cls(nn.Sequential(*layers), scale, sum(int(one.kernel_size[0]) // 2 for one in convolutions))
 
 
+def can_decode_boxes(vae: nn.Module) -> bool:
+    return (
+        isinstance(vae, AutoencoderTiny)
+        and vae.config.upsample_fn == "nearest"
+        and vae.config.upsampling_scaling_factor == 2
+    )
+
+
 def decode_box(vae: AutoencoderTiny, latents: Tensor, box: Box) -> Tensor:
     """`vae.decode`, of a box of the pictures: [pictures, 3, rows, cols]."""
     stages = list(split(vae.decoder.layers))

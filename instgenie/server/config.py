@@ -54,7 +54,8 @@ OPTIONS = (
     Option("max-batch-size", whole(1, 256), 8, "edits that take a step together on one worker (default 8)"),
     Option("max-queue", whole(1, 100_000), 64, "edits that may wait; one more is refused (default 64)"),
     Option("batching", one_of("continuous", "static", "static-pipelined", "naive"), "continuous",
-           "continuous: edits join and leave at every step; the others are there to compare with", "HOW"),
+           "continuous: edits join and leave at every step; to compare with: static and static-pipelined, batch after "
+           "batch, and naive, everything between steps", "HOW"),
     Option("graphs", flag, True, "run small batches as CUDA graphs, where the device has them (default yes)"),
     Option("reuse", flag, True, "register templates, so that edits compute the masked tokens alone (default yes)"),
     Option("routing", one_of("mask_aware", "tokens", "requests", "round_robin"), "mask_aware",

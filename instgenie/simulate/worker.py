@@ -27,6 +27,7 @@ class Job:
     work: Work
     num_dense_steps: int = 0  # leading steps that compute every token
     is_cached: bool = True  # whether its template's activations are to be had
+    there_at: float = 0.0  # when they are in memory
     worker: int = -1
     step: int = 0
     prepared: float = 0.0
@@ -87,13 +88,14 @@ class Worker:
     def accept(self, job: Job) -> None:
         job.worker = self.load.worker
         self.load.add(job.id, job.work.num_steps, self.load.tokens_of(job.work), self.load.price_of(job.work))
+        if self.memory and job.work.template:
+            job.there_at = self.memory.use(job.work.template, self.clock.now)
         if self.batching in ONE_PROCESS:
             self.to_prepare.append(job)
             self.wake()
             return
         self.can_prepare_at = max(self.can_prepare_at, self.clock.now) + self.service.prepare
-        there_at = self.memory.use(job.work.template, self.clock.now) if self.memory and job.work.template else 0.0
-        self.clock.at(max(self.can_prepare_at, there_at), self.prepared, job)
+        self.clock.at(max(self.can_prepare_at, job.there_at), self.prepared, job)
 
     def prepared(self, job: Job) -> None:
         job.prepared = self.clock.now
@@ -126,17 +128,20 @@ class Worker:
 
     def do_chores(self) -> float:
         """What a worker of one process does before it can take a step; the seconds it takes."""
-        seconds = 0.0
         if self.batching == "static" and self.running:
-            return seconds
+            return 0.0
+        seconds = 0.0
         while self.to_finish:
             seconds += self.service.finish
             self.end(self.to_finish.popleft(), self.clock.now + seconds)
         while self.to_prepare and (self.batching == "naive" or len(self.waiting) < self.load.max_batch_size):
             job = self.to_prepare.popleft()
             seconds += self.service.prepare
-            self.waiting.append(job)
             job.prepared = self.clock.now + seconds
+            if job.there_at <= job.prepared:
+                self.waiting.append(job)
+            else:
+                self.clock.at(job.there_at, self.prepared, job)
         return seconds
 
     def join(self) -> None:

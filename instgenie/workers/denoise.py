@@ -61,18 +61,14 @@ from instgenie.wire import (
     read_picture,
     split_frames,
 )
-from instgenie.workers.finish import Finisher
-from instgenie.workers.prepare import Preparer
+from instgenie.workers.chores import Chore, Chores
 from instgenie.workers.process import Line, failure, run_process
 from instgenie.workers.templates import Fetching, Outcome, Templates, open_store
 
 KIND: Kind = "kv"
 MAX_KEYS = 1024  # that are remembered
-SECONDS_BACK = 0.02  # in which what was prepared comes back as a job
+LONGEST_TRIP = 0.5  # seconds that what was prepared or denoised takes to the cluster and back
 PARTS = frozenset({"transformer", "unet"})
-
-Chore = tuple[Prepare | PrepareTemplate | Finish, list[Frame]]
-Handlers = dict[type, Callable[[Any, list[Frame]], None]]
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +118,7 @@ class Denoiser:
         self.find_key = lru_cache(MAX_KEYS)(self.make_key)
         self.num_interruptions = 0
         self.is_stopped = False
-        self.handlers: Handlers = {
+        self.handlers: dict[type, Callable[[Any, list[Frame]], None]] = {
             Denoise: self.accept,
             Fetch: self.foresee,
             Register: self.accept_template,
@@ -132,17 +128,15 @@ class Denoiser:
             Recall: self.recall,
             Stop: self.stop,
         }
-        self.to_prepare: deque[Chore] = deque()  # until a static batch is done
-        self.to_finish: deque[Chore] = deque()  # until then, too
+        self.chores = Chores(model, line, config.max_batch_size)
         if config.batching in ONE_PROCESS:
-            prepare, finish = Preparer(model, line).handle, Finisher(model, line).handle
-            self.chores: Handlers = {Prepare: prepare, PrepareTemplate: prepare, Finish: finish}
-            self.handlers |= dict.fromkeys(self.chores, self.do_now if config.batching == "naive" else self.do_later)
+            do = self.do_now if config.batching == "naive" else self.do_later
+            self.handlers |= {Prepare: do, PrepareTemplate: do, Finish: do}
 
     def run(self) -> None:
         self.line.send(Priced(self.costs))
         while not self.is_stopped:
-            self.hear()
+            self.hear(wait=self.is_idle)
             self.do_chores()
             self.join()
             if self.engine.jobs:
@@ -153,10 +147,12 @@ class Denoiser:
 
     # messages
 
-    def hear(self) -> None:
-        while heard := self.line.receive(wait=self.is_idle):
+    def hear(self, wait: bool) -> None:
+        """All messages that are there; who waits, waits for the first."""
+        while heard := self.line.receive(wait):
             message, frames = heard
             self.handlers[type(message)](message, frames)
+            wait = False
         for told in self.templates.told():
             self.line.send(*told)
 
@@ -164,7 +160,12 @@ class Denoiser:
     def is_idle(self) -> bool:
         """Whether there is nothing to do but to wait for messages, or for what threads do."""
         has_jobs = self.engine.jobs or any(is_settled(group) for group in self.waiting)
-        return not (has_jobs or self.has_chores or self.next_registering() or self.is_stopped)
+        has_chores = self.chores.away or self.chores.due(self.num_waiting)
+        return not (has_jobs or has_chores or self.next_registering() or self.is_stopped)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.waiting))
 
     def interrupt(self) -> None:
         self.num_interruptions += bool(self.engine.jobs)
@@ -195,8 +196,7 @@ class Denoiser:
     def cancel(self, message: Cancel, _: list[Frame]) -> None:
         if registering := self.registering.pop(message.id, None):
             self.templates.unpin(registering.key)
-        self.to_prepare = deque(chore for chore in self.to_prepare if chore[0].id != message.id)
-        self.to_finish = deque(chore for chore in self.to_finish if chore[0].id != message.id)
+        self.chores.drop(message.id)
         for group in self.waiting:
             for running in [running for running in group if running.id == message.id]:
                 group.remove(running)
@@ -218,34 +218,33 @@ class Denoiser:
     def stop(self, _: Stop, __: list[Frame]) -> None:
         self.is_stopped = True
 
-    # chores of a worker of one process
+    # beside the steps, in a worker of one process
 
-    def do_now(self, message: Prepare | PrepareTemplate | Finish, frames: list[Frame]) -> None:
+    def do_now(self, message: Chore, frames: list[Frame]) -> None:
         self.interrupt()
-        self.chores[type(message)](message, frames)
+        self.chores.do(message, frames)
 
-    def do_later(self, message: Prepare | PrepareTemplate | Finish, frames: list[Frame]) -> None:
-        (self.to_finish if isinstance(message, Finish) else self.to_prepare).append((message, frames))
+    def do_later(self, message: Chore, frames: list[Frame]) -> None:
+        """But pictures on the way, which somebody looks at meanwhile, at once."""
+        if isinstance(message, Finish) and message.partial is not None:
+            self.do_now(message, frames)
+        else:
+            self.chores.add(message, frames)
 
     def do_chores(self) -> None:
-        """Between two static batches: what is done is finished, and as much is prepared as the next batch takes."""
-        while not self.engine.jobs and self.has_chores:
-            num_prepared = min(self.room, len(self.to_prepare))
-            chores = [*self.to_finish, *(self.to_prepare.popleft() for _ in range(num_prepared))]
-            self.to_finish.clear()
-            for message, frames in chores:
-                self.chores[type(message)](message, frames)
-            time.sleep(SECONDS_BACK)
-            self.hear()
-
-    @property
-    def has_chores(self) -> bool:
-        return bool(self.to_finish or (self.to_prepare and self.room))
-
-    @property
-    def room(self) -> int:
-        """How many more edits the next batch can take."""
-        return max(self.config.max_batch_size - sum(map(len, self.waiting)), 0)
+        """Between two static batches, until there is nothing more to do before the next. What is away is waited for,
+        but not for long: some of it is no longer wanted, and some waits in the cluster for the rest of its group."""
+        waits_until = time.monotonic() + LONGEST_TRIP
+        while not (self.engine.jobs or self.is_stopped):
+            if queue := self.chores.due(self.num_waiting):
+                message, frames = queue.popleft()
+                if self.chores.do(message, frames):
+                    self.chores.away.add(message.id)
+                waits_until = time.monotonic() + LONGEST_TRIP
+            elif not self.chores.away or time.monotonic() > waits_until:
+                self.chores.away.clear()
+                return
+            self.hear(wait=bool(self.chores.away) and not self.chores.due(self.num_waiting))
 
     # steps
 
@@ -369,6 +368,8 @@ class Denoiser:
         facts = {"num_steps": job.num_steps, "num_computed_tokens": job.num_computed_tokens}
         traces.record(running.trace, "denoise", seconds, attempt=running.attempt, **facts)
         self.leave(running)
+        if self.config.batching == "static":
+            self.chores.away.add(running.id)
 
     def leave(self, running: Running) -> None:
         del self.running[running.job]
@@ -412,8 +413,9 @@ class Denoiser:
         self.registering[message.id] = Registering(message.attempt, key, job, message.is_urgent, missing, picture)
 
     def next_registering(self) -> tuple[str, Registering] | None:
-        """A template that a job waits for; or any, while no job runs. What is missing of it has to be known."""
-        is_idle = not self.engine.jobs
+        """A template that a job waits for; or any, while no job runs or is away. What is missing of it has to be
+        known."""
+        is_idle = not (self.engine.jobs or self.chores.away)
         known = ((name, one) for name, one in self.registering.items() if one.missing.done())
         return next((item for item in known if is_idle or item[1].is_urgent), None)
 

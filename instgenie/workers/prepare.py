@@ -24,14 +24,15 @@ class Preparer:
         self.line = line
         self.known = Known()
 
-    def handle(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> None:
+    def handle(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> bool:
+        """Whether it is prepared."""
         start = time.perf_counter()
         try:
             job = self.make_job(message, frames)
             head, tensors = job_frames(job)
         except Exception as error:
             self.line.send(failure(message.id, message.attempt, error))
-            return
+            return False
         num_masked = int(job.masked.sum())
         seconds = time.perf_counter() - start
         prepared = Prepared(message.id, message.attempt, head, len(job.masked), num_masked, job.num_steps, seconds)
@@ -39,6 +40,7 @@ class Preparer:
         if isinstance(message, Prepare):
             facts = {"num_tokens": len(job.masked), "num_masked_tokens": num_masked}
             traces.record(message.trace, "prepare", seconds, attempt=message.attempt, **facts)
+        return True
 
     def make_job(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> Job:
         picture = read_picture(frames[0], message.size)
