@@ -1,8 +1,8 @@
 """Workloads on real clusters and on simulated ones: the same edits, the same clocks, side by side.
 
-A real cluster is first sent a burst, which tells what it can do, and then edits for practice at the rate it is measured
-at. What their steps took is fitted to a latency model, and that model is all that the simulator knows of the cluster
-when it predicts how other edits fare at that rate.
+A real cluster is first sent a burst, which tells what it can do, and then edits for practice, at the times at which it
+is measured, so that its processes take as much from each other. What their steps took is fitted to a latency model, and
+that model is all that the simulator knows of the cluster when it predicts how other edits fare.
 """
 
 import statistics
@@ -83,12 +83,15 @@ async def send(lab: Lab, session: Session, rate: float) -> Run:
         rate = lab.scale.load * len(burst) / max(one.latency for one in burst)
     num_edits = min(lab.scale.serve_edits * num_workers, max(int(MAX_SECONDS * rate), MIN_EDITS))
     run = Run(config, rate, [], [], [], [])
+    others, workload = (draw_workload(recipe(lab, num_edits, rate, seed)) for seed in (1, 2))
     if config.batching == "continuous":
         session.watch.steps.clear()
-        practice = await session.run(draw_workload(recipe(lab, num_edits, rate, seed=1)))
+        practice = await session.run(
+            [replace(other, at=arrival.at) for other, arrival in zip(others, workload, strict=True)]
+        )
         run = replace(run, practice=practice, practice_steps=list(session.watch.steps))
     session.watch.steps.clear()
-    answers = await session.run(draw_workload(recipe(lab, num_edits, rate, seed=2)))
+    answers = await session.run(workload)
     return replace(run, served=answers, steps=list(session.watch.steps))
 
 
