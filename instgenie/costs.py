@@ -29,8 +29,8 @@ class Price(NamedTuple):
 
 def mix(first: Price, second: Price, share: float) -> Price:
     """So much of the first, and the rest of the second."""
-    compute, load = (share * one + (1 - share) * other for one, other in zip(first, second, strict=True))
-    return Price(compute, load)
+    rest = 1 - share
+    return Price(share * first.compute + rest * second.compute, share * first.load + rest * second.load)
 
 
 class StepCosts(Struct, frozen=True):
@@ -50,11 +50,10 @@ class StepCosts(Struct, frozen=True):
         if tier is None or not num_tokens:
             return self.dense.times(num_tokens / self.num_tokens)
         column = self.gpu if tier == "gpu" else self.host
-        ratio = num_masked / num_tokens
-        above = min(max(bisect_right(self.ratios, ratio), 1), len(self.ratios) - 1)
-        low, high = self.ratios[above - 1 : above + 1]
-        share = min(max((ratio - low) / (high - low), 0.0), 1.0)
-        return mix(column[above], column[above - 1], share).times(num_tokens / self.num_tokens)
+        ratio = min(num_masked / num_tokens, 1.0)
+        above = bisect_right(self.ratios, ratio, 1, len(self.ratios) - 1)
+        low, high = self.ratios[above - 1], self.ratios[above]
+        return mix(column[above], column[above - 1], (ratio - low) / (high - low)).times(num_tokens / self.num_tokens)
 
     def mean_price(
         self, num_tokens: float, num_masked: float, tier: TierName | None, num_dense: int, num_steps: int

@@ -14,7 +14,7 @@ from instgenie.batch import Job, concat
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.region import can_decode_boxes, decode_box
 from instgenie.picture import composite, composited
-from instgenie.types import Box, PixelMask, Pixels
+from instgenie.types import PixelMask, Pixels
 
 
 @torch.inference_mode()
@@ -25,7 +25,7 @@ def finish(job: Job, model: Model) -> Pixels:
 
 @torch.inference_mode()
 def finish_many(jobs: Sequence[Job], model: Model) -> list[Pixels]:
-    """Jobs of one grid, decoded in one pass."""
+    """Of jobs of one grid."""
     edits = [job.edit for job in jobs]
     decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model)
     return [composite(e.picture, pixels, e.mask, e.feather) for e, pixels in zip(edits, decoded, strict=True)]
@@ -41,18 +41,12 @@ def decode(
     if not can_decode_boxes(model.vae):
         return to_pixels(model.vae.decode(shifted.to(model.dtype)).sample)
     height, width = (side * model.patch for side in grid)
-    box = around([composited(mask, (height, width)) for mask in masks])
     pictures = np.zeros((len(latents), height, width, 3), np.uint8)
-    pictures[:, box.rows.start : box.rows.stop, box.cols.start : box.cols.stop] = to_pixels(
-        decode_box(model.vae, shifted.to(model.dtype), box)
-    )
+    for picture, one, mask in zip(pictures, shifted.to(model.dtype).split(1), masks, strict=True):
+        box = composited(mask, (height, width))
+        [pixels] = to_pixels(decode_box(model.vae, one, box))
+        picture[box.rows.start : box.rows.stop, box.cols.start : box.cols.stop] = pixels
     return pictures
-
-
-def around(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all of them."""
-    rows, cols = (range(min(s.start for s in side), max(s.stop for s in side)) for side in zip(*boxes, strict=True))
-    return Box(rows, cols)
 
 
 def to_pixels(decoded: Tensor) -> NDArray[np.uint8]:

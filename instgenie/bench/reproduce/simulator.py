@@ -49,8 +49,8 @@ def run(lab: Lab) -> Section:
         title="Cluster simulator",
         paper="The paper's scheduler is meant for clusters; its simulator is not part of it.",
         here="Discrete events around the real router, planner and admission. Predicted: the simulator knows the steps "
-        "of other edits that came at the same times. Then clusters of workers like the one measured here, at shares of what they "
-        "can do; the first third of the edits only fills the cluster.",
+        "of other edits that came at the same times. Then clusters of workers like the one measured here, at shares of "
+        "what they can do; the first third of the edits only fills the cluster.",
         tables=[
             Table("Predicted against measured", ("workers", "figure", "predicted s", "measured s", "off by"),
                   [line for lines, _ in checks for line in lines]),

@@ -22,7 +22,7 @@ from instgenie.simulate.service import Planned
 from instgenie.simulate.worker import Job
 
 MAX_QUEUE = 10_000
-MAX_SECONDS = 25.0  # in which edits are sent; a slow machine gets fewer of them
+MAX_SECONDS = 22.0  # in which edits are sent; a slow machine gets fewer of them
 MIN_EDITS = 4
 MASKS = "production"
 SHARES = ("waiting", "preparing", "steps", "finishing")  # of the time of an edit
