@@ -94,8 +94,13 @@ def composite(original: Pixels, edited: Pixels, mask: PixelMask, feather: int = 
 
 def composited(mask: PixelMask, size: tuple[int, int]) -> Box:
     """What `composite` reads of an edited picture of `size`: a box around the mask, with what resizing looks at."""
-    rows, cols = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    rows, cols = _masked_lines(mask)
     return Box(_read(rows, mask.shape[0], size[0]), _read(cols, mask.shape[1], size[1]))
+
+
+def _masked_lines(mask: PixelMask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Rows and columns that have masked pixels."""
+    return np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
 
 
 def _read(masked: NDArray[np.intp], own_length: int, length: int) -> range:
@@ -112,7 +117,7 @@ def edge_distance(mask: PixelMask, limit: int) -> NDArray[np.float32]:
     distance = np.zeros(mask.shape, np.float32)
     if not mask.any():
         return distance
-    rows, cols = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    rows, cols = _masked_lines(mask)
     # one pixel around the mask is enough: whatever is unmasked beyond it is farther away
     window = slice(max(rows[0] - 1, 0), rows[-1] + 2), slice(max(cols[0] - 1, 0), cols[-1] + 2)
     inside = mask[window]

@@ -79,7 +79,7 @@ def test_law_5_loaded_is_at_hand(model: Model, kind: Kind, cache_dtype: CacheDty
 
     expected = run(model, make_jobs(near))
     on_cuda = model.device.type == "cuda"
-    rings: tuple[int | None, ...] = (1, 2, 3, None) if on_cuda else (1, None)
+    rings: tuple[int | None, ...] = (1, 2, 3, None) if on_cuda else (1, 2, None)
     rows: tuple[Rows, ...] = ("auto", "whole", "needed") if on_cuda else ("auto",)
     for max_buffers, which in itertools.product(rings, rows):
         loader = Loader(model, max_buffers, which)

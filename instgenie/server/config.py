@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from instgenie.cache.folder import make_folder
-from instgenie.config import CacheConfig, ClusterConfig
+from instgenie.config import Batching, CacheConfig, ClusterConfig
 from instgenie.decode import MAX_PIXELS
 from instgenie.errors import ConfigError
 from instgenie.options import AUTO, PREFIX, Option, auto_or, flag, one_of, read_options, real, text, whole
+from instgenie.router import Policy
 from instgenie.server.log import LogFormat
 from instgenie.types import CacheDtype
 
@@ -53,12 +54,12 @@ OPTIONS = (
     Option("dtype", text, AUTO, "numbers the model computes in (default: what suits the device)", "DTYPE"),
     Option("max-batch-size", whole(1, 256), 8, "edits that take a step together on one worker (default 8)"),
     Option("max-queue", whole(1, 100_000), 64, "edits that may wait; one more is refused (default 64)"),
-    Option("batching", one_of("continuous", "static", "static-pipelined", "naive"), "continuous",
+    Option("batching", one_of(*get_args(Batching)), "continuous",
            "continuous: edits join and leave at every step; to compare with: static and static-pipelined, batch after "
            "batch, and naive, everything between steps", "HOW"),
     Option("graphs", flag, True, "run small batches as CUDA graphs, where the device has them (default yes)"),
     Option("reuse", flag, True, "register templates, so that edits compute the masked tokens alone (default yes)"),
-    Option("routing", one_of("mask_aware", "tokens", "requests", "round_robin"), "mask_aware",
+    Option("routing", one_of(*get_args(Policy)), "mask_aware",
            "what a worker is chosen by (default mask_aware)", "HOW"),
     Option("gpu-cache-gib", auto_or(real(0, 65536)), AUTO,
            "GPU memory for activations, each worker (default: half of what is free beside the model)", "GIB"),

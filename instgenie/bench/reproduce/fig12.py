@@ -47,7 +47,7 @@ def run(lab: Lab) -> Section:
             simulate(shape, service, jobs)
             found[name, load * most] = Latencies.of([job.latency for job in jobs])
     real = {OURS: ours, STATIC: static}
-    gain = of_run(static).p95 / of_run(ours).p95
+    gain = Latencies.of_run(static).p95 / Latencies.of_run(ours).p95
     return Section(
         name=NAME,
         title="Latency against the rate of arrivals",
@@ -97,14 +97,10 @@ def one_core(lab: Lab) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def of_run(run: Run) -> Latencies:
-    return Latencies.of([one.latency for one in run.served])
-
-
 def real_table(real: dict[str, Run]) -> Table:
     rows = []
     for name, run in real.items():
-        latencies = of_run(run)
+        latencies = Latencies.of_run(run)
         figures = (f"{value:.2f}" for value in (latencies.mean, latencies.p50, latencies.p95))
         rows.append(row(NAME, name, len(run.served), *figures, key=("real", name)))
     return Table("Real clusters", ("system", "edits", "mean s", "median s", "P95 s"), rows)

@@ -37,8 +37,8 @@ Found = dict[tuple[str, float], Latencies]  # by name and rate
 def run(lab: Lab) -> Section:
     real = {batching: served(lab, batching) for batching in REAL}
     batching, policies = sweep_batching(lab), sweep_policies(lab)
-    ours = of_run(real["continuous"]).p95
-    gains = {name: 1 - ours / of_run(run).p95 for name, run in real.items() if name != "continuous"}
+    ours = Latencies.of_run(real["continuous"]).p95
+    gains = {name: 1 - ours / Latencies.of_run(run).p95 for name, run in real.items() if name != "continuous"}
     return Section(
         name=NAME,
         title="Batching and load balancing",
@@ -97,14 +97,10 @@ def sweep_policies(lab: Lab) -> Found:
     return found
 
 
-def of_run(run: Run) -> Latencies:
-    return Latencies.of([one.latency for one in run.served])
-
-
 def real_table(real: dict[Batching, Run]) -> Table:
     rows = []
     for name, run in real.items():
-        latencies = of_run(run)
+        latencies = Latencies.of_run(run)
         figures = (f"{value:.2f}" for value in (latencies.mean, latencies.p50, latencies.p95))
         rows.append(row(NAME, name, len(run.served), *figures, *mean_shares(run), key=("real", name)))
     columns = ("batching", "edits", "mean s", "median s", "P95 s", *SHARES)

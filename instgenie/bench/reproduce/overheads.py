@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import torch
@@ -114,7 +115,7 @@ def decoding_rows(lab: Lab) -> list[Row]:
     for ratio in lab.scale.mask_ratios:
         lab.tell(f"decoding, mask ratio {ratio:g}")
         mask = mask_around(MIDDLE, lab.size, lab.model.patch, ratio)
-        seconds = median(lambda mask=mask: decode_one(lab, mask), lab.scale.repeats)  # type: ignore[misc]
+        seconds = median(partial(decode_one, lab, mask), lab.scale.repeats)
         rows.append(row(NAME, f"{ratio:g}", ms(seconds), key=("decoding", f"{ratio:g}")))
     return rows
 

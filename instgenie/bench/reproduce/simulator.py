@@ -73,7 +73,7 @@ def check(lab: Lab, num_workers: int) -> tuple[list[Row], list[float]]:
     jobs = jobs_of(lab, real.served)
     simulate(ClusterShape(num_workers, real.config.max_batch_size), service_of(lab, real), jobs)
     predicted = Latencies.of([job.latency for job in jobs])
-    measured = Latencies.of([one.latency for one in real.served])
+    measured = Latencies.of_run(real)
     pairs = {"mean": (predicted.mean, measured.mean), "P95": (predicted.p95, measured.p95)}
     errors = {name: one / other - 1 for name, (one, other) in pairs.items()}
     rows = [

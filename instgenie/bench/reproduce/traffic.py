@@ -41,6 +41,10 @@ class Latencies:
         p50, p95 = (float(value) for value in np.quantile(values, (0.5, 0.95)))
         return cls(statistics.fmean(values), p50, p95)
 
+    @classmethod
+    def of_run(cls, run: Run) -> "Latencies":
+        return cls.of([one.latency for one in run.served])
+
 
 def recipe(lab: Lab, num_edits: int, rate: float, seed: int) -> Recipe:
     return Recipe(
