@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -155,9 +156,19 @@ class Activations:
 
     def addresses(self, step: int, branch: int) -> list[int]:
         """Where in memory rows lie that need no unpacking, place after place, each in one piece."""
-        found = [self.kept(step, place, branch) for place in range(len(self.rows))]
-        assert all(rows.is_contiguous() and not rows.data_ptr() % ALIGNMENT for rows in found)
-        return [rows.data_ptr() for rows in found]
+        branch = min(branch, self.num_branches - 1)
+        return [start + branch * per_branch + step * per_step for start, per_branch, per_step in self._strides]
+
+    @cached_property
+    def _strides(self) -> list[tuple[int, int, int]]:
+        """Of each place: where its rows begin, and bytes from branch to branch and from step to step."""
+        found = []
+        for rows in self.rows:
+            per_branch, per_step = (stride * rows.element_size() for stride in rows.stride()[:2])
+            assert rows[0, 0].is_contiguous()
+            assert not any(number % ALIGNMENT for number in (rows.data_ptr(), per_branch, per_step))
+            found.append((rows.data_ptr(), per_branch, per_step))
+        return found
 
     def last(self, num_steps: int) -> "Activations":
         """Of the last steps alone; nothing is copied."""

@@ -183,9 +183,14 @@ class Job:
             self.levels[num_tokens, count] = level
         return self.levels[num_tokens, count]
 
+    @property
+    def present_plan(self) -> Plan:
+        """Of this step."""
+        return self.plan if self.step >= self.edit.dense_steps else DENSE
+
     def is_cached(self, block: int) -> bool:
         """Whether a block is cached at this step; see `planner.is_cached` for what comes after the last."""
-        return self.step >= self.edit.dense_steps and is_cached(self.plan, block)
+        return is_cached(self.present_plan, block)
 
     @property
     def has_masked_velocity(self) -> bool:

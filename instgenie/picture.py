@@ -72,6 +72,8 @@ def resize_mask(mask: PixelMask, size: tuple[int, int]) -> PixelMask:
 
 
 def _any_under(mask: PixelMask, num_rows: int) -> PixelMask:
+    if len(mask) == num_rows:
+        return mask
     # row i covers the source's rows from i * len / num_rows to (i + 1) * len / num_rows, in exact arithmetic
     edges = [i * len(mask) for i in range(num_rows + 1)]
     return np.stack([mask[a // num_rows : -(-b // num_rows)].any(axis=0) for a, b in pairwise(edges)])

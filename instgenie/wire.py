@@ -328,7 +328,8 @@ class Painted(Message, frozen=True):
     id: str
     attempt: int
     partial: int | None
-    seconds: float
+    seconds: float  # in which the process did nothing else
+    thread_seconds: float = 0.0  # of a thread beside it
 
 
 AnyMessage: TypeAlias = (

@@ -196,6 +196,17 @@ def test_group_norm(device: str, dtype: torch.dtype, num_channels: int, num_grou
 
 
 @torch.no_grad()
+@pytest.mark.gpu
+def test_group_norm_of_a_large_picture() -> None:
+    """As an autoencoder has it, whose sums are of more pieces."""
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(32, 128, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, 128, 1024, 768, device="cuda").add(3).bfloat16().contiguous(memory_format=torch.channels_last)
+    truth = group_norm_reference(x.double(), copy.deepcopy(norm).double(), None, True, None)
+    close(group_norm_fused(x, norm, None, True, None), truth)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("width", [16, 72, 1280])
 def test_layer_norm(device: str, dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)

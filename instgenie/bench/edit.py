@@ -323,16 +323,20 @@ def stock_system(model: Model, network: torch.nn.Module | None = None) -> System
 
 
 def stock_network(model: Model) -> torch.nn.Module:
-    """The model's own, with weights in the order in which diffusers loads them: a copy, where ours are in another."""
-    if not isinstance(model, UnetModel) or model.device.type != "cuda":
-        return model.network
-    return copy.deepcopy(model.network).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]
+    is_reordered = isinstance(model, UnetModel) and model.device.type == "cuda"
+    return in_stock_order(model.network) if is_reordered else model.network
+
+
+def in_stock_order(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy, with weights in the order in which diffusers loads them; ours may be in another."""
+    return copy.deepcopy(module).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]
 
 
 def stock_pipeline(model: Model) -> diffusers.DiffusionPipeline:
     """diffusers' own inpainting pipeline around the model's parts; its scheduler is its own, for it changes it."""
     name = stock_name(model)
     parts = {part: getattr(model, part) for part in PIPELINES[name]}
+    parts["vae"] = in_stock_order(model.vae)
     parts["scheduler"] = type(model.scheduler).from_config(model.scheduler.config)
     if name == "StableDiffusionInpaintPipeline":
         parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}

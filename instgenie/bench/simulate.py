@@ -41,6 +41,7 @@ class Setup:
     in_gpu: bool
     prepare: float
     finish: float
+    finish_thread: float
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def make_service(model: Model, setup: Setup) -> Planned:
         shape=job_shape(model, value_bytes=2 if setup.kind == "cuda" else 4),
         prepare=setup.prepare,
         finish=setup.finish,
+        finish_thread=setup.finish_thread,
         policy=setup.plan,
         in_gpu=setup.in_gpu,
     )

@@ -96,6 +96,8 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
         "--prepare", type=rate, default=0.05, metavar="S", help="seconds before the steps (default 0.05)"
     )
     parser.add_argument("--finish", type=rate, default=0.05, metavar="S", help="seconds after the steps (default 0.05)")
+    about_thread = "seconds after them in which the next edit can be finished (default 0)"
+    parser.add_argument("--finish-thread", type=rate, default=0.0, metavar="S", help=about_thread)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument(
         "--model", default="dummy:flux.1-dev", help="whose steps are simulated (default dummy:flux.1-dev)"
@@ -124,6 +126,7 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
         in_gpu=options.in_gpu,
         prepare=options.prepare,
         finish=options.finish,
+        finish_thread=options.finish_thread,
     )
     policies = tuple(options.policy or get_args(Policy))
     bench_simulate(title, workload, shape, policies, setup, options.json)

@@ -325,7 +325,7 @@ class Flow:
             if entry and entry.attempt == message.attempt:
                 entry.events.put_nowait(Partial(message.partial, picture))
         elif entry := self._answered(process, message):
-            self._trace_wait(entry, "finish", message.seconds)
+            self._trace_wait(entry, "finish", message.seconds + message.thread_seconds)
             self.workers[process.worker].load.measure_chore("finish", message.seconds)
             facts = self._facts_of(entry, message)
             seconds = time.monotonic() - entry.accepted_at
@@ -378,7 +378,8 @@ class Flow:
         assert prepared is not None
         assert denoised is not None
         height, width, _ = entry.edit.picture.shape
-        worked = prepared.seconds + denoised.seconds + painted.seconds
+        finish_seconds = painted.seconds + painted.thread_seconds
+        worked = prepared.seconds + denoised.seconds + finish_seconds
         num_saved = prepared.num_steps * (prepared.num_tokens - denoised.num_computed_tokens)
         per_token = self.workers[entry.worker].load.seconds_per_token
         return Facts(
@@ -395,7 +396,8 @@ class Flow:
             prepare_seconds=prepared.seconds,
             denoise_seconds=denoised.seconds,
             dense_seconds=denoised.seconds + num_saved * per_token,
-            finish_seconds=painted.seconds,
+            finish_seconds=finish_seconds,
+            finish_thread_seconds=painted.thread_seconds,
         )
 
     # what was found

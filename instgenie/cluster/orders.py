@@ -60,6 +60,7 @@ class Facts:
     denoise_seconds: float
     dense_seconds: float  # predicted: what the steps would have taken with every token computed
     finish_seconds: float
+    finish_thread_seconds: float  # of them, those of a thread, in which the next is being finished
 
 
 @dataclass(frozen=True, eq=False)

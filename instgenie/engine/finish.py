@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from instgenie.batch import Job, concat
+from instgenie.models.autoencoder import decode_latents
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.region import can_decode_boxes, decode_box
 from instgenie.picture import composite, composited
@@ -39,7 +40,7 @@ def decode(
     unscaled = concat([unpack_latents(one, grid, model.latents_per_token) for one in latents]) / config.scaling_factor
     shifted = unscaled + (config.shift_factor or 0)
     if not can_decode_boxes(model.vae):
-        return to_pixels(model.vae.decode(shifted.to(model.dtype)).sample)
+        return to_pixels(decode_latents(model.vae, shifted.to(model.dtype)))
     height, width = (side * model.patch for side in grid)
     pictures = np.zeros((len(latents), height, width, 3), np.uint8)
     for picture, one, mask in zip(pictures, shifted.to(model.dtype).split(1), masks, strict=True):

@@ -17,7 +17,7 @@ from instgenie.engine.lanes import Lane, Load, Rows, make_lane
 from instgenie.engine.route import Part, Route, Source, make_route, needs_loading
 from instgenie.forms import Form, carve
 from instgenie.models.model import Model
-from instgenie.planner import DENSE, Plan
+from instgenie.planner import Plan
 
 RING_SHARE = 1 / 32  # of a CUDA device's memory that the ring may take, where a step has so much to load
 RING_BYTES = 2**28  # the same elsewhere
@@ -151,10 +151,7 @@ def needed(part: Part) -> Tensor:
 
 def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, int]]:
     """Equal while the same jobs read the same places, and none falls behind the others."""
-    return [
-        (job, job.activations, job.plan if job.step >= job.edit.dense_steps else DENSE, job.step - jobs[0].step)
-        for job in jobs
-    ]
+    return [(job, job.activations, job.present_plan, job.step - jobs[0].step) for job in jobs]
 
 
 def choose_ring_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from instgenie.batch import Job, Template
 from instgenie.errors import EditError
 from instgenie.mask import token_mask
+from instgenie.models.autoencoder import encode_pictures
 from instgenie.models.model import Model, pack_latents
 from instgenie.picture import check_edit, resize_mask, resize_picture, working_size
 from instgenie.types import Edit, PixelMask, Pixels
@@ -49,7 +50,7 @@ def make_job(edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model, k
     """The mask is of the size the model works at."""
     known = known or Known()
     grid = size[0] // model.patch, size[1] // model.patch
-    picture = picture_tensor(resize_picture(edit.picture, size)).to(model.device)
+    picture = picture_tensor(resize_picture(edit.picture, size), model.device)
     seed = template_seed(edit.picture, size)
     template = known.recall(("template", seed), lambda: Template(encode(picture, model), draw_noise(seed, grid, model)))
     prompts = edit.prompt, edit.negative_prompt if model.guidance_scale(edit) > 1 else None
@@ -103,13 +104,12 @@ def condition(picture: Tensor, mask: PixelMask, masked: Tensor, template: Templa
     return torch.where(masked, hole, model.beside(template.clean, torch.zeros_like(pixels)))
 
 
-def picture_tensor(picture: Pixels) -> Tensor:  # [1, 3, height, width] in [-1, 1]
-    return 2 * (torch.tensor(np.ascontiguousarray(picture)).permute(2, 0, 1)[None] / 255) - 1
+def picture_tensor(picture: Pixels, device: torch.device) -> Tensor:  # [1, 3, height, width] in [-1, 1]
+    pixels = torch.tensor(np.ascontiguousarray(picture), device=device)  # as bytes
+    return 2 * (pixels.permute(2, 0, 1)[None] / 255) - 1
 
 
 def encode(picture: Tensor, model: Model) -> Tensor:  # [tokens, channels]
     vae = model.vae
-    encoded = vae.encode(picture.to(model.dtype))
-    latents = encoded.latents if hasattr(encoded, "latents") else encoded.latent_dist.mode()
-    shifted = latents.float() - (vae.config.shift_factor or 0)
+    shifted = encode_pictures(vae, picture.to(model.dtype)).float() - (vae.config.shift_factor or 0)
     return pack_latents(shifted * vae.config.scaling_factor, model.latents_per_token)

@@ -120,8 +120,7 @@ def make_dummy(recipe: Recipe, facts: dict[str, Any], weights: frozenset[str] | 
 def make_flux(pipeline: str, parts: dict[str, Any], facts: dict[str, Any], is_builtin: bool = False) -> FluxModel:
     check_flow_scheduler(facts["name"], parts["scheduler"])
     own_size, steps, guidance = (256, 28, 3.5) if is_builtin else flux_defaults(pipeline, parts["transformer"])
-    if isinstance(parts["vae"], AutoencoderTiny):  # convolutions alone: as they read them; the same values
-        parts["vae"].to(memory_format=torch.channels_last)
+    put_channels_last(parts, facts["device"])
     return FluxModel(**parts, **facts, own_size=own_size, steps=steps, guidance=guidance)
 
 
@@ -139,12 +138,19 @@ def make_unet(parts: dict[str, Any], facts: dict[str, Any], empty_is_zero: bool)
     side = unet.config.sample_size
     own_size = (side if isinstance(side, int) else min(side)) * 2 ** (len(vae.config.block_out_channels) - 1)
     parts = parts | {"scheduler": choose_scheduler(name, parts["scheduler"])}
-    if facts["device"].type == "cuda":  # as its convolutions read them; the same values
-        unet.to(memory_format=torch.channels_last)
+    put_channels_last(parts, facts["device"])
     facts = facts | {"own_size": own_size, "steps": 50, "guidance": 7.5}
     if "text_encoder_2" in parts:
         return UnetXlModel(**parts, **facts, empty_is_zero=empty_is_zero)
     return UnetModel(**parts, **facts)
+
+
+def put_channels_last(parts: dict[str, Any], device: torch.device) -> None:
+    """Weights of convolutions lie as these read them; the same values. On a CPU, where norms read them otherwise, those
+    of autoencoders that have none."""
+    for part in ("unet", "vae"):
+        if part in parts and (device.type == "cuda" or isinstance(parts[part], AutoencoderTiny)):
+            parts[part].to(memory_format=torch.channels_last)
 
 
 def choose_device(name: str) -> torch.device:

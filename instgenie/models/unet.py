@@ -31,6 +31,8 @@ from instgenie.kernels.geglu import geglu
 from instgenie.kernels.group_norm import group_norm
 from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
 from instgenie.models.products import products
+from instgenie.models.resnet import convolve as convolve_plain
+from instgenie.models.resnet import is_plain
 from instgenie.network import BlockShape, NetworkShape, common_share, padded_count
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
@@ -153,15 +155,18 @@ def group_jobs(
     device, dtype = branches[0].text.device, branches[0].text.dtype
     height, width = (side * pixels_per_latent for side in jobs[0].grid)
     num_blocks = sum(place.num_blocks for place in places.values())
-    cached = tuple(tuple(job.is_cached(block) for job, _ in members) for block in range(num_blocks))
+    plans = [job.present_plan or (False,) * num_blocks for job, _ in members]
+    cached = tuple(zip(*plans, strict=True))
     return Group(
         jobs=tuple(jobs),
         kinds=tuple(
-            job.activations.kind if job.activations and any(own) else None
-            for (job, _), own in zip(members, zip(*cached, strict=True), strict=True)
+            job.activations.kind if job.activations and any(plan) else None
+            for (job, _), plan in zip(members, plans, strict=True)
         ),
         cached=cached,
-        sample=torch.stack([see(job) for job, _ in members]).to(dtype).permute(0, 3, 1, 2),
+        sample=torch.stack([seen for job in jobs for seen in [see(job)] * len(job.branches)])
+        .to(dtype)
+        .permute(0, 3, 1, 2),
         timestep=torch.stack([job.timestep for job, _ in members]),
         pooled=torch.stack([branch.pooled for branch in branches]),
         sizes=size_numbers(height, width, device, dtype).expand(len(members), 6),
@@ -287,27 +292,10 @@ def pairs(block: UnetBlock) -> Iterator[tuple[nn.Module, Transformer2DModel | No
 
 
 def convolve(resnet: ResnetBlock2D, x: Tensor, run: Pass) -> Tensor:
-    """A resnet, its norms fused with what stands around them."""
-    if not is_plain(resnet):
-        out: Tensor = resnet(x, run.time)
-        return out
-    inner = resnet.conv1(group_norm(x, resnet.norm1, activates=True))
-    column = resnet.time_emb_proj(run.active)
-    inner = resnet.conv2(group_norm(inner, resnet.norm2, column, activates=True))
-    out = (x if resnet.conv_shortcut is None else resnet.conv_shortcut(x)) + inner
+    if is_plain(resnet):
+        return convolve_plain(resnet, x, run.active)
+    out: Tensor = resnet(x, run.time)
     return out
-
-
-def is_plain(resnet: ResnetBlock2D) -> bool:
-    """As in every Stable Diffusion; diffusers knows others."""
-    return (
-        resnet.time_embedding_norm == "default"
-        and resnet.time_emb_proj is not None
-        and isinstance(resnet.nonlinearity, nn.SiLU)
-        and resnet.upsample is resnet.downsample is None
-        and resnet.output_scale_factor == 1
-        and not resnet.skip_time_act
-    )
 
 
 def transformers(unet: UNet2DConditionModel) -> list[Transformer2DModel]:

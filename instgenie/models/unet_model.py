@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache, partial
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import interpolate
 from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
@@ -24,6 +25,10 @@ from instgenie.sampler import Schedule, ddim_schedule, euler_schedule
 from instgenie.types import Edit
 
 MAX_CAPTURED = 16
+# cuDNN's attention clears a word of memory before every call: of few branches that takes longer than it gains, and
+# several times as long while activations are on their way to the device
+MAX_FLASH = 4  # branches
+FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +120,10 @@ class UnetModel(Model):
         return group_jobs(jobs, self.places, self.cross, self.pixels_per_latent, pads)
 
     def run(self, packed: Group) -> Tensor:
-        return predict(self.unet, self.places, packed)
+        if len(packed.kinds) > MAX_FLASH:
+            return predict(self.unet, self.places, packed)
+        with sdpa_kernel(FLASH):
+            return predict(self.unet, self.places, packed)
 
     def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
         predict(self.unet, self.places, self.pack(jobs), Watch(kind, keep))

@@ -29,6 +29,10 @@ class Service(Protocol):
     def finish(self) -> float:
         """Seconds."""
 
+    @property
+    def finish_thread(self) -> float:
+        """Seconds after them, of a thread, in which the next edit can be finished."""
+
     def step(self, sums: Sums) -> float:
         """Seconds of one step of a batch."""
 
@@ -44,6 +48,7 @@ class Line:
     finish: float
     per_step: float
     per_token: float
+    finish_thread: float = 0.0
 
     def step(self, sums: Sums) -> float:
         tokens = sum(masked + num_tokens * num_dense for num_tokens, _, masked, num_dense in sums)
@@ -61,6 +66,7 @@ class Measured:
     prepare: float
     finish: float
     seconds: Mapping[int, float]  # by number of jobs
+    finish_thread: float = 0.0
 
     def step(self, sums: Sums) -> float:
         num_jobs = sum(num_cached + num_dense for _, num_cached, _, num_dense in sums)
@@ -88,9 +94,10 @@ class Planned:
         finish: float,
         policy: PlanPolicy = "exact",
         in_gpu: bool = False,
+        finish_thread: float = 0.0,
     ) -> None:
         self.latency, self.shape, self.policy, self.in_gpu = latency, shape, policy, in_gpu
-        self.prepare, self.finish = prepare, finish
+        self.prepare, self.finish, self.finish_thread = prepare, finish, finish_thread
         self._seconds = lru_cache(maxsize=None)(self.plan)
 
     def step(self, sums: Sums) -> float:

@@ -132,7 +132,7 @@ class Worker:
             return 0.0
         seconds = 0.0
         while self.to_finish:
-            seconds += self.service.finish
+            seconds += self.service.finish + self.service.finish_thread
             self.end(self.to_finish.popleft(), self.clock.now + seconds)
         while self.to_prepare and (self.batching == "naive" or len(self.waiting) < self.load.max_batch_size):
             job = self.to_prepare.popleft()
@@ -187,7 +187,7 @@ class Worker:
             self.to_finish.append(job)
             return
         self.can_finish_at = max(self.can_finish_at, self.clock.now) + self.service.finish
-        self.clock.at(self.can_finish_at, self.finished, job)
+        self.clock.at(self.can_finish_at + self.service.finish_thread, self.finished, job)
 
     def finished(self, job: Job) -> None:
         self.end(job, self.clock.now)

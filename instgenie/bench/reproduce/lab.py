@@ -19,7 +19,7 @@ from instgenie.network import NetworkShape
 from instgenie.pricing import JobShape
 from instgenie.quality import with_quality
 from instgenie.simulate.service import Planned
-from instgenie.types import CacheDtype, Edit, PlanPolicy
+from instgenie.types import Edit, PlanPolicy
 
 MIDDLE = (0.5, 0.5)
 NUM_CHORES = 3
@@ -45,7 +45,6 @@ class Scale:
     num_pictures: int  # that are judged
     compiled: bool  # whether diffusers compiled is among the systems
     gpu_bytes: int | None = None  # of activations next to a real server's model; None: its own choice
-    cache_dtype: CacheDtype = "model"  # that real servers keep them in
     repeats: int = 2
     workers: tuple[int, ...] = (8, 64, 1024, 20_000)  # simulated
     loads: tuple[float, ...] = (0.5, 0.8, 0.95)  # simulated, as shares of what the workers can do
@@ -75,8 +74,8 @@ SCALES = {
         mask_ratios=(0.05, 0.11, 0.2, 0.35, 0.6, 1.0),
         batches=(1, 2, 4, 8),
         serve_steps=8,
-        serve_edits=32,
-        num_burst=24,
+        serve_edits=24,
+        num_burst=16,
         load=0.8,
         num_templates=2,
         checked=(1,),
@@ -86,7 +85,6 @@ SCALES = {
         num_pictures=4,
         compiled=True,
         gpu_bytes=60 * 2**30,
-        cache_dtype="fp8",
     ),
 }
 
@@ -105,6 +103,7 @@ class Chores:
 
     prepare: float
     finish: float
+    finish_thread: float = 0.0  # beside the next
 
 
 @dataclass(eq=False)
@@ -191,6 +190,7 @@ class Lab:
             shape=self.shape,
             prepare=chores.prepare,
             finish=chores.finish,
+            finish_thread=chores.finish_thread,
             policy=policy,
             in_gpu=in_gpu,
         )

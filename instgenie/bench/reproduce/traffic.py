@@ -68,7 +68,7 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
             model=lab.name,
             devices=(lab.device,) * num_workers,
             max_queue=MAX_QUEUE,
-            cache=CacheConfig(gpu_bytes=lab.scale.gpu_bytes, dtype=lab.scale.cache_dtype),
+            cache=CacheConfig(gpu_bytes=lab.scale.gpu_bytes),
             batching=batching,
             reuse=reuse,
         )
@@ -122,7 +122,8 @@ def chores_of(run: Run) -> Chores:
     facts = [one.facts for one in run.practice]
     return Chores(
         prepare=statistics.fmean(one.prepare_seconds for one in facts),
-        finish=statistics.fmean(one.finish_seconds for one in facts),
+        finish=statistics.fmean(one.finish_seconds - one.finish_thread_seconds for one in facts),
+        finish_thread=statistics.fmean(one.finish_thread_seconds for one in facts),
     )
 
 

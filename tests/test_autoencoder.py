@@ -1,0 +1,70 @@
+"""Pictures to latents and back through our walk of an autoencoder, against diffusers' own."""
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, AutoencoderTiny
+from torch import Tensor
+
+from instgenie.models.autoencoder import decode_latents, encode_pictures, is_known
+
+WIDTHS = (32, 64, 64)
+
+
+def make_vae(**config: object) -> AutoencoderKL:
+    torch.manual_seed(0)
+    blocks = {
+        "down_block_types": ("DownEncoderBlock2D",) * len(WIDTHS),
+        "up_block_types": ("UpDecoderBlock2D",) * len(WIDTHS),
+    }
+    options = {"block_out_channels": WIDTHS, "layers_per_block": 2, **blocks, **config}
+    return AutoencoderKL(**options).eval()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"use_quant_conv": False, "use_post_quant_conv": False, "latent_channels": 16},
+        {"mid_block_add_attention": False},
+    ],
+)
+def test_as_diffusers_does(device: str, config: dict[str, object]) -> None:
+    vae = make_vae(**config).to(device)
+    assert is_known(vae)
+    pictures = torch.randn(2, 3, 48, 64, device=device)
+    latents = vae.encode(pictures).latent_dist.mode()
+    decoded = vae.decode(latents).sample
+    vae.to(memory_format=torch.channels_last)
+    close(encode_pictures(vae, pictures), latents)
+    close(decode_latents(vae, latents), decoded)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-5 if expected.device.type == "cpu" else 1e-3  # convolutions on CUDA round as they like
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "vae",
+    [
+        AutoencoderTiny(),
+        make_vae(act_fn="gelu"),
+        make_vae(up_block_types=("AttnUpDecoderBlock2D",) * len(WIDTHS)),
+    ],
+    ids=["tiny", "gelu", "attention"],
+)
+def test_others_run_as_they_are(vae: AutoencoderKL | AutoencoderTiny) -> None:
+    assert not is_known(vae.eval())
+    pictures = torch.randn(1, 3, 32, 32)
+    latents = encode_pictures(vae, pictures)
+    assert latents.isfinite().all()
+    torch.testing.assert_close(decode_latents(vae, latents), vae.decode(latents).sample)
+
+
+def test_tiles_and_slices_are_diffusers_matter() -> None:
+    vae = make_vae()
+    vae.enable_tiling()
+    assert not is_known(vae)
