@@ -78,8 +78,8 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
 
 
 async def send(lab: Lab, session: Session, rate: float) -> Run:
-    """A rate of 0 stands for the load that clusters are compared at, which a burst tells. Those that are simulated too
-    practise."""
+    """A rate of 0 stands for the load that clusters are compared at, which a burst tells. All practise, those that are
+    simulated too with as many edits as they are compared by."""
     config, num_workers = session.cluster.config, len(session.cluster.workers)
     await session.register(draw_workload(recipe(lab, 10 * lab.scale.num_templates, 1.0, seed=0)))
     if not rate:
@@ -88,12 +88,10 @@ async def send(lab: Lab, session: Session, rate: float) -> Run:
     num_edits = min(lab.scale.serve_edits * num_workers, max(int(MAX_SECONDS * rate), MIN_EDITS))
     run = Run(config, rate, [], [], [], [])
     others, workload = (draw_workload(recipe(lab, num_edits, rate, seed)) for seed in (1, 2))
-    if config.batching == "continuous":
-        session.watch.steps.clear()
-        practice = await session.run(
-            [replace(other, at=arrival.at) for other, arrival in zip(others, workload, strict=True)]
-        )
-        run = replace(run, practice=practice, practice_steps=list(session.watch.steps))
+    timed = [replace(other, at=arrival.at) for other, arrival in zip(others, workload, strict=True)]
+    session.watch.steps.clear()
+    practice = await session.run(timed if config.batching == "continuous" else timed[: lab.scale.num_practice])
+    run = replace(run, practice=practice, practice_steps=list(session.watch.steps))
     session.watch.steps.clear()
     answers = await session.run(workload)
     return replace(run, served=answers, steps=list(session.watch.steps))
