@@ -13,8 +13,10 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from instgenie.activations import Activations, Kind, Reader
@@ -70,6 +72,14 @@ class Shape:
     def num_image(self, cached: bool) -> int:
         """Image tokens that flow."""
         return len(self.inside) if cached else self.num_all
+
+    def where(self, cached: bool) -> Tensor:
+        """Where the image tokens are that flow."""
+        return self.inside if cached else self.every
+
+    @cached_property
+    def every(self) -> Tensor:  # [image tokens]
+        return torch.arange(self.num_all, device=self.inside.device)
 
     @property
     def padded(self) -> "Shape":
@@ -347,54 +357,55 @@ class Layout:
 
 @lru_cache(maxsize=16)  # jobs that stay together keep their layouts from step to step
 def lay_out_shapes(shapes: tuple[Shape, ...], cached: tuple[bool, ...]) -> Layout:
-    pairs = list(zip(shapes, cached, strict=True))
-    device = shapes[0].inside.device
-    num_text = [num for shape in shapes for num in shape.num_text]
-    num_image = [shape.num_image(narrow) for shape, narrow in pairs for _ in shape.num_text]
-    num_all = [shape.num_all for shape in shapes for _ in shape.num_text]
-    text_rows, image_rows = rows(num_text), rows(num_image)
-    joint_rows = rows([text + image for text, image in zip(num_text, num_image, strict=True)])
-    texts, images = (torch.tensor(counts).cumsum(0) for counts in (num_text, num_image))
-    joint = torch.arange(len(joint_rows))
-    text = torch.arange(len(text_rows)) + (images - torch.tensor(num_image))[text_rows]
-    image = torch.arange(len(image_rows)) + texts[image_rows]
-    keys = key_places(pairs)
-
-    def places(tokens: Tensor) -> Places:
-        tokens = tokens.to(device)
-        return Places(joint=tokens, keys=keys[tokens])
-
+    """What does not depend on where tokens are is counted in main memory, and moves to the device as one piece: every
+    launch of a changed batch is waited for."""
+    members = [(shape, own, num) for shape, own in zip(shapes, cached, strict=True) for num in shape.num_text]
+    num_text = np.array([num for _, _, num in members])
+    num_image = np.array([shape.num_image(own) for shape, own, _ in members])
+    num_all = np.array([shape.num_all for shape, _, _ in members])
+    first_text, first_image, first_key = (starts(nums) for nums in (num_text, num_image, num_text + num_all))
+    counted = [rows(nums) for nums in (num_text, num_image, num_text + num_image)]
+    texts, images, joint = (np.arange(len(found)) for found in counted)
+    of_text, of_image, _ = counted
+    counted += [joint, texts + first_image[of_text], images + (first_text + num_text)[of_image]]
+    counted += [texts + (first_key - first_text)[of_text], (first_key + num_text)[of_image]]
+    moved = to_device(counted, shapes[0].inside.device)
+    text_rows, image_rows, joint_rows, joint_places, text_places, image_places, text_keys, image_starts = moved
+    image_keys = image_starts + concat([shape.where(own) for shape, own, _ in members])
+    joint_keys = torch.empty_like(joint_places)
+    joint_keys[text_places], joint_keys[image_places] = text_keys, image_keys
     return Layout(
         cached=cached,
         num_branches=tuple(len(shape.num_text) for shape in shapes),
-        num_text=tuple(num_text),
-        num_image=tuple(num_image),
-        num_all=tuple(num_all),
-        rotary=concat([table for shape, narrow in pairs for table in shape.tables(narrow)]),
-        text_rows=text_rows.to(device),
-        image_rows=image_rows.to(device),
-        joint_rows=joint_rows.to(device),
-        text_places=places(text),
-        image_places=places(image),
-        joint_places=places(joint),
+        num_text=tuple(num_text.tolist()),
+        num_image=tuple(num_image.tolist()),
+        num_all=tuple(num_all.tolist()),
+        rotary=concat([table for shape, own in zip(shapes, cached, strict=True) for table in shape.tables(own)]),
+        text_rows=text_rows,
+        image_rows=image_rows,
+        joint_rows=joint_rows,
+        text_places=Places(text_places, text_keys),
+        image_places=Places(image_places, image_keys),
+        joint_places=Places(joint_places, joint_keys),
     )
 
 
-def key_places(pairs: Sequence[tuple[Shape, bool]]) -> Tensor:
-    """Where among the keys the flowing tokens are [joint tokens]: of a branch its text, then all its image tokens."""
-    places, start = [], 0
-    for shape, narrow in pairs:
-        every = torch.arange(shape.num_all, device=shape.inside.device)
-        for num_text in shape.num_text:
-            text = torch.arange(num_text, device=every.device)
-            places += [start + text, start + num_text + (shape.inside if narrow else every)]
-            start += num_text + shape.num_all
-    return concat(places)
+def to_device(columns: Sequence[NDArray[np.int64]], device: torch.device) -> Sequence[Tensor]:
+    """In one copy, which nobody waits for."""
+    together = torch.from_numpy(np.concatenate(columns))
+    together = together.pin_memory() if device.type == "cuda" else together
+    parts: Sequence[Tensor] = together.to(device, non_blocking=True).split([len(column) for column in columns])
+    return parts
 
 
-def rows(lengths: Sequence[int]) -> Tensor:
+def starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(2, 3, 1) -> [0, 2, 5]"""
+    return lengths.cumsum() - lengths
+
+
+def rows(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """(2, 3) -> [0, 0, 1, 1, 1]"""
-    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return np.arange(len(lengths)).repeat(lengths)
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,7 @@ def jobs() -> list[Job]:
 
 
 def test_rows() -> None:
-    assert rows((2, 0, 3)).tolist() == [0, 0, 2, 2, 2]
+    assert rows(np.array([2, 0, 3])).tolist() == [0, 0, 2, 2, 2]
 
 
 def test_differences_are_columns(jobs: list[Job]) -> None:

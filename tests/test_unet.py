@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from instgenie.engine.prepare import draw_noise, prepare, template_seed
+from instgenie.engine.register import register, reuse
 from instgenie.errors import EditError
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.unet_model import UnetModel, UnetXlModel
@@ -154,3 +155,15 @@ def test_levels_are_max_pooled(model: UnetModel) -> None:
     assert torch.equal(level.inside, coarse.nonzero()[:, 0])
     assert torch.equal(level.outside, (~coarse).nonzero()[:, 0])
     assert torch.equal(job.level(256).inside, job.inside)
+
+
+def test_jobs_that_compute_every_token_pass_apart(model: UnetModel) -> None:
+    """So that branches of one pass have one length, and are one call of attention."""
+    edit = make_edit(size=(64, 64), steps=4)
+    activations = register(edit.picture, model, (64, 64), 4)
+    dense = prepare(edit, model)
+    cached = [reuse(prepare(dataclasses.replace(edit, seed=seed), model), activations) for seed in range(2)]
+    late = reuse(prepare(dataclasses.replace(edit, dense_steps=2), model), activations)
+    assert model.passes([cached[0], dense, late, cached[1]]) == [cached, [dense, late]]
+    late.step = 2
+    assert model.passes([late, dense]) == [[late], [dense]]

@@ -114,7 +114,12 @@ class UnetModel(Model):
         return lru_cache(maxsize=4)(partial(cross, self.unet))
 
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        return [[job for job in jobs if job.grid == grid] for grid in dict.fromkeys(job.grid for job in jobs)]
+        """Jobs of one size, those that compute every token apart: branches of one length are one call of attention, and
+        few passes that can be captured serve all batches."""
+        groups: dict[tuple[tuple[int, int], bool], list[Job]] = {}
+        for job in jobs:
+            groups.setdefault((job.grid, any(job.present_plan)), []).append(job)
+        return list(groups.values())
 
     def pack(self, jobs: Sequence[Job], pads: bool = False) -> Group:
         return group_jobs(jobs, self.places, self.cross, self.pixels_per_latent, pads)

@@ -22,7 +22,6 @@ from instgenie.simulate.service import Planned
 from instgenie.simulate.worker import Job
 
 MAX_QUEUE = 10_000
-MAX_SECONDS = 22.0  # in which edits are sent; a slow machine gets fewer of them
 MIN_EDITS = 4
 MASKS = "production"
 SHARES = ("waiting", "preparing", "steps", "finishing")  # of the time of an edit
@@ -83,9 +82,11 @@ async def send(lab: Lab, session: Session, rate: float) -> Run:
     config, num_workers = session.cluster.config, len(session.cluster.workers)
     await session.register(draw_workload(recipe(lab, 10 * lab.scale.num_templates, 1.0, seed=0)))
     if not rate:
-        burst = await session.run(draw_workload(recipe(lab, num_workers * lab.scale.num_burst, float("inf"), seed=3)))
+        at_once = draw_workload(recipe(lab, num_workers * lab.scale.num_burst, float("inf"), seed=3))
+        await session.run(at_once[: lab.scale.num_practice])
+        burst = await session.run(at_once)
         rate = lab.scale.load * len(burst) / max(one.latency for one in burst)
-    num_edits = min(lab.scale.serve_edits * num_workers, max(int(MAX_SECONDS * rate), MIN_EDITS))
+    num_edits = min(lab.scale.serve_edits * num_workers, max(int(lab.scale.serve_seconds * rate), MIN_EDITS))
     run = Run(config, rate, [], [], [], [])
     others, workload = (draw_workload(recipe(lab, num_edits, rate, seed)) for seed in (1, 2))
     timed = [replace(other, at=arrival.at) for other, arrival in zip(others, workload, strict=True)]
