@@ -5,6 +5,7 @@ pipelines, and 1 or less turns it off. `true_guidance`, where it is above 1, say
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
@@ -125,9 +126,8 @@ class UnetModel(Model):
         return group_jobs(jobs, self.places, self.cross, self.pixels_per_latent, pads)
 
     def run(self, packed: Group) -> Tensor:
-        if len(packed.kinds) > MAX_FLASH:
-            return predict(self.unet, self.places, packed)
-        with sdpa_kernel(FLASH):
+        prefers_flash = self.device.type == "cuda" and len(packed.kinds) <= MAX_FLASH
+        with sdpa_kernel(FLASH) if prefers_flash else nullcontext():
             return predict(self.unet, self.places, packed)
 
     def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
