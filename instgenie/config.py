@@ -13,6 +13,7 @@ Role = Literal["prepare", "denoise", "finish"]
 
 ONE_PROCESS: frozenset[Batching] = frozenset({"static", "naive"})  # who takes the steps also prepares and finishes
 ONE_BATCH: frozenset[Batching] = frozenset({"static", "static-pipelined"})  # nobody joins before all of it is done
+NUM_ENCODERS = 4  # threads of a finish process that encode pictures while the next is decoded
 UNTOLD_HOST_BYTES = 16 * 2**30  # where the system does not say how much there is
 
 
@@ -72,6 +73,11 @@ class ProcessConfig:
     cache: CacheConfig
     plan: PlanPolicy = "cached"
     graphs: bool = True
+
+
+def finish_period(seconds: float, thread_seconds: float) -> float:
+    """Seconds from one picture to the next where one after the other is decoded, and threads encode them."""
+    return max(seconds, thread_seconds / NUM_ENCODERS)
 
 
 def resolve_host_bytes(config: ClusterConfig) -> ClusterConfig:

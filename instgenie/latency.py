@@ -20,7 +20,16 @@ from typing import NamedTuple
 import numpy as np
 
 from instgenie.errors import CalibrationError
-from instgenie.network import BlockShape, Demand, NetworkShape, block_flops, load_bytes, outside_flops, step_flops
+from instgenie.network import (
+    BlockShape,
+    Demand,
+    NetworkShape,
+    block_flops,
+    count_passes,
+    load_bytes,
+    outside_flops,
+    step_flops,
+)
 
 VERSION = 1
 NO_LOADS = [0.0, 0.0], 0.0  # what is fitted where none was measured
@@ -52,18 +61,21 @@ class Latency:
         """Blocks of one shape cost the same, unless the rows of some are there already."""
         seen: dict[object, BlockCost] = {}
         costs = []
+        block = self.block * count_passes(network, demands)
         for index, shape in enumerate(network.blocks):
             loads = tuple(index not in demand.in_gpu for demand in demands)
             if (shape, loads) not in seen:
-                seen[shape, loads] = self.block_cost(shape, demands, loads)
+                seen[shape, loads] = self.block_cost(shape, demands, loads, block)
             costs.append(seen[shape, loads])
         return costs
 
-    def block_cost(self, shape: BlockShape, demands: Sequence[Demand], loads: Sequence[bool]) -> BlockCost:
+    def block_cost(
+        self, shape: BlockShape, demands: Sequence[Demand], loads: Sequence[bool], block: float
+    ) -> BlockCost:
         sizes = (load_bytes(shape, demand) for demand, has_load in zip(demands, loads, strict=True) if has_load)
         return BlockCost(
-            cached=self.block + self.flop * sum(block_flops(shape, demand, True) for demand in demands),
-            dense=self.block + self.flop * sum(block_flops(shape, demand, False) for demand in demands),
+            cached=block + self.flop * sum(block_flops(shape, demand, True) for demand in demands),
+            dense=block + self.flop * sum(block_flops(shape, demand, False) for demand in demands),
             load=sum(self.load + self.byte * size for size in sizes if size),
         )
 
@@ -117,7 +129,7 @@ def fit_latency(
 ) -> Latency:
     outside = [sum(outside_flops(network, demand) for demand in step.demands) for step in steps]
     inside = [step_flops(network, step.demands, step.plan) - other for step, other in zip(steps, outside, strict=True)]
-    blocks = [len(network.blocks)] * len(steps)
+    blocks = [len(network.blocks) * count_passes(network, step.demands) for step in steps]
     (block, flop, flop_outside), r2_compute = fit([blocks, inside, outside], [step.seconds for step in steps])
     sizes = [sample.num_bytes for sample in loads]
     (load, byte), r2_load = fit([[1] * len(loads), sizes], [sample.seconds for sample in loads]) if loads else NO_LOADS

@@ -35,6 +35,7 @@ class NetworkShape:
     per_token: int  # FLOPs outside the blocks for each image token of each branch, masked or not
     per_branch: int
     pads: bool = False  # whether the lists of masked tokens of all jobs are padded to one share; see `common_share`
+    apart: bool = False  # whether jobs that compute every token pass through it apart from those that read activations
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Demand:
 
     def num_rest(self, shape: BlockShape) -> int:
         return self.num_tokens // shape.side**2 - self.num_masked[shape.side]
+
+
+def count_passes(network: NetworkShape, demands: Sequence[Demand]) -> int:
+    return len({demand.kind is None for demand in demands}) if network.apart else 1
 
 
 def common_share(counts: Iterable[tuple[int, int]]) -> int | None:

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from instgenie.cluster.orders import FailureKind, OutputFormat, Tier
+from instgenie.config import finish_period
 from instgenie.costs import StepCosts
 from instgenie.types import PixelMask, Pixels
 from instgenie.wish import Wish
@@ -328,8 +329,13 @@ class Painted(Message, frozen=True):
     id: str
     attempt: int
     partial: int | None
-    seconds: float  # in which the process did nothing else
-    thread_seconds: float = 0.0  # of a thread beside it
+    seconds: float  # in which nothing else was decoded
+    thread_seconds: float = 0.0  # then, of one of the threads that encode
+
+    @property
+    def period(self) -> float:
+        """Seconds from one picture to the next, where there are many."""
+        return finish_period(self.seconds, self.thread_seconds)
 
 
 AnyMessage: TypeAlias = (

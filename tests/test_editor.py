@@ -62,6 +62,8 @@ def test_pictures_of_any_memory_layout(editor: Editor) -> None:
     edit.picture.flags.writeable = False
     editor.edit(edit.picture, edit.mask, "sky", steps=1, size=(32, 48))
     assert (flipped.picture[~edit.mask] == edit.picture[:, ::-1][~edit.mask]).all()
+    upside_down = editor.edit(edit.picture, edit.mask[::-1], "sky", steps=1, size=edit.mask.shape)
+    assert (upside_down.picture[~edit.mask[::-1]] == edit.picture[~edit.mask[::-1]]).all()
 
 
 def test_bad_edits(editor: Editor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,18 +14,25 @@ from instgenie.engine.prepare import prepare
 from instgenie.models.model import Model
 from instgenie.picture import encode_picture, open_picture
 from instgenie.workers import finish as worker
-from instgenie.workers.finish import Finisher, Pipeline
+from instgenie.workers.finish import Finisher, Painter, go_on
 
 SIZE = (64, 64)
+Break = Callable[[list[wire.Frame]], list[wire.Frame]]
 
 
 class Tape:
-    def __init__(self) -> None:
+    """Hands out messages, and takes down what is sent."""
+
+    def __init__(self, *heard: tuple[wire.Message, list[wire.Frame]]) -> None:
+        self.heard = list(heard)
         self.sent: list[tuple[wire.Message, list[wire.Frame]]] = []
         self.woken = threading.Semaphore(0)
 
     def send(self, message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
         self.sent.append((message, list(frames)))
+
+    def receive(self, wait: bool) -> tuple[wire.Message, list[wire.Frame]]:
+        return self.heard.pop(0)
 
     def wake(self) -> None:
         self.woken.release()
@@ -37,15 +43,6 @@ def line() -> Tape:
     return Tape()
 
 
-@pytest.fixture
-def pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(2)
-
-
-def make_pipeline(model: Model, line: Tape, pool: ThreadPoolExecutor) -> Pipeline:
-    return Pipeline(Finisher(model, line), pool)  # type: ignore[arg-type]
-
-
 def to_finish(model: Model, name: str, file_format: str = "png") -> tuple[wire.Finish, list[wire.Frame]]:
     edit = make_edit(size=SIZE)
     job = prepare(edit, model)
@@ -53,31 +50,25 @@ def to_finish(model: Model, name: str, file_format: str = "png") -> tuple[wire.F
     return message, [tensor_frame(job.latents), *wire.picture_frames(edit.picture, edit.mask)]
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_a_picture_is_what_finishing_makes_of_it(
-    models: dict[str, Model], line: Tape, pool: ThreadPoolExecutor, together: bool
-) -> None:
+@pytest.mark.parametrize("kind", [Finisher, Painter])
+def test_a_picture_is_what_finishing_makes_of_it(models: dict[str, Model], line: Tape, kind: type[Finisher]) -> None:
     model = models["sd"]
-    message, frames = to_finish(model, "a")
-    if together:
-        Finisher(model, line).handle(message, frames)  # type: ignore[arg-type]
-    else:
-        pipeline = make_pipeline(model, line, pool)
-        pipeline.take(message, frames)
-        pipeline.send(wait=True)
+    finisher = kind(model, line)  # type: ignore[arg-type]
+    finisher.handle(*to_finish(model, "a"))
+    finisher.close()
     [(painted, [encoded])] = line.sent
     assert isinstance(painted, wire.Painted)
     assert painted.seconds > 0
-    assert (painted.thread_seconds > 0) != together
+    assert (painted.thread_seconds > 0) == (kind is Painter)
     job = prepare(make_edit(size=SIZE), model)
     assert np.array_equal(open_picture(bytes(encoded)), finish(job, model))
 
 
 def test_pictures_leave_in_the_order_they_came(
-    models: dict[str, Model], line: Tape, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Model], line: Tape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is encoded last; the loop is woken, and nothing is sent before it."""
-    pipeline, may_go_on = make_pipeline(models["sd"], line, pool), threading.Event()
+    painter, may_go_on = Painter(models["sd"], line), threading.Event()  # type: ignore[arg-type]
 
     def encode(picture: np.ndarray, file_format: str, *rest: object, **named: object) -> bytes:
         if file_format == "webp":
@@ -85,13 +76,14 @@ def test_pictures_leave_in_the_order_they_came(
         return encode_picture(picture, file_format)
 
     monkeypatch.setattr(worker, "encode_picture", encode)
-    pipeline.take(*to_finish(models["sd"], "a", "webp"))
-    pipeline.take(*to_finish(models["sd"], "b"))
+    painter.handle(*to_finish(models["sd"], "a", "webp"))
+    painter.handle(*to_finish(models["sd"], "b"))
     assert line.woken.acquire(timeout=30)
-    pipeline.send()
+    painter.send_done()
     assert not line.sent
     may_go_on.set()
-    pipeline.send(wait=True)
+    assert line.woken.acquire(timeout=30)
+    painter.send_done()
     assert [message.id for message, _ in line.sent] == ["a", "b"]  # type: ignore[union-attr]
 
 
@@ -103,17 +95,23 @@ def broken_picture(frames: list[wire.Frame]) -> list[wire.Frame]:
     return [frames[0], frames[1][:-1], frames[2]]
 
 
+@pytest.mark.parametrize("kind", [Finisher, Painter])
 @pytest.mark.parametrize("breaks", [broken_frame, broken_picture])
 def test_what_cannot_be_finished_fails_alone(
-    models: dict[str, Model],
-    line: Tape,
-    pool: ThreadPoolExecutor,
-    breaks: Callable[[list[wire.Frame]], list[wire.Frame]],
+    models: dict[str, Model], line: Tape, breaks: Break, kind: type[Finisher]
 ) -> None:
     """Whether the device or a thread finds out."""
-    pipeline = make_pipeline(models["sd"], line, pool)
+    finisher = kind(models["sd"], line)  # type: ignore[arg-type]
     message, frames = to_finish(models["sd"], "a")
-    pipeline.take(message, breaks(frames))
-    pipeline.take(*to_finish(models["sd"], "b"))
-    pipeline.send(wait=True)
+    finisher.handle(message, breaks(frames))
+    finisher.handle(*to_finish(models["sd"], "b"))
+    finisher.close()
     assert [type(message) for message, _ in line.sent] == [wire.Failed, wire.Painted]
+
+
+@pytest.mark.parametrize("kind", [Finisher, Painter])
+def test_who_is_stopped_finishes_what_it_has(models: dict[str, Model], kind: type[Finisher]) -> None:
+    model = models["sd"]
+    line = Tape(to_finish(model, "a"), to_finish(model, "b"), (wire.Stop(), []))
+    go_on(kind(model, line))  # type: ignore[arg-type]
+    assert [message.id for message, _ in line.sent] == ["a", "b"]  # type: ignore[union-attr]

@@ -123,7 +123,9 @@ class Stage:
 
     def finish(self, worker: int = 0) -> None:
         while m := self.next("finish", worker):
-            self.flow.handle(self.process("finish", worker), wire.Painted(m.id, m.attempt, m.partial, 0.1), [b"png"])
+            self.flow.handle(
+                self.process("finish", worker), wire.Painted(m.id, m.attempt, m.partial, 0.1, 0.6), [b"png"]
+            )
 
     def register(self, worker: int = 0) -> None:
         for m in self.take("denoise", worker):
@@ -172,6 +174,8 @@ def test_an_order_goes_through_all_stages() -> None:
     assert finished.picture == b"png"
     facts = finished.facts
     assert (facts.seed, facts.num_tokens, facts.num_masked_tokens, facts.num_attempts) == (5, 16, 4, 1)
+    assert (facts.finish_seconds, facts.finish_thread_seconds) == pytest.approx((0.7, 0.6))
+    assert stage.flow.workers[0].load.chores["finish"] == pytest.approx(0.15)  # four threads
     assert not stage.flow.entries
     assert stage.workers[0].load.num_edits == 0
 

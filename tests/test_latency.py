@@ -91,6 +91,14 @@ def test_costs_of_a_batch_are_sums() -> None:
         assert both.cached < both.dense
 
 
+def test_jobs_that_pass_apart_pay_for_two_passes() -> None:
+    latency = Latency("d", "m", block=1.0, flop=0.0, flop_outside=0.0, load=0.0, byte=0.0)
+    cached, dense = demand(10), replace(demand(10), kind=None)
+    for network, num_passes in ((NETWORK, 1), (replace(NETWORK, apart=True), 2)):
+        assert latency.predict_step(network, [cached, dense], (True,) * 3) == num_passes * len(NETWORK.blocks)
+        assert latency.predict_step(network, [cached, cached], (True,) * 3) == len(NETWORK.blocks)
+
+
 def test_what_is_in_gpu_memory_loads_in_no_time() -> None:
     costs = LATENCY.block_costs(NETWORK, [demand(8, in_gpu=frozenset({1}))])
     assert [cost.load > 0 for cost in costs] == [True, False, True]

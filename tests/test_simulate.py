@@ -55,6 +55,22 @@ def test_a_static_batch_lets_nobody_join() -> None:
     assert finish_times(shape, jobs_at(0.0, 0.0, 0.0)) == [2.75, 4.75, 5.0]
 
 
+def test_threads_encode_while_the_next_is_decoded() -> None:
+    """Both are denoised at 3.0, and decoded by 3.25 and 3.5; a worker of one process does all of it by 3.75 and 4.5."""
+    service = Line(prepare=0.5, finish=0.25, per_step=1.0, per_token=0.0, finish_thread=0.5)
+    jobs = jobs_at(0.0, 0.0)
+    assert finish_times(ClusterShape(1, batching="static", max_batch_size=2), jobs, service) == [3.75, 4.5]
+    shape = ClusterShape(1, batching="static-pipelined", max_batch_size=2)
+    assert finish_times(shape, jobs_at(0.0, 0.0, 0.0), service)[1:] == [5.25, 5.5]
+
+
+def test_threads_may_be_what_edits_wait_for() -> None:
+    """Four of them encode a picture every second."""
+    service = Line(prepare=0.0, finish=0.25, per_step=1.0, per_token=0.0, finish_thread=4.0)
+    finished = finish_times(ClusterShape(1, batching="static-pipelined"), jobs_at(0.0, 0.0, 0.0, num_steps=1), service)
+    assert finished == [5.25, 6.25, 7.25]
+
+
 def test_a_static_worker_prepares_and_finishes_between_batches() -> None:
     """Two are prepared by 1.0, run until 3.0 and are finished by 3.5; so are the others, by 4.5, 6.5 and 7.0."""
     shape = ClusterShape(1, batching="static", max_batch_size=2)

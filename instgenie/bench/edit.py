@@ -333,7 +333,8 @@ def in_stock_order(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def stock_pipeline(model: Model) -> diffusers.DiffusionPipeline:
-    """diffusers' own inpainting pipeline around the model's parts; its scheduler is its own, for it changes it."""
+    """diffusers' own inpainting pipeline around the model's parts; its autoencoder is a copy in its order, and its
+    scheduler its own, for it changes it."""
     name = stock_name(model)
     parts = {part: getattr(model, part) for part in PIPELINES[name]}
     parts["vae"] = in_stock_order(model.vae)

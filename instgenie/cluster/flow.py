@@ -326,7 +326,7 @@ class Flow:
                 entry.events.put_nowait(Partial(message.partial, picture))
         elif entry := self._answered(process, message):
             self._trace_wait(entry, "finish", message.seconds + message.thread_seconds)
-            self.workers[process.worker].load.measure_chore("finish", message.seconds)
+            self.workers[process.worker].load.measure_chore("finish", message.period)
             facts = self._facts_of(entry, message)
             seconds = time.monotonic() - entry.accepted_at
             self.counts["finished"] += 1

@@ -18,10 +18,10 @@ import msgspec
 from instgenie.cluster.entries import Entry
 from instgenie.cluster.orders import Order, Tier
 from instgenie.cluster.status import ProcessState, ProcessStatus
-from instgenie.config import ClusterConfig, ProcessConfig, Role
+from instgenie.config import NUM_ENCODERS, ClusterConfig, ProcessConfig, Role
 from instgenie.router import Chore, Load, Pace
 
-NUM_AHEAD = 2  # entries that prepare and finish hold: one in work, one at hand
+NUM_AHEAD = 2  # entries that prepare and finish hold: one in work, one at hand; of finish its threads hold some more
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0  # seconds before a process that died is started again
 HEALTHY_SECONDS = 60.0  # a process that lived so long starts again at the first back-off
 PACKAGE_ROOT = Path(__file__).parent.parent.parent
@@ -59,7 +59,12 @@ class Process:
 
     @property
     def max_held(self) -> int:
-        return 2 * self.config.max_batch_size if self.role == "denoise" else NUM_AHEAD
+        most: dict[Role, int] = {
+            "prepare": NUM_AHEAD,
+            "denoise": 2 * self.config.max_batch_size,
+            "finish": NUM_AHEAD + NUM_ENCODERS,
+        }
+        return most[self.role]
 
     async def start(self, endpoint: str) -> None:
         self.num_starts += 1

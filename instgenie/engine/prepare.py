@@ -99,7 +99,7 @@ def condition(picture: Tensor, mask: PixelMask, masked: Tensor, template: Templa
     pixels, the others the template as it is and an empty mask."""
     if not model.is_fill:
         return template.clean[:, :0]
-    pixels = torch.tensor(mask).to(picture)[None, None]  # [1, 1, height, width]
+    pixels = torch.tensor(np.ascontiguousarray(mask)).to(picture)[None, None]  # [1, 1, height, width]
     hole = model.beside(encode(picture * (1 - pixels), model), pixels)
     return torch.where(masked, hole, model.beside(template.clean, torch.zeros_like(pixels)))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 
 BLOCK_TOKENS, BLOCK_CHANNELS = 32, 64
-NUM_PIECES = 64  # of a picture's tokens, for the first sums; of a large picture more
+NUM_PIECES = 64  # of a picture's tokens, for the first sums, at most; of a large picture more
 MAX_PIECE = 2048  # tokens
 
 
@@ -40,7 +40,7 @@ def group_norm_fused(
     x = x.contiguous(memory_format=torch.channels_last)
     num_pictures, num_channels, num_rows, num_columns = x.shape
     num_tokens, num_blocks = num_rows * num_columns, -(-num_channels // BLOCK_CHANNELS)
-    piece = min(max(-(-num_tokens // NUM_PIECES), BLOCK_TOKENS), MAX_PIECE)
+    piece = min(max(power_of_two(-(-num_tokens // NUM_PIECES)), BLOCK_TOKENS), MAX_PIECE)  # few: each is compiled
     num_pieces = -(-num_tokens // piece)
     added = added.contiguous() if added is not None else None
     assert added is None or added.shape == (num_pictures, num_channels)

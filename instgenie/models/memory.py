@@ -33,7 +33,7 @@ def memory_guard(what: str) -> Iterator[None]:
         raise OutOfMemoryError(f"{what} does not fit into memory: {str(error).splitlines()[0]}") from error
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """torch has a class for it on CUDA and only words for it on a CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

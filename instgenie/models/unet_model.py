@@ -66,7 +66,7 @@ class UnetModel(Model):
         return MAX_CAPTURED
 
     def describe(self) -> NetworkShape:
-        return replace(describe(self.unet), pads=self.device.type == "cuda")
+        return replace(describe(self.unet), pads=self.device.type == "cuda", apart=True)
 
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule:
         if edit.steps > (most := self.scheduler.config.num_train_timesteps):
@@ -126,7 +126,7 @@ class UnetModel(Model):
         return group_jobs(jobs, self.places, self.cross, self.pixels_per_latent, pads)
 
     def run(self, packed: Group) -> Tensor:
-        prefers_flash = self.device.type == "cuda" and len(packed.kinds) <= MAX_FLASH
+        prefers_flash = self.device.type == "cuda" and len(packed.sample) <= MAX_FLASH
         with sdpa_kernel(FLASH) if prefers_flash else nullcontext():
             return predict(self.unet, self.places, packed)
 

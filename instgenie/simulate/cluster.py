@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from instgenie.config import Batching
+from instgenie.config import Batching, finish_period
 from instgenie.router import Chore, Load, Pace, Policy, Router, Work
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service
@@ -42,7 +42,8 @@ def simulate(
     costs = replace(service.costs(first.work.num_tokens), fetch={"disk": (shape.fetch, 0.0)})
     shared: dict[str, TierName] = {}  # templates of workers that hold all there are
     common = Pace()
-    chores: dict[Chore, float] = {"prepare": service.prepare, "finish": service.finish}
+    period = finish_period(service.finish, service.finish_thread)
+    chores: dict[Chore, float] = {"prepare": service.prepare, "finish": period}
     workers = []
     for index in range(shape.num_workers):
         memory = None if shape.max_templates is None else Memory(shape.max_templates, shape.fetch)

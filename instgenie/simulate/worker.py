@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from instgenie.admission import Asking, num_joining
-from instgenie.config import ONE_PROCESS, Batching
+from instgenie.config import ONE_PROCESS, Batching, finish_period
 from instgenie.costs import Price
 from instgenie.router import Load, Work
 from instgenie.simulate.clock import Clock
@@ -186,8 +186,9 @@ class Worker:
         if self.batching in ONE_PROCESS:
             self.to_finish.append(job)
             return
-        self.can_finish_at = max(self.can_finish_at, self.clock.now) + self.service.finish
-        self.clock.at(self.can_finish_at + self.service.finish_thread, self.finished, job)
+        start, service = max(self.can_finish_at, self.clock.now), self.service
+        self.can_finish_at = start + finish_period(service.finish, service.finish_thread)
+        self.clock.at(start + service.finish + service.finish_thread, self.finished, job)
 
     def finished(self, job: Job) -> None:
         self.end(job, self.clock.now)

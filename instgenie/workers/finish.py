@@ -1,7 +1,8 @@
 """The finish process of a worker: latents become encoded pictures, final ones and those on the way. Takes no step.
 
-The device decodes one picture after the other. Threads composite and encode them meanwhile, for that takes a processor
-longer than decoding takes a device; pictures leave in the order in which they came.
+A device decodes one picture after the other. Threads composite and encode them meanwhile, for that takes a processor
+longer than decoding takes a device; pictures leave in the order in which they came. Where there is no device but the
+processor, each is decoded and encoded before the next.
 """
 
 import time
@@ -15,36 +16,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instgenie import traces
-from instgenie.config import ProcessConfig
+from instgenie.config import NUM_ENCODERS, ProcessConfig
 from instgenie.engine.finish import decode
 from instgenie.engine.frames import read_tensor
 from instgenie.models.model import Model
 from instgenie.picture import composite, encode_picture
-from instgenie.wire import Finish, Frame, Painted, Stop, read_mask, read_picture
+from instgenie.wire import Failed, Finish, Frame, Painted, Stop, read_mask, read_picture
 from instgenie.workers.process import Line, failure, run_process
 
 PARTS = frozenset({"vae"})
-NUM_THREADS = 4
 
 Encode = Callable[[], tuple[bytes, float]]  # the encoded picture, and the seconds that took
 
 
-@dataclass(frozen=True, eq=False)
-class Painting:
-    """A picture that threads are at."""
-
-    message: Finish
-    seconds: float  # of decoding
-    encoded: Future[tuple[bytes, float]]
-
-
 class Finisher:
+    """Finishes a picture before it takes the next."""
+
     def __init__(self, model: Model, line: Line) -> None:
         self.model = model
         self.line = line
 
     def handle(self, message: Finish, frames: list[Frame]) -> None:
-        """All of it at once."""
         start = time.perf_counter()
         try:
             encoded, _ = self.decode(message, frames)()
@@ -64,6 +56,65 @@ class Finisher:
         spent = seconds + thread_seconds
         traces.record(message.trace, "finish", spent, attempt=message.attempt, partial=message.partial)
 
+    def send_done(self) -> None:
+        """What was handled and is done; here it is sent already."""
+
+    def close(self) -> None:
+        """What is left is waited for, and sent; here nothing is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Painting:
+    """A picture that threads are at, or what became of it before."""
+
+    message: Finish
+    seconds: float  # of decoding
+    encoded: Future[tuple[bytes, float]] | Failed
+
+    @property
+    def is_done(self) -> bool:
+        return isinstance(self.encoded, Failed) or self.encoded.done()
+
+
+class Painter(Finisher):
+    """Decodes a picture while threads encode those before it."""
+
+    def __init__(self, model: Model, line: Line) -> None:
+        super().__init__(model, line)
+        self.pool = ThreadPoolExecutor(NUM_ENCODERS, "encode")
+        self.paintings: deque[Painting] = deque()
+
+    def handle(self, message: Finish, frames: list[Frame]) -> None:
+        start = time.perf_counter()
+        encoded: Future[tuple[bytes, float]] | Failed
+        try:
+            encoded = self.pool.submit(self.decode(message, frames))
+            encoded.add_done_callback(lambda _: self.line.wake())
+        except Exception as error:
+            encoded = failure(message.id, message.attempt, error)
+        self.paintings.append(Painting(message, time.perf_counter() - start, encoded))
+
+    def send_done(self) -> None:
+        """Up to the first that is not."""
+        while self.paintings and self.paintings[0].is_done:
+            self.send_first()
+
+    def send_first(self) -> None:
+        painting = self.paintings.popleft()
+        message, encoded = painting.message, painting.encoded
+        if isinstance(encoded, Failed):
+            self.line.send(encoded)
+        elif error := encoded.exception():
+            self.line.send(failure(message.id, message.attempt, error))
+        else:
+            picture, thread_seconds = encoded.result()
+            self.send(message, picture, painting.seconds, thread_seconds)
+
+    def close(self) -> None:
+        while self.paintings:
+            self.send_first()
+        self.pool.shutdown()
+
 
 def encode(message: Finish, frames: list[Frame], decoded: NDArray[np.uint8]) -> tuple[bytes, float]:
     start = time.perf_counter()
@@ -73,47 +124,20 @@ def encode(message: Finish, frames: list[Frame], decoded: NDArray[np.uint8]) -> 
     return encoded, time.perf_counter() - start
 
 
-class Pipeline:
-    """A finisher that decodes while threads encode."""
-
-    def __init__(self, finisher: Finisher, pool: ThreadPoolExecutor) -> None:
-        self.finisher, self.line, self.pool = finisher, finisher.line, pool
-        self.paintings: deque[Painting] = deque()
-
-    def take(self, message: Finish, frames: list[Frame]) -> None:
-        start = time.perf_counter()
-        try:
-            encoded = self.pool.submit(self.finisher.decode(message, frames))
-        except Exception as error:
-            encoded = Future()
-            encoded.set_exception(error)
-        self.paintings.append(Painting(message, time.perf_counter() - start, encoded))
-        encoded.add_done_callback(lambda _: self.line.wake())
-
-    def send(self, wait: bool = False) -> None:
-        """What is encoded, up to the first that is not; or everything."""
-        while self.paintings and (wait or self.paintings[0].encoded.done()):
-            painting = self.paintings.popleft()
-            message = painting.message
-            try:
-                encoded, thread_seconds = painting.encoded.result()
-            except Exception as error:
-                self.line.send(failure(message.id, message.attempt, error))
-            else:
-                self.finisher.send(message, encoded, painting.seconds, thread_seconds)
-
-
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
-    with ThreadPoolExecutor(NUM_THREADS, "encode") as pool:
-        pipeline = Pipeline(Finisher(model, line), pool)
-        while True:
-            match line.receive(wait=True):
-                case Finish() as message, frames:
-                    pipeline.take(message, frames)
-                case Stop(), _:
-                    pipeline.send(wait=True)
-                    return
-            pipeline.send()
+    go_on(Painter(model, line) if model.device.type == "cuda" else Finisher(model, line))
+
+
+def go_on(finisher: Finisher) -> None:
+    """Until it is told to stop."""
+    while True:
+        match finisher.line.receive(wait=True):
+            case Finish() as message, frames:
+                finisher.handle(message, frames)
+            case Stop(), _:
+                finisher.close()
+                return
+        finisher.send_done()
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def facts_of(model: Model) -> ModelFacts:
     )
 
 
-def failure(id: str, attempt: int, error: Exception) -> Failed:
+def failure(id: str, attempt: int, error: BaseException) -> Failed:
     """What a client is told; what only we can mend is logged, not told."""
     if isinstance(error, OutOfMemoryError | CacheError) or is_out_of_memory(error):
         log.warning("out of memory", extra={"job": id})

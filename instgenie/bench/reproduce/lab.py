@@ -45,7 +45,7 @@ class Scale:
     num_pictures: int  # that are judged
     compiled: bool  # whether diffusers compiled is among the systems
     serve_seconds: float = 22.0  # in which edits are sent; a slow machine gets fewer of them
-    num_practice: int = 0  # edits that a server takes before it is compared, so that its passes are captured
+    all_practise: bool = False  # before they are compared, so that their passes are captured
     gpu_bytes: int | None = None  # of activations next to a real server's model; None: its own choice
     repeats: int = 2
     workers: tuple[int, ...] = (8, 64, 1024, 20_000)  # simulated
@@ -76,10 +76,10 @@ SCALES = {
         mask_ratios=(0.05, 0.11, 0.2, 0.35, 0.6, 1.0),
         batches=(1, 2, 4, 8),
         serve_steps=8,
-        serve_edits=60,
+        serve_edits=80,
         num_burst=16,
-        num_practice=16,
-        serve_seconds=40.0,
+        serve_seconds=20.0,
+        all_practise=True,
         load=0.8,
         num_templates=2,
         checked=(1,),

@@ -14,7 +14,7 @@ import numpy as np
 from instgenie.bench.reproduce.lab import Chores, Lab
 from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_session
 from instgenie.bench.workload import Arrival, Recipe, draw_workload
-from instgenie.config import Batching, CacheConfig, ClusterConfig
+from instgenie.config import Batching, CacheConfig, ClusterConfig, finish_period
 from instgenie.latency import Latency, StepSample, fit_latency
 from instgenie.quality import DEFAULT, SETTINGS
 from instgenie.simulate.cluster import make_job
@@ -77,23 +77,25 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
 
 
 async def send(lab: Lab, session: Session, rate: float) -> Run:
-    """A rate of 0 stands for the load that clusters are compared at, which a burst tells. All practise, those that are
-    simulated too with as many edits as they are compared by."""
+    """A rate of 0 stands for the load that clusters are compared at, which a burst tells. Those that are simulated too
+    practise, and all where passes are captured."""
     config, num_workers = session.cluster.config, len(session.cluster.workers)
     await session.register(draw_workload(recipe(lab, 10 * lab.scale.num_templates, 1.0, seed=0)))
     if not rate:
         at_once = draw_workload(recipe(lab, num_workers * lab.scale.num_burst, float("inf"), seed=3))
-        await session.run(at_once[: lab.scale.num_practice])
+        if lab.scale.all_practise:
+            await session.run(at_once)
         burst = await session.run(at_once)
         rate = lab.scale.load * len(burst) / max(one.latency for one in burst)
     num_edits = min(lab.scale.serve_edits * num_workers, max(int(lab.scale.serve_seconds * rate), MIN_EDITS))
     run = Run(config, rate, [], [], [], [])
     others, workload = (draw_workload(recipe(lab, num_edits, rate, seed)) for seed in (1, 2))
-    timed = [replace(other, at=arrival.at) for other, arrival in zip(others, workload, strict=True)]
     session.watch.steps.clear()
-    practice = await session.run(timed if config.batching == "continuous" else timed[: lab.scale.num_practice])
-    run = replace(run, practice=practice, practice_steps=list(session.watch.steps))
-    session.watch.steps.clear()
+    if config.batching == "continuous" or lab.scale.all_practise:
+        timed = [replace(other, at=arrival.at) for other, arrival in zip(others, workload, strict=True)]
+        practice = await session.run(timed)
+        run = replace(run, practice=practice, practice_steps=list(session.watch.steps))
+        session.watch.steps.clear()
     answers = await session.run(workload)
     return replace(run, served=answers, steps=list(session.watch.steps))
 
@@ -191,4 +193,4 @@ def capacity(lab: Lab, service: Planned, num_steps: int, max_batch_size: int = 8
     cached = service.step(((lab.num_tokens, max_batch_size, masked, 0),))
     dense = service.step(((lab.num_tokens, 0, 0, max_batch_size),))
     steps = ((num_steps - num_dense) * cached + num_dense * dense) / max_batch_size
-    return 1 / max(steps, service.prepare, service.finish)
+    return 1 / max(steps, service.prepare, finish_period(service.finish, service.finish_thread))
