@@ -56,7 +56,8 @@ def test_a_static_batch_lets_nobody_join() -> None:
 
 
 def test_threads_encode_while_the_next_is_decoded() -> None:
-    """Both are denoised at 3.0, and decoded by 3.25 and 3.5; a worker of one process does all of it by 3.75 and 4.5."""
+    """A worker of one process decodes and encodes what is denoised at 3.0, one after the other; with threads, two that
+    are denoised at 4.5 are decoded by 4.75 and 5.0, and encoded half a second later."""
     service = Line(prepare=0.5, finish=0.25, per_step=1.0, per_token=0.0, finish_thread=0.5)
     jobs = jobs_at(0.0, 0.0)
     assert finish_times(ClusterShape(1, batching="static", max_batch_size=2), jobs, service) == [3.75, 4.5]

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from instgenie.config import Batching, finish_period
+from instgenie.config import Batching
 from instgenie.router import Chore, Load, Pace, Policy, Router, Work
 from instgenie.simulate.clock import Clock
-from instgenie.simulate.service import Service
+from instgenie.simulate.service import Service, period_of
 from instgenie.simulate.worker import Job, Memory, Worker
 from instgenie.types import TierName
 
@@ -42,8 +42,7 @@ def simulate(
     costs = replace(service.costs(first.work.num_tokens), fetch={"disk": (shape.fetch, 0.0)})
     shared: dict[str, TierName] = {}  # templates of workers that hold all there are
     common = Pace()
-    period = finish_period(service.finish, service.finish_thread)
-    chores: dict[Chore, float] = {"prepare": service.prepare, "finish": period}
+    chores: dict[Chore, float] = {"prepare": service.prepare, "finish": period_of(service)}
     workers = []
     for index in range(shape.num_workers):
         memory = None if shape.max_templates is None else Memory(shape.max_templates, shape.fetch)

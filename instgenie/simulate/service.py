@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+from instgenie.config import finish_period
 from instgenie.costs import USUAL, StepCosts, line_costs
 from instgenie.latency import Latency
 from instgenie.network import Demand
@@ -38,6 +39,11 @@ class Service(Protocol):
 
     def costs(self, num_tokens: int) -> StepCosts:
         """What the router is told of steps of jobs of so many tokens."""
+
+
+def period_of(service: Service) -> float:
+    """Seconds from one finished edit to the next, where there are many."""
+    return finish_period(service.finish, service.finish_thread)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from instgenie.admission import Asking, num_joining
-from instgenie.config import ONE_PROCESS, Batching, finish_period
+from instgenie.config import ONE_PROCESS, Batching
 from instgenie.costs import Price
 from instgenie.router import Load, Work
 from instgenie.simulate.clock import Clock
-from instgenie.simulate.service import Service, Sums
+from instgenie.simulate.service import Service, Sums, period_of
 from instgenie.types import TierName
 
 
@@ -187,7 +187,7 @@ class Worker:
             self.to_finish.append(job)
             return
         start, service = max(self.can_finish_at, self.clock.now), self.service
-        self.can_finish_at = start + finish_period(service.finish, service.finish_thread)
+        self.can_finish_at = start + period_of(service)
         self.clock.at(start + service.finish + service.finish_thread, self.finished, job)
 
     def finished(self, job: Job) -> None:

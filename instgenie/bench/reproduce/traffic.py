@@ -14,11 +14,11 @@ import numpy as np
 from instgenie.bench.reproduce.lab import Chores, Lab
 from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_session
 from instgenie.bench.workload import Arrival, Recipe, draw_workload
-from instgenie.config import Batching, CacheConfig, ClusterConfig, finish_period
+from instgenie.config import Batching, CacheConfig, ClusterConfig
 from instgenie.latency import Latency, StepSample, fit_latency
 from instgenie.quality import DEFAULT, SETTINGS
 from instgenie.simulate.cluster import make_job
-from instgenie.simulate.service import Planned
+from instgenie.simulate.service import Planned, period_of
 from instgenie.simulate.worker import Job
 
 MAX_QUEUE = 10_000
@@ -193,4 +193,4 @@ def capacity(lab: Lab, service: Planned, num_steps: int, max_batch_size: int = 8
     cached = service.step(((lab.num_tokens, max_batch_size, masked, 0),))
     dense = service.step(((lab.num_tokens, 0, 0, max_batch_size),))
     steps = ((num_steps - num_dense) * cached + num_dense * dense) / max_batch_size
-    return 1 / max(steps, service.prepare, finish_period(service.finish, service.finish_thread))
+    return 1 / max(steps, service.prepare, period_of(service))
