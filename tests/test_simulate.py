@@ -14,10 +14,10 @@ from instgenie.network import BlockShape, NetworkShape
 from instgenie.pricing import JobShape
 from instgenie.router import Policy
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
-from instgenie.simulate.service import Line, Planned, Sums
+from instgenie.simulate.service import Chores, Line, Planned, Sums
 from instgenie.simulate.worker import Job, Memory
 
-SECOND = Line(prepare=0.5, finish=0.25, per_step=1.0, per_token=0.0)
+SECOND = Line(per_step=1.0, per_token=0.0, chores=Chores(prepare=0.5, finish=0.25))
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 BATCHINGS: tuple[Batching, ...] = get_args(Batching)
 
@@ -58,7 +58,7 @@ def test_a_static_batch_lets_nobody_join() -> None:
 def test_threads_encode_while_the_next_is_decoded() -> None:
     """A worker of one process decodes and encodes what is denoised at 3.0, one after the other; with threads, two that
     are denoised at 4.5 are decoded by 4.75 and 5.0, and encoded half a second later."""
-    service = Line(prepare=0.5, finish=0.25, per_step=1.0, per_token=0.0, finish_thread=0.5)
+    service = Line(1.0, 0.0, Chores(prepare=0.5, finish=0.25, finish_thread=0.5))
     jobs = jobs_at(0.0, 0.0)
     assert finish_times(ClusterShape(1, batching="static", max_batch_size=2), jobs, service) == [3.75, 4.5]
     shape = ClusterShape(1, batching="static-pipelined", max_batch_size=2)
@@ -67,9 +67,16 @@ def test_threads_encode_while_the_next_is_decoded() -> None:
 
 def test_threads_may_be_what_edits_wait_for() -> None:
     """Four of them encode a picture every second."""
-    service = Line(prepare=0.0, finish=0.25, per_step=1.0, per_token=0.0, finish_thread=4.0)
+    service = Line(1.0, 0.0, Chores(finish=0.25, finish_thread=4.0))
     finished = finish_times(ClusterShape(1, batching="static-pipelined"), jobs_at(0.0, 0.0, 0.0, num_steps=1), service)
     assert finished == [5.25, 6.25, 7.25]
+
+
+@pytest.mark.parametrize(("batching", "finished"), [("static-pipelined", [1.3, 2.6]), ("static", [1.3, 2.9])])
+def test_large_masks_take_longer_to_finish(batching: Batching, finished: list[float]) -> None:
+    service = Line(1.0, 0.0, Chores(finish=0.2, finish_token=0.01))
+    jobs = [make_job(index, 0.0, 1, 100, num_masked, "cat") for index, num_masked in enumerate((10, 40))]
+    assert finish_times(ClusterShape(1, batching=batching), jobs, service) == pytest.approx(finished)
 
 
 def test_a_static_worker_prepares_and_finishes_between_batches() -> None:
@@ -92,7 +99,7 @@ def test_a_naive_worker_prepares_and_finishes_between_steps() -> None:
 
 
 def test_tokens_cost_what_they_cost_and_dense_steps_more() -> None:
-    service = Line(0.0, 0.0, per_step=1.0, per_token=0.01)
+    service = Line(per_step=1.0, per_token=0.01)
     cached, leading, dense = (make_job(0, 0.0, 3, 100, 10, "cat", num_dense_steps=num) for num in (0, 1, 3))
     assert finish_times(ClusterShape(1), [cached], service) == pytest.approx([3.3])
     assert finish_times(ClusterShape(1), [leading], service) == pytest.approx([2.0 + 1.1 + 1.1])
@@ -101,7 +108,7 @@ def test_tokens_cost_what_they_cost_and_dense_steps_more() -> None:
 
 
 def test_jobs_of_all_sizes_step_together() -> None:
-    service = Line(0.0, 0.0, per_step=1.0, per_token=0.01)
+    service = Line(per_step=1.0, per_token=0.01)
     jobs = [make_job(0, 0.0, 1, 100, 10, "cat"), make_job(1, 0.0, 1, 400, 40, "dog")]
     assert finish_times(ClusterShape(1), jobs, service) == pytest.approx([1.1, 1.1 + 1.4])
 
@@ -150,7 +157,7 @@ def test_every_edit_is_finished_once_and_in_order(policy: Policy, batching: Batc
     ]
     shape = ClusterShape(5, max_batch_size=3, policy=policy, batching=batching, max_templates=3, fetch=0.02)
     told: list[None] = []
-    finished = simulate(shape, Line(0.01, 0.02, 0.05, 1e-4), jobs, lambda: told.append(None))
+    finished = simulate(shape, Line(0.05, 1e-4, Chores(0.01, 0.02)), jobs, lambda: told.append(None))
     assert Counter(job.id for job in finished) == Counter(job.id for job in jobs)
     assert all(job.num_finished == 1 and job.step == job.work.num_steps for job in jobs)
     assert all(job.arrived < job.prepared <= job.joined < job.denoised < job.finished for job in jobs)
@@ -167,7 +174,7 @@ def test_the_same_load_ends_the_same() -> None:
 def test_a_planned_step_is_as_long_as_the_planner_says() -> None:
     shape = BlockShape(per_token=100, per_text=10, per_rest=0, per_pair=2, per_branch=0, width=8, joint=True)
     network = NetworkShape((shape,) * 3, (3,), per_token=1, per_branch=0)
-    service = Planned(DEFAULTS["cpu"], JobShape(network, num_text=4), prepare=0.0, finish=0.0, in_gpu=True)
+    service = Planned(DEFAULTS["cpu"], JobShape(network, num_text=4), in_gpu=True)
 
     def seconds(*sums: tuple[int, int, int, int]) -> float:
         return service.step(Sums(sums))
@@ -237,12 +244,12 @@ def test_a_naive_batch_takes_everybody() -> None:
 
 def test_who_is_soon_done_does_not_wait() -> None:
     jobs = [make_job(0, 0.0, 100, 100, 100, "cat"), make_job(1, 0.5, 2, 100, 100, "cat")]
-    simulate(ClusterShape(1), Line(prepare=0.0, finish=0.0, per_step=1e-3, per_token=1e-2), jobs)
+    simulate(ClusterShape(1), Line(per_step=1e-3, per_token=1e-2), jobs)
     assert [round(job.finished) for job in jobs] == [102, 5]
 
 
 def test_jobs_that_share_nothing_take_turns() -> None:
     """Together both would end at 20; one after the other, one of them ends at 10."""
     jobs = [make_job(index, 0.0, 10, 100, 100, "cat") for index in range(2)]
-    simulate(ClusterShape(1), Line(prepare=0.0, finish=0.0, per_step=1e-3, per_token=1e-2), jobs)
+    simulate(ClusterShape(1), Line(per_step=1e-3, per_token=1e-2), jobs)
     assert sorted(round(job.finished) for job in jobs) == [10, 20]

@@ -146,6 +146,7 @@ async def measure(system: str, plan: Plan, base_url: str, api_key: str | None) -
             alone = await bench.alone(templates)
             task = progress.add_task(f"{system}: edits", total=len(plan.workload))
             before = await bench.num_interruptions()
+            bench.draw_masks()
             start = time.perf_counter()
             answers = await bench.run(lambda: progress.advance(task))
             row = make_row(system, answers, time.perf_counter() - start, alone, plan.slo_scale)
@@ -158,6 +159,7 @@ class Bench:
         self.client = client
         self.plan = plan
         self.picture_of = lru_cache(make_picture)
+        self.mask_of = lru_cache(maxsize=None)(make_mask)
         self.places = asyncio.Semaphore(plan.max_concurrency)
 
     async def check(self) -> None:
@@ -198,6 +200,11 @@ class Bench:
             raise ServeError(f"an edit failed: {answers[-1].error}")
         return statistics.mean(answer.latency for answer in answers[1:])  # the first warms up
 
+    def draw_masks(self) -> None:
+        """Ahead of their time: that takes longer than some edits are apart."""
+        for arrival in self.plan.workload:
+            self.mask_of(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size)
+
     async def run(self, on_answer: Any) -> list[Answer]:
         start = time.perf_counter()
 
@@ -215,7 +222,7 @@ class Bench:
         """Latency counts from the arrival, waiting for a place included."""
         files = {
             "image": self.picture_of(arrival.template, arrival.size),
-            "mask": make_mask(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size),
+            "mask": self.mask_of(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size),
         }
         fields = fields_of(arrival) | {"prompt": "a photo of a flower", "seed": str(arrival.seed)}
         start = time.perf_counter() if arrived is None else arrived

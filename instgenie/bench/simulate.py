@@ -23,7 +23,7 @@ from instgenie.picture import working_size
 from instgenie.quality import DEFAULT, SETTINGS
 from instgenie.router import Policy
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
-from instgenie.simulate.service import Planned
+from instgenie.simulate.service import Chores, Planned
 from instgenie.simulate.worker import Job
 from instgenie.types import PlanPolicy
 
@@ -39,9 +39,7 @@ class Setup:
     latency: Path | None  # a file of instgenie calibrate
     plan: PlanPolicy
     in_gpu: bool
-    prepare: float
-    finish: float
-    finish_thread: float
+    chores: Chores
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,7 @@ def make_service(model: Model, setup: Setup) -> Planned:
     return Planned(
         latency=read_latency(setup.latency) if setup.latency else DEFAULTS[setup.kind],
         shape=job_shape(model, value_bytes=2 if setup.kind == "cuda" else 4),
-        prepare=setup.prepare,
-        finish=setup.finish,
-        finish_thread=setup.finish_thread,
+        chores=setup.chores,
         policy=setup.plan,
         in_gpu=setup.in_gpu,
     )

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from instgenie.config import Batching
 from instgenie.router import Chore, Load, Pace, Policy, Router, Work
 from instgenie.simulate.clock import Clock
-from instgenie.simulate.service import Service, period_of
+from instgenie.simulate.service import Service
 from instgenie.simulate.worker import Job, Memory, Worker
 from instgenie.types import TierName
 
@@ -42,7 +42,8 @@ def simulate(
     costs = replace(service.costs(first.work.num_tokens), fetch={"disk": (shape.fetch, 0.0)})
     shared: dict[str, TierName] = {}  # templates of workers that hold all there are
     common = Pace()
-    chores: dict[Chore, float] = {"prepare": service.prepare, "finish": period_of(service)}
+    first_period = service.chores.period(first.work.num_masked_tokens)
+    chores: dict[Chore, float] = {"prepare": service.chores.prepare, "finish": first_period}
     workers = []
     for index in range(shape.num_workers):
         memory = None if shape.max_templates is None else Memory(shape.max_templates, shape.fetch)

@@ -21,18 +21,31 @@ Sums = tuple[tuple[int, int, int, int], ...]  # of each size: tokens of a job; c
 NUM_GRAINS = 256  # masked tokens are counted in this share of a picture
 
 
+@dataclass(frozen=True)
+class Chores:
+    """Seconds of what comes before and after the steps of an edit."""
+
+    prepare: float = 0.0
+    finish: float = 0.0
+    finish_token: float = 0.0  # more for each masked token: what is masked is decoded, with what is around it
+    finish_thread: float = 0.0  # after them, of a thread, in which the next edit can be finished
+
+    def decode(self, num_masked: int) -> float:
+        """Of finishing, but for the thread."""
+        return self.finish + self.finish_token * num_masked
+
+    def period(self, num_masked: int) -> float:
+        """From one finished edit to the next, where there are many with so many masked tokens."""
+        return finish_period(self.decode(num_masked), self.finish_thread)
+
+
+NO_CHORES = Chores()
+
+
 class Service(Protocol):
     @property
-    def prepare(self) -> float:
-        """Seconds."""
-
-    @property
-    def finish(self) -> float:
-        """Seconds."""
-
-    @property
-    def finish_thread(self) -> float:
-        """Seconds after them, of a thread, in which the next edit can be finished."""
+    def chores(self) -> Chores:
+        """Of every edit."""
 
     def step(self, sums: Sums) -> float:
         """Seconds of one step of a batch."""
@@ -41,20 +54,13 @@ class Service(Protocol):
         """What the router is told of steps of jobs of so many tokens."""
 
 
-def period_of(service: Service) -> float:
-    """Seconds from one finished edit to the next, where there are many."""
-    return finish_period(service.finish, service.finish_thread)
-
-
 @dataclass(frozen=True)
 class Line:
     """A step that takes so long, and so much longer for each token it computes."""
 
-    prepare: float
-    finish: float
     per_step: float
     per_token: float
-    finish_thread: float = 0.0
+    chores: Chores = NO_CHORES
 
     def step(self, sums: Sums) -> float:
         tokens = sum(masked + num_tokens * num_dense for num_tokens, _, masked, num_dense in sums)
@@ -69,10 +75,8 @@ class Measured:
     """A step that takes what was measured for so many jobs, whatever is masked; between two numbers, and beyond the
     last, along the line through the two that are next."""
 
-    prepare: float
-    finish: float
     seconds: Mapping[int, float]  # by number of jobs
-    finish_thread: float = 0.0
+    chores: Chores = NO_CHORES
 
     def step(self, sums: Sums) -> float:
         num_jobs = sum(num_cached + num_dense for _, num_cached, _, num_dense in sums)
@@ -96,14 +100,11 @@ class Planned:
         self,
         latency: Latency,
         shape: JobShape,
-        prepare: float,
-        finish: float,
+        chores: Chores = NO_CHORES,
         policy: PlanPolicy = "exact",
         in_gpu: bool = False,
-        finish_thread: float = 0.0,
     ) -> None:
-        self.latency, self.shape, self.policy, self.in_gpu = latency, shape, policy, in_gpu
-        self.prepare, self.finish, self.finish_thread = prepare, finish, finish_thread
+        self.latency, self.shape, self.chores, self.policy, self.in_gpu = latency, shape, chores, policy, in_gpu
         self._seconds = lru_cache(maxsize=None)(self.plan)
 
     def step(self, sums: Sums) -> float:

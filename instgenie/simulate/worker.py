@@ -14,7 +14,7 @@ from instgenie.config import ONE_PROCESS, Batching
 from instgenie.costs import Price
 from instgenie.router import Load, Work
 from instgenie.simulate.clock import Clock
-from instgenie.simulate.service import Service, Sums, period_of
+from instgenie.simulate.service import Service, Sums
 from instgenie.types import TierName
 
 
@@ -94,7 +94,7 @@ class Worker:
             self.to_prepare.append(job)
             self.wake()
             return
-        self.can_prepare_at = max(self.can_prepare_at, self.clock.now) + self.service.prepare
+        self.can_prepare_at = max(self.can_prepare_at, self.clock.now) + self.service.chores.prepare
         self.clock.at(max(self.can_prepare_at, job.there_at), self.prepared, job)
 
     def prepared(self, job: Job) -> None:
@@ -130,13 +130,14 @@ class Worker:
         """What a worker of one process does before it can take a step; the seconds it takes."""
         if self.batching == "static" and self.running:
             return 0.0
-        seconds = 0.0
+        chores, seconds = self.service.chores, 0.0
         while self.to_finish:
-            seconds += self.service.finish + self.service.finish_thread
-            self.end(self.to_finish.popleft(), self.clock.now + seconds)
+            job = self.to_finish.popleft()
+            seconds += chores.decode(job.work.num_masked_tokens) + chores.finish_thread
+            self.end(job, self.clock.now + seconds)
         while self.to_prepare and (self.batching == "naive" or len(self.waiting) < self.load.max_batch_size):
             job = self.to_prepare.popleft()
-            seconds += self.service.prepare
+            seconds += chores.prepare
             job.prepared = self.clock.now + seconds
             if job.there_at <= job.prepared:
                 self.waiting.append(job)
@@ -186,9 +187,11 @@ class Worker:
         if self.batching in ONE_PROCESS:
             self.to_finish.append(job)
             return
-        start, service = max(self.can_finish_at, self.clock.now), self.service
-        self.can_finish_at = start + period_of(service)
-        self.clock.at(start + service.finish + service.finish_thread, self.finished, job)
+        chores, num_masked = self.service.chores, job.work.num_masked_tokens
+        start, period = max(self.can_finish_at, self.clock.now), chores.period(num_masked)
+        self.can_finish_at = start + period
+        self.load.measure_chore("finish", period)
+        self.clock.at(start + chores.decode(num_masked) + chores.finish_thread, self.finished, job)
 
     def finished(self, job: Job) -> None:
         self.end(job, self.clock.now)

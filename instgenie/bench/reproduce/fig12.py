@@ -72,7 +72,7 @@ def make_systems(lab: Lab, ours: Run) -> dict[str, System]:
         FISEDIT: (ClusterShape(1, 1, batching="static"), service),
     }
     for name, seconds in measure_steps(lab).items():
-        systems[name] = static, Measured(chores.prepare, chores.finish, seconds, chores.finish_thread)
+        systems[name] = static, Measured(seconds, chores)
     return systems
 
 

@@ -1,16 +1,14 @@
 """What the parts of the report share: one model, how much is measured, and what was measured already."""
 
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from instgenie.activations import Activations
 from instgenie.batch import Job
 from instgenie.bench.calibrate import Case, make_cases, measure_loads, measure_steps
-from instgenie.bench.edit import describe_machine, mask_around, now, sample_picture
+from instgenie.bench.edit import describe_machine, mask_around, sample_picture
 from instgenie.bench.reproduce.serving import Run
-from instgenie.engine.finish import finish
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register
 from instgenie.latency import Latency, LoadSample, StepSample, fit_latency
@@ -18,11 +16,10 @@ from instgenie.models.model import Model
 from instgenie.network import NetworkShape
 from instgenie.pricing import JobShape
 from instgenie.quality import with_quality
-from instgenie.simulate.service import Planned
+from instgenie.simulate.service import Chores, Planned
 from instgenie.types import Edit, PlanPolicy
 
 MIDDLE = (0.5, 0.5)
-NUM_CHORES = 3
 
 
 @dataclass(frozen=True)
@@ -101,15 +98,6 @@ class Calibration:
     loads: list[LoadSample]
 
 
-@dataclass(frozen=True)
-class Chores:
-    """Seconds of what comes before and after the steps of an edit."""
-
-    prepare: float
-    finish: float
-    finish_thread: float = 0.0  # beside the next
-
-
 @dataclass(eq=False)
 class Lab:
     name: str
@@ -155,20 +143,6 @@ class Lab:
         latency = fit_latency(str(self.machine["device"]), self.name, self.network, steps, loads)
         return Calibration(latency, cases, steps, loads)
 
-    @cached_property
-    def chores(self) -> Chores:
-        self.tell("timing what comes before and after the steps")
-        edit = self.edit(0.2)
-        times: dict[str, list[float]] = {"prepare": [], "finish": []}
-        for _ in range(NUM_CHORES):
-            start = now(self.model.device)
-            job = prepare(edit, self.model)
-            prepared = now(self.model.device)
-            finish(replace(job, step=job.num_steps), self.model)
-            times["prepare"].append(prepared - start)
-            times["finish"].append(now(self.model.device) - prepared)
-        return Chores(*(statistics.median(seconds) for seconds in times.values()))
-
     def edit(self, ratio: float, steps: int | None = None) -> Edit:
         """Of the sample picture, as users get it unless they ask for another quality."""
         mask = mask_around(MIDDLE, self.size, self.model.patch, ratio)
@@ -192,9 +166,7 @@ class Lab:
         return Planned(
             latency=latency,
             shape=self.shape,
-            prepare=chores.prepare,
-            finish=chores.finish,
-            finish_thread=chores.finish_thread,
+            chores=chores,
             policy=policy,
             in_gpu=in_gpu,
         )

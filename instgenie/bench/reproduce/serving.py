@@ -90,9 +90,6 @@ class Session:
 
     cluster: Cluster
     watch: Watch
-    picture_of: Callable[[int, tuple[int, int]], Pixels] = field(
-        default_factory=lambda: lru_cache(maxsize=64)(lambda seed, size: open_picture(make_picture(seed, size)))
-    )
 
     async def register(self, workload: Sequence[Arrival]) -> None:
         """Every picture of the workload; then an edit for each worker warms them up."""
@@ -100,7 +97,7 @@ class Session:
         names = []
         if self.cluster.config.reuse:
             for arrival in wanted.values():
-                picture = self.picture_of(arrival.template, arrival.size)
+                picture = picture_of(arrival.template, arrival.size)
                 names.append((await self.cluster.register(TENANT, picture, arrival.steps)).id)
         for name in names:
             while (status := self.cluster.template(TENANT, name)) and status.state != "ready":
@@ -110,8 +107,8 @@ class Session:
         await self.run([replace(arrival, at=0.0) for arrival in list(wanted.values())[:1] * len(self.cluster.workers)])
 
     async def run(self, workload: Sequence[Arrival], on_answer: Callable[[], None] = lambda: None) -> list[Served]:
+        orders = [make_order(arrival) for arrival in workload]  # takes longer than some of them are apart
         start = time.perf_counter()
-        orders = [self.order(arrival) for arrival in workload]
 
         async def send(arrival: Arrival, order: Order) -> Served:
             await asyncio.sleep(arrival.at - (time.perf_counter() - start))
@@ -123,13 +120,22 @@ class Session:
 
         return list(await asyncio.gather(*(send(*pair) for pair in zip(workload, orders, strict=True))))
 
-    def order(self, arrival: Arrival) -> Order:
-        return Order(
-            tenant=TENANT,
-            picture=self.picture_of(arrival.template, arrival.size),
-            mask=draw_mask(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size),
-            wish=Wish("a photo of a flower", arrival.seed, steps=arrival.steps),
-        )
+
+def make_order(arrival: Arrival) -> Order:
+    return Order(
+        tenant=TENANT,
+        picture=picture_of(arrival.template, arrival.size),
+        mask=mask_of(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size),
+        wish=Wish("a photo of a flower", arrival.seed, steps=arrival.steps),
+    )
+
+
+@lru_cache(maxsize=64)
+def picture_of(seed: int, size: tuple[int, int]) -> Pixels:
+    return open_picture(make_picture(seed, size))
+
+
+mask_of = lru_cache(maxsize=256)(draw_mask)  # every cluster gets the same edits
 
 
 async def answer(ticket: Ticket) -> Facts:

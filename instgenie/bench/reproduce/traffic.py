@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from instgenie.bench.reproduce.lab import Chores, Lab
+from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_session
 from instgenie.bench.workload import Arrival, Recipe, draw_workload
 from instgenie.config import Batching, CacheConfig, ClusterConfig
-from instgenie.latency import Latency, StepSample, fit_latency
+from instgenie.latency import Latency, StepSample, fit, fit_latency
 from instgenie.quality import DEFAULT, SETTINGS
 from instgenie.simulate.cluster import make_job
-from instgenie.simulate.service import Planned, period_of
+from instgenie.simulate.service import Chores, Planned
 from instgenie.simulate.worker import Job
 
 MAX_QUEUE = 10_000
@@ -121,9 +121,14 @@ def sample(lab: Lab, step: Step) -> StepSample:
 
 def chores_of(run: Run) -> Chores:
     facts = [one.facts for one in run.practice]
+    masked = [one.num_masked_tokens for one in facts]
+    (finish, finish_token), _ = fit(
+        [[1] * len(facts), masked], [one.finish_seconds - one.finish_thread_seconds for one in facts]
+    )
     return Chores(
         prepare=statistics.fmean(one.prepare_seconds for one in facts),
-        finish=statistics.fmean(one.finish_seconds - one.finish_thread_seconds for one in facts),
+        finish=finish,
+        finish_token=finish_token,
         finish_thread=statistics.fmean(one.finish_thread_seconds for one in facts),
     )
 
@@ -193,4 +198,4 @@ def capacity(lab: Lab, service: Planned, num_steps: int, max_batch_size: int = 8
     cached = service.step(((lab.num_tokens, max_batch_size, masked, 0),))
     dense = service.step(((lab.num_tokens, 0, 0, max_batch_size),))
     steps = ((num_steps - num_dense) * cached + num_dense * dense) / max_batch_size
-    return 1 / max(steps, service.prepare, period_of(service))
+    return 1 / max(steps, service.chores.prepare, service.chores.period(round(mean * lab.num_tokens)))

@@ -1,0 +1,77 @@
+"""How the report loads a cluster, and what it learns from one for the simulator."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import pytest
+
+from instgenie.bench.pictures import draw_mask
+from instgenie.bench.reproduce import serving
+from instgenie.bench.reproduce.serving import Run, Served, Session, Watch
+from instgenie.bench.reproduce.traffic import chores_of
+from instgenie.bench.workload import Arrival
+from instgenie.cluster.local import Cluster
+from instgenie.cluster.orders import Facts, Finished, Order
+from instgenie.config import ClusterConfig
+from instgenie.types import PixelMask
+
+ARRIVAL = Arrival(at=0.0, template=0, mask_ratio=0.1, mask_shape="box", size=(16, 16), steps=2, seed=0)
+FACTS = Facts(
+    seed=0,
+    width=16,
+    height=16,
+    num_tokens=100,
+    num_masked_tokens=10,
+    num_computed_tokens=10,
+    cache_tier="host",
+    worker=0,
+    num_attempts=1,
+    queue_seconds=0.0,
+    prepare_seconds=0.1,
+    denoise_seconds=1.0,
+    dense_seconds=2.0,
+    finish_seconds=0.5,
+    finish_thread_seconds=0.1,
+)
+
+
+class Answered:
+    async def events(self) -> AsyncIterator[Finished]:
+        yield Finished(b"", FACTS)
+
+
+@dataclass
+class Counter:
+    """Stands for a cluster: answers at once, and knows when it was asked."""
+
+    asked: list[float] = field(default_factory=list)
+
+    def submit(self, orders: list[Order]) -> list[Answered]:
+        self.asked.append(time.perf_counter())
+        return [Answered() for _ in orders]
+
+
+def test_edits_are_sent_when_they_arrive_however_long_their_masks_take_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw_slowly(*given: Any) -> PixelMask:
+        time.sleep(0.2)
+        return draw_mask(*given)
+
+    monkeypatch.setattr(serving, "mask_of", draw_slowly)
+    counter = Counter()
+    arrivals = [replace(ARRIVAL, at=at) for at in (0.0, 0.3)]
+    asyncio.run(Session(cast(Cluster, counter), Watch()).run(arrivals))
+    first, second = counter.asked
+    assert second - first > 0.2
+
+
+def test_finishing_is_learnt_as_a_line_over_masked_tokens() -> None:
+    """Threads take the last tenth of a second."""
+    facts = [replace(FACTS, num_masked_tokens=num, finish_seconds=0.2 + 0.01 * num + 0.1) for num in (10, 20, 60)]
+    run = Run(ClusterConfig(), 1.0, [Served(ARRIVAL, 1.0, one) for one in facts], [], [], [])
+    chores = chores_of(run)
+    assert (chores.finish, chores.finish_token) == pytest.approx((0.2, 0.01))
+    assert (chores.prepare, chores.finish_thread) == pytest.approx((0.1, 0.1))
+    assert chores.decode(30) == pytest.approx(0.5)
