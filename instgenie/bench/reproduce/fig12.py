@@ -26,7 +26,7 @@ from instgenie.simulate.cluster import ClusterShape, simulate
 from instgenie.simulate.service import Measured, Service
 
 NAME = "fig12"
-OURS, STATIC, FISEDIT = "instgenie", "static batches, dense engine", "FISEdit-style"
+OURS, STATIC, FISEDIT = "instgenie", "static, dense engine", "FISEdit-style"
 LOADS = (0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9)
 NUM_EDITS = 300
 MAX_BATCH_SIZE = 8
