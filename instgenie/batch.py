@@ -194,14 +194,14 @@ class Job:
         return self.levels[num_tokens, count]
 
     @property
-    def is_dense(self) -> bool:
+    def in_dense_steps(self) -> bool:
         """Whether this step is one that computes every token, whatever activations there are."""
         return self.step < self.edit.dense_steps
 
     @property
     def present_plan(self) -> Plan:
         """Of this step."""
-        return DENSE if self.is_dense else self.plan
+        return DENSE if self.in_dense_steps else self.plan
 
     def is_cached(self, block: int) -> bool:
         """Whether a block is cached at this step; see `planner.is_cached` for what comes after the last."""

@@ -207,11 +207,12 @@ def test_a_simulated_cluster_from_the_command_line(
     arguments = ["--model", str(folders["fill"]), "--workers", "3", "--num-prompts", "20", "--request-rate", "50"]
     arguments += ["--size", "64x64"]
     arguments += ["--templates-in-memory", "2", "--plan", "greedy", "--json", str(target)]
+    arguments += ["--finish", "1", "--finish-token", "0.5", "--finish-thread", "9"]
     assert main(["bench", "simulate", *arguments]) == 0
     content = json.loads(target.read_text())
     assert [one["policy"] for one in content["rows"]] == ["mask_aware", "tokens", "requests", "round_robin"]
     assert content["shape"]["num_workers"] == 3
-    assert all(0 < one["median_s"] <= one["p95_s"] <= one["p99_s"] for one in content["rows"])
+    assert all(10 < one["median_s"] <= one["p95_s"] <= one["p99_s"] for one in content["rows"])
     assert "3 workers" in capsys.readouterr().out
 
 

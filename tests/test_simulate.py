@@ -17,7 +17,7 @@ from instgenie.simulate.cluster import ClusterShape, make_job, simulate
 from instgenie.simulate.service import Chores, Line, Planned, Sums
 from instgenie.simulate.worker import Job, Memory
 
-SECOND = Line(per_step=1.0, per_token=0.0, chores=Chores(prepare=0.5, finish=0.25))
+SECOND = Line(per_step=1.0, per_token=0.0, chores=Chores(prepare=0.5, decode=0.25))
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 BATCHINGS: tuple[Batching, ...] = get_args(Batching)
 
@@ -58,7 +58,7 @@ def test_a_static_batch_lets_nobody_join() -> None:
 def test_threads_encode_while_the_next_is_decoded() -> None:
     """A worker of one process decodes and encodes what is denoised at 3.0, one after the other; with threads, two that
     are denoised at 4.5 are decoded by 4.75 and 5.0, and encoded half a second later."""
-    service = Line(1.0, 0.0, Chores(prepare=0.5, finish=0.25, finish_thread=0.5))
+    service = Line(1.0, 0.0, Chores(prepare=0.5, decode=0.25, finish_thread=0.5))
     jobs = jobs_at(0.0, 0.0)
     assert finish_times(ClusterShape(1, batching="static", max_batch_size=2), jobs, service) == [3.75, 4.5]
     shape = ClusterShape(1, batching="static-pipelined", max_batch_size=2)
@@ -67,15 +67,16 @@ def test_threads_encode_while_the_next_is_decoded() -> None:
 
 def test_threads_may_be_what_edits_wait_for() -> None:
     """Four of them encode a picture every second."""
-    service = Line(1.0, 0.0, Chores(finish=0.25, finish_thread=4.0))
+    service = Line(1.0, 0.0, Chores(decode=0.25, finish_thread=4.0))
     finished = finish_times(ClusterShape(1, batching="static-pipelined"), jobs_at(0.0, 0.0, 0.0, num_steps=1), service)
     assert finished == [5.25, 6.25, 7.25]
 
 
-@pytest.mark.parametrize(("batching", "finished"), [("static-pipelined", [1.3, 2.6]), ("static", [1.3, 2.9])])
+@pytest.mark.parametrize(("batching", "finished"), [("static-pipelined", [1.3, 2.6, 2.9]), ("static", [1.3, 2.9, 3.2])])
 def test_large_masks_take_longer_to_finish(batching: Batching, finished: list[float]) -> None:
-    service = Line(1.0, 0.0, Chores(finish=0.2, finish_token=0.01))
-    jobs = [make_job(index, 0.0, 1, 100, num_masked, "cat") for index, num_masked in enumerate((10, 40))]
+    """The first is alone in its batch; the others share one, and the last waits for the large mask of the second."""
+    service = Line(1.0, 0.0, Chores(decode=0.2, decode_token=0.01))
+    jobs = [make_job(index, 0.0, 1, 100, num_masked, "cat") for index, num_masked in enumerate((10, 40, 10))]
     assert finish_times(ClusterShape(1, batching=batching), jobs, service) == pytest.approx(finished)
 
 

@@ -11,7 +11,7 @@ import pytest
 from instgenie.bench.pictures import draw_mask
 from instgenie.bench.reproduce import serving
 from instgenie.bench.reproduce.serving import Run, Served, Session, Watch
-from instgenie.bench.reproduce.traffic import chores_of
+from instgenie.bench.reproduce.traffic import chores_of, fit_line
 from instgenie.bench.workload import Arrival
 from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Facts, Finished, Order
@@ -44,7 +44,7 @@ class Answered:
 
 
 @dataclass
-class Counter:
+class FakeCluster:
     """Stands for a cluster: answers at once, and knows when it was asked."""
 
     asked: list[float] = field(default_factory=list)
@@ -60,11 +60,11 @@ def test_edits_are_sent_when_they_arrive_however_long_their_masks_take_to_draw(m
         return draw_mask(*given)
 
     monkeypatch.setattr(serving, "mask_of", draw_slowly)
-    counter = Counter()
+    cluster = FakeCluster()
     arrivals = [replace(ARRIVAL, at=at) for at in (0.0, 0.3)]
-    asyncio.run(Session(cast(Cluster, counter), Watch()).run(arrivals))
-    first, second = counter.asked
-    assert second - first > 0.2
+    asyncio.run(Session(cast(Cluster, cluster), Watch()).run(arrivals))
+    first, second = cluster.asked
+    assert second - first > 0.1
 
 
 def test_finishing_is_learnt_as_a_line_over_masked_tokens() -> None:
@@ -72,6 +72,21 @@ def test_finishing_is_learnt_as_a_line_over_masked_tokens() -> None:
     facts = [replace(FACTS, num_masked_tokens=num, finish_seconds=0.2 + 0.01 * num + 0.1) for num in (10, 20, 60)]
     run = Run(ClusterConfig(), 1.0, [Served(ARRIVAL, 1.0, one) for one in facts], [], [], [])
     chores = chores_of(run)
-    assert (chores.finish, chores.finish_token) == pytest.approx((0.2, 0.01))
+    assert (chores.decode, chores.decode_token) == pytest.approx((0.2, 0.01))
     assert (chores.prepare, chores.finish_thread) == pytest.approx((0.1, 0.1))
-    assert chores.decode(30) == pytest.approx(0.5)
+    assert chores.finish_seconds(30) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("xs", "ys", "start", "slope"),
+    [
+        ((1, 2, 3), (1.0, 3.0, 2.0), 1.0, 0.5),
+        ((1, 2, 3), (3.0, 2.0, 1.0), 2.0, 0.0),  # would fall
+        ((1, 2, 3), (0.0, 1.0, 5.0), 0.0, 1.0),  # would begin below 0
+        ((2, 2, 2), (1.0, 2.0, 3.0), 2.0, 0.0),
+    ],
+)
+def test_a_line_goes_through_the_means_and_is_never_negative(
+    xs: list[int], ys: list[float], start: float, slope: float
+) -> None:
+    assert fit_line(xs, ys) == pytest.approx((start, slope))

@@ -158,7 +158,7 @@ class Bench:
     def __init__(self, client: httpx.AsyncClient, plan: Plan) -> None:
         self.client = client
         self.plan = plan
-        self.picture_of = lru_cache(make_picture)
+        self.picture_of = lru_cache(maxsize=None)(make_picture)
         self.mask_of = lru_cache(maxsize=None)(make_mask)
         self.places = asyncio.Semaphore(plan.max_concurrency)
 

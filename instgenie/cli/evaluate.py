@@ -97,9 +97,9 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
         "--prepare", type=rate, default=0.05, metavar="S", help="seconds before the steps (default 0.05)"
     )
     parser.add_argument("--finish", type=rate, default=0.05, metavar="S", help="seconds after the steps (default 0.05)")
-    about_token = "and so much longer for each masked token, where only those are decoded (default 0)"
+    about_token = "and so many for each masked token (default: none, every picture takes as long)"
     parser.add_argument("--finish-token", type=rate, default=0.0, metavar="S", help=about_token)
-    about_thread = "seconds after them in which the next edit can be finished (default 0)"
+    about_thread = "seconds after them in which the next edit can be finished (default: none)"
     parser.add_argument("--finish-thread", type=rate, default=0.0, metavar="S", help=about_thread)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument(
@@ -127,7 +127,12 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
         latency=options.latency,
         plan=options.plan,
         in_gpu=options.in_gpu,
-        chores=Chores(options.prepare, options.finish, options.finish_token, options.finish_thread),
+        chores=Chores(
+            prepare=options.prepare,
+            decode=options.finish,
+            decode_token=options.finish_token,
+            finish_thread=options.finish_thread,
+        ),
     )
     policies = tuple(options.policy or get_args(Policy))
     bench_simulate(title, workload, shape, policies, setup, options.json)

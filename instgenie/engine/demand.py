@@ -32,7 +32,7 @@ def make_demand(job: Job, network: NetworkShape) -> Demand:
         num_text=len(job.branches[0].text),
         num_branches=len(job.branches),
     )
-    if job.activations is None or job.is_dense:
+    if job.activations is None or job.in_dense_steps:
         return demand
     rows = job.activations.rows[0]
     return replace(

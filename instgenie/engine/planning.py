@@ -61,4 +61,4 @@ def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, bool, int]]:
     """Equal while nothing changes that a plan depends on; nothing at all where nothing can be planned."""
     if not any(job.activations for job in jobs):
         return []
-    return [(job, job.activations, job.is_dense, job.step - jobs[0].step) for job in jobs]
+    return [(job, job.activations, job.in_dense_steps, job.step - jobs[0].step) for job in jobs]

@@ -36,7 +36,7 @@ def job_shape(model: Model, value_bytes: int) -> JobShape:
 
 def price_of(job: Job, costs: StepCosts) -> Price:
     """Of its present step."""
-    tier = None if job.is_dense else tier_of(job)
+    tier = None if job.in_dense_steps else tier_of(job)
     return costs.price(len(job.masked), num_computed(job, tier), tier)
 
 

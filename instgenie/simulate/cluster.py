@@ -42,8 +42,7 @@ def simulate(
     costs = replace(service.costs(first.work.num_tokens), fetch={"disk": (shape.fetch, 0.0)})
     shared: dict[str, TierName] = {}  # templates of workers that hold all there are
     common = Pace()
-    first_period = service.chores.period(first.work.num_masked_tokens)
-    chores: dict[Chore, float] = {"prepare": service.chores.prepare, "finish": first_period}
+    chores: dict[Chore, float] = {"prepare": service.chores.prepare}  # the other is measured
     workers = []
     for index in range(shape.num_workers):
         memory = None if shape.max_templates is None else Memory(shape.max_templates, shape.fetch)

@@ -26,17 +26,19 @@ class Chores:
     """Seconds of what comes before and after the steps of an edit."""
 
     prepare: float = 0.0
-    finish: float = 0.0
-    finish_token: float = 0.0  # more for each masked token: what is masked is decoded, with what is around it
-    finish_thread: float = 0.0  # after them, of a thread, in which the next edit can be finished
+    decode: float = 0.0
+    decode_token: float = 0.0  # more for each masked token: what is masked is decoded, with what is around it
+    finish_thread: float = 0.0  # after them, of a thread, in which the next edit can be decoded
 
-    def decode(self, num_masked: int) -> float:
-        """Of finishing, but for the thread."""
-        return self.finish + self.finish_token * num_masked
+    def decode_seconds(self, num_masked: int) -> float:
+        return self.decode + self.decode_token * num_masked
+
+    def finish_seconds(self, num_masked: int) -> float:
+        return self.decode_seconds(num_masked) + self.finish_thread
 
     def period(self, num_masked: int) -> float:
         """From one finished edit to the next, where there are many with so many masked tokens."""
-        return finish_period(self.decode(num_masked), self.finish_thread)
+        return finish_period(self.decode_seconds(num_masked), self.finish_thread)
 
 
 NO_CHORES = Chores()

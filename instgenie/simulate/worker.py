@@ -133,7 +133,7 @@ class Worker:
         chores, seconds = self.service.chores, 0.0
         while self.to_finish:
             job = self.to_finish.popleft()
-            seconds += chores.decode(job.work.num_masked_tokens) + chores.finish_thread
+            seconds += chores.finish_seconds(job.work.num_masked_tokens)
             self.end(job, self.clock.now + seconds)
         while self.to_prepare and (self.batching == "naive" or len(self.waiting) < self.load.max_batch_size):
             job = self.to_prepare.popleft()
@@ -188,16 +188,16 @@ class Worker:
             self.to_finish.append(job)
             return
         chores, num_masked = self.service.chores, job.work.num_masked_tokens
-        start, period = max(self.can_finish_at, self.clock.now), chores.period(num_masked)
-        self.can_finish_at = start + period
-        self.load.measure_chore("finish", period)
-        self.clock.at(start + chores.decode(num_masked) + chores.finish_thread, self.finished, job)
+        start = max(self.can_finish_at, self.clock.now)
+        self.can_finish_at = start + chores.period(num_masked)
+        self.clock.at(start + chores.finish_seconds(num_masked), self.finished, job)
 
     def finished(self, job: Job) -> None:
         self.end(job, self.clock.now)
 
     def end(self, job: Job, at: float) -> None:
         self.load.remove(job.id)
+        self.load.measure_chore("finish", self.service.chores.period(job.work.num_masked_tokens))
         job.finished = at
         job.num_finished += 1
         self.on_finished(job)

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import torch
 
 from instgenie.bench.engine import EngineStudy, measure_engine
-from instgenie.bench.plots import Chart, Series
-from instgenie.bench.reproduce.axes import at_values, decades
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, row
 from instgenie.bench.reproduce.serving import Run
+from instgenie.bench.reproduce.sweeps import Found, sweep_chart, sweep_table
 from instgenie.bench.reproduce.traffic import (
+    MAX_BATCH_SIZE,
     Latencies,
     capacity,
     chores_of,
@@ -29,7 +29,6 @@ NAME = "fig12"
 OURS, STATIC, FISEDIT = "instgenie", "static, dense engine", "FISEdit-style"
 LOADS = (0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9)
 NUM_EDITS = 300
-MAX_BATCH_SIZE = 8
 
 System = tuple[ClusterShape, Service]
 
@@ -37,13 +36,13 @@ System = tuple[ClusterShape, Service]
 def run(lab: Lab) -> Section:
     ours, static = served(lab), served(lab, batching="static", reuse=False)
     systems = make_systems(lab, ours)
-    most = capacity(lab, service_of(lab, ours), lab.scale.serve_steps)
-    found: dict[tuple[str, float], Latencies] = {}
+    most = capacity(lab, service_of(lab, ours))
+    found: Found = {}
     for name, (shape, service) in systems.items():
         for load in LOADS:
             lab.tell(f"simulating {name} at {load:.0%}")
             workload = draw_workload(recipe(lab, NUM_EDITS, load * most, seed=3))
-            jobs = drawn_jobs(lab, workload, lab.scale.serve_steps)
+            jobs = drawn_jobs(lab, workload)
             simulate(shape, service, jobs)
             found[name, load * most] = Latencies.of([job.latency for job in jobs])
     real = {OURS: ours, STATIC: static}
@@ -55,8 +54,8 @@ def run(lab: Lab) -> Section:
         here=f"One worker (on a CPU: one core), production masks, {lab.scale.serve_steps} steps. Real: clusters under "
         f"the same edits, at {lab.scale.load:.0%} of what ours can do. Lines: simulated, with the step times measured "
         "in this run; all but ours prepare, denoise and finish one batch after the other, in one process.",
-        tables=[real_table(real), line_table(found)],
-        charts=[chart(found)],
+        tables=[real_table(real), sweep_table(NAME, "P95 in seconds, simulated", "system", found)],
+        charts=[sweep_chart("P95 against rate", found)],
         findings=[
             f"On real clusters under the same load, P95 is {gain:.1f} times lower than with static dense batches."
         ],
@@ -104,20 +103,3 @@ def real_table(real: dict[str, Run]) -> Table:
         figures = (f"{value:.2f}" for value in (latencies.mean, latencies.p50, latencies.p95))
         rows.append(row(NAME, name, len(run.served), *figures, key=("real", name)))
     return Table("Real clusters", ("system", "edits", "mean s", "median s", "P95 s"), rows)
-
-
-def line_table(found: dict[tuple[str, float], Latencies]) -> Table:
-    rates = list(dict.fromkeys(rate for _, rate in found))
-    rows = [
-        row(NAME, name, *(f"{found[name, rate].p95:.2f}" for rate in rates))
-        for name in dict.fromkeys(name for name, _ in found)
-    ]
-    return Table("P95 in seconds, simulated", ("system", *(f"{rate:.2f}/s" for rate in rates)), rows)
-
-
-def chart(found: dict[tuple[str, float], Latencies]) -> Chart:
-    names = dict.fromkeys(name for name, _ in found)
-    series = [Series(name, [(rate, one.p95) for (own, rate), one in found.items() if own == name]) for name in names]
-    rates = [round(rate, 2) for _, rate in found]
-    seconds = [one.p95 for one in found.values()]
-    return Chart("P95 against rate", at_values("edits a second", rates), decades("P95, seconds", seconds), series)

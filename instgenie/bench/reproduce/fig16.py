@@ -3,11 +3,10 @@
 from dataclasses import replace
 from typing import get_args
 
-from instgenie.bench.plots import Chart, Series
-from instgenie.bench.reproduce.axes import at_values, decades
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, row
 from instgenie.bench.reproduce.serving import Run
+from instgenie.bench.reproduce.sweeps import Found, sweep_chart, sweep_table
 from instgenie.bench.reproduce.traffic import (
     SHARES,
     Latencies,
@@ -31,8 +30,6 @@ LOADS = (0.3, 0.5, 0.7, 0.85)
 NUM_EDITS = 300
 NUM_WORKERS = 8
 
-Found = dict[tuple[str, float], Latencies]  # by name and rate
-
 
 def run(lab: Lab) -> Section:
     real = {batching: served(lab, batching) for batching in REAL}
@@ -52,10 +49,10 @@ def run(lab: Lab) -> Section:
         "of them with twice the steps.",
         tables=[
             real_table(real),
-            sweep_table("Batching, simulated: P95 in seconds", "batching", batching),
-            sweep_table("Balancing, simulated: P95 in seconds", "policy", policies),
+            sweep_table(NAME, "Batching, simulated: P95 in seconds", "batching", batching),
+            sweep_table(NAME, "Balancing, simulated: P95 in seconds", "policy", policies),
         ],
-        charts=[chart("Batching", batching), chart("Balancing of eight workers", policies)],
+        charts=[sweep_chart("Batching", batching), sweep_chart("Balancing of eight workers", policies)],
         findings=[
             "P95 of continuous batching on a real cluster: "
             + ", ".join(f"{-gain:+.0%} against {name}" for name, gain in gains.items())
@@ -66,13 +63,13 @@ def run(lab: Lab) -> Section:
 
 def sweep_batching(lab: Lab) -> Found:
     service = service_of(lab, served(lab))
-    most = capacity(lab, service, lab.scale.serve_steps)
+    most = capacity(lab, service)
     found: Found = {}
     for load in LOADS:
         for batching in BATCHINGS:
             lab.tell(f"simulating {batching} at {load:.0%}")
             workload = draw_workload(recipe(lab, NUM_EDITS, load * most, seed=4))
-            jobs = drawn_jobs(lab, workload, lab.scale.serve_steps)
+            jobs = drawn_jobs(lab, workload)
             simulate(ClusterShape(1, batching=batching), service, jobs)
             found[batching, load * most] = Latencies.of([job.latency for job in jobs])
     return found
@@ -80,7 +77,7 @@ def sweep_batching(lab: Lab) -> Found:
 
 def sweep_policies(lab: Lab) -> Found:
     service = service_of(lab, served(lab))
-    most = capacity(lab, service, lab.scale.serve_steps)
+    most = capacity(lab, service)
     found: Found = {}
     for load in LOADS:
         for policy in POLICIES:
@@ -89,7 +86,7 @@ def sweep_policies(lab: Lab) -> Found:
             small = replace(recipe(lab, num_edits // 2, rate / 2, seed=5), num_templates=970)
             large = replace(small, mask_ratios="inpaint", seed=6)
             mixed = sorted([*draw_workload(small), *draw_workload(large)], key=lambda arrival: arrival.at)
-            jobs = drawn_jobs(lab, mixed, lab.scale.serve_steps)
+            jobs = drawn_jobs(lab, mixed)
             for job in jobs[::3]:
                 job.work = replace(job.work, num_steps=2 * job.work.num_steps)
             simulate(ClusterShape(NUM_WORKERS, policy=policy), service, jobs)
@@ -105,18 +102,3 @@ def real_table(real: dict[Batching, Run]) -> Table:
         rows.append(row(NAME, name, len(run.served), *figures, *mean_shares(run), key=("real", name)))
     columns = ("batching", "edits", "mean s", "median s", "P95 s", *SHARES)
     return Table("Batching, real clusters: seconds, and what they went into in the mean", columns, rows)
-
-
-def sweep_table(title: str, about: str, found: Found) -> Table:
-    rates = list(dict.fromkeys(rate for _, rate in found))
-    names = dict.fromkeys(name for name, _ in found)
-    rows = [row(NAME, name, *(f"{found[name, rate].p95:.2f}" for rate in rates), key=(about, name)) for name in names]
-    return Table(title, (about, *(f"{rate:.2f}/s" for rate in rates)), rows)
-
-
-def chart(title: str, found: Found) -> Chart:
-    names = dict.fromkeys(name for name, _ in found)
-    series = [Series(name, [(rate, one.p95) for (own, rate), one in found.items() if own == name]) for name in names]
-    rates = [round(rate, 2) for _, rate in found]
-    seconds = [one.p95 for one in found.values()]
-    return Chart(title, at_values("edits a second", rates), decades("P95, seconds", seconds), series)

@@ -6,7 +6,6 @@ from instgenie.bench.plots import Chart, Series
 from instgenie.bench.reproduce.axes import at_values, linear
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, ms, row, times
-from instgenie.bench.reproduce.serving import Run
 from instgenie.bench.reproduce.traffic import SHARES, mean_shares, served
 from instgenie.config import Batching
 from instgenie.network import Demand
@@ -25,7 +24,7 @@ SLOWER = 4.0  # loading from a place that is so much slower than memory
 
 
 def run(lab: Lab) -> Section:
-    waiting = [wait_row(name, served(lab, name)) for name in BATCHINGS]
+    waiting = [row(NAME, name, *mean_shares(served(lab, name))) for name in BATCHINGS]
     steps = plan_steps(lab)
     ratio = lab.scale.mask_ratios[0]
     gain = steps["naive", ratio] / steps["exact", ratio]
@@ -46,10 +45,6 @@ def run(lab: Lab) -> Section:
         charts=[chart(steps, lab)],
         findings=[f"At mask ratio {ratio:g} the exact plan is {times(gain)} as fast as loading and computing in turn."],
     )  # fmt: skip
-
-
-def wait_row(name: str, run: Run) -> Row:
-    return row(NAME, name, *mean_shares(run))
 
 
 def plan_steps(lab: Lab) -> dict[tuple[str, float], float]:

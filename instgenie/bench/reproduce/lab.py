@@ -16,8 +16,7 @@ from instgenie.models.model import Model
 from instgenie.network import NetworkShape
 from instgenie.pricing import JobShape
 from instgenie.quality import with_quality
-from instgenie.simulate.service import Chores, Planned
-from instgenie.types import Edit, PlanPolicy
+from instgenie.types import Edit
 
 MIDDLE = (0.5, 0.5)
 
@@ -160,13 +159,3 @@ class Lab:
         """Of jobs like this one."""
         branches = self.job.branches
         return JobShape(self.network, len(branches[0].text), len(branches), self.model.dtype.itemsize)
-
-    def service(self, latency: Latency, chores: Chores, policy: PlanPolicy = "exact", in_gpu: bool = False) -> Planned:
-        """What the simulator takes for the parts of an edit on a worker."""
-        return Planned(
-            latency=latency,
-            shape=self.shape,
-            chores=chores,
-            policy=policy,
-            in_gpu=in_gpu,
-        )

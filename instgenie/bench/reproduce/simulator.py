@@ -85,24 +85,20 @@ def check(lab: Lab, num_workers: int) -> tuple[list[Row], list[float]]:
 
 def sweep(lab: Lab) -> list[Point]:
     service = service_of(lab, served(lab))
-    most = capacity(lab, service, lab.scale.serve_steps)
-    cases = [
-        (lab, service, most, num_workers, policy, load)
+    most = capacity(lab, service)
+    return [
+        simulate_one(lab, service, most, num_workers, policy, load)
         for num_workers in lab.scale.workers
         for load in lab.scale.loads
         for policy in POLICIES
     ]
-    points = []
-    for case in cases:
-        lab.tell(f"simulating {case[3]:,} workers, {case[4]}, load {case[5]:g}")
-        points.append(simulate_one(*case))
-    return points
 
 
 def simulate_one(lab: Lab, service: Planned, most: float, num_workers: int, policy: Policy, load: float) -> Point:
+    lab.tell(f"simulating {num_workers:,} workers, {policy}, load {load:g}")
     num_edits = max(lab.scale.min_edits, lab.scale.edits_per_worker * num_workers)
     rate = load * most * num_workers
-    jobs = drawn_jobs(lab, draw_workload(Recipe(num_edits, rate, mask_ratios=MASKS)), lab.scale.serve_steps)
+    jobs = drawn_jobs(lab, draw_workload(Recipe(num_edits, rate, mask_ratios=MASKS)))
     start = time.perf_counter()
     simulate(ClusterShape(num_workers, policy=policy), service, jobs)
     seconds = time.perf_counter() - start

@@ -15,7 +15,7 @@ from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_session
 from instgenie.bench.workload import Arrival, Recipe, draw_workload
 from instgenie.config import Batching, CacheConfig, ClusterConfig
-from instgenie.latency import Latency, StepSample, fit, fit_latency
+from instgenie.latency import Latency, StepSample, fit_latency
 from instgenie.quality import DEFAULT, SETTINGS
 from instgenie.simulate.cluster import make_job
 from instgenie.simulate.service import Chores, Planned
@@ -23,6 +23,7 @@ from instgenie.simulate.worker import Job
 
 MAX_QUEUE = 10_000
 MIN_EDITS = 4
+MAX_BATCH_SIZE = 8
 MASKS = "production"
 SHARES = ("waiting", "preparing", "steps", "finishing")  # of the time of an edit
 
@@ -62,7 +63,8 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
     one machine can do less than as many times what one can, get a share of what they can do."""
     name = f"{batching} {'reuse' if reuse else 'dense'} {num_workers}"
     if name not in lab.runs:
-        rate = served(lab).rate if num_workers == 1 and name != "continuous reuse 1" else 0.0
+        is_ours = batching == "continuous" and reuse
+        rate = None if is_ours or num_workers > 1 else served(lab).rate
         config = ClusterConfig(
             model=lab.name,
             devices=(lab.device,) * num_workers,
@@ -76,12 +78,12 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
     return lab.runs[name]
 
 
-async def send(lab: Lab, session: Session, rate: float) -> Run:
-    """A rate of 0 stands for the load that clusters are compared at, which a burst tells. Those that are simulated too
+async def send(lab: Lab, session: Session, rate: float | None) -> Run:
+    """Where there is no rate, a burst tells the one that clusters are compared at. Those that are simulated too
     practise, and all where passes are captured."""
     config, num_workers = session.cluster.config, len(session.cluster.workers)
     await session.register(draw_workload(recipe(lab, 10 * lab.scale.num_templates, 1.0, seed=0)))
-    if not rate:
+    if rate is None:
         at_once = draw_workload(recipe(lab, num_workers * lab.scale.num_burst, float("inf"), seed=3))
         if lab.scale.all_practise:
             await session.run(at_once)
@@ -121,16 +123,23 @@ def sample(lab: Lab, step: Step) -> StepSample:
 
 def chores_of(run: Run) -> Chores:
     facts = [one.facts for one in run.practice]
-    masked = [one.num_masked_tokens for one in facts]
-    (finish, finish_token), _ = fit(
-        [[1] * len(facts), masked], [one.finish_seconds - one.finish_thread_seconds for one in facts]
-    )
+    decoding = [one.finish_seconds - one.finish_thread_seconds for one in facts]
+    decode, decode_token = fit_line([one.num_masked_tokens for one in facts], decoding)
     return Chores(
         prepare=statistics.fmean(one.prepare_seconds for one in facts),
-        finish=finish,
-        finish_token=finish_token,
+        decode=decode,
+        decode_token=decode_token,
         finish_thread=statistics.fmean(one.finish_thread_seconds for one in facts),
     )
+
+
+def fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """Start and slope of the line through the means that is nearest to all points; none of them negative."""
+    x, y = statistics.fmean(xs), statistics.fmean(ys)
+    spread = sum((one - x) ** 2 for one in xs)
+    slope = sum((one - x) * (other - y) for one, other in zip(xs, ys, strict=True)) / spread if spread else 0.0
+    slope = min(max(slope, 0.0), y / x)
+    return y - slope * x, slope
 
 
 def mean_shares(run: Run) -> list[str]:
@@ -147,7 +156,7 @@ def mean_shares(run: Run) -> list[str]:
 
 def service_of(lab: Lab, run: Run) -> Planned:
     """Everything that has activations is cached and at hand, as on the cluster that was run."""
-    return lab.service(fitted(lab, run), chores_of(run), policy="cached", in_gpu=True)
+    return Planned(fitted(lab, run), lab.shape, chores_of(run), policy="cached", in_gpu=True)
 
 
 # the same edits, simulated
@@ -173,29 +182,27 @@ def jobs_of(lab: Lab, answers: Sequence[Served]) -> list[Job]:
     ]
 
 
-def drawn_jobs(lab: Lab, workload: Sequence[Arrival], num_steps: int) -> list[Job]:
-    num_dense = SETTINGS[DEFAULT].dense_steps(num_steps)
+def drawn_jobs(lab: Lab, workload: Sequence[Arrival]) -> list[Job]:
     return [
         make_job(
             index=index,
             at=arrival.at,
-            num_steps=num_steps,
+            num_steps=lab.scale.serve_steps,
             num_tokens=lab.num_tokens,
             num_masked=max(round(arrival.mask_ratio * lab.num_tokens), 1),
             template=str(arrival.template),
-            num_dense_steps=num_dense,
+            num_dense_steps=dense_steps(lab),
         )
         for index, arrival in enumerate(workload)
     ]
 
 
-def capacity(lab: Lab, service: Planned, num_steps: int, max_batch_size: int = 8) -> float:
+def capacity(lab: Lab, service: Planned) -> float:
     """Edits a second of a worker that always has a full batch of average masks, and of who prepares and finishes them
     one by one."""
     mean = statistics.fmean(one.mask_ratio for one in draw_workload(recipe(lab, 2000, 1.0, seed=0)))
-    masked = round(max_batch_size * mean * lab.num_tokens)
-    num_dense = SETTINGS[DEFAULT].dense_steps(num_steps)
-    cached = service.step(((lab.num_tokens, max_batch_size, masked, 0),))
-    dense = service.step(((lab.num_tokens, 0, 0, max_batch_size),))
-    steps = ((num_steps - num_dense) * cached + num_dense * dense) / max_batch_size
-    return 1 / max(steps, service.chores.prepare, service.chores.period(round(mean * lab.num_tokens)))
+    masked, num_dense = round(mean * lab.num_tokens), dense_steps(lab)
+    cached = service.step(((lab.num_tokens, MAX_BATCH_SIZE, MAX_BATCH_SIZE * masked, 0),))
+    dense = service.step(((lab.num_tokens, 0, 0, MAX_BATCH_SIZE),))
+    steps = ((lab.scale.serve_steps - num_dense) * cached + num_dense * dense) / MAX_BATCH_SIZE
+    return 1 / max(steps, service.chores.prepare, service.chores.period(masked))
