@@ -35,6 +35,7 @@ def make_vae(**config: object) -> AutoencoderKL:
 def test_as_diffusers_does(device: str, config: dict[str, object]) -> None:
     if device == "cuda":
         torch.backends.cudnn.conv.fp32_precision = "ieee"  # no TF32: its rounding looks like a mistake
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
     vae = make_vae(**config).to(device)
     assert is_known(vae)
     pictures = torch.randn(2, 3, 48, 64, device=device)
