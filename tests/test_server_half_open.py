@@ -93,7 +93,7 @@ def test_clients_that_fall_silent(brief: Running) -> None:
                 assert answer == b"" if name in HEADLESS else answer.startswith(b"HTTP/1.1 408 "), (name, answer)
             check_nothing_stays(brief, num_before)
         threads.append(num_threads(brief))
-    assert threads[0] == threads[1]
+    assert threads[1] < threads[0] + NUM_EACH  # a pool may grow by a thread; one left behind for each would be more
 
 
 def whole(steps: int, *, stream: bool) -> bytes:
