@@ -23,7 +23,7 @@ from instgenie.simulate.worker import Job
 
 MAX_QUEUE = 10_000
 MIN_EDITS = 4
-MAX_BATCH_SIZE = 8
+MAX_BATCH_SIZE = ClusterConfig.max_batch_size
 MASKS = "production"
 SHARES = ("waiting", "preparing", "steps", "finishing")  # of the time of an edit
 
