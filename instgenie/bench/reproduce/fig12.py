@@ -14,7 +14,6 @@ from instgenie.bench.reproduce.traffic import (
     MAX_BATCH_SIZE,
     Latencies,
     capacity,
-    chores_of,
     drawn_jobs,
     recipe,
     served,
@@ -35,15 +34,15 @@ System = tuple[ClusterShape, Service]
 
 def run(lab: Lab) -> Section:
     ours, static = served(lab), served(lab, batching="static", reuse=False)
-    systems = make_systems(lab, ours)
-    most = capacity(lab, service_of(lab, ours))
+    service = service_of(lab, ours)
+    systems, most = make_systems(lab, service), capacity(lab, service)
     found: Found = {}
-    for name, (shape, service) in systems.items():
+    for name, (shape, own) in systems.items():
         for load in LOADS:
             lab.tell(f"simulating {name} at {load:.0%}")
             workload = draw_workload(recipe(lab, NUM_EDITS, load * most, seed=3))
             jobs = drawn_jobs(lab, workload)
-            simulate(shape, service, jobs)
+            simulate(shape, own, jobs)
             found[name, load * most] = Latencies.of([job.latency for job in jobs])
     real = {OURS: ours, STATIC: static}
     gain = Latencies.of_run(static).p95 / Latencies.of_run(ours).p95
@@ -62,8 +61,7 @@ def run(lab: Lab) -> Section:
     )
 
 
-def make_systems(lab: Lab, ours: Run) -> dict[str, System]:
-    service, chores = service_of(lab, ours), chores_of(ours)
+def make_systems(lab: Lab, service: Service) -> dict[str, System]:
     static = ClusterShape(1, MAX_BATCH_SIZE, batching="static", reuse=False)
     systems: dict[str, System] = {
         OURS: (ClusterShape(1, MAX_BATCH_SIZE), service),
@@ -71,7 +69,7 @@ def make_systems(lab: Lab, ours: Run) -> dict[str, System]:
         FISEDIT: (ClusterShape(1, 1, batching="static"), service),
     }
     for name, seconds in measure_steps(lab).items():
-        systems[name] = static, Measured(seconds, chores)
+        systems[name] = static, Measured(seconds, service.chores)
     return systems
 
 

@@ -21,6 +21,7 @@ from instgenie.bench.workload import draw_workload
 from instgenie.config import Batching
 from instgenie.router import Policy
 from instgenie.simulate.cluster import ClusterShape, simulate
+from instgenie.simulate.service import Service
 
 NAME = "fig16"
 REAL: tuple[Batching, ...] = ("continuous", "static", "naive")
@@ -33,7 +34,8 @@ NUM_WORKERS = 8
 
 def run(lab: Lab) -> Section:
     real = {batching: served(lab, batching) for batching in REAL}
-    batching, policies = sweep_batching(lab), sweep_policies(lab)
+    service = service_of(lab, real["continuous"])
+    batching, policies = sweep_batching(lab, service), sweep_policies(lab, service)
     ours = Latencies.of_run(real["continuous"]).p95
     gains = {name: 1 - ours / Latencies.of_run(run).p95 for name, run in real.items() if name != "continuous"}
     return Section(
@@ -61,8 +63,7 @@ def run(lab: Lab) -> Section:
     )
 
 
-def sweep_batching(lab: Lab) -> Found:
-    service = service_of(lab, served(lab))
+def sweep_batching(lab: Lab, service: Service) -> Found:
     most = capacity(lab, service)
     found: Found = {}
     for load in LOADS:
@@ -75,8 +76,7 @@ def sweep_batching(lab: Lab) -> Found:
     return found
 
 
-def sweep_policies(lab: Lab) -> Found:
-    service = service_of(lab, served(lab))
+def sweep_policies(lab: Lab, service: Service) -> Found:
     most = capacity(lab, service)
     found: Found = {}
     for load in LOADS:

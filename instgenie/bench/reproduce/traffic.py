@@ -18,7 +18,7 @@ from instgenie.config import Batching, CacheConfig, ClusterConfig
 from instgenie.latency import Latency, StepSample, fit_latency
 from instgenie.quality import DEFAULT, SETTINGS
 from instgenie.simulate.cluster import make_job
-from instgenie.simulate.service import Chores, Planned
+from instgenie.simulate.service import Chores, Planned, Service
 from instgenie.simulate.worker import Job
 
 MAX_QUEUE = 10_000
@@ -197,7 +197,7 @@ def drawn_jobs(lab: Lab, workload: Sequence[Arrival]) -> list[Job]:
     ]
 
 
-def capacity(lab: Lab, service: Planned) -> float:
+def capacity(lab: Lab, service: Service) -> float:
     """Edits a second of a worker that always has a full batch of average masks, and of who prepares and finishes them
     one by one."""
     mean = statistics.fmean(one.mask_ratio for one in draw_workload(recipe(lab, 2000, 1.0, seed=0)))
