@@ -55,7 +55,7 @@ class Level:
     """Where the masked and the unmasked tokens of one level of a UNet are."""
 
     num_all: int
-    inside: Tensor  # [masked tokens]; where the list is padded, one of them stands in it several times
+    inside: Tensor  # [masked tokens]
     outside: Tensor  # [unmasked tokens]
 
 
@@ -182,16 +182,14 @@ class Job:
         return branch.rotary[len(branch.text) :]
 
     @cached_property
-    def levels(self) -> dict[tuple[int, int | None], Level]:
+    def levels(self) -> dict[int, Level]:
         return {}
 
-    def level(self, num_tokens: int, count: int | None = None) -> Level:
-        """The level that has so many tokens, its list padded to a count where one is given; found once."""
-        if (num_tokens, count) not in self.levels:
-            found = pool(self.computed, self.grid, num_tokens) if count is None else self.level(num_tokens)
-            level = found if count is None else replace(found, inside=pad(found.inside, count))
-            self.levels[num_tokens, count] = level
-        return self.levels[num_tokens, count]
+    def level(self, num_tokens: int) -> Level:
+        """The level that has so many tokens; found once."""
+        if num_tokens not in self.levels:
+            self.levels[num_tokens] = pool(self.computed, self.grid, num_tokens)
+        return self.levels[num_tokens]
 
     @property
     def in_dense_steps(self) -> bool:

@@ -4,13 +4,13 @@ A model describes its network once, as plain numbers, so that whoever asks what 
 the model. All tokens of a job flow through a dense block, the masked ones through a cached block; keys are of all.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from instgenie.types import NUM_PARTS, Kind
 
 NUM_BUCKETS = 32  # lists of masked tokens are padded to so many parts of all tokens, or fewer
-SHARES = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # of those, the ones that batches are padded to where that is one for all jobs
+SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # of those, the ones that the lists of a batch are padded to together
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class NetworkShape:
     units: tuple[int, ...]  # numbers of blocks in the runs in which dropped tokens stay dropped
     per_token: int  # FLOPs outside the blocks for each image token of each branch, masked or not
     per_branch: int
-    pads: bool = False  # whether the lists of masked tokens of all jobs are padded to one share; see `common_share`
+    pads: bool = False  # whether the lists of masked tokens of all jobs are padded together; see `common_share`
     apart: bool = False  # whether jobs that compute every token pass through it apart from those that read activations
 
 
@@ -64,9 +64,8 @@ def count_passes(network: NetworkShape, demands: Sequence[Demand]) -> int:
 
 
 def common_share(counts: Iterable[tuple[int, int]]) -> int | None:
-    """The share to which the lists of a batch are padded at every level, given as counts among all tokens: one of a
-    few, so that few shapes serve all batches. None where there is no list, or an empty one, which has no token to pad
-    it with."""
+    """The share to which the lists of a batch are padded at every level, given as counts of masked tokens among all of
+    the batch: one of a few, so that few shapes serve all batches. None where there is no token to pad with."""
     pairs = list(counts)
     if not pairs or not all(count for count, _ in pairs):
         return None
@@ -79,16 +78,23 @@ def padded_count(share: int, num_all: int) -> int:
 
 
 def pad_demands(demands: Sequence[Demand]) -> list[Demand]:
-    """As they flow through a network that pads."""
+    """As they flow through a network that pads: what their lists are filled up with is dealt out by their lengths."""
     reading = [demand for demand in demands if demand.kind]
-    share = common_share((num, one.num_tokens // side**2) for one in reading for side, num in one.num_masked.items())
+    sides = reading[0].num_masked if reading else ()
+    counts = {side: sum(one.num_branches * one.num_masked[side] for one in reading) for side in sides}
+    alls = {side: sum(one.num_branches * (one.num_tokens // side**2) for one in reading) for side in sides}
+    share = common_share((counts[side], alls[side]) for side in sides)
     if share is None:
         return list(demands)
-    return [pad_demand(demand, share) if demand.kind else demand for demand in demands]
+    longer = {side: padded_count(share, alls[side]) / counts[side] for side in sides}
+    return [pad_demand(demand, longer) if demand.kind else demand for demand in demands]
 
 
-def pad_demand(demand: Demand, share: int) -> Demand:
-    counts = {side: padded_count(share, demand.num_tokens // side**2) for side in demand.num_masked}
+def pad_demand(demand: Demand, longer: Mapping[int, float]) -> Demand:
+    """Lists so many times as long, at every level."""
+    counts = {
+        side: min(round(num * longer[side]), demand.num_tokens // side**2) for side, num in demand.num_masked.items()
+    }
     return replace(demand, num_masked=counts, loads_all=True)
 
 

@@ -182,7 +182,7 @@ def test_padding() -> None:
     assert [bucket(count, 10) for count in (1, 9, 10)] == [1, 9, 10]
     assert pad(torch.tensor([3, 5]), 4).tolist() == [3, 5, 5, 5]
     assert common_share([(200, 1024), (250, 1024), (60, 256)]) == 8
-    assert common_share([(200, 1024), (250, 1024), (70, 256)]) == 12
+    assert common_share([(200, 1024), (250, 1024), (70, 256)]) == 10
     assert [common_share([(count, 10)]) for count in (1, 9, 10)] == [4, 32, 32]
     assert [padded_count(share, 1024) for share in (2, 12, 32)] == [64, 384, 1024]
     assert common_share([(0, 1024), (900, 1024)]) is None

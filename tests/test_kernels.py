@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from instgenie.kernels import modulate, packed, switch
+from instgenie.kernels.add import add_bias_fused, add_bias_reference
 from instgenie.kernels.addresses import Address, Addresses
 from instgenie.kernels.copy import can_copy_rows, copy_rows_fused, copy_rows_reference
 from instgenie.kernels.fill import fill_rows_fused, fill_rows_reference
@@ -193,6 +194,16 @@ def test_group_norm(device: str, dtype: torch.dtype, num_channels: int, num_grou
         wide_column = column if column is None else column.double()
         close(found, group_norm_reference(x.double(), wide_norm, wide_column, activates, chosen))
         assert chosen is not None or found.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("num_channels", "grid"), [(32, (3, 5)), (96, (16, 8)), (320, (9, 7))])
+def test_two_pictures_and_a_bias(device: str, dtype: torch.dtype, num_channels: int, grid: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 2, num_channels, *grid, device=device, dtype=dtype)
+    bias = torch.randn(num_channels, device=device, dtype=dtype)
+    found = add_bias_fused(x, y.contiguous(memory_format=torch.channels_last), bias)
+    close(found, add_bias_reference(*wide(x, y, bias)))
+    assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 @torch.no_grad()

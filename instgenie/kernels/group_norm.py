@@ -85,19 +85,19 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     inside = channel < num_channels
     x += picture * num_tokens * num_channels
     pivot = tl.load(x + channel, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros((block_channels,), tl.float32)
-    squares = tl.zeros((block_channels,), tl.float32)
+    total = tl.zeros((block_tokens, block_channels), tl.float32)
+    squares = tl.zeros((block_tokens, block_channels), tl.float32)
     end = tl.minimum((at + 1) * piece, num_tokens)
     for start in range(0, piece, block_tokens):
         token = at * piece + start + tl.arange(0, block_tokens)
         here = (token < end)[:, None] & inside[None, :]
         value = tl.load(x + token.to(tl.int64)[:, None] * num_channels + channel[None, :], mask=here, other=0.0)
         distance = tl.where(here, value.to(tl.float32) - pivot[None, :], 0.0)
-        total += tl.sum(distance, axis=0)
-        squares += tl.sum(distance * distance, axis=0)
+        total += distance
+        squares += distance * distance
     sums += (picture * tl.num_programs(0) + at) * 2 * num_channels
-    tl.store(sums + channel, total, mask=inside)
-    tl.store(sums + num_channels + channel, squares, mask=inside)
+    tl.store(sums + channel, tl.sum(total, axis=0), mask=inside)
+    tl.store(sums + num_channels + channel, tl.sum(squares, axis=0), mask=inside)
 
 
 @triton.jit()

@@ -1,24 +1,50 @@
-"""diffusers' convolutional residual block, its norms fused with what stands around them."""
+"""diffusers' convolutional residual block, its norms and biases fused with what stands around them."""
 
+import torch.nn.functional as F
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
+from instgenie.kernels.add import add_bias
 from instgenie.kernels.group_norm import group_norm
+from instgenie.kernels.switch import runs_fused
 
 
 def convolve(resnet: ResnetBlock2D, x: Tensor, active: Tensor | None = None) -> Tensor:
-    """A plain block. Active [pictures, width] is the embedded time, where there is one, as linear layers read it."""
+    """A plain block. Active [pictures, width] is the embedded time, where there is one, as linear layers read it.
+
+    torch adds the bias of a convolution behind it, in a launch that reads and writes the whole picture. Where kernels
+    run, the norm adds that of the first one with the time, and the sum at the end that of the second.
+    """
     column = None if resnet.time_emb_proj is None else resnet.time_emb_proj(active)
-    inner = resnet.conv1(group_norm(x, resnet.norm1, activates=True))
-    inner = resnet.conv2(group_norm(inner, resnet.norm2, column, activates=True))
-    out: Tensor = (x if resnet.conv_shortcut is None else resnet.conv_shortcut(x)) + inner
-    return out
+    first, second, shortcut = resnet.conv1, resnet.conv2, resnet.conv_shortcut
+    if not runs_fused(x):
+        inner = first(group_norm(x, resnet.norm1, activates=True))
+        inner = second(group_norm(inner, resnet.norm2, column, activates=True))
+        out: Tensor = inner + (x if shortcut is None else shortcut(x))
+        return out
+    column = first.bias.expand(len(x), -1) if column is None else column + first.bias
+    inner = without_bias(first, group_norm(x, resnet.norm1, activates=True))
+    inner = without_bias(second, group_norm(inner, resnet.norm2, column, activates=True))
+    return add_bias(x if shortcut is None else as_product(shortcut, x), inner, second.bias)
+
+
+def as_product(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """A convolution of one by one, with its bias in the same launch."""
+    tokens = x.permute(0, 2, 3, 1)
+    out: Tensor = F.linear(tokens.flatten(0, 2), conv.weight.flatten(1), conv.bias).unflatten(0, tokens.shape[:3])
+    return out.permute(0, 3, 1, 2)
+
+
+def without_bias(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
 def is_plain(resnet: nn.Module) -> bool:
-    """As in every Stable Diffusion and in its autoencoders; diffusers knows others."""
+    """As in every Stable Diffusion and in its autoencoders; diffusers knows others, and adapters wrap convolutions."""
     return (
         isinstance(resnet, ResnetBlock2D)
+        and type(resnet.conv1) is type(resnet.conv2) is nn.Conv2d
+        and type(resnet.conv_shortcut) in (nn.Conv2d, type(None))
         and (resnet.time_emb_proj is None or resnet.time_embedding_norm == "default")
         and isinstance(resnet.nonlinearity, nn.SiLU)
         and resnet.upsample is resnet.downsample is None

@@ -11,7 +11,7 @@ registration.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, compress
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +25,7 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 
 from instgenie.activations import Kind
-from instgenie.batch import Branch, Job, JobRows, Level, Rows
+from instgenie.batch import Branch, Job, JobRows, Rows
 from instgenie.kernels.fill import fill_rows
 from instgenie.kernels.geglu import geglu
 from instgenie.kernels.group_norm import group_norm
@@ -33,10 +33,10 @@ from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
 from instgenie.models.products import products
 from instgenie.models.resnet import convolve as convolve_plain
 from instgenie.models.resnet import is_plain
-from instgenie.network import BlockShape, NetworkShape, common_share, padded_count
+from instgenie.models.unet_flow import Flow, FlowKey, attend, key_bounds, lay_out_all
+from instgenie.network import BlockShape, NetworkShape
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
-FlowKey: TypeAlias = tuple[int, tuple[bool, ...]]  # tokens of a whole picture; of each branch, whether it is cached
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,6 @@ class Watch:
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
-    """Which tokens of one level flow: of each branch all, or the masked alone. Branches lie one after the other."""
-
-    num_flowing: tuple[int, ...]  # of each branch
-    num_all: int  # tokens of a whole picture at this level
-    cached: tuple[bool, ...]  # of each branch: whether its masked tokens flow alone
-    index: Tensor | None  # [flowing tokens], where they are among the tokens of all branches; None where all flow
-    origin: Tensor | None  # [branches, all tokens], which of the flowing tokens each is; -1: it does not flow
-
-    @property
-    def num_branches(self) -> int:
-        return len(self.cached)
-
-
-@dataclass(frozen=True, eq=False)
 class Group:
     """One step of jobs of one size; every branch is a picture of its own."""
 
@@ -88,6 +73,7 @@ class Group:
     sizes: Tensor  # [branches, 6], original height and width, crop from top and left, target height and width
     crossed: tuple[Tensor, ...]  # of each block, K and V of the text [2, branches, text tokens, width]
     flows: Mapping[FlowKey, Flow]
+    key_bounds: Mapping[int, Tensor]  # by the number of keys of a branch [branches + 1]
     rows: Rows  # of the branches' activations
 
     def flow(self, block: int, num_all: int) -> Flow:
@@ -96,7 +82,7 @@ class Group:
     @property
     def signature(self) -> Hashable:
         """Groups of one signature differ in nothing but the values of their columns and rows."""
-        counts = tuple((key, flow.num_flowing) for key, flow in self.flows.items())
+        counts = tuple((key, flow.num_flowing, flow.is_even) for key, flow in self.flows.items())
         return self.sample.shape, self.crossed[0].shape, self.kinds, self.cached, counts
 
     @property
@@ -104,20 +90,21 @@ class Group:
         """All that one pass reads, but for rows."""
         found = {name: getattr(self, name) for name in ("sample", "timestep", "pooled", "sizes")}
         found |= {f"crossed {block}": keys for block, keys in enumerate(self.crossed)}
+        found |= {f"bounds of {num_keys}": bounds for num_keys, bounds in self.key_bounds.items()}
         for number, flow in enumerate(self.flows.values()):
-            if flow.index is not None and flow.origin is not None:
-                found |= {f"index {number}": flow.index, f"origin {number}": flow.origin}
+            found |= {f"{name} {number}": column for name, column in flow.columns.items()}
         return found
 
     def over(self, columns: Mapping[str, Tensor], rows: Rows) -> "Group":
         """The same pass over other tensors."""
         flows = {
-            key: replace(flow, index=columns.get(f"index {number}"), origin=columns.get(f"origin {number}"))
+            key: flow.over({name: columns[f"{name} {number}"] for name in flow.columns})
             for number, (key, flow) in enumerate(self.flows.items())
         }
+        bounds = {num_keys: columns[f"bounds of {num_keys}"] for num_keys in self.key_bounds}
         crossed = tuple(columns[f"crossed {block}"] for block in range(len(self.crossed)))
         own: dict[str, Any] = {name: columns[name] for name in ("sample", "timestep", "pooled", "sizes")}
-        return replace(self, jobs=(), crossed=crossed, flows=flows, rows=rows, **own)
+        return replace(self, jobs=(), crossed=crossed, flows=flows, key_bounds=bounds, rows=rows, **own)
 
     @property
     def readers(self) -> list[tuple[Job, int]]:
@@ -148,8 +135,8 @@ def group_jobs(
     pixels_per_latent: int,
     pads: bool = False,
 ) -> Group:
-    """Jobs of one size. Where it pads, lists of masked tokens are as long as those of many other masks: one of the
-    tokens stands in them several times."""
+    """Jobs of one size. Where it pads, as many masked tokens flow as of many other masks: one of them flows several
+    times."""
     members = [(job, branch) for job in jobs for branch in range(len(job.branches))]
     branches = tuple(job.branches[branch] for job, branch in members)
     device, dtype = branches[0].text.device, branches[0].text.dtype
@@ -157,6 +144,8 @@ def group_jobs(
     num_blocks = sum(place.num_blocks for place in places.values())
     plans = [job.present_plan or (False,) * num_blocks for job, _ in members]
     cached = tuple(zip(*plans, strict=True))
+    flows = lay_out_all([job for job, _ in members], flow_keys(places, cached, len(jobs[0].masked)), pads)
+    nums_keys = {len(branches[0].text), *(num_all for num_all, _ in flows)}
     return Group(
         jobs=tuple(jobs),
         kinds=tuple(
@@ -171,7 +160,8 @@ def group_jobs(
         pooled=torch.stack([branch.pooled for branch in branches]),
         sizes=size_numbers(height, width, device, dtype).expand(len(members), 6),
         crossed=cross(branches),
-        flows=lay_out_all([job for job, _ in members], places, cached, pads),
+        flows=flows,
+        key_bounds={num: key_bounds(len(members), num, device) for num in nums_keys},
         rows=JobRows(tuple(members)),
     )
 
@@ -193,44 +183,15 @@ def cross(unet: UNet2DConditionModel, branches: tuple[Branch, ...]) -> tuple[Ten
     return tuple(torch.stack([attn.to_k(text), attn.to_v(text)]) for attn in attentions)
 
 
-def lay_out_all(
-    members: Sequence[Job], places: Places, cached: tuple[tuple[bool, ...], ...], pads: bool
-) -> dict[FlowKey, Flow]:
-    """The flows of all blocks."""
-    num_tokens = len(members[0].masked)
-    narrows = [any(own) for own in zip(*cached, strict=True)]  # of each member, whether it is cached anywhere
-    sizes = dict.fromkeys(num_tokens // place.side**2 for place in places.values())
-    reading = list(compress(members, narrows)) if pads else []
-    share = common_share((len(job.level(num_all).inside), num_all) for job in reading for num_all in sizes)
-    flows = {}
-    for num_all in sizes:
-        count = padded_count(share, num_all) if share else None
-        levels = [job.level(num_all, count if narrow else None) for job, narrow in zip(members, narrows, strict=True)]
-        blocks = [
-            block
+def flow_keys(places: Places, cached: tuple[tuple[bool, ...], ...], num_tokens: int) -> list[FlowKey]:
+    """The flows of all blocks, each once."""
+    return list(
+        dict.fromkeys(
+            (num_tokens // place.side**2, cached[block])
             for place in places.values()
             for block in range(place.block, place.block + place.num_blocks)
-            if num_tokens // place.side**2 == num_all
-        ]
-        for narrow in dict.fromkeys(cached[block] for block in blocks):
-            flows[num_all, narrow] = lay_out(tuple(levels), narrow)
-    return flows
-
-
-@lru_cache(maxsize=32)  # jobs that stay together keep their flows from step to step
-def lay_out(levels: tuple[Level, ...], cached: tuple[bool, ...]) -> Flow:
-    num_all = levels[0].num_all
-    counts = tuple(len(level.inside) if narrow else num_all for level, narrow in zip(levels, cached, strict=True))
-    if not any(cached):
-        return Flow(counts, num_all, cached, None, None)
-    every = torch.arange(num_all, device=levels[0].inside.device)
-    chosen = [level.inside if narrow else every for level, narrow in zip(levels, cached, strict=True)]
-    index = torch.cat([tokens + branch * num_all for branch, tokens in enumerate(chosen)])
-    flowing = torch.arange(len(index), device=index.device)
-    none = torch.full((len(levels) * num_all,), len(index), device=index.device)
-    first = none.scatter_reduce(0, index, flowing, "amin")  # of a token that stands several times in a list
-    origin = torch.where(first == len(index), -1, first).view(len(levels), num_all)
-    return Flow(counts, num_all, cached, index, origin)
+        )
+    )
 
 
 def predict(unet: UNet2DConditionModel, places: Places, group: Group, watch: Watch | None = None) -> Tensor:
@@ -383,10 +344,10 @@ def transformer_block(
     """[flowing tokens, width]; the number counts as plans do, the index as activations."""
     inner = layer_norm(tokens, block.norm1)
     k, v = find_keys(block, tokens, inner, group, flow, index)
-    attended = attend(block.attn1, inner, k, v, flow.num_flowing)
+    attended = attend_heads(block.attn1, inner, k, v, group, flow)
     tokens, inner = add_layer_norm(tokens, attended, block.norm2)
     k, v = group.crossed[number]
-    attended = attend(block.attn2, inner, k, v, flow.num_flowing)
+    attended = attend_heads(block.attn2, inner, k, v, group, flow)
     tokens, inner = add_layer_norm(tokens, attended, block.norm3)
     return tokens + feed_forward(block.ff, inner)
 
@@ -399,21 +360,11 @@ def feed_forward(ff: FeedForward, inner: Tensor) -> Tensor:
     return fed
 
 
-def attend(attn: Attention, inner: Tensor, k: Tensor, v: Tensor, num_flowing: Sequence[int]) -> Tensor:
+def attend_heads(attn: Attention, inner: Tensor, k: Tensor, v: Tensor, group: Group, flow: Flow) -> Tensor:
     """Packed tokens [flowing tokens, width] to each branch's keys and values [branches, keys, width]."""
-    q = attn.to_q(inner)
-    if len(set(num_flowing)) == 1:
-        attended = attend_heads(q.unflatten(0, (len(k), -1)), k, v, attn.heads).flatten(0, 1)
-    else:
-        parts = zip(q.split(list(num_flowing)), k, v, strict=True)
-        attended = torch.cat([attend_heads(q[None], k[None], v[None], attn.heads)[0] for q, k, v in parts])
-    out: Tensor = attn.to_out[0](attended)
+    q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.to_q(inner), k, v))
+    out: Tensor = attn.to_out[0](attend(flow, q, k, v, group.key_bounds[k.shape[1]]).flatten(1))
     return out
-
-
-def attend_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:  # [branches, tokens, width]
-    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def find_keys(
