@@ -278,8 +278,8 @@ def pool(masked: Tensor, grid: tuple[int, int], num_tokens: int) -> Level:
 
 
 def pad(index: Tensor, count: int) -> Tensor:
-    """A list so long; the last token stands in it several times. What is computed of it is equal each time, so nothing
-    but work changes."""
+    """A list so long; the last token stands in it several times. Nobody reads what is computed of it again, or it is
+    equal, so nothing but work changes."""
     return torch.cat([index, index[-1:].expand(count - len(index))])
 
 

@@ -78,22 +78,34 @@ def padded_count(share: int, num_all: int) -> int:
 
 
 def pad_demands(demands: Sequence[Demand]) -> list[Demand]:
-    """As they flow through a network that pads: what their lists are filled up with is dealt out by their lengths."""
-    reading = [demand for demand in demands if demand.kind]
-    sides = reading[0].num_masked if reading else ()
-    counts = {side: sum(one.num_branches * one.num_masked[side] for one in reading) for side in sides}
-    alls = {side: sum(one.num_branches * (one.num_tokens // side**2) for one in reading) for side in sides}
-    share = common_share((counts[side], alls[side]) for side in sides)
+    """As they flow through a network that pads, where jobs of one size pass together. What their lists are filled up
+    with is counted as if it attended, too."""
+    sizes = {demand.num_tokens for demand in demands if demand.kind}
+    filling = {size: find_filling([one for one in demands if one.kind and one.num_tokens == size]) for size in sizes}
+    return [fill_up(demand, filling[demand.num_tokens]) if demand.kind else demand for demand in demands]
+
+
+def find_filling(demands: Sequence[Demand]) -> dict[int, float]:
+    """Of jobs of one size, at every level: how much of what is not masked flows all the same. Empty where nothing is
+    filled up."""
+    num_branches = sum(demand.num_branches for demand in demands)
+    nums_all = {side: num_branches * (demands[0].num_tokens // side**2) for side in demands[0].num_masked}
+    counts = {side: sum(demand.num_branches * demand.num_masked[side] for demand in demands) for side in nums_all}
+    share = common_share((counts[side], num_all) for side, num_all in nums_all.items())
     if share is None:
-        return list(demands)
-    longer = {side: padded_count(share, alls[side]) / counts[side] for side in sides}
-    return [pad_demand(demand, longer) if demand.kind else demand for demand in demands]
+        return {}
+    return {
+        side: (padded_count(share, num_all) - counts[side]) / max(num_all - counts[side], 1)
+        for side, num_all in nums_all.items()
+    }
 
 
-def pad_demand(demand: Demand, longer: Mapping[int, float]) -> Demand:
-    """Lists so many times as long, at every level."""
+def fill_up(demand: Demand, filling: Mapping[int, float]) -> Demand:
+    if not filling:
+        return demand
     counts = {
-        side: min(round(num * longer[side]), demand.num_tokens // side**2) for side, num in demand.num_masked.items()
+        side: num + round(filling[side] * (demand.num_tokens // side**2 - num))
+        for side, num in demand.num_masked.items()
     }
     return replace(demand, num_masked=counts, loads_all=True)
 

@@ -16,7 +16,7 @@ from instgenie.engine.register import register, reuse
 from instgenie.models import flux, unet
 from instgenie.models.dummy import RECIPES, on_meta
 from instgenie.models.model import Model
-from instgenie.network import Demand, load_bytes, step_flops
+from instgenie.network import Demand, common_share, load_bytes, pad_demands, padded_count, step_flops
 from instgenie.planner import Plan
 from instgenie.types import Kind
 
@@ -71,6 +71,24 @@ def test_padded_lists_are_counted_as_they_flow(models: dict[str, Model], family:
         side = round((len(jobs[0].masked) / num_all) ** 0.5)
         assert abs(flow.num_flowing - sum(demand.num_masked[side] for demand in of_branch)) <= len(of_branch) / 2
     assert [demand.num_masked for demand in demands] != [make_demand(job, network).num_masked for job in jobs]
+
+
+def test_lists_of_one_size_are_filled_up_together() -> None:
+    def count(*masked: tuple[int, int]) -> list[int]:
+        demands = [Demand(num_all, {1: num}, num_text=6, num_branches=2, kind="kv") for num, num_all in masked]
+        return [demand.num_masked[1] for demand in pad_demands(demands)]
+
+    assert count((300, 4096)) == [384]
+    assert count((300, 4096), (900, 1024)) == [384, 1024]  # of two sizes
+    for lists in ([4096, 300], [4000, 4000, 200, 200], [4096, 4096]):
+        counts = count(*((num, 4096) for num in lists))
+        assert max(counts) <= 4096
+        share = common_share([(sum(lists), 4096 * len(lists))])
+        assert share is not None
+        assert sum(counts) == pytest.approx(padded_count(share, 4096 * len(lists)), abs=len(lists) / 2)
+    assert count((0, 4096)) == [0]
+    dense = Demand(4096, {1: 300}, num_text=6)
+    assert pad_demands([dense]) == [dense]
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])

@@ -52,3 +52,9 @@ def test_an_adapted_convolution_is_called_as_it_is() -> None:
     block = make_block(32, has_time=False)
     block.conv2 = nn.Sequential(block.conv2, nn.Identity())
     assert not is_plain(block)
+
+
+def test_a_convolution_that_goes_around_the_edge_is_called_as_it_is() -> None:
+    block = make_block(32, has_time=False)
+    block.conv1.padding_mode = "circular"
+    assert not is_plain(block)

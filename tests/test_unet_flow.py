@@ -1,6 +1,7 @@
 """Packed tokens of branches of several lengths attend as each branch does alone, however the lists are padded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +9,13 @@ import torch.nn.functional as F
 from conftest import apart, close, make_edit
 from torch import Tensor
 
+from instgenie.activations import Kind
 from instgenie.batch import Job, Level
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
+from instgenie.models import unet_flow
 from instgenie.models.model import Model
-from instgenie.models.unet_flow import Flow, attend, attend_whole, key_bounds, lay_out, runs_flash
+from instgenie.models.unet_flow import Flow, attend, attend_apart, attend_whole, bounds_of_keys, lay_out, runs_flash
 from instgenie.models.unet_model import UnetModel
 
 NUM_ALL = 64
@@ -56,7 +59,7 @@ def test_branches_attend_as_alone(share: int | None, cached: tuple[bool, ...], n
     whole, k, v = draw(flow, num_keys, 8, torch.float64)
     packed = whole.flatten(0, 1)[flow.index]
     expected = attend_plainly(whole, k, v)[flow.origin >= 0]
-    bounds = key_bounds(flow.num_branches, num_keys, torch.device("cpu"))
+    bounds = bounds_of_keys(flow.num_branches, num_keys, torch.device("cpu"))
     for found in (attend(flow, packed, k, v, bounds), attend_whole(flow, packed, k, v)):
         assert len(found) == flow.num_flowing
         torch.testing.assert_close(read(flow, found), expected)
@@ -78,14 +81,20 @@ def test_lists_are_filled_up_together() -> None:
 
 def test_an_empty_list_beside_others() -> None:
     flow = make_flow((6, 0), share=8)
+    assert flow.index is not None
     assert flow.origin is not None
     assert (flow.origin[0] >= 0).sum() == 6
     assert (flow.origin[1] < 0).all()
+    whole, k, v = draw(flow, NUM_ALL, 8, torch.float64)
+    found = attend(flow, whole.flatten(0, 1)[flow.index], k, v, bounds_of_keys(2, NUM_ALL, whole.device))
+    torch.testing.assert_close(read(flow, found), attend_plainly(whole, k, v)[flow.origin >= 0])
 
 
-def make_jobs(model: Model, shares: Sequence[float]) -> list[Job]:
+def make_jobs(model: Model, shares: Sequence[float], kind: Kind = "kv") -> list[Job]:
     edits = [make_edit(size=(64, 64), share=share, steps=2) for share in shares]
-    return [reuse(prepare(edit, model), register(edit.picture, model, edit.size, edit.steps)) for edit in edits]
+    return [
+        reuse(prepare(edit, model), register(edit.picture, model, edit.size, edit.steps, kind=kind)) for edit in edits
+    ]
 
 
 @torch.inference_mode()
@@ -106,6 +115,34 @@ def test_batches_of_other_masks_are_one_pass(models: dict[str, Model], family: s
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+@pytest.mark.parametrize("turns", [(0, 0, 0), (0, 0, 1), (1, 0, 0)])
+def test_plans_that_turn_where_lists_are_filled_up(
+    models: dict[str, Model], family: str, turns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs that take turns together and against each other. What fills lists up is nothing that anybody reads."""
+    model = models[family]
+    jobs = [
+        replace(job, plan=tuple(block % 2 == turn for block in range(model.num_blocks)))
+        for job, turn in zip(make_jobs(model, (0.1, 0.5, 0.3), "y"), turns, strict=True)
+    ]
+    expected = [model.predict([job])[0] for job in jobs]
+
+    def spoil(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+        attended = attend_apart(q, k, v, bounds)
+        attended[int(bounds[-1]) :] = torch.nan
+        num_spoilt.append(len(attended) - int(bounds[-1]))
+        return attended
+
+    num_spoilt: list[int] = []
+    monkeypatch.setattr(unet_flow, "attend_apart", spoil)
+    packed = model.pack(jobs, pads=True)
+    for ours, theirs in zip(packed.deal(model.run(packed)), expected, strict=True):
+        assert max(map(apart, ours, theirs)) <= close(model)
+    assert sum(num_spoilt) > 0 or model.device.type == "cuda"
+
+
+@torch.inference_mode()
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_keys", [NUM_ALL, 7])
 @pytest.mark.parametrize("channels", [8, 40, 64, 160])
@@ -113,7 +150,7 @@ def test_one_launch_for_all_branches(channels: int, num_keys: int) -> None:
     """Captured with one mask, replayed with others."""
     mixes = [make_flow(counts, 16, on="cuda") for counts in (COUNTS, (30, 2, 3, 61), (1, 0, 64, 10))]
     whole, k, v = draw(mixes[0], num_keys, channels, torch.bfloat16, "cuda")
-    bounds = key_bounds(4, num_keys, whole.device)
+    bounds = bounds_of_keys(4, num_keys, whole.device)
     assert runs_flash(whole)
     assert mixes[0].index is not None
     columns = {name: column.clone() for name, column in mixes[0].columns.items()}

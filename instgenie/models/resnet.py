@@ -40,11 +40,13 @@ def without_bias(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def is_plain(resnet: nn.Module) -> bool:
-    """As in every Stable Diffusion and in its autoencoders; diffusers knows others, and adapters wrap convolutions."""
+    """As in every Stable Diffusion and in its autoencoders; diffusers knows others, adapters wrap convolutions, and
+    some make them go around the picture's edge."""
     return (
         isinstance(resnet, ResnetBlock2D)
         and type(resnet.conv1) is type(resnet.conv2) is nn.Conv2d
         and type(resnet.conv_shortcut) in (nn.Conv2d, type(None))
+        and resnet.conv1.padding_mode == resnet.conv2.padding_mode == "zeros"
         and (resnet.time_emb_proj is None or resnet.time_embedding_norm == "default")
         and isinstance(resnet.nonlinearity, nn.SiLU)
         and resnet.upsample is resnet.downsample is None

@@ -33,7 +33,7 @@ from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
 from instgenie.models.products import products
 from instgenie.models.resnet import convolve as convolve_plain
 from instgenie.models.resnet import is_plain
-from instgenie.models.unet_flow import Flow, FlowKey, attend, key_bounds, lay_out_all
+from instgenie.models.unet_flow import Flow, FlowKey, attend, bounds_of_keys, lay_out_all
 from instgenie.network import BlockShape, NetworkShape
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
@@ -145,7 +145,7 @@ def group_jobs(
     plans = [job.present_plan or (False,) * num_blocks for job, _ in members]
     cached = tuple(zip(*plans, strict=True))
     flows = lay_out_all([job for job, _ in members], flow_keys(places, cached, len(jobs[0].masked)), pads)
-    nums_keys = {len(branches[0].text), *(num_all for num_all, _ in flows)}
+    key_counts = {len(branches[0].text), *(num_all for num_all, _ in flows)}
     return Group(
         jobs=tuple(jobs),
         kinds=tuple(
@@ -161,7 +161,7 @@ def group_jobs(
         sizes=size_numbers(height, width, device, dtype).expand(len(members), 6),
         crossed=cross(branches),
         flows=flows,
-        key_bounds={num: key_bounds(len(members), num, device) for num in nums_keys},
+        key_bounds={num_keys: bounds_of_keys(len(members), num_keys, device) for num_keys in key_counts},
         rows=JobRows(tuple(members)),
     )
 

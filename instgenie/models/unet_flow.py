@@ -61,8 +61,8 @@ def lay_out_all(members: Sequence[Job], keys: Sequence[FlowKey], pads: bool) -> 
     levels = {num_all: tuple(job.level(num_all) for job in members) for num_all, _ in keys}
     counts = {key: count_masked(levels[key[0]], key[1]) for key in keys if any(key[1])}
     share = common_share((sum(own), len(own) * num_all) for (num_all, _), own in counts.items()) if pads else None
-    is_even = all(len(set(own)) == 1 for own in counts.values())
-    return {(num_all, narrow): lay_out(levels[num_all], narrow, share, is_even) for num_all, narrow in keys}
+    fills_each = all(len(set(own)) == 1 for own in counts.values())
+    return {(num_all, narrow): lay_out(levels[num_all], narrow, share, fills_each) for num_all, narrow in keys}
 
 
 def count_masked(levels: Sequence[Level], cached: Sequence[bool]) -> list[int]:
@@ -71,18 +71,18 @@ def count_masked(levels: Sequence[Level], cached: Sequence[bool]) -> list[int]:
 
 
 @lru_cache(maxsize=32)  # jobs that stay together keep their flows from step to step
-def lay_out(levels: tuple[Level, ...], cached: tuple[bool, ...], share: int | None, is_even: bool) -> Flow:
+def lay_out(levels: tuple[Level, ...], cached: tuple[bool, ...], share: int | None, fills_each: bool) -> Flow:
     num_all = levels[0].num_all
     if not any(cached):
         return Flow(len(levels) * num_all, num_all, cached)
     device = levels[0].inside.device
     every = torch.arange(num_all, device=device)
     chosen = [level.inside if narrow else every for level, narrow in zip(levels, cached, strict=True)]
-    if share and is_even:
+    if share and fills_each:
         count = padded_count(share, num_all)
         chosen = [pad(tokens, count) if narrow else tokens for tokens, narrow in zip(chosen, cached, strict=True)]
     index = torch.cat([tokens + branch * num_all for branch, tokens in enumerate(chosen)])
-    if share and not is_even:
+    if share and not fills_each:
         num_padding = padded_count(share, sum(cached) * num_all) - sum(count_masked(levels, cached))
         index = pad(index, len(index) + num_padding)
     flowing = torch.arange(len(index), device=device)
@@ -90,7 +90,7 @@ def lay_out(levels: tuple[Level, ...], cached: tuple[bool, ...], share: int | No
     first = none.scatter_reduce(0, index, flowing, "amin")  # of a token that stands several times in a list
     origin = torch.where(first == len(index), -1, first).view(len(levels), num_all)
     counts = [len(tokens) for tokens in chosen]
-    bounds = None if is_even and len(set(counts)) == 1 else place_bounds(counts, device)
+    bounds = None if fills_each and len(set(counts)) == 1 else place_bounds(counts, device)
     return Flow(len(index), num_all, cached, index, origin, bounds)
 
 
@@ -100,7 +100,7 @@ def place_bounds(counts: Sequence[int], device: torch.device) -> Tensor:  # [bra
 
 
 @lru_cache(maxsize=32)
-def key_bounds(num_branches: int, num_keys: int, device: torch.device) -> Tensor:  # [branches + 1]
+def bounds_of_keys(num_branches: int, num_keys: int, device: torch.device) -> Tensor:  # [branches + 1]
     return place_bounds([num_keys] * num_branches, device)
 
 
@@ -111,7 +111,7 @@ def attend(flow: Flow, q: Tensor, k: Tensor, v: Tensor, key_bounds: Tensor) -> T
         return attend_even(q.unflatten(0, (flow.num_branches, -1)), k, v).flatten(0, 1)
     if runs_flash(q):
         return attend_flash(q, k, v, flow.bounds, key_bounds, flow.num_all)
-    if q.is_cuda:  # what may be captured must not ask how long branches are
+    if q.is_cuda:  # what may be captured must not ask how long branches are; slower than it is taken to be
         return attend_whole(flow, q, k, v)
     return attend_apart(q, k, v, flow.bounds)
 
@@ -136,10 +136,10 @@ def attend_whole(flow: Flow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend_even(q[flow.origin.clamp(min=0)], k, v).flatten(0, 1)[flow.index]
 
 
-def attend_flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, key_bounds: Tensor, most: int) -> Tensor:
-    """All branches in one launch, each with as many queries as the bounds say, at most so many."""
+def attend_flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, key_bounds: Tensor, max_queries: int) -> Tensor:
+    """All branches in one launch, each with as many queries as the bounds say."""
     attended, *_ = torch.ops.aten._flash_attention_forward(
-        q, k.flatten(0, 1), v.flatten(0, 1), bounds, key_bounds, most, k.shape[1], 0.0, False, False
+        q, k.flatten(0, 1), v.flatten(0, 1), bounds, key_bounds, max_queries, k.shape[1], 0.0, False, False
     )
     out: Tensor = attended
     return out
@@ -149,6 +149,7 @@ def runs_flash(q: Tensor) -> bool:
     channels = q.shape[-1]
     return (
         q.is_cuda
+        and torch.backends.cuda.is_flash_attention_available()
         and q.dtype in FLASH_DTYPES
         and torch.cuda.get_device_capability(q.device) >= MIN_FLASH_CAPABILITY
         and channels % FLASH_UNIT == 0

@@ -115,8 +115,7 @@ class UnetModel(Model):
         return lru_cache(maxsize=4)(partial(cross, self.unet))
 
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Jobs of one size, those that compute every token apart: branches of one length are one call of attention, and
-        few passes that can be captured serve all batches."""
+        """Jobs of one size, those that compute every token apart, so that few captured passes serve all batches."""
         groups: dict[tuple[tuple[int, int], bool], list[Job]] = {}
         for job in jobs:
             groups.setdefault((job.grid, any(job.present_plan)), []).append(job)
