@@ -25,14 +25,18 @@ def convolve(resnet: ResnetBlock2D, x: Tensor, active: Tensor | None = None) -> 
     column = first.bias.expand(len(x), -1) if column is None else column + first.bias
     inner = without_bias(first, group_norm(x, resnet.norm1, activates=True))
     inner = without_bias(second, group_norm(inner, resnet.norm2, column, activates=True))
-    return add_bias(x if shortcut is None else as_product(shortcut, x), inner, second.bias)
+    return add_bias(x if shortcut is None else go_around(shortcut, x), inner, second.bias)
 
 
-def as_product(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """A convolution of one by one, with its bias in the same launch."""
+def go_around(shortcut: nn.Conv2d, x: Tensor) -> Tensor:
     tokens = x.permute(0, 2, 3, 1)
-    out: Tensor = F.linear(tokens.flatten(0, 2), conv.weight.flatten(1), conv.bias).unflatten(0, tokens.shape[:3])
+    out: Tensor = as_product(shortcut, tokens.flatten(0, 2)).unflatten(0, tokens.shape[:3])
     return out.permute(0, 3, 1, 2)
+
+
+def as_product(conv: nn.Conv2d, tokens: Tensor) -> Tensor:  # [tokens, channels]
+    """A convolution of one by one, with its bias in the same launch."""
+    return F.linear(tokens, conv.weight.flatten(1), conv.bias)
 
 
 def without_bias(conv: nn.Conv2d, x: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ from instgenie.kernels.geglu import geglu
 from instgenie.kernels.group_norm import group_norm
 from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
 from instgenie.models.products import products
+from instgenie.models.resnet import as_product, is_plain
 from instgenie.models.resnet import convolve as convolve_plain
-from instgenie.models.resnet import is_plain
 from instgenie.models.unet_flow import Flow, FlowKey, attend, bounds_of_keys, lay_out_all
 from instgenie.network import BlockShape, NetworkShape
 
@@ -331,10 +331,7 @@ def make_whole(
 
 def project(layer: nn.Module, tokens: Tensor) -> Tensor:
     """Linear, or a convolution of one by one, over packed tokens [tokens, channels]."""
-    if isinstance(layer, nn.Conv2d):
-        projected: Tensor = layer(tokens.T[None, :, :, None])[0, :, :, 0].T
-    else:
-        projected = layer(tokens)
+    projected: Tensor = as_product(layer, tokens) if isinstance(layer, nn.Conv2d) else layer(tokens)
     return projected
 
 
