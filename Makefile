@@ -28,14 +28,14 @@ chromium:
 		|| echo "no Chromium, and none can be installed here: the tests of the pages are skipped"
 
 screenshots: .venv/.installed chromium
-	$(BIN)/python tests/screenshots.py
+	$(BIN)/python tests/helpers/screenshots.py
 
 format: .venv/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 demo: .venv/.installed
-	$(BIN)/python -m instgenie.demo
+	$(BIN)/python -m instgenie.cli.demo
 
 serve: .venv/.installed
 	$(BIN)/instgenie serve builtin $(FLAGS)

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from instgenie.activations import NUM_PARTS, CacheDtype, Key, Kind
-from instgenie.batch import Job
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.store import Found, Handle, Lookup, Store
@@ -17,11 +15,13 @@ from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import can_reuse, make_activations, make_key, may_reuse, register_in, reuse
-from instgenie.models.load import load
-from instgenie.models.memory import memory_guard
+from instgenie.jobs.activations import NUM_PARTS, CacheDtype, Key, Kind
+from instgenie.jobs.job import Job
+from instgenie.jobs.quality import DEFAULT, Quality, with_quality
+from instgenie.machine.device import memory_guard
+from instgenie.models.loading.load import load
 from instgenie.models.model import Model
-from instgenie.picture import check_edit
-from instgenie.quality import DEFAULT, Quality, with_quality
+from instgenie.pictures.picture import check_edit
 from instgenie.types import Edit, OnStep, PixelMask, Pixels, Registered, Result, Timings
 
 In = TypeVar("In")

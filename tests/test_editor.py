@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_edit
+from helpers.families import make_edit
 
 from instgenie import Editor
 from instgenie.errors import EditError, MaskError

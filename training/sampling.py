@@ -11,7 +11,7 @@ import torch
 from diffusers import FluxFillPipeline
 from torch import Generator, Tensor
 
-from instgenie.sampler import flow_schedule
+from instgenie.jobs.sampler import flow_schedule
 from training.latents import condition, decode, encode, image_ids, token_masks
 
 

@@ -10,13 +10,13 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
-from instgenie.batch import Branch, Job, Template, concat, pack
 from instgenie.bench.cost import square_flops
 from instgenie.bench.metrics import mask_box
-from instgenie.models.flux import embed_time, flow, modulated, unembed
-from instgenie.models.flux_model import FluxModel
-from instgenie.picture import working_size
-from instgenie.planner import DENSE
+from instgenie.cost.planner import DENSE
+from instgenie.jobs.job import Branch, Job, Template, concat, pack
+from instgenie.models.flux.model import FluxModel
+from instgenie.models.flux.network import embed_time, flow, modulated, unembed
+from instgenie.pictures.picture import working_size
 from instgenie.types import Edit, Pixels
 
 # TeaCache for FLUX: what a change of the first block's modulated input means for the output, highest power first

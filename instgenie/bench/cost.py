@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from instgenie.batch import Job
+from instgenie.cost.network import Demand, step_flops
 from instgenie.engine.demand import make_demand
+from instgenie.jobs.job import Job
 from instgenie.models.model import Model
-from instgenie.network import Demand, step_flops
 
 
 def job_flops(model: Model, job: Job) -> int:

@@ -28,28 +28,28 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from instgenie.activations import Activations, CacheDtype, Kind, Span
-from instgenie.batch import Job
 from instgenie.cache.host import HostTier
+from instgenie.cost.latency import find_latency
 from instgenie.engine.graphs import Graphs, make_graphs
-from instgenie.engine.lanes import Rows
-from instgenie.engine.loading import Loader
+from instgenie.engine.loading.lanes import Rows
+from instgenie.engine.loading.loader import Loader
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import Planning
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, register, reuse
 from instgenie.errors import InstGenieError
+from instgenie.jobs.activations import Activations, CacheDtype, Kind, Span
+from instgenie.jobs.job import Job
 from instgenie.kernels import switch
-from instgenie.latency import find_latency
-from instgenie.mask import token_mask
-from instgenie.models.device import device_name
-from instgenie.models.flux_model import FluxModel
-from instgenie.models.folder import PIPELINES
-from instgenie.models.load import load
-from instgenie.models.memory import memory_guard
+from instgenie.machine.device import memory_guard
+from instgenie.machine.names import device_name
+from instgenie.models.flux.model import FluxModel
+from instgenie.models.loading.folder import PIPELINES
+from instgenie.models.loading.load import load
 from instgenie.models.model import Model
-from instgenie.models.unet_model import UnetModel, UnetXlModel
-from instgenie.picture import check_edit
+from instgenie.models.unet.model import UnetModel, UnetXlModel
+from instgenie.pictures.mask import token_mask
+from instgenie.pictures.picture import check_edit
 from instgenie.types import Edit, PixelMask, Pixels, PlanPolicy, TierName
 
 

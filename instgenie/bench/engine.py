@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from instgenie.activations import Activations
 from instgenie.bench.edit import System, describe_machine, measure, sample_picture, write_json
 from instgenie.bench.pictures import draw_mask
 from instgenie.bench.systems import COMPILED, CROP, DIFFUSERS, NAMES, make_system, suiting
 from instgenie.bench.workload import Recipe, draw_workload
 from instgenie.engine.register import register
 from instgenie.errors import InstGenieError
-from instgenie.models.load import load
-from instgenie.models.memory import memory_guard
+from instgenie.jobs.activations import Activations
+from instgenie.machine.device import memory_guard
+from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.types import Edit
 

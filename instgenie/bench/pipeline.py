@@ -16,25 +16,25 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from instgenie.activations import Activations, CacheDtype, Kind
-from instgenie.batch import Job
 from instgenie.bench.edit import describe_machine, make_edits, move_to_host, now, sample_picture
 from instgenie.bench.scatter import write_text
 from instgenie.bench.timeline import Bar, Track, chrome_trace, draw_page
 from instgenie.cache.host import HostTier
-from instgenie.engine.lanes import Load, Rows, StreamLane, ThreadLane
-from instgenie.engine.loading import Loader
+from instgenie.cost.latency import Latency, find_latency
+from instgenie.cost.planner import Plan
+from instgenie.engine.loading.lanes import Load, Rows, StreamLane, ThreadLane
+from instgenie.engine.loading.loader import Loader
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import Planning
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.errors import InstGenieError
-from instgenie.latency import Latency, find_latency
-from instgenie.models.device import device_name
-from instgenie.models.load import load
-from instgenie.models.memory import memory_guard
+from instgenie.jobs.activations import Activations, CacheDtype, Kind
+from instgenie.jobs.job import Job
+from instgenie.machine.device import memory_guard
+from instgenie.machine.names import device_name
+from instgenie.models.loading.load import load
 from instgenie.models.model import Model
-from instgenie.planner import Plan
 from instgenie.types import PlanPolicy
 
 STEPS = 5

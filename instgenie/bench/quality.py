@@ -26,11 +26,11 @@ from instgenie.bench.metrics import Probe
 from instgenie.bench.photos import Photos, load_photos
 from instgenie.bench.report import MAX_BAR_RATIO, RATIOS, Figures, Method, Picture, print_report, write_report
 from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality
-from instgenie.demo import EXAMPLES, read_samples
+from instgenie.cli.demo import EXAMPLES, read_samples
 from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.errors import InstGenieError, ModelError
-from instgenie.models.flux_model import FluxModel
-from instgenie.models.load import load
+from instgenie.models.flux.model import FluxModel
+from instgenie.models.loading.load import load
 from instgenie.types import Edit, PixelMask, Pixels
 
 KINDS: tuple[MaskKind, ...] = get_args(MaskKind)

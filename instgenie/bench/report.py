@@ -18,8 +18,8 @@ from rich.table import Table
 from instgenie.bench.judge import Scores
 from instgenie.bench.plots import Axis, Chart, Series, Strips
 from instgenie.bench.variants import DENSE, NAIVE, SKIPPING, SMALL_CROP, Outcome, Sample
-from instgenie.demo import CELL, GAP, INK, LINE, MARGIN, PALE_INK, PAPER, TEXT, fit, shorten, tinted
-from instgenie.picture import save_picture
+from instgenie.cli.demo import CELL, GAP, INK, LINE, MARGIN, PALE_INK, PAPER, TEXT, fit, shorten, tinted
+from instgenie.pictures.picture import save_picture
 from instgenie.types import Pixels
 
 RATIOS = (0.05, 0.11, 0.2, 0.35, 0.5)

@@ -10,10 +10,10 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
-from instgenie.latency import DEFAULTS
-from instgenie.network import BlockShape, NetworkShape
-from instgenie.pricing import JobShape, make_costs
-from instgenie.router import Load, Policy, Router, Work
+from instgenie.cost.latency import DEFAULTS
+from instgenie.cost.network import BlockShape, NetworkShape
+from instgenie.cost.pricing import JobShape, make_costs
+from instgenie.scheduling.router import Load, Policy, Router, Work
 from instgenie.types import TierName
 
 NUM_WORKERS = (8, 64, 256, 1024, 20_000)

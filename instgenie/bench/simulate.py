@@ -14,14 +14,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from instgenie.bench.workload import Arrival
+from instgenie.cost.latency import DEFAULTS, read_latency
 from instgenie.engine.pricing import job_shape
 from instgenie.errors import InstGenieError
-from instgenie.latency import DEFAULTS, read_latency
-from instgenie.models.load import load
+from instgenie.jobs.quality import DEFAULT, SETTINGS
+from instgenie.models.loading.load import load
 from instgenie.models.model import Model
-from instgenie.picture import working_size
-from instgenie.quality import DEFAULT, SETTINGS
-from instgenie.router import Policy
+from instgenie.pictures.picture import working_size
+from instgenie.scheduling.router import Policy
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
 from instgenie.simulate.service import Chores, Planned
 from instgenie.simulate.worker import Job

@@ -22,7 +22,6 @@ import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.hooks import FirstBlockCacheConfig
 
-from instgenie.activations import Activations
 from instgenie.bench.baselines import StepSkipping, crop, find_threshold
 from instgenie.bench.edit import (
     Reuse,
@@ -38,7 +37,8 @@ from instgenie.bench.metrics import mask_box
 from instgenie.bench.variants import MARGINS
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.prepare import prepare
-from instgenie.models.flux_model import FluxModel
+from instgenie.jobs.activations import Activations
+from instgenie.models.flux.model import FluxModel
 from instgenie.models.model import Model
 from instgenie.types import Edit
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from instgenie.activations import Activations, CacheDtype, Kind
-from instgenie.batch import Job
 from instgenie.bench.baselines import StepSkipping, crop, drop_unmasked, find_threshold, put_back, side_of_cost
 from instgenie.bench.cost import job_flops
 from instgenie.bench.edit import now
@@ -18,8 +16,10 @@ from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
-from instgenie.models.flux_model import FluxModel
-from instgenie.quality import SETTINGS, Quality
+from instgenie.jobs.activations import Activations, CacheDtype, Kind
+from instgenie.jobs.job import Job
+from instgenie.jobs.quality import SETTINGS, Quality
+from instgenie.models.flux.model import FluxModel
 from instgenie.types import Edit, Pixels
 
 DENSE, NAIVE, SKIPPING, SMALL_CROP = "dense", "naive", "step skipping", "crop, equal cost"

@@ -25,7 +25,6 @@ from pathlib import Path
 from rich.filesize import decimal
 from safetensors import SafetensorError
 
-from instgenie.activations import Key, Span
 from instgenie.cache.folder import PRIVATE, make_folder
 from instgenie.cache.format import (
     HEAD_BYTES,
@@ -46,6 +45,7 @@ from instgenie.cache.format import (
 )
 from instgenie.cache.tier import Spill, Stored, Usage, keep_nothing, total
 from instgenie.errors import CacheError
+from instgenie.jobs.activations import Key, Span
 from instgenie.types import Pixels, TierName
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
-from instgenie.activations import Key, Span, parse_key
+from instgenie.jobs.activations import Key, Span, parse_key
 from instgenie.types import Pixels
 
 FORMAT = "1"  # of what a file holds; another is a miss

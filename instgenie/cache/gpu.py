@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from instgenie.activations import Span
 from instgenie.cache.memory import MemoryTier, pairs
+from instgenie.jobs.activations import Span
 
 
 class GpuTier(MemoryTier):

@@ -15,10 +15,10 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from instgenie.activations import Key, Span
+from instgenie.cache.buffers import Form, carve
 from instgenie.cache.tier import Spill, Usage, keep_nothing
 from instgenie.errors import CacheError
-from instgenie.forms import Form, carve
+from instgenie.jobs.activations import Key, Span
 from instgenie.types import TierName
 
 

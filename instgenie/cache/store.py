@@ -29,7 +29,6 @@ from weakref import WeakValueDictionary
 import torch
 from rich.filesize import decimal
 
-from instgenie.activations import Key, Span, join
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
@@ -37,7 +36,8 @@ from instgenie.cache.memory import MemoryTier
 from instgenie.cache.remote import RemoteTier
 from instgenie.cache.tier import LastingTier, Tier, estimate
 from instgenie.errors import CacheError, OutOfMemoryError
-from instgenie.models.memory import available_bytes, memory_guard
+from instgenie.jobs.activations import Key, Span, join
+from instgenie.machine.device import available_bytes, memory_guard
 from instgenie.types import Pixels, TierName
 
 CPU = torch.device("cpu")

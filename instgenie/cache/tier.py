@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from instgenie.activations import Key, Span
+from instgenie.jobs.activations import Key, Span
 from instgenie.types import Pixels, TierName
 
 Spill = Callable[[Key], None]

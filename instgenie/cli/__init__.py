@@ -10,8 +10,8 @@ from instgenie.cli.bench import add_bench, add_calibrate
 from instgenie.cli.edit import add_edit, add_register
 from instgenie.cli.screen import complain, quiet_libraries
 from instgenie.errors import InstGenieError
-from instgenie.options import add_flags, nearest
 from instgenie.server.config import MODEL, OPTIONS, read_config
+from instgenie.server.options import add_flags, nearest
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130

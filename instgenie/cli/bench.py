@@ -173,7 +173,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_calibrate(options: argparse.Namespace) -> None:
-    from instgenie.bench.calibrate import calibrate  # brings torch and diffusers
+    from instgenie.engine.calibrate import calibrate  # brings torch and diffusers
 
     hide_loading_bars()
     calibrate(options.model, options.device, options.size, options.out)

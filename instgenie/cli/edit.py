@@ -14,15 +14,15 @@ from instgenie.cache.folder import default_folder, make_folder
 from instgenie.cli.arguments import add_cache, add_model, box
 from instgenie.cli.screen import complain, edit_progress, hide_loading_bars, show_steps
 from instgenie.errors import CacheError, InstGenieError, PictureError
-from instgenie.mask import box_mask, read_mask
-from instgenie.picture import check_edit, check_target, open_picture, save_picture
-from instgenie.quality import DEFAULT, Quality, with_quality
+from instgenie.jobs.quality import DEFAULT, Quality, with_quality
+from instgenie.pictures.mask import box_mask, read_mask
+from instgenie.pictures.picture import check_edit, check_target, open_picture, save_picture
 from instgenie.types import Edit, PixelMask, Pixels, Registered, Result
 
 if TYPE_CHECKING:
-    from instgenie.activations import Kind
     from instgenie.cache.store import Store
     from instgenie.editor import Editor
+    from instgenie.jobs.activations import Kind
 
 
 def add_edit(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,9 @@ from typing import get_args
 from instgenie.cli.arguments import add_model, positive, rate
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
-from instgenie.config import Batching
-from instgenie.planner import POLICIES
-from instgenie.router import Policy
+from instgenie.cost.planner import POLICIES
+from instgenie.scheduling.names import Batching
+from instgenie.scheduling.router import Policy
 from instgenie.simulate.cluster import ClusterShape
 from instgenie.simulate.service import Chores
 

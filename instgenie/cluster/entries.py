@@ -10,9 +10,9 @@ from typing import Literal
 
 from instgenie.cluster.orders import Event, Order, Tier
 from instgenie.cluster.status import JobStatus
-from instgenie.router import Work
+from instgenie.cluster.wire import Denoised, Frame, Prepared
+from instgenie.scheduling.router import Work
 from instgenie.types import Pixels
-from instgenie.wire import Denoised, Frame, Prepared
 
 Stage = Literal["prepare", "gather", "park", "denoise", "finish"]
 MAX_DEATHS = 3  # of processes that held an entry at one stage, before it is taken for the cause

@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from instgenie import traces, wire
+from instgenie.cluster import wire
+from instgenie.cluster.config import ClusterConfig
 from instgenie.cluster.entries import MAX_DEATHS, Entry, Registering, Ticket
 from instgenie.cluster.library import Library, working_size_of
 from instgenie.cluster.messages import Send, denoising, finish_message, prepare_message
@@ -37,9 +38,9 @@ from instgenie.cluster.places import Places
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.status import Observer
 from instgenie.cluster.templates import Template, template_id
-from instgenie.config import ClusterConfig
 from instgenie.errors import QueueFullError
-from instgenie.router import Work
+from instgenie.scheduling.router import Work
+from instgenie.telemetry import traces
 
 log = logging.getLogger(__name__)
 

@@ -9,17 +9,17 @@ import asyncio
 from collections.abc import Sequence
 from functools import lru_cache
 
-from instgenie import wire
+from instgenie.cluster import wire
+from instgenie.cluster.config import ClusterConfig
 from instgenie.cluster.entries import Entry, Registering
 from instgenie.cluster.messages import Send, prepare_template_message, register_message
 from instgenie.cluster.orders import Order
 from instgenie.cluster.places import Places
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.templates import SHARED, Template, template_id
-from instgenie.config import ClusterConfig
 from instgenie.errors import ClosedError
-from instgenie.picture import working_size
-from instgenie.router import Work
+from instgenie.pictures.picture import working_size
+from instgenie.scheduling.router import Work
 from instgenie.types import Pixels
 
 MAX_UNASKED = 4  # templates on their way to activations though nobody asked for them

@@ -15,15 +15,15 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from instgenie import wire
+from instgenie.cluster import wire
+from instgenie.cluster.config import ClusterConfig, resolve_host_bytes
 from instgenie.cluster.entries import Ticket
 from instgenie.cluster.flow import Flow
 from instgenie.cluster.orders import Order, TemplateStatus
 from instgenie.cluster.processes import Process, Worker, make_workers
 from instgenie.cluster.status import ClusterStatus, Observer, WorkerStatus
-from instgenie.config import ClusterConfig, resolve_host_bytes
 from instgenie.errors import ClosedError
-from instgenie.picture import check_edit
+from instgenie.pictures.picture import check_edit
 from instgenie.types import Pixels
 
 SECONDS_TO_END = 5.0

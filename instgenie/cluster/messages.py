@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from instgenie import wire
+from instgenie.cluster import wire
 from instgenie.cluster.entries import Entry, Registering
 from instgenie.cluster.processes import Process
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from instgenie.cluster.wish import Wish
 from instgenie.types import PixelMask, Pixels
-from instgenie.wish import Wish
 
 OutputFormat = Literal["png", "jpeg", "webp"]
 Tier = Literal["gpu", "host", "disk", "remote"]

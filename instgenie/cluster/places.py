@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
+from instgenie.cluster.config import Role
 from instgenie.cluster.entries import Entry
 from instgenie.cluster.orders import Order
 from instgenie.cluster.processes import Process, Worker
-from instgenie.config import Role
-from instgenie.router import Policy, Router, Work
+from instgenie.scheduling.router import Policy, Router, Work
 
 
 class Places:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
+from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, ProcessConfig, Role
 from instgenie.cluster.entries import Entry
 from instgenie.cluster.orders import Order, Tier
 from instgenie.cluster.status import ProcessState, ProcessStatus
-from instgenie.config import NUM_ENCODERS, ClusterConfig, ProcessConfig, Role
-from instgenie.router import Chore, Load, Pace
+from instgenie.scheduling.router import Chore, Load, Pace
 
 NUM_AHEAD = 2  # entries that prepare and finish hold: one in work, one at hand; of finish its threads hold some more
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0  # seconds before a process that died is started again

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from instgenie.batch import Job
-from instgenie.engine.route import shared_by
-from instgenie.network import Demand, NetworkShape, pad_demands
+from instgenie.cost.network import Demand, NetworkShape, pad_demands
+from instgenie.engine.loading.route import shared_by
+from instgenie.jobs.job import Job
 
 
 def make_demands(jobs: Sequence[Job], network: NetworkShape) -> list[Demand]:

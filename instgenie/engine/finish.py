@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from instgenie.batch import Job, concat
-from instgenie.models.autoencoder import decode_latents
+from instgenie.jobs.job import Job, concat
 from instgenie.models.model import Model, unpack_latents
-from instgenie.models.region import can_decode_boxes, decode_box
-from instgenie.picture import composite, composited
+from instgenie.models.vae.autoencoder import decode_latents
+from instgenie.models.vae.region import can_decode_boxes, decode_box
+from instgenie.pictures.picture import composite, composited
 from instgenie.types import PixelMask, Pixels
 
 

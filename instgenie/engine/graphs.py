@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instgenie.batch import Job, TableRows
-from instgenie.engine.route import is_far, needs_loading, places_of
-from instgenie.engine.staging import Staging
+from instgenie.engine.loading.route import is_far, needs_loading, places_of
+from instgenie.engine.loading.staging import Staging
+from instgenie.jobs.job import Job, TableRows
 from instgenie.kernels.switch import runs_fused
 from instgenie.models.model import Model
 

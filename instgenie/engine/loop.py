@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instgenie.batch import Job
 from instgenie.engine.graphs import Graphs
-from instgenie.engine.loading import Loader
+from instgenie.engine.loading.loader import Loader
 from instgenie.engine.planning import Planning
+from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 
 MAX_JOBS = 8

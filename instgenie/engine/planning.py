@@ -7,12 +7,12 @@ masked ones become. So nobody plans unless asked to: without, every block is cac
 
 from collections.abc import Sequence
 
-from instgenie.batch import Job
+from instgenie.cost.latency import Latency, find_latency
+from instgenie.cost.planner import Plan, Planned, plan_batch
 from instgenie.engine.demand import make_demands
-from instgenie.latency import Latency, find_latency
-from instgenie.models.device import device_name
+from instgenie.jobs.job import Job
+from instgenie.machine.names import device_name
 from instgenie.models.model import Model
-from instgenie.planner import Plan, Planned, plan_batch
 from instgenie.types import PlanPolicy
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instgenie.batch import Job, Template
 from instgenie.errors import EditError
-from instgenie.mask import token_mask
-from instgenie.models.autoencoder import encode_pictures
+from instgenie.jobs.job import Job, Template
 from instgenie.models.model import Model, pack_latents
-from instgenie.picture import check_edit, resize_mask, resize_picture, working_size
+from instgenie.models.vae.autoencoder import encode_pictures
+from instgenie.pictures.mask import token_mask
+from instgenie.pictures.picture import check_edit, resize_mask, resize_picture, working_size
 from instgenie.types import Edit, PixelMask, Pixels
 
 MAX_KNOWN = 64

@@ -1,15 +1,15 @@
-"""What steps of a model cost on its device, for whoever chooses workers. Knows models; `instgenie.pricing` makes the
+"""What steps of a model cost on its device, for the router. Knows models; `instgenie.cost.pricing` makes the
 table."""
 
 import numpy as np
 
-from instgenie.batch import Job
-from instgenie.costs import Price, StepCosts
-from instgenie.latency import find_latency
-from instgenie.models.device import device_name
-from instgenie.models.flux_model import FluxModel
+from instgenie.cost.latency import find_latency
+from instgenie.cost.pricing import JobShape, make_costs
+from instgenie.cost.table import Price, StepCosts
+from instgenie.jobs.job import Job
+from instgenie.machine.names import device_name
+from instgenie.models.flux.model import FluxModel
 from instgenie.models.model import Model
-from instgenie.pricing import JobShape, make_costs
 from instgenie.types import CacheDtype, Edit, PlanPolicy, TierName
 
 NO_PICTURE, NO_MASK = np.empty((0, 0, 3), np.uint8), np.empty((0, 0), np.bool_)

@@ -16,7 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instgenie.activations import (
+from instgenie.cache.store import Store
+from instgenie.cost.planner import Plan
+from instgenie.engine.prepare import choose_size, make_job
+from instgenie.errors import EditError
+from instgenie.jobs.activations import (
     NUM_PARTS,
     NUM_STEPS_AT_ONCE,
     Activations,
@@ -28,14 +32,10 @@ from instgenie.activations import (
     join,
     split_steps,
 )
-from instgenie.batch import Job
-from instgenie.cache.store import Store
-from instgenie.engine.prepare import choose_size, make_job
-from instgenie.errors import EditError
+from instgenie.jobs.job import Job
 from instgenie.kernels.packed import pack_rows
 from instgenie.models.model import Model
-from instgenie.picture import check_edit
-from instgenie.planner import Plan
+from instgenie.pictures.picture import check_edit
 from instgenie.types import Edit, OnStep, Pixels, Registered
 
 

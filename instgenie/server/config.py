@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from instgenie.cache.folder import make_folder
-from instgenie.config import Batching, CacheConfig, ClusterConfig
-from instgenie.decode import MAX_PIXELS
+from instgenie.cluster.config import CacheConfig, ClusterConfig
 from instgenie.errors import ConfigError
-from instgenie.options import AUTO, PREFIX, Option, auto_or, flag, one_of, read_options, real, text, whole
-from instgenie.router import Policy
+from instgenie.pictures.decode import MAX_PIXELS
+from instgenie.scheduling.names import Batching
+from instgenie.scheduling.router import Policy
 from instgenie.server.log import LogFormat
+from instgenie.server.options import AUTO, PREFIX, Option, auto_or, flag, one_of, read_options, real, text, whole
 from instgenie.types import CacheDtype
 
 GIB = 2**30

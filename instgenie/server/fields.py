@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from instgenie import quality
-from instgenie.decode import MIN_SIDE
-from instgenie.options import nearest
-from instgenie.picture import MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
+from instgenie.jobs import quality
+from instgenie.pictures.decode import MIN_SIDE
+from instgenie.pictures.picture import MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
 from instgenie.server.body import Form
 from instgenie.server.errors import ApiError, bad, echo
+from instgenie.server.options import nearest
 
 MAX_EDITS = 10
 MAX_ANSWER_SIDE = 4096

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from instgenie.server.errors import ApiError, error_response
 from instgenie.server.log import log, request_id, say
 from instgenie.server.service import Service
-from instgenie.traces import RequestSpan
+from instgenie.telemetry.traces import RequestSpan
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/engine"})
 OPEN_FOLDER = "/static/"  # files of the pages: the same for everyone

@@ -7,7 +7,7 @@ import time
 from contextvars import ContextVar
 from typing import Any, Literal
 
-from instgenie.logs import PLAIN, JsonFormatter
+from instgenie.telemetry.logs import PLAIN, JsonFormatter
 
 LogFormat = Literal["json", "text"]
 

@@ -8,8 +8,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.orders import Order
+from instgenie.cluster.wish import Wish
 from instgenie.errors import ClosedError, InstGenieError
-from instgenie.picture import MAX_SEED, MAX_SIDE
+from instgenie.pictures.picture import MAX_SEED, MAX_SIDE
 from instgenie.server.answers import Kind, answer
 from instgenie.server.errors import JsonResponse, bad, closed, from_user_error, not_found
 from instgenie.server.events import EventStream
@@ -20,7 +21,6 @@ from instgenie.server.schema import EDIT, GENERATION, MODEL, MODELS
 from instgenie.server.service import SECONDS_TO_LOAD, Service, draw_seed, service_of, tenant_of, trace_of
 from instgenie.server.watch import unless_gone
 from instgenie.types import PixelMask, Pixels
-from instgenie.wish import Wish
 
 router = APIRouter(prefix="/v1")
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import uvicorn
 
-from instgenie import traces
+from instgenie.cluster.config import CacheConfig, ClusterConfig
 from instgenie.cluster.local import Cluster
-from instgenie.config import CacheConfig, ClusterConfig
 from instgenie.errors import ServeError
 from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
 from instgenie.server.connection import HEAD_TIMEOUT, Connection
 from instgenie.server.log import say, set_up_log
 from instgenie.server.service import Service
+from instgenie.telemetry import traces
 
 KEEP_ALIVE = 65
 SECONDS_TO_SEND = 5  # the last answers, once their edits are finished

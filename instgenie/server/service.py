@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Order
+from instgenie.cluster.wire import ModelFacts
 from instgenie.errors import ClosedError, QueueFullError
 from instgenie.server.auth import Keys
 from instgenie.server.body import Intake
@@ -18,7 +19,6 @@ from instgenie.server.metrics import Metrics
 from instgenie.server.pictures import Pictures
 from instgenie.server.pulse import Pulse
 from instgenie.server.watch import Watch
-from instgenie.wire import ModelFacts
 
 SECONDS_TO_LOAD = 5
 BODIES_AT_ONCE = 8  # as many of the largest size may be in memory

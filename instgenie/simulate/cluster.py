@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from instgenie.config import Batching
-from instgenie.router import Chore, Load, Pace, Policy, Router, Work
+from instgenie.scheduling.names import Batching
+from instgenie.scheduling.router import Chore, Load, Pace, Policy, Router, Work
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service
 from instgenie.simulate.worker import Job, Memory, Worker

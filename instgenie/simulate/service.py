@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from instgenie.config import finish_period
-from instgenie.costs import USUAL, StepCosts, line_costs
-from instgenie.latency import Latency
-from instgenie.network import Demand
-from instgenie.planner import plan_batch
-from instgenie.pricing import JobShape, make_costs
+from instgenie.cluster.config import finish_period
+from instgenie.cost.latency import Latency
+from instgenie.cost.network import Demand
+from instgenie.cost.planner import plan_batch
+from instgenie.cost.pricing import JobShape, make_costs
+from instgenie.cost.table import USUAL, StepCosts, line_costs
 from instgenie.types import PlanPolicy
 
 Sums = tuple[tuple[int, int, int, int], ...]  # of each size: tokens of a job; cached jobs, their masked tokens; others

@@ -9,10 +9,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from instgenie.admission import Asking, num_joining
-from instgenie.config import ONE_PROCESS, Batching
-from instgenie.costs import Price
-from instgenie.router import Load, Work
+from instgenie.cost.table import Price
+from instgenie.scheduling.admission import Asking, num_joining
+from instgenie.scheduling.names import ONE_PROCESS, Batching
+from instgenie.scheduling.router import Load, Work
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service, Sums
 from instgenie.types import TierName

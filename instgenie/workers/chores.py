@@ -8,8 +8,8 @@ was prepared or denoised goes to the cluster and comes back for its next stage; 
 from collections import deque
 from typing import TypeAlias
 
+from instgenie.cluster.wire import Finish, Frame, Prepare, PrepareTemplate
 from instgenie.models.model import Model
-from instgenie.wire import Finish, Frame, Prepare, PrepareTemplate
 from instgenie.workers.finish import Finisher
 from instgenie.workers.prepare import Preparer
 from instgenie.workers.process import Line

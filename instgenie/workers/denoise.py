@@ -20,21 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instgenie import traces
-from instgenie.activations import Key, Kind
-from instgenie.admission import Asking, num_joining
-from instgenie.batch import Job
-from instgenie.config import ONE_PROCESS, ProcessConfig
-from instgenie.engine.frames import read_job, tensor_frame, tensor_head
-from instgenie.engine.graphs import make_graphs
-from instgenie.engine.loop import Engine
-from instgenie.engine.planning import make_planning
-from instgenie.engine.pricing import NO_MASK, NO_PICTURE, mean_price, price_of, price_steps
-from instgenie.engine.register import Registration, make_activations, name_key, reuse
-from instgenie.models.memory import is_out_of_memory
-from instgenie.models.model import Model
-from instgenie.types import Edit, Pixels
-from instgenie.wire import (
+from instgenie.cluster.config import ProcessConfig
+from instgenie.cluster.wire import (
     Cancel,
     Denoise,
     Denoised,
@@ -61,7 +48,21 @@ from instgenie.wire import (
     read_picture,
     split_frames,
 )
+from instgenie.engine.graphs import make_graphs
+from instgenie.engine.loop import Engine
+from instgenie.engine.planning import make_planning
+from instgenie.engine.pricing import NO_MASK, NO_PICTURE, mean_price, price_of, price_steps
+from instgenie.engine.register import Registration, make_activations, name_key, reuse
+from instgenie.jobs.activations import Key, Kind
+from instgenie.jobs.job import Job
+from instgenie.machine.device import is_out_of_memory
+from instgenie.models.model import Model
+from instgenie.scheduling.admission import Asking, num_joining
+from instgenie.scheduling.names import ONE_PROCESS
+from instgenie.telemetry import traces
+from instgenie.types import Edit, Pixels
 from instgenie.workers.chores import Chore, Chores
+from instgenie.workers.frames import read_job, tensor_frame, tensor_head
 from instgenie.workers.process import Line, failure, run_process
 from instgenie.workers.templates import Fetching, Outcome, Templates, open_store
 

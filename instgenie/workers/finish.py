@@ -15,13 +15,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from instgenie import traces
-from instgenie.config import NUM_ENCODERS, ProcessConfig
+from instgenie.cluster.config import NUM_ENCODERS, ProcessConfig
+from instgenie.cluster.wire import Failed, Finish, Frame, Painted, Stop, read_mask, read_picture
 from instgenie.engine.finish import decode
-from instgenie.engine.frames import read_tensor
 from instgenie.models.model import Model
-from instgenie.picture import composite, encode_picture
-from instgenie.wire import Failed, Finish, Frame, Painted, Stop, read_mask, read_picture
+from instgenie.pictures.picture import composite, encode_picture
+from instgenie.telemetry import traces
+from instgenie.workers.frames import read_tensor
 from instgenie.workers.process import Line, failure, run_process
 
 PARTS = frozenset({"vae"})

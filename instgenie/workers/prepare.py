@@ -5,14 +5,14 @@ What was encoded before is remembered: templates by their picture, prompts by th
 
 import time
 
-from instgenie import traces
-from instgenie.batch import Job
-from instgenie.config import ProcessConfig
-from instgenie.engine.frames import job_frames
+from instgenie.cluster.config import ProcessConfig
+from instgenie.cluster.wire import Frame, Prepare, Prepared, PrepareTemplate, Stop, read_mask, read_picture
 from instgenie.engine.prepare import Known, prepare
 from instgenie.engine.register import edit_of_nothing, template_job
+from instgenie.jobs.job import Job
 from instgenie.models.model import Model
-from instgenie.wire import Frame, Prepare, Prepared, PrepareTemplate, Stop, read_mask, read_picture
+from instgenie.telemetry import traces
+from instgenie.workers.frames import job_frames
 from instgenie.workers.process import Line, failure, run_process
 
 PARTS = frozenset({"vae", "text_encoder", "text_encoder_2"})

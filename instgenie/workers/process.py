@@ -17,8 +17,8 @@ import msgspec
 import torch
 import zmq
 
-from instgenie import traces
-from instgenie.config import ONE_PROCESS, ProcessConfig
+from instgenie.cluster.config import ProcessConfig
+from instgenie.cluster.wire import AnyMessage, Beat, Broken, Failed, Frame, Message, ModelFacts, Ready, decode, encode
 from instgenie.errors import (
     CacheError,
     CalibrationError,
@@ -29,11 +29,12 @@ from instgenie.errors import (
     OutOfMemoryError,
     PictureError,
 )
-from instgenie.logs import log_to_stderr
-from instgenie.models.load import load
-from instgenie.models.memory import is_out_of_memory
+from instgenie.machine.device import is_out_of_memory
+from instgenie.models.loading.load import load
 from instgenie.models.model import Model
-from instgenie.wire import AnyMessage, Beat, Broken, Failed, Frame, Message, ModelFacts, Ready, decode, encode
+from instgenie.scheduling.names import ONE_PROCESS
+from instgenie.telemetry import traces
+from instgenie.telemetry.logs import log_to_stderr
 
 MS_BETWEEN_BEATS = 500
 PR_SET_PDEATHSIG = 1

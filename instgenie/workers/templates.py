@@ -17,17 +17,14 @@ from typing import Any
 
 import torch
 
-from instgenie.activations import Key
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.remote import RemoteTier
 from instgenie.cache.store import Found, Handle, Lookup, Store
+from instgenie.cluster.config import CacheConfig
 from instgenie.cluster.orders import Tier
-from instgenie.config import CacheConfig
-from instgenie.models.memory import available_bytes
-from instgenie.types import Pixels
-from instgenie.wire import (
+from instgenie.cluster.wire import (
     Forgotten,
     Frame,
     Kept,
@@ -38,6 +35,9 @@ from instgenie.wire import (
     TemplateHead,
     picture_frames,
 )
+from instgenie.jobs.activations import Key
+from instgenie.machine.device import available_bytes
+from instgenie.types import Pixels
 
 MAX_FORESEEN = 1024  # jobs that are yet to come
 

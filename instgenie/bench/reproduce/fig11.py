@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from instgenie.bench.calibrate import Case, predict
 from instgenie.bench.plots import Chart, Series
 from instgenie.bench.reproduce.axes import decades
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, ms, row
-from instgenie.latency import Latency, LoadSample
+from instgenie.cost.latency import Latency, LoadSample
+from instgenie.engine.calibrate import Case, predict
 
 NAME = "fig11"
 

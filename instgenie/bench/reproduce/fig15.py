@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from instgenie.batch import Job, pack
 from instgenie.bench.edit import System, measure, now
 from instgenie.bench.plots import Chart, Series
 from instgenie.bench.reproduce.axes import at_values, linear
@@ -14,8 +13,9 @@ from instgenie.bench.reproduce.section import Section, Table, ms, row, times
 from instgenie.bench.systems import CACHED, COMPILED, DENSE, DIFFUSERS, NAMES, SEES_MASKS, make_system, suiting
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import reuse
-from instgenie.models.flux import Block, double_block, embed_time, recall, single_block
-from instgenie.models.flux_model import FluxModel
+from instgenie.jobs.job import Job, pack
+from instgenie.models.flux.model import FluxModel
+from instgenie.models.flux.network import Block, double_block, embed_time, recall, single_block
 
 NAME = "fig15"
 NUM_RUNS = 8  # of a block

@@ -18,8 +18,8 @@ from instgenie.bench.reproduce.traffic import (
     service_of,
 )
 from instgenie.bench.workload import draw_workload
-from instgenie.config import Batching
-from instgenie.router import Policy
+from instgenie.scheduling.names import Batching
+from instgenie.scheduling.router import Policy
 from instgenie.simulate.cluster import ClusterShape, simulate
 from instgenie.simulate.service import Service
 

@@ -7,9 +7,9 @@ from instgenie.bench.reproduce.axes import at_values, linear
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, ms, row, times
 from instgenie.bench.reproduce.traffic import SHARES, mean_shares, served
-from instgenie.config import Batching
-from instgenie.network import Demand
-from instgenie.planner import POLICIES, plan_batch
+from instgenie.cost.network import Demand
+from instgenie.cost.planner import POLICIES, plan_batch
+from instgenie.scheduling.names import Batching
 
 NAME = "fig4"
 BATCHINGS: tuple[Batching, ...] = ("static", "naive", "continuous")

@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from instgenie.batch import Job, pack
 from instgenie.bench.edit import mask_around
 from instgenie.bench.plots import Axis, Chart, Series
 from instgenie.bench.reproduce.axes import at_values
 from instgenie.bench.reproduce.lab import MIDDLE, Lab
 from instgenie.bench.reproduce.section import Section, Table, row
-from instgenie.demo import EXAMPLES, read_samples
+from instgenie.cli.demo import EXAMPLES, read_samples
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import template_job
-from instgenie.models.flux import embed_time, velocity, walk
-from instgenie.models.flux_model import FluxModel
+from instgenie.jobs.job import Job, pack
+from instgenie.models.flux.model import FluxModel
+from instgenie.models.flux.network import embed_time, velocity, walk
 from instgenie.types import Edit
 
 NAME = "fig6"

@@ -4,18 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from instgenie.activations import Activations
-from instgenie.batch import Job
-from instgenie.bench.calibrate import Case, make_cases, measure_loads, measure_steps
 from instgenie.bench.edit import describe_machine, mask_around, sample_picture
 from instgenie.bench.reproduce.serving import Run
+from instgenie.cost.latency import Latency, LoadSample, StepSample, fit_latency
+from instgenie.cost.network import NetworkShape
+from instgenie.cost.pricing import JobShape
+from instgenie.engine.calibrate import Case, make_cases, measure_loads, measure_steps
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register
-from instgenie.latency import Latency, LoadSample, StepSample, fit_latency
+from instgenie.jobs.activations import Activations
+from instgenie.jobs.job import Job
+from instgenie.jobs.quality import with_quality
 from instgenie.models.model import Model
-from instgenie.network import NetworkShape
-from instgenie.pricing import JobShape
-from instgenie.quality import with_quality
 from instgenie.types import Edit
 
 MIDDLE = (0.5, 0.5)

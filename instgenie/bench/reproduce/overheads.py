@@ -10,20 +10,20 @@ from typing import get_args
 
 import torch
 
-from instgenie.batch import lay_out_shapes, pack
 from instgenie.bench.edit import mask_around, now, sample_picture
 from instgenie.bench.reproduce.fig4 import demand_of
 from instgenie.bench.reproduce.lab import MIDDLE, Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, ms, row
 from instgenie.bench.router import decide
+from instgenie.cluster.wire import JobStep, Stepped, decode, encode
+from instgenie.cost.network import Demand
+from instgenie.cost.planner import plan_batch
 from instgenie.engine.finish import decode as decode_picture
 from instgenie.engine.register import register, reuse
-from instgenie.models.flux_model import FluxModel
-from instgenie.network import Demand
-from instgenie.planner import plan_batch
-from instgenie.router import Policy
+from instgenie.jobs.job import lay_out_shapes, pack
+from instgenie.models.flux.model import FluxModel
+from instgenie.scheduling.router import Policy
 from instgenie.types import PixelMask
-from instgenie.wire import JobStep, Stepped, decode, encode
 
 NAME = "overheads"
 BATCH_SIZE = 8

@@ -28,8 +28,8 @@ from instgenie.bench.reproduce.page import write_page
 from instgenie.bench.reproduce.section import Section, Table
 from instgenie.bench.scatter import write_text
 from instgenie.errors import InstGenieError
-from instgenie.models.flux_model import FluxModel
-from instgenie.models.load import load
+from instgenie.models.flux.model import FluxModel
+from instgenie.models.loading.load import load
 
 Part = Callable[[Lab], Section]
 PARTS: dict[str, Part] = {

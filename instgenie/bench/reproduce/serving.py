@@ -16,15 +16,15 @@ from typing import TypeVar
 
 from instgenie.bench.pictures import draw_mask, make_picture
 from instgenie.bench.workload import Arrival
+from instgenie.cluster.config import ClusterConfig
 from instgenie.cluster.entries import Ticket
 from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Facts, Failed, Finished, Order
 from instgenie.cluster.status import JobStatus, Observer
-from instgenie.config import ClusterConfig
+from instgenie.cluster.wish import Wish
 from instgenie.errors import ServeError
-from instgenie.picture import open_picture
+from instgenie.pictures.picture import open_picture
 from instgenie.types import Pixels
-from instgenie.wish import Wish
 
 TENANT = "bench"
 SECONDS_TO_STOP = 30.0

@@ -18,7 +18,7 @@ from instgenie.bench.reproduce.traffic import (
     service_of,
 )
 from instgenie.bench.workload import Recipe, draw_workload
-from instgenie.router import Policy
+from instgenie.scheduling.router import Policy
 from instgenie.simulate.cluster import ClusterShape, simulate
 from instgenie.simulate.service import Planned
 

@@ -13,9 +13,9 @@ from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, row
 from instgenie.bench.systems import DIFFUSERS
 from instgenie.bench.variants import DENSE, NAIVE, SKIPPING, SMALL_CROP, Outcome, Reuse, Runner, Sample, of_quality
-from instgenie.demo import EXAMPLES, read_samples
-from instgenie.models.flux_model import FluxModel
-from instgenie.picture import open_picture
+from instgenie.cli.demo import EXAMPLES, read_samples
+from instgenie.models.flux.model import FluxModel
+from instgenie.pictures.picture import open_picture
 from instgenie.types import Edit, PixelMask, Pixels
 
 NAME = "table2"

@@ -14,9 +14,10 @@ import numpy as np
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_session
 from instgenie.bench.workload import Arrival, Recipe, draw_workload
-from instgenie.config import Batching, CacheConfig, ClusterConfig
-from instgenie.latency import Latency, StepSample, fit_latency
-from instgenie.quality import DEFAULT, SETTINGS
+from instgenie.cluster.config import CacheConfig, ClusterConfig
+from instgenie.cost.latency import Latency, StepSample, fit_latency
+from instgenie.jobs.quality import DEFAULT, SETTINGS
+from instgenie.scheduling.names import Batching
 from instgenie.simulate.cluster import make_job
 from instgenie.simulate.service import Chores, Planned, Service
 from instgenie.simulate.worker import Job

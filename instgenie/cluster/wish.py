@@ -1,0 +1,38 @@
+"""What a client asks of an edit beside its pixels, as it travels from the request to the process that prepares it.
+Knows edits; knows no model."""
+
+from dataclasses import dataclass
+
+from instgenie.jobs.quality import DEFAULT, Quality, with_quality
+from instgenie.types import Edit, PixelMask, Pixels
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is None is chosen by the model."""
+
+    prompt: str
+    seed: int
+    negative_prompt: str = ""
+    steps: int | None = None
+    guidance: float | None = None
+    true_guidance: float = 1.0
+    strength: float = 1.0
+    feather: int = 0
+    quality: Quality = DEFAULT
+
+    def edit(self, picture: Pixels, mask: PixelMask, own_steps: int, own_guidance: float) -> Edit:
+        """The edit it comes to with a model of so many steps and such guidance."""
+        edit = Edit(
+            picture=picture,
+            mask=mask,
+            prompt=self.prompt,
+            seed=self.seed,
+            steps=own_steps if self.steps is None else self.steps,
+            guidance=own_guidance if self.guidance is None else self.guidance,
+            true_guidance=self.true_guidance,
+            negative_prompt=self.negative_prompt,
+            strength=self.strength,
+            feather=self.feather,
+        )
+        return with_quality(edit, self.quality)

@@ -1,0 +1,1 @@
+"""FLOPs, bytes, seconds, plans and prices as plain numbers. Imports no torch."""

@@ -1,0 +1,78 @@
+"""Makes the table of what steps cost, from the latency model and the planner. Knows shapes and plans; no model and no
+worker."""
+
+from dataclasses import dataclass
+
+from instgenie.cost.latency import Latency
+from instgenie.cost.network import Demand, NetworkShape, load_bytes, pad_demands
+from instgenie.cost.planner import is_cached, plan_batch
+from instgenie.cost.table import Price, StepCosts
+from instgenie.types import Kind, PlanPolicy, TierName
+
+RATIOS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
+FETCH: dict[TierName, tuple[float, float]] = {  # usual seconds of a fetch, and of each of its bytes
+    "disk": (0.01, 1 / 1e9),
+    "remote": (0.2, 1 / 100e6),
+}
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """What the jobs of a model have in common."""
+
+    network: NetworkShape
+    num_text: int
+    num_branches: int = 1
+    value_bytes: int = 2  # of one value in the activations
+    kind: Kind = "kv"  # of the activations
+
+    def demand(self, num_tokens: int, num_masked: int, in_gpu: bool) -> Demand:
+        """Of a job with activations."""
+        demand = Demand(
+            num_tokens=num_tokens,
+            num_masked={shape.side: -(-num_masked // shape.side**2) for shape in self.network.blocks},
+            num_text=self.num_text,
+            num_branches=self.num_branches,
+            kind=self.kind,
+            value_bytes=self.value_bytes,
+            in_gpu=frozenset(range(len(self.network.blocks))) if in_gpu else frozenset(),
+        )
+        return pad_demands([demand])[0] if self.network.pads else demand
+
+    def dense_demand(self, num_tokens: int) -> Demand:
+        everything = {shape.side: num_tokens // shape.side**2 for shape in self.network.blocks}
+        return Demand(num_tokens, everything, self.num_text, self.num_branches)
+
+
+def make_costs(
+    shape: JobShape, latency: Latency, policy: PlanPolicy, num_tokens: int, is_host_near: bool = False
+) -> StepCosts:
+    """For jobs of so many tokens. Where the host's memory is near, steps read it as they compute: nothing is loaded."""
+
+    def column(in_gpu: bool) -> tuple[Price, ...]:
+        demands = (shape.demand(num_tokens, round(ratio * num_tokens), in_gpu) for ratio in RATIOS)
+        return tuple(price(shape.network, demand, latency, policy) for demand in demands)
+
+    gpu = column(in_gpu=True)
+    whole = shape.demand(num_tokens, 0, in_gpu=False)
+    return StepCosts(
+        num_tokens=num_tokens,
+        per_step=latency.block * len(shape.network.blocks),
+        ratios=RATIOS,
+        gpu=gpu,
+        host=gpu if is_host_near else column(in_gpu=False),
+        dense=price(shape.network, shape.dense_demand(num_tokens), latency, policy),
+        bytes_per_token=sum(load_bytes(block, whole) for block in shape.network.blocks) / num_tokens,
+        fetch=FETCH,
+    )
+
+
+def price(network: NetworkShape, demand: Demand, latency: Latency, policy: PlanPolicy) -> Price:
+    """Of the job as it is planned alone. What neither stream hides, a first load or a last block, counts in both."""
+    planned = plan_batch(network, [demand], latency, policy=policy)
+    blocks = list(enumerate(latency.block_costs(network, [demand])))
+    outside = latency.outside(network, [demand])
+    compute = outside + sum(cost.cached if is_cached(planned.plan, block) else cost.dense for block, cost in blocks)
+    load = sum(cost.load for block, cost in blocks if is_cached(planned.plan, block))
+    unhidden = outside + planned.seconds - max(compute, load)
+    return Price(compute - latency.block * len(blocks) + unhidden, load + unhidden)

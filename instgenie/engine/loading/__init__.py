@@ -1,0 +1,1 @@
+"""Brings the rows of activations that a step reads."""

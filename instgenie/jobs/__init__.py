@@ -1,0 +1,1 @@
+"""Jobs: what an edit carries through its steps. Knows no model family."""

@@ -1,0 +1,1 @@
+"""The machine at hand: its devices and their memory."""

@@ -1,0 +1,120 @@
+"""The Flux family: FluxPipeline, FluxInpaintPipeline and FluxFillPipeline. Knows prompts; `flux` knows the network."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from diffusers import FluxTransformer2DModel
+from torch import Tensor
+from torch.nn.functional import pixel_unshuffle
+from transformers import PreTrainedTokenizerBase, T5EncoderModel
+
+from instgenie.cost.network import NetworkShape
+from instgenie.jobs.activations import Kind
+from instgenie.jobs.job import Batch, Branch, Job, pack
+from instgenie.jobs.sampler import FlowSchedule, flow_schedule
+from instgenie.models.flux.network import (
+    describe,
+    embed_positions,
+    embed_prompt,
+    embed_time,
+    num_blocks,
+    observe,
+    velocity,
+)
+from instgenie.models.model import Keep, Model, pack_latents, tokenize
+from instgenie.types import Edit
+
+CAPTURED_AREA = 2 * 3072**2  # branches times squared width, up to which launching takes longer than computing
+MAX_TEXT_TOKENS = 512  # of the Flux pipelines, for tokenizers that know no limit
+
+
+@dataclass(frozen=True, eq=False)
+class FluxModel(Model):
+    transformer: FluxTransformer2DModel
+    text_encoder_2: T5EncoderModel
+    tokenizer_2: PreTrainedTokenizerBase
+
+    @property
+    def network(self) -> torch.nn.Module:
+        network: torch.nn.Module = self.transformer
+        return network
+
+    @property
+    def latents_per_token(self) -> int:
+        return 2
+
+    @property
+    def unit(self) -> int:
+        return self.patch
+
+    @property
+    def is_fill(self) -> bool:
+        return bool(self.transformer.config.in_channels != 4 * self.latent_channels)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return (num_blocks(self.transformer),)
+
+    @property
+    def max_captured(self) -> int:
+        return max(CAPTURED_AREA // int(self.transformer.inner_dim) ** 2, 1)
+
+    @property
+    def max_text_tokens(self) -> int:
+        return min(int(self.tokenizer_2.model_max_length), MAX_TEXT_TOKENS)
+
+    def describe(self) -> NetworkShape:
+        return describe(self.transformer)
+
+    def schedule(self, edit: Edit, num_tokens: int) -> FlowSchedule:
+        return flow_schedule(self.scheduler, edit.steps, num_tokens, edit.strength)
+
+    def guidance_scale(self, edit: Edit) -> float:
+        return edit.true_guidance
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return bool(self.transformer.config.guidance_embeds)
+
+    def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
+        prompts = (edit.prompt, edit.negative_prompt) if self.guidance_scale(edit) > 1 else (edit.prompt,)
+        return tuple(self.branch(prompt, grid) for prompt in prompts)
+
+    def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
+        branch = self.branch(prompt, grid)
+        num_text = len(branch.text)
+        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:])
+        return (without_text,) if isolated else (branch,)
+
+    def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
+        sequence = embed_prompt(self.transformer, self.encode_sequence(prompt))
+        rotary = embed_positions(self.transformer, len(sequence), grid)
+        return Branch(text=sequence, pooled=self.encode_pooled(prompt), rotary=rotary)
+
+    def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]
+        ids = tokenize(self.tokenizer_2, prompt, self.max_text_tokens).to(self.device)
+        sequence: Tensor = self.text_encoder_2(ids)[0][0]
+        return sequence.to(self.dtype)
+
+    def encode_pooled(self, prompt: str) -> Tensor:  # [pooled channels]
+        ids = tokenize(self.tokenizer, prompt, self.tokenizer.model_max_length).to(self.device)
+        pooled: Tensor = self.text_encoder(ids).pooler_output[0]
+        return pooled.to(self.dtype)
+
+    def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:
+        """A latent's channels are the mask's pixels under it; then packed as latents are."""
+        return torch.cat([tokens, pack_latents(pixel_unshuffle(pixels, self.pixels_per_latent))], dim=1)
+
+    def pack(self, jobs: Sequence[Job], pads: bool = False) -> Batch:
+        return pack(jobs, pads)
+
+    def run(self, packed: Batch) -> Tensor:
+        return velocity(self.transformer, packed)
+
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
+        for seen in observe(self.transformer, pack(jobs), kind):
+            keep(seen.unflatten(1, (len(jobs), -1)).transpose(0, 1))
+
+    def observe_time(self, jobs: Sequence[Job]) -> Tensor:
+        return embed_time(self.transformer, pack(jobs))

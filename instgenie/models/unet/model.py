@@ -1,0 +1,170 @@
+"""The Stable Diffusion families: 1.5, 2.1 and XL, with four channels or nine. Knows prompts; `unet` knows the network.
+
+UNets have no guidance embedding: `guidance` is the scale of classifier-free guidance here, as it is in the stock
+pipelines, and 1 or less turns it off. `true_guidance`, where it is above 1, says the same and goes first.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+
+import torch
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import interpolate
+from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
+
+from instgenie.cost.network import NetworkShape
+from instgenie.errors import EditError
+from instgenie.jobs.activations import Kind
+from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.sampler import Schedule, ddim_schedule, euler_schedule
+from instgenie.models.model import Keep, Model, pack_latents, tokenize
+from instgenie.models.unet.network import (
+    Group,
+    Places,
+    Watch,
+    cross,
+    describe,
+    find_places,
+    group_jobs,
+    predict,
+    transformers,
+)
+from instgenie.types import Edit
+
+MAX_CAPTURED = 16
+# cuDNN's attention clears a word of memory before every call: of few branches that takes longer than it gains, and
+# several times as long while activations are on their way to the device
+MAX_FLASH = 4  # branches
+FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True, eq=False)
+class UnetModel(Model):
+    """Stable Diffusion 1.5 and 2.1: one text encoder."""
+
+    unet: UNet2DConditionModel
+    scheduler: DDIMScheduler | EulerDiscreteScheduler
+
+    @property
+    def network(self) -> torch.nn.Module:
+        network: torch.nn.Module = self.unet
+        return network
+
+    @property
+    def latents_per_token(self) -> int:
+        return 1
+
+    @property
+    def unit(self) -> int:
+        """Every level halves the picture."""
+        return int(self.patch * 2**self.unet.num_upsamplers)
+
+    @property
+    def is_fill(self) -> bool:
+        return bool(self.unet.config.in_channels != self.latent_channels)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return tuple(len(transformer.transformer_blocks) for transformer in transformers(self.unet))
+
+    @property
+    def max_captured(self) -> int:
+        return MAX_CAPTURED
+
+    def describe(self) -> NetworkShape:
+        return replace(describe(self.unet), pads=self.device.type == "cuda", apart=True)
+
+    def schedule(self, edit: Edit, num_tokens: int) -> Schedule:
+        if edit.steps > (most := self.scheduler.config.num_train_timesteps):
+            raise EditError(f"the number of steps is {edit.steps}: at most {most}, for this model, are expected")
+        if isinstance(self.scheduler, DDIMScheduler):
+            return ddim_schedule(self.scheduler, edit.steps, edit.strength)
+        return euler_schedule(self.scheduler, edit.steps, edit.strength)
+
+    def guidance_scale(self, edit: Edit) -> float:
+        return edit.true_guidance if edit.true_guidance > 1 else edit.guidance
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return False
+
+    def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
+        positive = self.branch(edit.prompt)
+        return (positive, self.negative(edit.negative_prompt)) if self.guidance_scale(edit) > 1 else (positive,)
+
+    def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
+        if isolated:
+            raise EditError("an isolated registration is for Flux: every transformer of a UNet reads the text")
+        positive, negative = self.branch(prompt), self.negative("")
+        return (positive,) if torch.equal(positive.text, negative.text) else (positive, negative)
+
+    def negative(self, prompt: str) -> Branch:
+        return self.branch(prompt)
+
+    def branch(self, prompt: str) -> Branch:
+        ids = tokenize(self.tokenizer, prompt, self.tokenizer.model_max_length).to(self.device)
+        text = self.text_encoder(ids)[0][0].to(self.dtype)
+        return Branch(text=text, pooled=text[0, :0], rotary=text[:0])
+
+    def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:
+        """The mask first, and of the pixels under a latent the first, as the stock pipelines do."""
+        mask = interpolate(pixels, scale_factor=1 / self.pixels_per_latent)
+        return torch.cat([pack_latents(mask, self.latents_per_token), tokens], dim=1)
+
+    @cached_property
+    def places(self) -> Places:
+        return find_places(self.unet)
+
+    @cached_property
+    def cross(self) -> Callable[[tuple[Branch, ...]], tuple[Tensor, ...]]:
+        """K and V of prompts; those of jobs that stay together are computed once."""
+        return lru_cache(maxsize=4)(partial(cross, self.unet))
+
+    def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Jobs of one size, those that compute every token apart, so that few captured passes serve all batches."""
+        groups: dict[tuple[tuple[int, int], bool], list[Job]] = {}
+        for job in jobs:
+            groups.setdefault((job.grid, any(job.present_plan)), []).append(job)
+        return list(groups.values())
+
+    def pack(self, jobs: Sequence[Job], pads: bool = False) -> Group:
+        return group_jobs(jobs, self.places, self.cross, self.pixels_per_latent, pads)
+
+    def run(self, packed: Group) -> Tensor:
+        prefers_flash = self.device.type == "cuda" and len(packed.sample) <= MAX_FLASH
+        with sdpa_kernel(FLASH) if prefers_flash else nullcontext():
+            return predict(self.unet, self.places, packed)
+
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
+        predict(self.unet, self.places, self.pack(jobs), Watch(kind, keep))
+
+    def observe_time(self, jobs: Sequence[Job]) -> Tensor:
+        return torch.empty(len(jobs), 0, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class UnetXlModel(UnetModel):
+    """Stable Diffusion XL: two text encoders side by side, a pooled embedding, and sizes."""
+
+    text_encoder_2: CLIPTextModelWithProjection
+    tokenizer_2: PreTrainedTokenizerBase
+    empty_is_zero: bool  # whether an empty negative prompt stands for zeros
+
+    def negative(self, prompt: str) -> Branch:
+        branch = self.branch(prompt)
+        if prompt or not self.empty_is_zero:
+            return branch
+        return Branch(torch.zeros_like(branch.text), torch.zeros_like(branch.pooled), branch.rotary)
+
+    def branch(self, prompt: str) -> Branch:
+        encoders = ((self.tokenizer, self.text_encoder), (self.tokenizer_2, self.text_encoder_2))
+        encoded = [
+            encoder(tokenize(tokenizer, prompt, tokenizer.model_max_length).to(self.device), output_hidden_states=True)
+            for tokenizer, encoder in encoders
+        ]
+        text = torch.cat([one.hidden_states[-2][0] for one in encoded], dim=1).to(self.dtype)
+        return Branch(text=text, pooled=encoded[-1].text_embeds[0].to(self.dtype), rotary=text[:0])

@@ -1,0 +1,1 @@
+"""Autoencoders: pictures to latents and back."""

@@ -1,0 +1,1 @@
+"""Pixels and files. Imports no torch."""

@@ -1,0 +1,244 @@
+"""Pictures from file to file: open, resize for the model, composite back, save. Knows no model and no device."""
+
+import io
+import math
+import os
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from instgenie.errors import EditError, PictureError
+from instgenie.pictures.decode import MAX_PIXELS, MIN_SIDE, decode
+from instgenie.pictures.mask import check_mask
+from instgenie.types import Box, Edit, PixelMask, Pixels
+
+MAX_STEPS = 1000
+MAX_GUIDANCE = 100.0
+MAX_FEATHER = 256
+MAX_HALO = 256
+MAX_PROMPT = 32_000
+MAX_SEED = 2**63 - 1
+SIZE_MULTIPLE = 16
+LANCZOS_REACH = 3  # pixels of the coarser of two pictures, to each side
+MIN_SIZE, MAX_SIZE = 32, 4096
+
+FORMAT_OF_SUFFIX = {".png": "PNG", ".webp": "WEBP", ".jpg": "JPEG", ".jpeg": "JPEG"}
+MAX_SIDE = {"PNG": 2**31 - 1, "WEBP": 16_383, "JPEG": 65_500}
+
+
+def open_picture(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Pixels:
+    """Decodes PNG, JPEG or WebP, upright, as RGB; transparent parts lie on white."""
+    image = decode(source, PictureError, max_pixels)
+    if image.mode == "RGBA":
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return np.array(image.convert("RGB"))
+
+
+def working_size(height: int, width: int, patch: int, own_size: int) -> tuple[int, int]:
+    """The (height, width) the model works at: whole patches, no more of them than own_size x own_size has, at least
+    two a side; of these the one that best keeps both the picture's aspect and the area."""
+    max_tokens = (own_size // patch) ** 2
+    assert max_tokens >= 4, (own_size, patch)
+
+    def loss(grid: tuple[int, int]) -> float:
+        rows, cols = grid
+        stretch = abs(math.log(cols * height / (rows * width)))
+        return stretch + math.log(max_tokens / (rows * cols)) / 2
+
+    grids = []
+    for rows in range(2, max_tokens // 2 + 1):
+        ideal, most = rows * width // height, max_tokens // rows
+        grids += [(rows, min(max(cols, 2), most)) for cols in (ideal, ideal + 1)]
+    rows, cols = min(grids, key=loss)
+    return rows * patch, cols * patch
+
+
+def resize_picture(picture: Pixels, size: tuple[int, int]) -> Pixels:
+    if picture.shape[:2] == size:
+        return picture
+    height, width = size
+    return np.array(Image.fromarray(picture).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def resize_mask(mask: PixelMask, size: tuple[int, int]) -> PixelMask:
+    """A pixel of the result is masked if any pixel of the source that it overlaps is."""
+    height, width = size
+    return _any_under(_any_under(mask, height).T, width).T
+
+
+def _any_under(mask: PixelMask, num_rows: int) -> PixelMask:
+    if len(mask) == num_rows:
+        return mask
+    # row i covers the source's rows from i * len / num_rows to (i + 1) * len / num_rows, in exact arithmetic
+    edges = [i * len(mask) for i in range(num_rows + 1)]
+    return np.stack([mask[a // num_rows : -(-b // num_rows)].any(axis=0) for a, b in pairwise(edges)])
+
+
+def composite(original: Pixels, edited: Pixels, mask: PixelMask, feather: int = 0) -> Pixels:
+    """The edited picture where masked, with a soft edge of `feather` pixels inside the mask; elsewhere the original,
+    bit for bit."""
+    height, width = mask.shape
+    edited = resize_picture(edited, (height, width))
+    result = original.copy()
+    result[mask] = edited[mask]
+    if feather:
+        weight = edge_distance(mask, feather + 1) / np.float32(feather + 1)
+        soft = mask & (weight < 1)
+        share = weight[soft][:, None]
+        result[soft] = np.rint(original[soft] * (1 - share) + edited[soft] * share).astype(np.uint8)
+    return result
+
+
+def composited(mask: PixelMask, size: tuple[int, int]) -> Box:
+    """What `composite` reads of an edited picture of `size`: a box around the mask, with what resizing looks at."""
+    rows, cols = _masked_lines(mask)
+    return Box(_read(rows, mask.shape[0], size[0]), _read(cols, mask.shape[1], size[1]))
+
+
+def _masked_lines(mask: PixelMask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Rows and columns that have masked pixels."""
+    return np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+
+
+def _read(masked: NDArray[np.intp], own_length: int, length: int) -> range:
+    """Of a side of `length` pixels, that is resized to `own_length`, of which these are masked."""
+    scale = length / own_length
+    around = 0 if length == own_length else LANCZOS_REACH * max(scale, 1.0) + 1
+    start, stop = masked[0] * scale - around, (masked[-1] + 1) * scale + around
+    return range(max(math.floor(start), 0), min(math.ceil(stop), length))
+
+
+def edge_distance(mask: PixelMask, limit: int) -> NDArray[np.float32]:
+    """How far each masked pixel is from the nearest unmasked one, at most `limit`; 0 where unmasked. The picture's
+    own border is no edge."""
+    distance = np.zeros(mask.shape, np.float32)
+    if not mask.any():
+        return distance
+    rows, cols = _masked_lines(mask)
+    # one pixel around the mask is enough: whatever is unmasked beyond it is farther away
+    window = slice(max(rows[0] - 1, 0), rows[-1] + 2), slice(max(cols[0] - 1, 0), cols[-1] + 2)
+    inside = mask[window]
+    height, width = inside.shape
+    line = np.arange(height, dtype=np.int32)[:, None]
+    above = np.maximum.accumulate(np.where(inside, -limit, line), axis=0)  # last unmasked row at or above
+    below = np.minimum.accumulate(np.where(inside, height + limit, line)[::-1], axis=0)[::-1]
+    vertical = np.minimum(np.minimum(line - above, below - line), limit) ** 2
+    squared = vertical.copy()
+    for shift in range(1, min(limit, width)):
+        np.minimum(squared[:, shift:], vertical[:, :-shift] + shift**2, out=squared[:, shift:])
+        np.minimum(squared[:, :-shift], vertical[:, shift:] + shift**2, out=squared[:, :-shift])
+    distance[window] = np.sqrt(squared, dtype=np.float32)
+    return distance
+
+
+def check_edit(edit: Edit) -> None:
+    """Raises a typed error for the first field that is out of range."""
+    picture = edit.picture
+    if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+        is_array = isinstance(picture, np.ndarray)
+        found = f"{picture.dtype} {list(picture.shape)}" if is_array else type(picture).__name__
+        raise PictureError(f"the picture is {found}: uint8 [height, width, 3] is expected")
+    height, width, _ = picture.shape
+    if min(height, width) < MIN_SIDE or height * width > MAX_PIXELS:
+        raise PictureError(
+            f"the picture is {width}x{height} pixels: sides of at least {MIN_SIDE} "
+            f"and at most {MAX_PIXELS:,} pixels in all are expected"
+        )
+    check_mask(edit.mask, (height, width))
+    _check_text("prompt", edit.prompt)
+    _check_text("negative prompt", edit.negative_prompt)
+    _check_whole("seed", edit.seed, 0, MAX_SEED)
+    _check_whole("number of steps", edit.steps, 1, MAX_STEPS)
+    _check_whole("number of dense steps", edit.dense_steps, 0, MAX_STEPS)
+    _check_whole("halo", edit.halo, 0, MAX_HALO)
+    _check_whole("feather", edit.feather, 0, MAX_FEATHER)
+    _check_real("guidance", edit.guidance, 0.0, MAX_GUIDANCE)
+    _check_real("true guidance", edit.true_guidance, 0.0, MAX_GUIDANCE)
+    _check_real("strength", edit.strength, 0.0, 1.0)
+    if edit.strength == 0:
+        raise EditError("the strength is 0: more than 0 and at most 1 is expected")
+    if edit.size is not None:
+        _check_working_size(edit.size)
+
+
+def _check_text(name: str, text: str) -> None:
+    if not isinstance(text, str):
+        raise EditError(f"the {name} is {type(text).__name__}: text is expected")
+    if len(text) > MAX_PROMPT:
+        raise EditError(f"the {name} has {len(text):,} characters: at most {MAX_PROMPT:,} are accepted")
+    try:
+        text.encode()
+    except UnicodeEncodeError as broken:
+        raise EditError(f"the {name} is not valid text at character {broken.start}: UTF-8 is expected") from None
+
+
+def _check_whole(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, SupportsIndex) or isinstance(value, (bool, np.ndarray)) or not low <= value <= high:
+        raise EditError(f"the {name} is {value!r}: a whole number from {low} to {high} is expected")
+
+
+def _check_real(name: str, value: float, low: float, high: float) -> None:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:  # nan fails the comparison
+        raise EditError(f"the {name} is {value!r}: a number from {low:g} to {high:g} is expected")
+
+
+def _check_working_size(size: tuple[int, int]) -> None:
+    fits = isinstance(size, (tuple, list)) and len(size) == 2
+    if not fits or any(
+        not isinstance(side, int) or side % SIZE_MULTIPLE or not MIN_SIZE <= side <= MAX_SIZE for side in size
+    ):
+        raise EditError(
+            f"the working size is {size!r}: (height, width), each a multiple of {SIZE_MULTIPLE} "
+            f"from {MIN_SIZE} to {MAX_SIZE}, is expected"
+        )
+
+
+def check_target(path: str | Path) -> None:
+    """Raises unless a picture can be saved under this name."""
+    path = Path(path)
+    if path.suffix.lower() not in FORMAT_OF_SUFFIX:
+        raise PictureError(f"{path} has no known picture suffix: {', '.join(FORMAT_OF_SUFFIX)} are")
+    if not os.path.isdir(path.parent):
+        raise PictureError(f"{path} cannot be saved: there is no folder {path.parent}")
+    if os.path.isdir(path):
+        raise PictureError(f"{path} cannot be saved: it is a folder")
+
+
+def encode_picture(picture: Pixels, file_format: str, quality: int = 100, is_quick: bool = False) -> bytes:
+    """PNG always exactly, WebP at a quality of 100; a JPEG's quality ends at 95, above which it only gets larger. A
+    quick PNG takes half the time and a few percent more bytes."""
+    file_format = file_format.upper()
+    height, width, _ = picture.shape
+    if max(height, width) > MAX_SIDE[file_format]:
+        raise PictureError(f"{width}x{height} is more than the {MAX_SIDE[file_format]} a {file_format} side can be")
+    encoded = io.BytesIO()
+    image = Image.fromarray(picture)
+    if file_format == "WEBP":
+        image.save(encoded, file_format, lossless=quality == 100, quality=80 if quality == 100 else quality)
+    elif file_format == "JPEG":
+        image.save(encoded, file_format, quality=min(quality, 95), subsampling=0)
+    else:
+        image.save(encoded, file_format, compress_level=1 if is_quick else 6)
+    return encoded.getvalue()
+
+
+def save_picture(picture: Pixels, path: str | Path) -> None:
+    """Saves in the format of the suffix, PNG and WebP exactly; the name appears only when the file is complete."""
+    path = Path(path)
+    check_target(path)
+    encoded = encode_picture(picture, FORMAT_OF_SUFFIX[path.suffix.lower()])
+    partial = path.with_name(f".{os.getpid()}-{path.name}.partial")
+    try:
+        partial.write_bytes(encoded)
+        os.replace(partial, path)
+    except OSError as failed:
+        raise PictureError(f"{path} cannot be saved: {failed.strerror}") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()

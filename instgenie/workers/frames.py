@@ -1,0 +1,76 @@
+"""Jobs and tensors as bytes, and back. Pixels of the edit stay behind: no step looks at them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from instgenie.cluster.wire import Frame, JobHead, TensorHead
+from instgenie.jobs.job import Branch, Job, Template
+from instgenie.jobs.sampler import DdimSchedule, EulerSchedule, FlowSchedule, Schedule
+from instgenie.types import Edit
+
+SCHEDULES: dict[str, Any] = {kind.__name__: kind for kind in (FlowSchedule, DdimSchedule, EulerSchedule)}
+PIXELS = ("picture", "mask")
+
+
+def job_frames(job: Job) -> tuple[JobHead, list[Frame]]:
+    tensors = list(job_tensors(job))
+    head = JobHead(
+        edit={field.name: getattr(job.edit, field.name) for field in fields(Edit) if field.name not in PIXELS},
+        grid=job.grid,
+        scale=float(job.scale),
+        schedule_kind=type(job.schedule).__name__,
+        schedule=msgspec.Raw(msgspec.msgpack.encode(job.schedule)),
+        num_branches=len(job.branches),
+        tensors=tuple(tensor_head(tensor) for tensor in tensors),
+    )
+    return head, [tensor_frame(tensor) for tensor in tensors]
+
+
+def job_tensors(job: Job) -> Iterator[Tensor]:
+    yield from (job.template.clean, job.template.noise, job.masked, job.conditioning, job.latents)
+    for branch in job.branches:
+        yield from (branch.text, branch.pooled, branch.rotary)
+
+
+def read_job(head: JobHead, frames: Sequence[Frame], device: torch.device) -> Job:
+    """The job at its first step, with an edit of no pixels."""
+    tensors = (read_tensor(*pair).to(device) for pair in zip(head.tensors, frames, strict=True))
+    clean, noise, masked, conditioning, latents = (next(tensors) for _ in range(5))
+    schedule: Schedule = msgspec.msgpack.decode(head.schedule, type=SCHEDULES[head.schedule_kind])
+    return Job(
+        edit=read_edit(head.edit),
+        grid=head.grid,
+        template=Template(clean, noise),
+        masked=masked,
+        conditioning=conditioning,
+        branches=tuple(Branch(next(tensors), next(tensors), next(tensors)) for _ in range(head.num_branches)),
+        scale=head.scale,
+        schedule=schedule,
+        latents=latents,
+    )
+
+
+def read_edit(given: dict[str, Any]) -> Edit:
+    size = given["size"] and tuple(given["size"])
+    return Edit(**given | {"size": size}, picture=np.empty((0, 0, 3), np.uint8), mask=np.empty((0, 0), np.bool_))
+
+
+def tensor_head(tensor: Tensor) -> TensorHead:
+    return TensorHead(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def tensor_frame(tensor: Tensor) -> Frame:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def read_tensor(head: TensorHead, frame: Frame) -> Tensor:
+    dtype: torch.dtype = getattr(torch, head.dtype)
+    if not len(frame):  # torch refuses an empty buffer
+        return torch.empty(head.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(frame), dtype=dtype).view(head.shape)  # its own, to write into

@@ -1,0 +1,26 @@
+"""Systems that the bench compares."""
+
+import pytest
+import torch
+from helpers.families import make_edit
+
+from instgenie.bench.edit import compiled_system, stock_system
+from instgenie.models.model import Model
+
+
+@pytest.mark.parametrize("family", ["blend", "sdxl"])
+def test_blocks_are_compiled_for_one_system_alone(family: str, models: dict[str, Model]) -> None:
+    """What compiling makes of a block is not looked at here: it takes minutes."""
+    model = models[family]
+    edits = [make_edit(steps=2, size=(64, 64))]
+    system = compiled_system(model)
+    seen: list[bool] = []
+    block = next(module for module in model.network.modules() if "TransformerBlock" in type(module).__name__)
+    hook = model.network.register_forward_pre_hook(lambda *_: seen.append(block._compiled_call_impl is not None))
+    with torch.compiler.set_stance("force_eager"):
+        system.run(edits)
+    num_calls = len(seen)
+    stock_system(model).run(edits)
+    hook.remove()
+    assert num_calls > 0
+    assert seen == [True] * num_calls + [False] * num_calls

@@ -1,0 +1,548 @@
+"""The store over its tiers, with real threads, real processes and a real S3-compatible server."""
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.s3 import URL, Server
+from helpers.spans import (
+    FILES,
+    GIB,
+    KEY,
+    SLOT,
+    SPANS,
+    STEPS,
+    equal,
+    make_picture,
+    make_span,
+    make_spans,
+    other_key,
+    put,
+)
+
+from instgenie.cache.disk import DiskTier
+from instgenie.cache.host import HostTier
+from instgenie.cache.remote import RemoteTier
+from instgenie.cache.store import Lookup, Store
+from instgenie.errors import CacheError
+from instgenie.jobs.activations import Key, Span, join
+
+CPU = torch.device("cpu")
+MISS, PENDING, HIT = Lookup.MISS, Lookup.PENDING, Lookup.HIT
+
+
+def whole(seed: int = 0) -> Span:
+    return join(6, make_spans(seed), CPU)
+
+
+def is_found(store: Store, key: Key, seed: int = 0) -> bool:
+    found = store.get(key)
+    return bool(found) and equal(found.span, whole(seed))
+
+
+class SlowDisk(DiskTier):
+    """Counts what is loaded, and waits until it may."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, GIB)
+        self.may_load = threading.Event()
+        self.num_loads = 0
+
+    def load(self, key: Key, steps: range) -> Span | None:
+        self.num_loads += 1
+        assert self.may_load.wait(60)
+        return super().load(key, steps)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> DiskTier:
+    return DiskTier(tmp_path / "disk", GIB)
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> RemoteTier:
+    return RemoteTier(f"file://{tmp_path}/remote", GIB)
+
+
+def test_what_is_not_there_is_a_miss(disk: DiskTier, remote: RemoteTier) -> None:
+    for store in (Store(), Store(host=HostTier(GIB)), Store(disk=disk), Store(disk=disk, remote=remote)):
+        assert store.find(KEY) is MISS
+        assert store.get(KEY) is None
+        assert store.missing(KEY) == SPANS
+        assert store.num_bytes(KEY) == 0
+        store.forget(KEY)
+    with pytest.raises(CacheError, match="no tiers"):
+        Store().put(KEY, make_span())
+
+
+def test_a_template_is_a_hit_when_all_of_it_is_in_memory() -> None:
+    store = Store(host=HostTier(GIB))
+    assert store.is_empty
+    first, second = make_spans()
+    store.put(KEY, first)
+    assert (store.find(KEY), store.missing(KEY)) == (MISS, [SPANS[1]])
+    assert store.get(KEY) is None
+    store.put(KEY, second)
+    assert store.find(KEY) is HIT
+    assert is_found(store, KEY)
+    assert not store.is_empty
+
+
+def test_what_is_put_is_written_behind(disk: DiskTier) -> None:
+    store = Store(host=HostTier(GIB), disk=disk)
+    put(store, KEY)
+    store.settle()
+    other = Store(host=HostTier(GIB), disk=disk)
+    assert (other.find(KEY), other.missing(KEY)) == (PENDING, [])
+    assert is_found(other, KEY)
+    assert other.find(KEY) is HIT
+
+
+def test_a_store_that_is_closed_has_written_all(disk: DiskTier) -> None:
+    store = Store(host=HostTier(GIB), disk=disk)
+    put(store, KEY)
+    store.close()
+    assert disk.missing(KEY, SPANS) == []
+
+
+def test_found_says_where_it_was(disk: DiskTier, remote: RemoteTier) -> None:
+    for span in make_spans():
+        remote.store(KEY, span)
+    disk.store(KEY, make_span())
+    for span in make_spans():
+        disk.store(other_key(1), span)
+    store = Store(host=HostTier(GIB), disk=disk, remote=remote)
+    tiers = [(found := store.get(key)) and found.tier for key in (KEY, KEY, other_key(1), other_key(2))]
+    assert tiers == ["remote", "host", "disk", None]
+    assert {name: status.num_hits for name, status in store.status().items()} == {"host": 1, "disk": 1, "remote": 1}
+
+
+def test_many_who_ask_load_once(tmp_path: Path) -> None:
+    disk = SlowDisk(tmp_path / "disk")
+    for span in make_spans():
+        disk.store(KEY, span)
+    for store in (Store(host=HostTier(GIB), disk=disk), Store(disk=disk)):
+        disk.may_load.clear()
+        disk.num_loads = 0
+        handles = [store.prefetch(KEY) for _ in range(8)]
+        assert store.find(KEY) is PENDING
+        assert not any(handle.done() for handle in handles)
+        disk.may_load.set()
+        spans = {id(found.span) for handle in handles if (found := handle.result())}
+        assert len(spans) == 1
+        assert disk.num_loads == len(SPANS)
+        assert is_found(store, KEY)
+        assert disk.num_loads == len(SPANS)
+        assert store.status()["disk"].num_hits == 8
+
+
+def test_without_tiers_in_memory_it_is_there_as_long_as_it_is_held(tmp_path: Path) -> None:
+    disk = SlowDisk(tmp_path / "disk")
+    disk.may_load.set()
+    for span in make_spans():
+        disk.store(KEY, span)
+    store = Store(disk=disk)
+    found = store.get(KEY)
+    again = store.get(KEY)
+    assert found
+    assert again
+    assert (found.tier, again.tier) == ("disk", "host")
+    assert disk.num_loads == len(SPANS)
+    del found, again
+    again = store.get(KEY)
+    assert again
+    assert again.tier == "disk"
+    store.forget(KEY)
+    assert store.get(KEY) is None
+    assert equal(again.span, whole())
+
+
+def test_evicted_templates_go_down_tier_by_tier(tmp_path: Path) -> None:
+    """Nothing is lost as long as there is room somewhere, and all of it comes up again."""
+    evicted = []
+    store = Store(
+        host=HostTier(2 * SLOT),
+        disk=DiskTier(tmp_path / "disk", int(2.5 * FILES)),
+        remote=RemoteTier(f"file://{tmp_path}/remote", int(4.5 * FILES)),
+        on_evict=lambda tier, key: evicted.append((tier, key)),
+    )
+    for index in range(6):
+        put(store, other_key(index), index)
+        store.settle()
+    status = store.status()
+    assert [status[name].num_templates for name in ("host", "disk", "remote")] == [2, 2, 4]
+    assert [status[name].num_evictions for name in ("host", "disk", "remote")] == [4, 4, 0]
+    assert all(tier.num_bytes <= tier.max_bytes for tier in status.values())
+    assert evicted[0] in (("host", other_key(0)), ("disk", other_key(0)))
+    assert [store.find(other_key(index)) for index in range(6)] == [PENDING] * 4 + [HIT] * 2
+    assert all(is_found(store, other_key(index), index) for index in range(6))
+    assert store.find(other_key(0)) is PENDING
+    assert store.status()["remote"].num_templates == 4
+
+
+def test_nothing_is_lost_in_a_hurry(tmp_path: Path) -> None:
+    """Templates are evicted before they were written behind."""
+    disk, remote = DiskTier(tmp_path / "disk", int(2.5 * FILES)), RemoteTier(f"file://{tmp_path}/remote", GIB)
+    store = Store(host=HostTier(SLOT), disk=disk, remote=remote)
+    for index in (*range(8), *range(8)):
+        put(store, other_key(index), index)
+    store.settle()
+    assert [store.missing(other_key(index)) for index in range(8)] == [[]] * 8
+    assert all(is_found(store, other_key(index), index) for index in range(8))
+
+
+def test_what_fits_nowhere_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+    store = Store(host=HostTier(SLOT), disk=DiskTier(tmp_path / "disk", FILES + 500))
+    put(store, KEY)
+    large = make_span(num_tokens=200)
+    with pytest.raises(CacheError, match=r"host tier has no room .*; .*disk has no room"):
+        store.put(other_key(1), large)
+    assert is_found(store, KEY)
+
+
+def test_pinned_templates_stay(disk: DiskTier) -> None:
+    store = Store(host=HostTier(2 * SLOT), disk=disk)
+    for index in range(2):
+        put(store, other_key(index), index)
+    store.pin(other_key(0))
+    store.pin(other_key(0))
+    for index in range(2, 5):
+        put(store, other_key(index), index)
+        assert store.find(other_key(0)) is HIT
+    store.unpin(other_key(0))
+    put(store, other_key(5))
+    assert store.find(other_key(0)) is HIT
+    store.unpin(other_key(0))
+    for index in range(2):
+        put(store, other_key(6 + index))
+    assert store.find(other_key(0)) is PENDING
+
+
+def test_without_room_in_memory_an_edit_does_without(disk: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(host=HostTier(SLOT), disk=disk)
+    put(store, KEY)
+    for span in make_spans(1):
+        disk.store(other_key(1), span)
+    with store.pinned(KEY):
+        assert store.get(other_key(1)) is None
+        assert "no room" in caplog.text
+    assert is_found(store, other_key(1), 1)
+
+
+def test_a_pin_holds_what_comes_later(disk: DiskTier) -> None:
+    store = Store(host=HostTier(SLOT), disk=disk)
+    for index in range(2):
+        for span in make_spans(index):
+            disk.store(other_key(index), span)
+    with store.pinned(other_key(0)):
+        assert is_found(store, other_key(0))
+        assert store.get(other_key(1)) is None
+        assert store.find(other_key(0)) is HIT
+
+
+def test_damage_in_one_tier_is_made_good_by_the_next(
+    disk: DiskTier, remote: RemoteTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    for span in make_spans():
+        disk.store(KEY, span)
+        remote.store(KEY, span)
+    path = disk._path(KEY, SPANS[1])
+    path.write_bytes(path.read_bytes()[:-5] + b"wrong")
+    store = Store(host=HostTier(GIB), disk=disk, remote=remote)
+    assert is_found(store, KEY)
+    assert str(path) in caplog.text
+
+
+def test_damage_everywhere_is_a_miss(disk: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
+    for host in (None, HostTier(GIB)):
+        for span in make_spans():
+            disk.store(KEY, span)
+        path = disk._path(KEY, STEPS)
+        path.write_bytes(path.read_bytes()[:-5] + b"wrong")
+        store = Store(host=host, disk=disk)
+        assert store.find(KEY) is PENDING
+        assert store.get(KEY) is None
+        assert "checksum" in caplog.text
+        assert store.missing(KEY) == [STEPS]
+        store.put(KEY, make_span())
+        assert is_found(store, KEY)
+        store.settle()
+        store.forget(KEY)
+
+
+def test_forgotten_templates_are_gone_from_everywhere(disk: DiskTier, remote: RemoteTier) -> None:
+    store = Store(host=HostTier(GIB), disk=disk, remote=remote)
+    put(store, KEY)
+    put(store, other_key(1), 1)
+    for span in make_spans():
+        remote.store(KEY, span)
+    with store.pinned(KEY):
+        found = store.get(KEY)
+        store.forget(KEY)
+        assert store.find(KEY) is MISS
+    store.settle()
+    assert store.missing(KEY) == SPANS
+    assert found
+    assert equal(found.span, whole())
+    assert is_found(store, other_key(1), 1)
+
+
+def test_what_is_forgotten_on_its_way_up_does_not_come_back(tmp_path: Path) -> None:
+    disk = SlowDisk(tmp_path / "disk")
+    for span in make_spans():
+        disk.store(KEY, span)
+    store = Store(host=HostTier(GIB), disk=disk)
+    handle = store.prefetch(KEY)
+    forgetting = threading.Thread(target=store.forget, args=(KEY,))
+    forgetting.start()
+    disk.may_load.set()
+    forgetting.join(60)
+    assert handle.done()
+    assert store.find(KEY) is MISS
+    assert store.missing(KEY) == SPANS
+
+
+def test_what_is_forgotten_on_its_way_down_does_not_come_back(tmp_path: Path) -> None:
+    started = threading.Event()
+
+    class SlowlyWritten(DiskTier):
+        def store(self, key: Key, span: Span) -> None:
+            started.set()
+            forgetting.join(0.2)  # which must not be over before this is
+            super().store(key, span)
+
+    store = Store(host=HostTier(GIB), disk=SlowlyWritten(tmp_path / "disk", GIB))
+    forgetting = threading.Thread(target=store.forget, args=(KEY,))
+    put(store, KEY)
+    assert started.wait(60)
+    forgetting.start()
+    forgetting.join(60)
+    store.settle()
+    assert store.find(KEY) is MISS
+    assert store.missing(KEY) == SPANS
+
+
+def test_no_tenant_finds_what_is_another_s(disk: DiskTier, remote: RemoteTier) -> None:
+    store = Store(host=HostTier(GIB), disk=disk, remote=remote)
+    mine, theirs = (replace(KEY, tenant=tenant) for tenant in ("mine", "theirs"))
+    put(store, mine)
+    store.settle()
+    for key in (theirs, KEY):
+        assert store.find(key) is MISS
+        assert store.get(key) is None
+    assert is_found(store, mine)
+
+
+@contextlib.contextmanager
+def no_long_files() -> Iterator[None]:
+    """The system refuses to write any file that is not short, as it refuses to write to a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_reported_and_memory_goes_on(disk: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(host=HostTier(SLOT), disk=disk)
+    with no_long_files():
+        put(store, KEY)
+        store.settle()
+        assert is_found(store, KEY)
+        put(store, other_key(1), 1)
+        store.settle()
+        with pytest.raises(CacheError, match="cannot be written"):
+            Store(disk=disk).put(KEY, make_span())
+    assert "stays in the host tier alone" in caplog.text
+    assert "leaves the host tier and is lost" in caplog.text
+    assert (store.find(KEY), is_found(store, other_key(1), 1)) == (MISS, True)
+    assert list(disk.folder.iterdir()) == []
+
+
+def use(store: Store, seed: int, num_turns: int, mistakes: list[str]) -> None:
+    """Does one thing after the other, as it comes."""
+    chance = random.Random(seed)
+    for _ in range(num_turns):
+        index = chance.randrange(6)
+        key, action = other_key(index), chance.choice(["put", "get", "get", "prefetch", "find", "status", "forget"])
+        if action == "put":
+            for span in make_spans(index):
+                try:
+                    store.put(key, span)
+                except CacheError as error:
+                    if "no room" not in str(error):
+                        mistakes.append(str(error))
+        elif action == "get":
+            with store.pinned(key):
+                found = store.get(key)
+                if found and not equal(found.span, whole(index)):
+                    mistakes.append(f"template {index} is wrong")
+        elif action == "prefetch":
+            store.prefetch(key)
+        elif action == "find":
+            store.find(key)
+        elif action == "status":
+            store.status()
+        elif chance.random() < 0.3:
+            store.forget(key)
+
+
+def test_under_concurrent_load(tmp_path: Path) -> None:
+    host, disk = HostTier(2 * SLOT), DiskTier(tmp_path / "disk", int(2.5 * FILES))
+    store = Store(host=host, disk=disk, remote=RemoteTier(f"file://{tmp_path}/remote", int(3.5 * FILES)))
+    mistakes: list[str] = []
+    threads = [threading.Thread(target=use, args=(store, seed, 60, mistakes), daemon=True) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+    assert mistakes == []
+    store.close()
+    assert all(status.num_bytes <= status.max_bytes for status in store.status().values())
+    with host.pin(KEY):
+        host.reserve(KEY, 2 * SLOT)  # nothing is pinned any more
+
+
+WORK = """
+import os
+import signal
+import sys
+from pathlib import Path
+from helpers.spans import FILES, SLOT, other_key, put
+from instgenie.cache import disk, format
+from instgenie.cache.disk import DiskTier
+from instgenie.cache.host import HostTier
+from instgenie.cache.remote import RemoteTier
+from instgenie.cache.store import Store
+
+folder, point = Path(sys.argv[1]), sys.argv[2]
+host = HostTier(SLOT) if point != "rename" else None
+remote = RemoteTier(f"file://{folder}/remote", int(9 * FILES))
+num_on_disk = 2.5 if point != "rename" else 9
+store = Store(host=host, disk=DiskTier(folder / "disk", int(num_on_disk * FILES)), remote=remote)
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_half(path, data):
+    Path(path).parent.mkdir(exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(data[: len(data) // 2])
+    die()
+
+
+def remove_one(paths):
+    for path in paths:
+        path.unlink()
+        die()
+
+
+def arm():
+    if point == "write":
+        format.save_file = lambda tensors, path, header: write_half(path, format.save(tensors, header))
+    if point == "fsync":
+        os.fsync = die
+    if point == "rename":
+        os.replace = die
+    if point == "evict":
+        disk.remove = remove_one
+    if point == "upload":
+        remote._files.pipe_file = write_half
+
+
+for index in range(5):
+    put(store, other_key(index), index)
+    if index == 2:
+        store.settle()
+        arm()
+store.settle()
+"""
+
+
+@pytest.mark.parametrize("point", ["write", "fsync", "rename", "evict", "upload"])
+def test_a_process_that_is_killed_leaves_a_store_that_can_be_used(tmp_path: Path, point: str) -> None:
+    """What is found later is whole, and nothing is in the way."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WORK, str(tmp_path), point]
+    assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
+    left = {path.parts[-3] for path in tmp_path.glob("*/*/*.partial")}
+    assert left == {"write": {"disk"}, "fsync": {"disk"}, "rename": {"disk"}, "upload": {"remote"}}.get(point, set())
+    disk = DiskTier(tmp_path / "disk", int(2.5 * FILES))
+    store = Store(host=HostTier(GIB), disk=disk, remote=RemoteTier(f"file://{tmp_path}/remote", 9 * FILES))
+    are_there = [not store.missing(other_key(index)) for index in range(5)]
+    assert all(are_there[:3])
+    for index, is_there in enumerate(are_there):
+        assert is_found(store, other_key(index), index) == is_there
+        put(store, other_key(index), index)
+    store.close()
+    assert store.status()["disk"].num_bytes <= disk.max_bytes
+    assert not list((tmp_path / "disk").glob("*/*.partial"))
+    assert all(is_found(Store(disk=disk, remote=store.remote), other_key(index), index) for index in range(5))
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.kill()
+
+
+def test_over_s3_and_when_it_is_gone(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    def make_store(name: str) -> Store:
+        remote = RemoteTier(URL, GIB, server.options, patience=2)
+        return Store(host=HostTier(GIB), disk=DiskTier(tmp_path / name, int(1.5 * FILES)), remote=remote)
+
+    store = make_store("one")
+    for index in range(3):
+        put(store, other_key(index), index)
+        store.settle()
+    other = make_store("other")
+    assert [other.find(other_key(index)) for index in range(3)] == [PENDING, PENDING, MISS]
+    assert is_found(other, other_key(0), 0)
+    server.kill()
+    assert other.find(other_key(0)) is HIT
+    assert other.get(other_key(1)) is None
+    assert "left alone" in caplog.text
+    for index in range(2, 5):
+        put(other, other_key(index), index)
+        other.settle()
+    assert all(is_found(other, other_key(index), index) for index in range(2, 5))
+    other.status()
+    other.forget(other_key(0))
+    other.close()
+
+
+def test_a_picture_goes_where_its_template_goes(tmp_path: Path, remote: RemoteTier) -> None:
+    store = Store(disk=DiskTier(tmp_path / "disk", FILES + 10_000), remote=remote)
+    put(store, KEY)
+    store.put_picture(KEY, make_picture())
+    assert store.pictures() == {KEY: (24, 32)}
+    assert remote.load_picture(KEY) is None
+    put(store, other_key(1))  # in its place
+    assert np.array_equal(remote.load_picture(KEY), make_picture())
+    assert store.pictures() == {KEY: (24, 32)}
+    assert np.array_equal(store.picture(KEY), make_picture())
+    store.forget(KEY)
+    assert (store.picture(KEY), store.pictures()) == (None, {})
+
+
+def test_without_lasting_tiers_no_picture_is_kept() -> None:
+    store = Store(host=HostTier(GIB))
+    put(store, KEY)
+    store.put_picture(KEY, make_picture())
+    assert (store.picture(KEY), store.pictures()) == (None, {})

@@ -1,0 +1,56 @@
+"""Jobs that reuse activations, and every plan they may have."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from instgenie.cost.planner import Plan
+from instgenie.engine.prepare import make_job, prepare
+from instgenie.engine.register import register, reuse
+from instgenie.jobs.activations import Activations, Kind
+from instgenie.jobs.job import Job
+from instgenie.models.model import Model
+from instgenie.types import Edit
+
+KINDS: tuple[Kind, ...] = ("kv", "y")
+
+
+def register_for(model: Model, edit: Edit, kind: Kind, **options: Any) -> Activations:
+    return register(edit.picture, model, edit.size, edit.steps, edit.guidance, kind, **options)
+
+
+def make_cached(model: Model, edit: Edit, kind: Kind, plan: Plan | None = None) -> Job:
+    return reuse(prepare(edit, model), register_for(model, edit, kind), plan)
+
+
+def feasible(kind: Kind, units: tuple[int, ...]) -> list[Plan]:
+    """Every dense prefix; for y also every single dense block, every single cached one, and taking turns. Where there
+    are several units, the prefixes of each, the others cached."""
+    num_blocks = sum(units)
+    prefixes = [(False,) * dense + (True,) * (num_blocks - dense) for dense in range(num_blocks)]
+    lone = [tuple(block == index for block in range(num_blocks)) for index in range(num_blocks)]
+    missing = [tuple(not cached for cached in plan) for plan in lone]
+    turns = [tuple(block % 2 == odd for block in range(num_blocks)) for odd in (0, 1)]
+    in_units = [
+        tuple(not start <= block < end for block in range(num_blocks))
+        for start, length in zip(itertools.accumulate(units, initial=0), units, strict=False)
+        for end in range(start + 1, start + length + 1)
+    ]
+    return prefixes + in_units if kind == "kv" else prefixes + lone + missing + turns
+
+
+def on_trajectory(model: Model, edit: Edit, step: int) -> Job:
+    """A job whose masked tokens are, at a step, what registration saw there."""
+    job = prepare(edit, model)
+    untouched = make_job(edit, np.zeros(edit.size, dtype=np.bool_), edit.size, model)
+    latents = job.template.at(step, job.schedule)
+    return replace(job, step=step, latents=latents, conditioning=untouched.conditioning)
+
+
+def predict(model: Model, job: Job) -> list[Tensor]:
+    """Of each branch, of the masked tokens."""
+    [predictions] = model.predict([job])
+    return [prediction if len(prediction) == len(job.inside) else prediction[job.inside] for prediction in predictions]

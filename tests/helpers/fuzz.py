@@ -1,0 +1,196 @@
+"""Requests that no honest client sends, many of them, against a running server.
+
+    python tests/helpers/fuzz.py --base-url http://127.0.0.1:8000 --num-requests 10000 [--api-key KEY]
+
+Every answer has to be a proper one (never 5xx but 503), the server has to stay healthy, its memory flat.
+"""
+
+import argparse
+import json
+import random
+import re
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+
+from helpers.serving import MASK, PICTURE, SIZE, alpha_png, bomb, mask, png
+
+Request = tuple[str, bytes, dict[str, str]]  # path, body, headers
+PATHS = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")
+BOUNDARY = "xyz"
+LEAK = re.compile(r"\b0x[0-9a-f]|/tmp|/usr|\.py|Traceback|site-packages")
+BOMB = bomb(12_000)
+MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
+SCALARS = ("", "0", "-1", "1e999", "nan", "true", "null", "9" * 5000, "\x00", "é" * 100, "1x1", "99999x99999", "{}")
+NAMES = (
+    "n", "size", "seed", "quality", "stream", "prompt", "model", "output_format", "partial_images", "feather",
+    "num_inference_steps", "guidance_scale", "strength", "mask_mode", "template", "deadline_ms", "image[]", "mask",
+)  # fmt: skip
+FILE_NAMES = ("upload", "../../etc/passwd", "a\x00b", "x" * 5000, "con", ".", "/dev/null", "a.png.exe")
+URLS = ("http://127.0.0.1:1/x.png", "file:///etc/passwd", "data:image/png;base64,####", "data:text/html,x", "ftp://x")
+
+
+def part(name: str, value: bytes, file_name: str | None = None) -> bytes:
+    disposition = f'Content-Disposition: form-data; name="{name}"'
+    if file_name is not None:
+        disposition += f'; filename="{file_name}"'
+    return f"--{BOUNDARY}\r\n{disposition}\r\n\r\n".encode() + value + b"\r\n"
+
+
+def multipart(draw: random.Random, *parts: bytes) -> Request:
+    return draw.choice(PATHS), b"".join(parts) + f"--{BOUNDARY}--\r\n".encode(), {"content-type": MULTIPART}
+
+
+def bad_scalar(draw: random.Random) -> Request:
+    value = draw.choice(SCALARS).encode()
+    wrong = part(draw.choice(NAMES), value)
+    return multipart(draw, part("image", PICTURE, "upload"), part("prompt", b"a"), wrong, part("n", b"0"))
+
+
+def broken_picture(draw: random.Random) -> Request:
+    """Flips, cuts or repeats bytes; one that still decodes meets a field that is refused."""
+    data = bytearray(PICTURE)
+    for _ in range(draw.randint(1, 40)):
+        data[draw.randrange(len(data))] = draw.randrange(256)
+    cut = bytes(data[: draw.randint(0, len(data))]) * draw.randint(1, 2)
+    picture = part("image", cut, draw.choice(FILE_NAMES))
+    return multipart(draw, picture, part("mask", MASK, "m"), part("prompt", b"a"), part("size", b"1x1"))
+
+
+def wrong_mask(draw: random.Random) -> Request:
+    masks = [
+        b"", MASK[: draw.randint(0, len(MASK))], PICTURE, alpha_png(mask((41, 56))), alpha_png(mask((16, 16))),
+        alpha_png(np.zeros(SIZE, np.bool_)), png(np.zeros((1, 1), np.uint8)), draw.randbytes(99),
+    ]  # fmt: skip
+    fields = [part("image", PICTURE, "upload"), part("prompt", b"a"), part("mask", draw.choice(masks), "m")]
+    return PATHS[0], multipart(draw, *fields)[1], {"content-type": MULTIPART}
+
+
+def bombs(draw: random.Random) -> Request:
+    """A few KB that say, and would be, hundreds of megapixels."""
+    name, other = draw.choice([("image", ("mask", MASK)), ("mask", ("image", PICTURE))])
+    fields = [part(name, BOMB, "upload"), part(other[0], other[1], "upload"), part("prompt", b"a")]
+    return PATHS[0], multipart(draw, *fields)[1], {"content-type": MULTIPART}
+
+
+def broken_multipart(draw: random.Random) -> Request:
+    path, body, _ = multipart(draw, part("image", PICTURE[:200], "upload"), part("prompt", b"a"))
+    position = draw.randrange(len(body))
+    mangled = draw.choice(
+        [body[:position], body[position:], body[:position] + b"\r\n--" + body[position:], body.replace(b"\r\n", b"\n"),
+         body.replace(b"name=", b"nam="), b"--xyz" * 1000, b"", bytes(draw.randrange(256) for _ in range(500))]
+    )  # fmt: skip
+    kind = draw.choice(
+        [MULTIPART, "multipart/form-data", "multipart/form-data; boundary=", MULTIPART + "; charset=utf-7"]
+    )
+    return path, mangled, {"content-type": kind}
+
+
+def many_parts(draw: random.Random) -> Request:
+    file_name = draw.choice([None, "f"])
+    return multipart(draw, *[part(f"field{i}", b"x", file_name) for i in range(draw.choice([50, 200, 2000]))])
+
+
+def bad_json(draw: random.Random) -> Request:
+    bodies = [
+        b"", b"{", b"[]", b"null", b'"x"', b"[" * 100_000, b'{"a":' * 5000, b'{"prompt": NaN}', b'{"prompt": 1}',
+        b'{"prompt": "\\ud800", "n": 0}', b'{"prompt": "a", "n": 1e400}', b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}",
+        b"\xff\xfe\x00", json.dumps({"prompt": "a", "image": draw.choice(URLS), "n": 0}).encode(),
+        json.dumps({"prompt": ["a"] * 1000, "image": {"a": {}}}).encode(),
+        json.dumps({f"f{i}": i for i in range(1000)}).encode(),
+    ]  # fmt: skip
+    return draw.choice(PATHS), draw.choice(bodies), {"content-type": "application/json"}
+
+
+def odd_request(draw: random.Random) -> Request:
+    path = draw.choice(
+        [*PATHS, "/v1/templates/" + "x" * 300, "/v1/models/%00", "/v1/models/..%2f..%2fetc", "/v1//images"]
+    )
+    kind = draw.choice(
+        ["text/plain", "application/x-www-form-urlencoded", "", "application/json; charset=x", "x/" * 99]
+    )
+    headers = {"content-type": kind, "x-request-id": draw.choice(["a\tb", "x" * 500, "é", "ok"])}
+    return path, draw.choice([b"", b"prompt=a&n=1", b"{}"]), headers
+
+
+MAKERS: tuple[Callable[[random.Random], Request], ...] = (
+    bad_scalar, broken_picture, wrong_mask, bombs, broken_multipart, many_parts, bad_json, odd_request,
+)  # fmt: skip
+
+
+def raw_bytes(draw: random.Random, url: str) -> None:
+    """What is not even HTTP; only that the server lives on is expected."""
+    junk = [
+        b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/images/edits HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/images/edits HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n", b"\r\n" * 1000,
+        b"GET /health HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", bytes(draw.randrange(256) for _ in range(200)),
+    ]  # fmt: skip
+    place = urlsplit(url)
+    assert place.hostname
+    with socket.create_connection((place.hostname, place.port or 80), timeout=10) as connection:
+        try:
+            connection.sendall(draw.choice(junk))
+            if draw.random() < 0.5:
+                connection.settimeout(0.05)
+                connection.recv(1000)
+        except OSError:
+            pass
+
+
+def fuzz(client: httpx.Client, num_requests: int, seed: int) -> Counter[int]:
+    """How often each status was answered; raises on the first answer that is not proper."""
+    draw = random.Random(seed)
+    statuses: Counter[int] = Counter()
+    for _ in range(num_requests):
+        if draw.random() < 0.05:
+            raw_bytes(draw, str(client.base_url))
+            continue
+        path, body, headers = draw.choice(MAKERS)(draw)
+        encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+        answer = client.post(path, content=body, headers=encoded)
+        statuses[answer.status_code] += 1
+        check(answer, body)
+    return statuses
+
+
+def check(answer: httpx.Response, body: bytes) -> None:
+    about = (answer.status_code, answer.text[:300], body[:300])
+    assert answer.status_code < 500, about
+    if answer.status_code >= 400:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}, about
+        assert not LEAK.search(answer.json()["error"]["message"]), about
+
+
+def memory(client: httpx.Client) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith("process_resident_memory_bytes")).split()[1]) / 2**20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
+    parser.add_argument("--num-requests", type=int, default=10_000)
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    with httpx.Client(base_url=options.base_url, headers=headers, timeout=60, trust_env=False) as client:
+        for block in range(max(1, options.num_requests // 1000)):
+            statuses = fuzz(client, min(1000, options.num_requests), options.seed + block)
+            healthy = client.get("/health").status_code == 200
+            print(
+                f"{(block + 1) * 1000:>6} {dict(sorted(statuses.items()))} healthy={healthy} {memory(client):.0f} MiB"
+            )
+            if not healthy:
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

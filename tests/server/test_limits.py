@@ -1,0 +1,130 @@
+"""A server with narrow limits: full queues, slow and large bodies, and its end."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from helpers.serving import PICTURE, Running, running_server
+
+from instgenie.cli import main
+
+LONG = {"prompt": "a cat", "num_inference_steps": "200"}
+ORIGIN = "https://page.test"
+
+
+@pytest.fixture(scope="module")
+def narrow(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    flags = [
+        "--max-queue", "2", "--max-batch-size", "1", "--body-timeout", "2", "--max-body-mib", "1",
+        "--max-megapixels", "0.1", "--shutdown-timeout", "60", "--allowed-origins", ORIGIN, "--no-reuse",
+    ]  # fmt: skip
+    with running_server(tmp_path_factory.mktemp("narrow"), str(folders["sd_fill"]), *flags) as running:
+        yield running
+
+
+def edit(server: Running, fields: dict[str, str]) -> httpx.Response:
+    with server.http() as client:
+        return client.post("/v1/images/edits", files={"image": PICTURE}, data=fields)
+
+
+def test_bodies_are_counted_as_they_come(narrow: Running) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(64):
+            yield b"x" * 65536
+
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    with narrow.http() as client:
+        told = client.post("/v1/images/edits", content=b"x" * 2**21, headers=headers)
+        assert (told.status_code, told.json()["error"]["code"]) == (413, "body_too_large")
+        try:
+            untold = client.post("/v1/images/edits", content=chunks(), headers=headers)
+        except httpx.TransportError:  # the server closed while we were still sending
+            return
+        assert untold.status_code in (400, 413)
+
+
+def test_the_limit_on_pixels_is_the_server_s(narrow: Running) -> None:
+    with narrow.http() as client:
+        answer = client.post("/v1/images/generations", json={"prompt": "a", "size": "1024x1024"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "size")
+
+
+def test_without_reuse_nothing_is_registered(narrow: Running) -> None:
+    with narrow.http() as client:
+        refused = client.post("/v1/templates", files={"image": PICTURE})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_reuse")
+        for _ in range(3):
+            [one] = edit(narrow, {"prompt": "a", "num_inference_steps": "1"}).json()["data"]
+            assert (one["cache_tier"], one["num_computed_tokens"]) == (None, one["num_tokens"])
+        assert client.get("/v1/templates").json()["data"] == []
+
+
+def test_a_body_that_trickles_is_cut_off(narrow: Running) -> None:
+    place = urlsplit(narrow.url)
+    with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+        connection.sendall(
+            b"POST /v1/images/edits HTTP/1.1\r\nHost: x\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+        )
+        assert b"408" in connection.recv(4096)
+    with narrow.http() as client:
+        assert client.get("/health").status_code == 200
+
+
+def test_pages_of_a_named_origin_may_call(narrow: Running) -> None:
+    asks = {
+        "origin": ORIGIN,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    with narrow.http() as client:
+        assert client.options("/v1/images/edits", headers=asks).headers["access-control-allow-origin"] == ORIGIN
+        seen = client.get("/health", headers={"origin": ORIGIN}).headers
+        assert seen["access-control-allow-origin"] == ORIGIN
+        stranger = client.get("/health", headers={"origin": "https://evil.test"}).headers
+        assert "access-control-allow-origin" not in stranger
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(narrow: Running) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: edit(narrow, LONG), range(8)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    for answer in refused:
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(answer.headers["retry-after"]) <= 120
+    too_many = edit(narrow, {"prompt": "a", "num_inference_steps": "1", "n": "10"})
+    assert too_many.status_code in (200, 429)
+
+
+def test_a_port_that_is_taken(narrow: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    port = str(urlsplit(narrow.url).port)
+    assert main(["serve", "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_the_end(narrow: Running) -> None:
+    """Last: after SIGTERM new edits are refused, the accepted one is finished, and the process exits with 0."""
+    accepted: list[httpx.Response] = []
+    running = threading.Thread(target=lambda: accepted.append(edit(narrow, LONG)))
+    running.start()
+    while narrow.metric("instgenie:num_requests_running") + narrow.metric("instgenie:num_requests_waiting") == 0:
+        time.sleep(0.02)
+    narrow.process.terminate()
+    with narrow.http() as client:
+        while (ready := client.get("/ready")).status_code == 200:
+            time.sleep(0.02)
+        assert ready.json() == {"status": "draining"}
+        refused = client.post("/v1/images/edits", files={"image": PICTURE}, data=LONG)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert client.get("/health").status_code == 200
+    running.join()
+    assert [answer.status_code for answer in accepted] == [200]
+    assert narrow.process.wait(60) == 0
