@@ -80,7 +80,7 @@ def crop(edit: Edit, margin: int, side: int, model: FluxModel) -> Crop:
     many tokens as a square of `side` has. The margin is in pixels of a picture of the model's own size."""
     pad = round(margin * max(edit.mask.shape) / model.own_size)
     top, left, bottom, right = mask_box(torch.from_numpy(edit.mask), pad, square=True)
-    size = working_size(bottom - top, right - left, model.unit, side)
+    size = working_size(bottom - top, right - left, model.size_multiple, side)
     part = slice(top, bottom), slice(left, right)
     return Crop(
         edit, replace(edit, picture=edit.picture[part].copy(), mask=edit.mask[part].copy(), size=size), top, left
@@ -89,7 +89,7 @@ def crop(edit: Edit, margin: int, side: int, model: FluxModel) -> Crop:
 
 def side_of_cost(model: FluxModel, num_text: int, share: float) -> int:
     """The largest side whose square costs no more than a share of the model's own square; at least two tokens."""
-    sides = range(2 * model.unit, model.own_size + 1, model.unit)
+    sides = range(2 * model.size_multiple, model.own_size + 1, model.size_multiple)
     most = share * square_flops(model, model.own_size, num_text)
     return max((side for side in sides if square_flops(model, side, num_text) <= most), default=sides[0])
 

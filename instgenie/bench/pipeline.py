@@ -247,7 +247,7 @@ class Places:
         self.blocks: list[int | None] = []  # of each place; None: what left a unit
         has_behind = len(activations.rows) > activations.num_blocks
         block = 0
-        for length in activations.units:
+        for length in activations.run_lengths:
             self.blocks += [*range(block, block + length), *([None] if has_behind else [])]
             block += length
 

@@ -95,7 +95,7 @@ def make_jobs(model: Model, workload: Sequence[Arrival]) -> list[Job]:
     jobs = []
     size_of = lru_cache(working_size)
     for index, arrival in enumerate(workload):
-        height, width = size_of(*arrival.size, model.unit, model.own_size)
+        height, width = size_of(*arrival.size, model.size_multiple, model.own_size)
         num_tokens = (height // model.patch) * (width // model.patch)
         num_steps = arrival.steps or model.steps
         num_masked = max(round(arrival.mask_ratio * num_tokens), 1)

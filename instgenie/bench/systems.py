@@ -147,7 +147,9 @@ def crop_system(model: FluxModel, tuning: Sequence[Edit]) -> System:
         own = replace(edit, size=None)
         top, left, bottom, right = mask_box(torch.from_numpy(edit.mask), MARGINS[0], square=True)
         side = min(max(bottom - top, right - left), model.own_size)
-        return crop(own, MARGINS[0], max(-(-side // model.unit) * model.unit, 2 * model.unit), model).edit
+        return crop(
+            own, MARGINS[0], max(-(-side // model.size_multiple) * model.size_multiple, 2 * model.size_multiple), model
+        ).edit
 
     return own_system(CROP, None, model, lambda edit: prepare(make(edit), model))
 

@@ -452,7 +452,7 @@ class Flow:
             key = id(order.picture), order.tenant, registering.steps, registering.guidance
             if can_reuse(order) and key not in names:
                 names[key] = template_id(registering)
-            height, width = working_size_of(*order.picture.shape[:2], facts.unit, facts.own_size)
+            height, width = working_size_of(*order.picture.shape[:2], facts.size_multiple, facts.own_size)
             num_tokens = (height // facts.patch) * (width // facts.patch)
             num_masked = max(round(num_tokens * float(order.mask.mean())), 1)
             works.append(Work(registering.steps, num_tokens, num_masked, names[key] if can_reuse(order) else None))

@@ -69,7 +69,7 @@ class Library:
         facts = self.model_facts
         if facts is None or worker.identity is None:
             return None
-        size = working_size_of(*registering.size, facts.unit, facts.own_size)
+        size = working_size_of(*registering.size, facts.size_multiple, facts.own_size)
         return wire.TemplateHead(
             template, registering.tenant, worker.identity, size, registering.steps, registering.guidance
         )

@@ -169,7 +169,7 @@ class ModelFacts(Struct, frozen=True):
     guidance: float
     embeds_guidance: bool  # whether the guidance of an edit enters the network
     patch: int  # side in pixels of a token
-    unit: int  # working sizes are multiples of this
+    size_multiple: int  # working sizes are multiples of this
     num_blocks: int
     device: str
     dtype: str

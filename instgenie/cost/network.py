@@ -31,7 +31,7 @@ class BlockShape:
 @dataclass(frozen=True)
 class NetworkShape:
     blocks: tuple[BlockShape, ...]
-    units: tuple[int, ...]  # numbers of blocks in the runs in which dropped tokens stay dropped
+    run_lengths: tuple[int, ...]  # numbers of blocks in the runs in which dropped tokens stay dropped
     per_token: int  # FLOPs outside the blocks for each image token of each branch, masked or not
     per_branch: int
     pads: bool = False  # whether the lists of masked tokens of all jobs are padded together; see `common_share`

@@ -72,8 +72,8 @@ def plan_batch(
     kinds = {demand.kind for demand in demands}
     costs = latency.block_costs(network, demands)
     if kinds == {None}:
-        return plan_dense(costs, "kv", network.units, lead)
-    return POLICIES[policy](costs, "kv" if "kv" in kinds else "y", network.units, lead)
+        return plan_dense(costs, "kv", network.run_lengths, lead)
+    return POLICIES[policy](costs, "kv" if "kv" in kinds else "y", network.run_lengths, lead)
 
 
 def plan_exact(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float = 0.0) -> Planned:

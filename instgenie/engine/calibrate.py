@@ -83,7 +83,7 @@ def calibrate(name: str, device: str, size: tuple[int, int] | None, out: Path | 
 
 def make_cases(model: Model, size: tuple[int, int]) -> list[Case]:
     everything, nothing = (True,) * model.num_blocks, (False,) * model.num_blocks
-    half = tuple(2 * block >= length for length in model.units for block in range(length))
+    half = tuple(2 * block >= length for length in model.run_lengths for block in range(length))
     activations = register(sample_picture(size), model, size, steps=1)
     job = make_job(model, size, activations)
 

@@ -73,10 +73,12 @@ def make_job(edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model, k
 def choose_size(edit: Edit, model: Model) -> tuple[int, int]:
     if edit.size is None:
         height, width = edit.picture.shape[:2]
-        return working_size(height, width, model.unit, model.own_size)
+        return working_size(height, width, model.size_multiple, model.own_size)
     height, width = edit.size
-    if height % model.unit or width % model.unit:
-        raise EditError(f"the working size is {edit.size}: multiples of {model.unit}, for this model, are expected")
+    if height % model.size_multiple or width % model.size_multiple:
+        raise EditError(
+            f"the working size is {edit.size}: multiples of {model.size_multiple}, for this model, are expected"
+        )
     return height, width
 
 

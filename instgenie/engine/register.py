@@ -87,7 +87,7 @@ def register_in(
 
 def make_activations(key: Key, span: Span, model: Model) -> Activations:
     """What the store found, as the model reads it. Rows may lie on another device, time may not."""
-    return Activations(key, model.units, num_tokens(key.size, model), span.rows, span.time.to(model.device))
+    return Activations(key, model.run_lengths, num_tokens(key.size, model), span.rows, span.time.to(model.device))
 
 
 @torch.inference_mode()

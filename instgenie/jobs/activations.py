@@ -101,7 +101,7 @@ class Activations:
     """
 
     key: Key
-    units: tuple[int, ...]  # number of blocks in each
+    run_lengths: tuple[int, ...]  # number of blocks in each
     num_tokens: int  # of the picture; deeper levels of a UNet have fewer
     rows: tuple[Tensor, ...]  # in the order of the pass; each [branches, steps, 2 or 1, tokens, width or bytes]
     time: Tensor  # [steps, width], what modulated the blocks of a Flux; no width for the others
@@ -130,7 +130,7 @@ class Activations:
 
     @property
     def num_blocks(self) -> int:
-        return sum(self.units)
+        return sum(self.run_lengths)
 
     @property
     def num_bytes(self) -> int:

@@ -126,7 +126,7 @@ class Job:
         if cache is None and any(self.plan):
             raise PlanError(f"the plan caches {sum(self.plan)} blocks: the template has no activations")
         if cache is not None:
-            check_plan(self.plan, cache.kind, cache.units)
+            check_plan(self.plan, cache.kind, cache.run_lengths)
             assert (cache.num_steps, cache.num_tokens) == (self.num_steps, len(self.masked))
 
     @property

@@ -70,7 +70,7 @@ class Model(ABC):
 
     @property
     @abstractmethod
-    def unit(self) -> int:
+    def size_multiple(self) -> int:
         """Working sizes are multiples of this."""
 
     @property
@@ -80,7 +80,7 @@ class Model(ABC):
 
     @property
     @abstractmethod
-    def units(self) -> tuple[int, ...]:
+    def run_lengths(self) -> tuple[int, ...]:
         """Numbers of blocks in the runs in which dropped tokens stay dropped."""
 
     @property
@@ -91,7 +91,7 @@ class Model(ABC):
 
     @property
     def num_blocks(self) -> int:
-        return sum(self.units)
+        return sum(self.run_lengths)
 
     @abstractmethod
     def describe(self) -> NetworkShape:

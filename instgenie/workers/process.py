@@ -136,7 +136,7 @@ def facts_of(model: Model) -> ModelFacts:
         guidance=model.guidance,
         embeds_guidance=model.embeds_guidance,
         patch=model.patch,
-        unit=model.unit,
+        size_multiple=model.size_multiple,
         num_blocks=model.num_blocks,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),

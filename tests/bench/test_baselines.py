@@ -78,9 +78,9 @@ def test_the_side_of_a_cost_costs_no_more(flux: FluxModel) -> None:
     whole = square_flops(own, 256, 5)
     for share in (0.1, 0.5):
         side = side_of_cost(own, 5, share)
-        assert square_flops(own, side, 5) <= share * whole < square_flops(own, side + own.unit, 5)
+        assert square_flops(own, side, 5) <= share * whole < square_flops(own, side + own.size_multiple, 5)
     assert side_of_cost(own, 5, 1.0) == 256
-    assert side_of_cost(own, 5, 0.0) == 2 * own.unit
+    assert side_of_cost(own, 5, 0.0) == 2 * own.size_multiple
 
 
 def test_skipping_nothing_is_dense(flux: FluxModel) -> None:

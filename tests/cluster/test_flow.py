@@ -24,7 +24,7 @@ from instgenie.scheduling.names import Batching
 
 FACTS = wire.ModelFacts(
     name="tiny", family="flux", is_fill=False, own_size=64, steps=4, guidance=3.5, embeds_guidance=False, patch=16,
-    unit=16, num_blocks=3, device="cpu", dtype="float32",
+    size_multiple=16, num_blocks=3, device="cpu", dtype="float32",
 )  # fmt: skip
 JOB = wire.JobHead({}, (4, 4), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), 1, (wire.TensorHead("float32", (1,)),))
 WISHES = {field.name for field in fields_of(Wish)}

@@ -28,7 +28,7 @@ from instgenie.errors import CalibrationError
 BLOCK = BlockShape(per_token=900, per_text=700, per_rest=100, per_pair=40, per_branch=30, width=10)
 NETWORK = NetworkShape(
     blocks=(BLOCK, replace(BLOCK, side=2, width=20), replace(BLOCK, side=2, width=20, width_behind=8)),
-    units=(1, 2),
+    run_lengths=(1, 2),
     per_token=5000,
     per_branch=100,
 )

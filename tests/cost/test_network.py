@@ -42,7 +42,7 @@ def make_jobs(model: Model, kind: Kind, plan: Plan) -> list[Job]:
 
 def make_plans(model: Model) -> list[Plan]:
     """All dense, all cached, and the last block of every unit cached."""
-    last = tuple(block == length - 1 for length in model.units for block in range(length))
+    last = tuple(block == length - 1 for length in model.run_lengths for block in range(length))
     return [(False,) * model.num_blocks, (True,) * model.num_blocks, last]
 
 
@@ -51,7 +51,7 @@ def make_plans(model: Model) -> list[Plan]:
 def test_flops_are_those_of_the_pass(models: dict[str, Model], family: str, kind: Kind) -> None:
     model = models[family]
     network = model.describe()
-    assert network.units == model.units
+    assert network.run_lengths == model.run_lengths
     for plan in make_plans(model):
         jobs = make_jobs(model, kind, plan)
         for chosen in (jobs[:1], jobs[1:], jobs):

@@ -143,7 +143,7 @@ def test_a_lead_hides_the_first_loads() -> None:
 
 NETWORK = NetworkShape(
     blocks=(BlockShape(per_token=100, per_text=100, per_rest=20, per_pair=4, per_branch=0, width=10, joint=True),) * 6,
-    units=(6,),
+    run_lengths=(6,),
     per_token=0,
     per_branch=0,
 )
@@ -157,7 +157,7 @@ def demand(num_masked: int, **fields: Any) -> Demand:
 def test_a_batch_has_one_plan() -> None:
     jobs = [demand(10, kind="kv"), demand(40, kind="kv"), demand(50)]
     planned = plan_batch(NETWORK, jobs, LATENCY)
-    check_plan(planned.plan, "kv", NETWORK.units)
+    check_plan(planned.plan, "kv", NETWORK.run_lengths)
     assert planned.seconds == pytest.approx(LATENCY.predict_step(NETWORK, jobs, planned.plan))
     assert planned.seconds <= plan_batch(NETWORK, jobs, LATENCY, policy="greedy").seconds
 
@@ -168,7 +168,7 @@ def test_a_batch_of_kv_and_y_does_not_turn_back() -> None:
     alone = plan_batch(NETWORK, [demand(10, kind="y", in_gpu=here)], slow)
     mixed = plan_batch(NETWORK, [demand(10, kind="y", in_gpu=here), demand(10, kind="kv", in_gpu=here)], slow)
     assert alone.plan == (False, True, False, True, False, False)
-    check_plan(mixed.plan, "kv", NETWORK.units)
+    check_plan(mixed.plan, "kv", NETWORK.run_lengths)
 
 
 def test_a_batch_without_activations_is_dense() -> None:

@@ -41,7 +41,7 @@ def find(store: Store, key: Key, model: Model) -> Activations | None:
 
 def equal(one: Activations | None, other: Activations) -> bool:
     assert one is not None
-    assert (one.key, one.units, one.num_tokens) == (other.key, other.units, other.num_tokens)
+    assert (one.key, one.run_lengths, one.num_tokens) == (other.key, other.run_lengths, other.num_tokens)
     return torch.equal(one.time, other.time) and all(map(torch.equal, one.rows, other.rows))
 
 

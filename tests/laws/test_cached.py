@@ -40,7 +40,7 @@ GIB = 2**30
 def test_law_3_one_step_on_the_trajectory(model: Model, kind: Kind, true_guidance: float) -> None:
     edit = make_edit(prompt="", seed=3, guidance=2.0, true_guidance=true_guidance)
     activations = register_for(model, edit, kind)
-    for step, plan in itertools.product((0, 2), feasible(kind, activations.units)):
+    for step, plan in itertools.product((0, 2), feasible(kind, activations.run_lengths)):
         job = on_trajectory(model, edit, step)
         dense, cached = predict(model, job), predict(model, reuse(job, activations, plan))
         assert len(dense) == len(cached) == len(job.branches)
@@ -140,7 +140,7 @@ def test_law_5_independent_of_the_tier(model: Model, kind: Kind, tmp_path: Path)
     activations = register_for(model, edit, kind)
     found = find_in_all_tiers(activations, model, tmp_path)
     assert set(found) >= {"host", "disk", "disk alone", "remote"}
-    for plan in feasible(kind, activations.units)[:2]:
+    for plan in feasible(kind, activations.run_lengths)[:2]:
         [expected] = run(model, [reuse(prepare(edit, model), activations, plan)])
         for one in found.values():
             assert torch.equal(run(model, [reuse(prepare(edit, model), one, plan)])[0], expected)
@@ -224,7 +224,7 @@ def test_infeasible_plans_are_refused(model: Model) -> None:
     edit = make_edit()
     job, blocks = prepare(edit, model), model.num_blocks
     turns = tuple(block % 2 == 0 for block in range(blocks))
-    if max(model.units) > 1:
+    if max(model.run_lengths) > 1:
         with pytest.raises(PlanError, match=r"block \d dense after block \d"):
             make_cached(model, edit, "kv", turns)
     with pytest.raises(PlanError, match=f"{blocks + 1} blocks: {blocks},"):

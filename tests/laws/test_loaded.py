@@ -71,7 +71,7 @@ def test_law_5_loaded_is_at_hand(model: Model, kind: Kind, cache_dtype: CacheDty
     ]
     near = [register_for(model, edit, kind, cache_dtype) for edit in edits]
     far_away = [move_to_host(one, host, model) for one in near]
-    plans = [None, *feasible(kind, near[0].units)[1:2], None, feasible(kind, near[0].units)[-1]]
+    plans = [None, *feasible(kind, near[0].run_lengths)[1:2], None, feasible(kind, near[0].run_lengths)[-1]]
 
     def make_jobs(found: list[Activations]) -> list[Job]:
         triples = zip(edits, found, plans, strict=True)
@@ -176,7 +176,7 @@ def test_places_that_a_plan_reads() -> None:
 def test_law_3_within_quantisation(model: Model, kind: Kind) -> None:
     edit = make_edit(prompt="", seed=3, guidance=2.0, true_guidance=2.5)
     activations = register_for(model, edit, kind, "fp8")
-    for step, plan in itertools.product((0, 2), feasible(kind, activations.units)):
+    for step, plan in itertools.product((0, 2), feasible(kind, activations.run_lengths)):
         job = on_trajectory(model, edit, step)
         dense, cached = predict(model, job), predict(model, reuse(job, activations, plan))
         for expected, found in zip(dense, cached, strict=True):

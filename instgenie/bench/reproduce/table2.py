@@ -75,7 +75,7 @@ def edit_stock(edit: Edit, model: FluxModel) -> Pixels:
     """What diffusers' own pipeline makes of it."""
     pipeline = stock_pipeline(model)
     pipeline.set_progress_bar_config(disable=True)
-    height, width = (max(side // model.unit, 1) * model.unit for side in edit.picture.shape[:2])
+    height, width = (max(side // model.size_multiple, 1) * model.size_multiple for side in edit.picture.shape[:2])
     [picture] = pipeline(
         prompt=edit.prompt,
         image=Image.fromarray(edit.picture),

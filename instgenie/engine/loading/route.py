@@ -126,7 +126,7 @@ def places_of(job: Job, num_ahead: int = 0) -> tuple[int, ...]:
     cache = job.activations
     if cache is None or not job.edit.dense_steps <= job.step + num_ahead < job.num_steps:
         return ()
-    return places_of_plan(job.plan, cache.units, len(cache.rows) > cache.num_blocks)
+    return places_of_plan(job.plan, cache.run_lengths, len(cache.rows) > cache.num_blocks)
 
 
 @lru_cache(maxsize=256)

@@ -45,7 +45,7 @@ class FluxModel(Model):
         return 2
 
     @property
-    def unit(self) -> int:
+    def size_multiple(self) -> int:
         return self.patch
 
     @property
@@ -53,7 +53,7 @@ class FluxModel(Model):
         return bool(self.transformer.config.in_channels != 4 * self.latent_channels)
 
     @property
-    def units(self) -> tuple[int, ...]:
+    def run_lengths(self) -> tuple[int, ...]:
         return (num_blocks(self.transformer),)
 
     @property

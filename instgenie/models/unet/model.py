@@ -59,7 +59,7 @@ class UnetModel(Model):
         return 1
 
     @property
-    def unit(self) -> int:
+    def size_multiple(self) -> int:
         """Every level halves the picture."""
         return int(self.patch * 2**self.unet.num_upsamplers)
 
@@ -68,7 +68,7 @@ class UnetModel(Model):
         return bool(self.unet.config.in_channels != self.latent_channels)
 
     @property
-    def units(self) -> tuple[int, ...]:
+    def run_lengths(self) -> tuple[int, ...]:
         return tuple(len(transformer.transformer_blocks) for transformer in transformers(self.unet))
 
     @property

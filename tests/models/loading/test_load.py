@@ -167,7 +167,14 @@ def test_all_errors_are_one_family() -> None:
 
 def test_unet_facts(models: dict[str, Model]) -> None:
     facts = {
-        name: (model.is_fill, model.units, model.own_size, model.steps, model.guidance, type(model.scheduler).__name__)
+        name: (
+            model.is_fill,
+            model.run_lengths,
+            model.own_size,
+            model.steps,
+            model.guidance,
+            type(model.scheduler).__name__,
+        )
         for name, model in models.items()
         if name in UNET_FAMILIES
     }

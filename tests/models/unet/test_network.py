@@ -139,7 +139,7 @@ def test_guidance_is_true_guidance(model: UnetModel) -> None:
 
 
 def test_a_size_halves_at_every_level(models: dict[str, Model]) -> None:
-    assert [models[family].unit for family in UNET_FAMILIES] == [8, 4, 4]
+    assert [models[family].size_multiple for family in UNET_FAMILIES] == [8, 4, 4]
     assert [models[family].patch for family in UNET_FAMILIES] == [2, 2, 2]
 
 
