@@ -5,10 +5,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from instgenie.server import openai, operators, pages, templates
+from instgenie.server.bodies.schema import add_schema
 from instgenie.server.errors import ApiError, add_error_handlers, error_response
-from instgenie.server.gate import Gate
-from instgenie.server.schema import add_schema
+from instgenie.server.guard.gate import Gate
+from instgenie.server.routes import images, operators, pages, templates
 from instgenie.server.service import Service
 
 ABOUT = "Mask-guided image editing behind OpenAI's images API. What is outside the mask stays bit-identical."
@@ -18,7 +18,7 @@ def make_app(service: Service, version: str) -> ASGIApp:
     app = FastAPI(title="InstGenIE", version=version, description=ABOUT, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     app.state.service = service
-    for router in (openai.router, templates.router, operators.router, pages.router):
+    for router in (images.router, templates.router, operators.router, pages.router):
         app.include_router(router)
     add_error_handlers(app)
     app.add_exception_handler(Exception, on_bug)

@@ -14,7 +14,7 @@ from instgenie.errors import ConfigError
 from instgenie.pictures.decode import MAX_PIXELS
 from instgenie.scheduling.names import Batching
 from instgenie.scheduling.router import Policy
-from instgenie.server.log import LogFormat
+from instgenie.server.monitoring.log import LogFormat
 from instgenie.server.options import AUTO, PREFIX, Option, auto_or, flag, one_of, read_options, real, text, whole
 from instgenie.types import CacheDtype
 

@@ -18,8 +18,8 @@ from instgenie.cluster.local import Cluster
 from instgenie.errors import ServeError
 from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
-from instgenie.server.connection import HEAD_TIMEOUT, Connection
-from instgenie.server.log import say, set_up_log
+from instgenie.server.guard.connection import HEAD_TIMEOUT, Connection
+from instgenie.server.monitoring.log import say, set_up_log
 from instgenie.server.service import Service
 from instgenie.telemetry import traces
 

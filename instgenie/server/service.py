@@ -11,13 +11,13 @@ from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Order
 from instgenie.cluster.wire import ModelFacts
 from instgenie.errors import ClosedError, QueueFullError
-from instgenie.server.auth import Keys
-from instgenie.server.body import Intake
+from instgenie.server.bodies.body import Intake
+from instgenie.server.bodies.pictures import Pictures
 from instgenie.server.config import HttpConfig
 from instgenie.server.errors import busy, closed, not_found
-from instgenie.server.metrics import Metrics
-from instgenie.server.pictures import Pictures
-from instgenie.server.pulse import Pulse
+from instgenie.server.guard.keys import Keys
+from instgenie.server.monitoring.metrics import Metrics
+from instgenie.server.monitoring.pulse import Pulse
 from instgenie.server.watch import Watch
 
 SECONDS_TO_LOAD = 5

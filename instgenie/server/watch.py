@@ -11,7 +11,7 @@ from starlette.requests import Request
 from instgenie.cluster.entries import Ticket
 from instgenie.cluster.orders import Event, Failed, Finished
 from instgenie.server.errors import from_failure, gone, late
-from instgenie.server.log import say
+from instgenie.server.monitoring.log import say
 
 Out = TypeVar("Out")
 

@@ -11,7 +11,7 @@ from instgenie.cluster.config import UNTOLD_HOST_BYTES, CacheConfig, ClusterConf
 from instgenie.cluster.local import Cluster
 from instgenie.machine import memory
 from instgenie.machine.memory import available_memory
-from instgenie.server.pulse import Pulse
+from instgenie.server.monitoring.pulse import Pulse
 from instgenie.server.serve import describe_cache
 from instgenie.workers.templates import open_store
 

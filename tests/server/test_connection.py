@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from instgenie.server import connection
-from instgenie.server.connection import Connection
+from instgenie.server.guard import connection
+from instgenie.server.guard.connection import Connection
 
 CHUNK, NUM_CHUNKS = b"x" * 2**20, 256
 

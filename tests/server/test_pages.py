@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from instgenie.pictures.mask import read_mask
 from instgenie.pictures.picture import open_picture
-from instgenie.server.pages import FILES
+from instgenie.server.routes.pages import FILES
 
 pytestmark = pytest.mark.skipif(
     EXECUTABLE is None, reason="the pages are not tested: no Chromium was found (apt-get install chromium)"

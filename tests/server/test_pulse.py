@@ -6,7 +6,7 @@ import pytest
 from instgenie.cluster.config import ClusterConfig
 from instgenie.cluster.local import Cluster
 from instgenie.cluster.status import JobStatus
-from instgenie.server.pulse import Pulse, histogram, percentile
+from instgenie.server.monitoring.pulse import Pulse, histogram, percentile
 
 
 def job(name: str, plan: tuple[bool, ...] = ()) -> JobStatus:

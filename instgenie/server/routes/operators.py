@@ -4,8 +4,8 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from instgenie.server.bodies.schema import HEALTH, METRICS
 from instgenie.server.errors import JsonResponse
-from instgenie.server.schema import HEALTH, METRICS
 from instgenie.server.service import service_of
 
 router = APIRouter()

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from instgenie.server.body import Form
+from instgenie.server.bodies.body import Form
+from instgenie.server.bodies.fields import EditFields, TemplateFields, parse_fields
 from instgenie.server.errors import ApiError, bad, echo
-from instgenie.server.fields import EditFields, TemplateFields, parse_fields
 
 IMAGE_NAMES = ("image", "image[]")
 DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)

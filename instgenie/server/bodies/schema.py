@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict
 
-from instgenie.server.fields import EditFields, Fields, GenerationFields, TemplateFields
+from instgenie.server.bodies.fields import EditFields, Fields, GenerationFields, TemplateFields
 
 
 class ErrorFacts(BaseModel):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from instgenie.jobs import quality
 from instgenie.pictures.decode import MIN_SIDE
 from instgenie.pictures.picture import MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
-from instgenie.server.body import Form
+from instgenie.server.bodies.body import Form
 from instgenie.server.errors import ApiError, bad, echo
 from instgenie.server.options import nearest
 

@@ -8,9 +8,9 @@ from starlette.responses import Response
 
 from instgenie.cluster.orders import TemplateStatus
 from instgenie.errors import ClosedError, InstGenieError
+from instgenie.server.bodies.forms import read_template
+from instgenie.server.bodies.schema import ONE_TEMPLATE, REMOVED_TEMPLATE, TEMPLATE, TEMPLATES
 from instgenie.server.errors import NO_RETRY, ApiError, JsonResponse, closed, from_user_error, not_found
-from instgenie.server.forms import read_template
-from instgenie.server.schema import ONE_TEMPLATE, REMOVED_TEMPLATE, TEMPLATE, TEMPLATES
 from instgenie.server.service import SECONDS_TO_LOAD, Service, service_of, tenant_of
 
 MAX_BYTES = 2**31  # pixels of one tenant's templates

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from instgenie.cluster.orders import Facts, Finished
+from instgenie.server.bodies.fields import OPENAI, OURS, ImageFields
 from instgenie.server.errors import ApiError
-from instgenie.server.fields import OPENAI, OURS, ImageFields
 
 Kind = Literal["image_edit", "image_generation"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from instgenie.server.log import say
+from instgenie.server.monitoring.log import say
 
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parents[2]
 EXAMPLES = PACKAGE / "examples"
 
 

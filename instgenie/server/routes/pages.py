@@ -12,12 +12,12 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
+from instgenie.server.bodies.fields import MAX_EDITS
 from instgenie.server.errors import JsonResponse, not_found
-from instgenie.server.fields import MAX_EDITS
-from instgenie.server.known import EXAMPLES, known_examples, known_prompts
+from instgenie.server.routes.suggestions import EXAMPLES, known_examples, known_prompts
 from instgenie.server.service import Service, service_of
 
-STATIC = Path(__file__).parent / "static"
+STATIC = Path(__file__).parent.parent / "static"
 SECONDS_BETWEEN_SNAPSHOTS = 0.5
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "

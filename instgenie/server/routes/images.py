@@ -11,13 +11,13 @@ from instgenie.cluster.orders import Order
 from instgenie.cluster.wish import Wish
 from instgenie.errors import ClosedError, InstGenieError
 from instgenie.pictures.picture import MAX_SEED, MAX_SIDE
-from instgenie.server.answers import Kind, answer
+from instgenie.server.bodies.answers import Kind, answer
+from instgenie.server.bodies.fields import OURS, EditFields, GenerationFields, ImageFields, answer_size, parse_fields
+from instgenie.server.bodies.forms import EditForm, read_edit
+from instgenie.server.bodies.pictures import blank_picture
+from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS
 from instgenie.server.errors import JsonResponse, bad, closed, from_user_error, not_found
-from instgenie.server.events import EventStream
-from instgenie.server.fields import OURS, EditFields, GenerationFields, ImageFields, answer_size, parse_fields
-from instgenie.server.forms import EditForm, read_edit
-from instgenie.server.pictures import blank_picture
-from instgenie.server.schema import EDIT, GENERATION, MODEL, MODELS
+from instgenie.server.routes.events import EventStream
 from instgenie.server.service import SECONDS_TO_LOAD, Service, draw_seed, service_of, tenant_of, trace_of
 from instgenie.server.watch import unless_gone
 from instgenie.types import PixelMask, Pixels

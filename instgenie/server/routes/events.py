@@ -8,9 +8,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from instgenie.cluster.orders import Event, Finished, Order, Partial, Queued, Stepped
-from instgenie.server.answers import Kind, completed_event, error_event, event, partial_event
+from instgenie.server.bodies.answers import Kind, completed_event, error_event, event, partial_event
+from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.errors import ApiError
-from instgenie.server.fields import ImageFields
 from instgenie.server.service import Service
 from instgenie.server.watch import Watch, unless_gone
 

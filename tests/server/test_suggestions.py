@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from instgenie.models.loading.folder import BUILTIN
-from instgenie.server.known import EXAMPLES, Prompts, known_examples, known_prompts
+from instgenie.server.routes.suggestions import EXAMPLES, Prompts, known_examples, known_prompts
 
 
 def test_every_word_of_a_prompt_is_one_the_model_knows() -> None:

@@ -8,7 +8,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from instgenie.server.errors import ApiError, error_response
-from instgenie.server.log import log, request_id, say
+from instgenie.server.monitoring.log import log, request_id, say
 from instgenie.server.service import Service
 from instgenie.telemetry.traces import RequestSpan
 

@@ -1,0 +1,1 @@
+"""Checks before a request reaches a route: pace of the connection, request id, API key."""

@@ -1,0 +1,1 @@
+"""Log lines, Prometheus metrics, and the live view of the engine page."""
