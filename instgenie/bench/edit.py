@@ -290,7 +290,7 @@ def stock_system(model: Model, network: torch.nn.Module | None = None) -> System
     pipeline.register_modules(**{"transformer" if isinstance(model, FluxModel) else "unet": network})
     options = {} if stock_name(model) == "FluxFillPipeline" else {"strength": 1.0}
     if isinstance(model, FluxModel):
-        options["max_sequence_length"] = model.max_text_tokens
+        options["max_sequence_length"] = model.num_text_tokens
 
     def run(edits: Sequence[Edit]) -> Sample:
         first = edits[0]

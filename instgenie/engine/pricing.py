@@ -8,7 +8,6 @@ from instgenie.cost.pricing import JobShape, make_costs
 from instgenie.cost.table import Price, StepCosts
 from instgenie.jobs.job import Job
 from instgenie.machine.names import device_name
-from instgenie.models.flux.model import FluxModel
 from instgenie.models.model import Model
 from instgenie.types import CacheDtype, Edit, PlanPolicy, TierName
 
@@ -28,7 +27,7 @@ def job_shape(model: Model, value_bytes: int) -> JobShape:
     edit = Edit(NO_PICTURE, NO_MASK, "", guidance=model.guidance)
     return JobShape(
         network=model.describe(),
-        num_text=model.max_text_tokens if isinstance(model, FluxModel) else model.tokenizer.model_max_length,
+        num_text=model.num_text_tokens,
         num_branches=2 if model.guidance_scale(edit) > 1 else 1,
         value_bytes=value_bytes,
     )

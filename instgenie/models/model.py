@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
@@ -28,6 +28,11 @@ CIRCUMSTANCES = ("name", "device", "dtype", "scheduler")  # no part of a model's
 
 @dataclass(frozen=True, eq=False)
 class Model(ABC):
+    family: ClassVar[str]  # a key of `FAMILIES`
+    network_name: ClassVar[str]  # of the part that denoises: transformer or unet
+    is_convolutional: ClassVar[bool]  # the network convolves, so on CUDA its weights are in channels-last order
+    latents_per_token: ClassVar[int]  # side of a token's patch in latents
+
     name: str
     vae: AutoencoderKL | AutoencoderTiny
     text_encoder: CLIPTextModel
@@ -40,9 +45,36 @@ class Model(ABC):
     guidance: float  # what an edit gets that does not say
 
     @property
-    @abstractmethod
     def network(self) -> torch.nn.Module:
-        """diffusers' transformer or UNet."""
+        """The part that denoises, diffusers' transformer or UNet."""
+        network: torch.nn.Module = getattr(self, self.network_name)
+        return network
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The parts of the diffusers pipeline, by name."""
+        names = ("vae", "text_encoder", "tokenizer", "scheduler", self.network_name)
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    @abstractmethod
+    def stock_pipeline_name(self) -> str:
+        """The class of diffusers' inpainting pipeline that computes the same edits."""
+
+    @property
+    def stock_parts(self) -> dict[str, Any]:
+        """The arguments that construct the stock pipeline."""
+        return self.parts
+
+    @property
+    def stock_arguments(self) -> dict[str, Any]:
+        """Arguments of a call of the stock pipeline that are the same for every edit."""
+        return {"strength": 1.0}
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Tokens of a prompt as the network sees it; every prompt is padded to this length."""
+        return int(self.tokenizer.model_max_length)
 
     @cached_property
     def digest(self) -> str:
@@ -59,13 +91,8 @@ class Model(ABC):
         return int(2 ** (len(self.vae.config.block_out_channels) - 1))
 
     @property
-    @abstractmethod
-    def latents_per_token(self) -> int:
-        """Side in latents of what one token stands for."""
-
-    @property
     def patch(self) -> int:
-        """Side in pixels of what one token stands for."""
+        """Side of a token's patch in pixels."""
         return self.latents_per_token * self.pixels_per_latent
 
     @property

@@ -129,7 +129,7 @@ def die_with(parent: int) -> None:
 def facts_of(model: Model) -> ModelFacts:
     return ModelFacts(
         name=model.name,
-        family=type(model).__name__.removesuffix("Model").lower(),
+        family=model.family,
         is_fill=model.is_fill,
         own_size=model.own_size,
         steps=model.steps,

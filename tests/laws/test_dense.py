@@ -38,7 +38,7 @@ def stock_latents(model: FluxModel, edit: Edit) -> Tensor:
     latents: Tensor = quiet_pipeline(model)(
         **stock_arguments(edit),
         latents=noise[None] if model.is_fill else unpack_latents(noise, grid),
-        max_sequence_length=model.max_text_tokens,
+        max_sequence_length=model.num_text_tokens,
         **({} if model.is_fill else true),
     ).images[0]
     return latents.float()
@@ -82,7 +82,7 @@ def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
     x = sigmas[0] * torch.where(inside, drawn, noise) + (1 - sigmas[0]) * clean
 
     prompts = [edit.prompt, edit.negative_prompt] if edit.true_guidance > 1 else [edit.prompt]
-    texts = [pipeline.encode_prompt(text, text, max_sequence_length=model.max_text_tokens) for text in prompts]
+    texts = [pipeline.encode_prompt(text, text, max_sequence_length=model.num_text_tokens) for text in prompts]
     positions = pipeline._prepare_latent_image_ids(1, rows, cols, **here)
     guidance = torch.tensor([edit.guidance], device=model.device) if model.transformer.config.guidance_embeds else None
     for timestep, sigma_next in zip(scheduler.timesteps[skipped:], sigmas[1:], strict=True):

@@ -84,7 +84,7 @@ def edit_stock(edit: Edit, model: FluxModel) -> Pixels:
         width=width,
         num_inference_steps=edit.steps,
         guidance_scale=edit.guidance,
-        max_sequence_length=model.max_text_tokens,
+        max_sequence_length=model.num_text_tokens,
         output_type="pil",
     ).images
     return np.asarray(picture.resize(edit.picture.shape[1::-1]))

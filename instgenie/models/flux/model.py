@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -10,6 +11,7 @@ from torch.nn.functional import pixel_unshuffle
 from transformers import PreTrainedTokenizerBase, T5EncoderModel
 
 from instgenie.cost.network import NetworkShape
+from instgenie.errors import ModelError
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Batch, Branch, Job, pack
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule
@@ -31,18 +33,27 @@ MAX_TEXT_TOKENS = 512  # of the Flux pipelines, for tokenizers that know no limi
 
 @dataclass(frozen=True, eq=False)
 class FluxModel(Model):
+    family = "flux"
+    network_name = "transformer"
+    is_convolutional = False
+    latents_per_token = 2
+
     transformer: FluxTransformer2DModel
     text_encoder_2: T5EncoderModel
     tokenizer_2: PreTrainedTokenizerBase
 
     @property
-    def network(self) -> torch.nn.Module:
-        network: torch.nn.Module = self.transformer
-        return network
+    def parts(self) -> dict[str, Any]:
+        return super().parts | {"text_encoder_2": self.text_encoder_2, "tokenizer_2": self.tokenizer_2}
 
     @property
-    def latents_per_token(self) -> int:
-        return 2
+    def stock_pipeline_name(self) -> str:
+        return "FluxFillPipeline" if self.is_fill else "FluxInpaintPipeline"
+
+    @property
+    def stock_arguments(self) -> dict[str, Any]:
+        strength = {} if self.is_fill else super().stock_arguments
+        return strength | {"max_sequence_length": self.num_text_tokens}
 
     @property
     def size_multiple(self) -> int:
@@ -61,7 +72,7 @@ class FluxModel(Model):
         return max(CAPTURED_AREA // int(self.transformer.inner_dim) ** 2, 1)
 
     @property
-    def max_text_tokens(self) -> int:
+    def num_text_tokens(self) -> int:
         return min(int(self.tokenizer_2.model_max_length), MAX_TEXT_TOKENS)
 
     def describe(self) -> NetworkShape:
@@ -93,7 +104,7 @@ class FluxModel(Model):
         return Branch(text=sequence, pooled=self.encode_pooled(prompt), rotary=rotary)
 
     def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]
-        ids = tokenize(self.tokenizer_2, prompt, self.max_text_tokens).to(self.device)
+        ids = tokenize(self.tokenizer_2, prompt, self.num_text_tokens).to(self.device)
         sequence: Tensor = self.text_encoder_2(ids)[0][0]
         return sequence.to(self.dtype)
 
@@ -118,3 +129,14 @@ class FluxModel(Model):
 
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:
         return embed_time(self.transformer, pack(jobs))
+
+
+def is_flux(model: Model) -> TypeGuard[FluxModel]:
+    return isinstance(model, FluxModel)
+
+
+def as_flux(model: Model) -> FluxModel:
+    """The same model, for code that walks the blocks of a Flux transformer."""
+    if not is_flux(model):
+        raise ModelError(f"the model {model.name!r} is of the family {model.family!r}: this needs a Flux model")
+    return model

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
@@ -46,17 +47,21 @@ FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 class UnetModel(Model):
     """Stable Diffusion 1.5 and 2.1: one text encoder."""
 
+    family = "unet"
+    network_name = "unet"
+    is_convolutional = True
+    latents_per_token = 1
+
     unet: UNet2DConditionModel
     scheduler: DDIMScheduler | EulerDiscreteScheduler
 
     @property
-    def network(self) -> torch.nn.Module:
-        network: torch.nn.Module = self.unet
-        return network
+    def stock_pipeline_name(self) -> str:
+        return "StableDiffusionInpaintPipeline"
 
     @property
-    def latents_per_token(self) -> int:
-        return 1
+    def stock_parts(self) -> dict[str, Any]:
+        return self.parts | {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 
     @property
     def size_multiple(self) -> int:
@@ -153,6 +158,18 @@ class UnetXlModel(UnetModel):
     text_encoder_2: CLIPTextModelWithProjection
     tokenizer_2: PreTrainedTokenizerBase
     empty_is_zero: bool  # whether an empty negative prompt stands for zeros
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return super().parts | {"text_encoder_2": self.text_encoder_2, "tokenizer_2": self.tokenizer_2}
+
+    @property
+    def stock_pipeline_name(self) -> str:
+        return "StableDiffusionXLInpaintPipeline"
+
+    @property
+    def stock_parts(self) -> dict[str, Any]:
+        return self.parts
 
     def negative(self, prompt: str) -> Branch:
         branch = self.branch(prompt)

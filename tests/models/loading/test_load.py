@@ -24,7 +24,7 @@ from instgenie.models.model import Model
 
 def test_facts(models: dict[str, Model]) -> None:
     facts = {
-        name: (model.is_fill, model.patch, model.latent_channels, model.max_text_tokens, model.steps, model.guidance)
+        name: (model.is_fill, model.patch, model.latent_channels, model.num_text_tokens, model.steps, model.guidance)
         for name, model in models.items()
         if name in FLUX_FAMILIES
     }
