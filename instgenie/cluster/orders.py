@@ -8,7 +8,7 @@ from instgenie.types import PixelMask, Pixels
 
 OutputFormat = Literal["png", "jpeg", "webp"]
 Tier = Literal["gpu", "host", "disk", "remote"]
-FailureKind = Literal["bad_input", "out_of_memory", "crashed", "deadline", "internal"]
+FailureKind = Literal["bad_input", "out_of_memory", "crashed", "internal"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,8 +93,6 @@ def from_failure(failed: Failed) -> ApiError:
     match failed.kind:
         case "bad_input":
             return ApiError(400, failed.message, "invalid_value", failed.param)
-        case "deadline":
-            return ApiError(408, "The deadline has passed.", "deadline_exceeded", "deadline_ms", NO_RETRY)
         case "out_of_memory":
             return ApiError(503, "The edit does not fit into the worker's memory.", "out_of_memory", headers=NO_RETRY)
         case "crashed":

@@ -1,0 +1,116 @@
+"""Messages between the processes of a cluster: a msgspec struct in the first frame, raw bytes in the others.
+
+Knows no socket, no process and no torch. Every answer carries the id and the attempt of the work it answers, so that a
+late answer to an abandoned attempt is told apart from the awaited one.
+
+    heads     parts that several messages share
+    commands  messages from the cluster to its processes
+    reports   messages from the processes to the cluster
+    frames    messages and pixels as bytes
+"""
+
+from instgenie.cluster.wire.commands import (
+    Cancel,
+    Denoise,
+    Denoising,
+    Fetch,
+    Finish,
+    Forget,
+    List,
+    Prepare,
+    PrepareTemplate,
+    Recall,
+    Register,
+    Stop,
+)
+from instgenie.cluster.wire.frames import (
+    AnyMessage,
+    Command,
+    Report,
+    decode,
+    encode,
+    picture_frames,
+    read_mask,
+    read_picture,
+    split_frames,
+)
+from instgenie.cluster.wire.heads import (
+    Frame,
+    JobHead,
+    Message,
+    ModelFacts,
+    TemplateHead,
+    TensorHead,
+)
+from instgenie.cluster.wire.reports import (
+    Beat,
+    Broken,
+    Denoised,
+    Failed,
+    Forgotten,
+    Found,
+    Glimpsed,
+    JobStep,
+    Joined,
+    Kept,
+    Listed,
+    Listing,
+    Missing,
+    Painted,
+    Prepared,
+    Priced,
+    Ready,
+    Recalled,
+    Registered,
+    Stepped,
+)
+
+__all__ = [
+    "AnyMessage",
+    "Beat",
+    "Broken",
+    "Cancel",
+    "Command",
+    "Denoise",
+    "Denoised",
+    "Denoising",
+    "Failed",
+    "Fetch",
+    "Finish",
+    "Forget",
+    "Forgotten",
+    "Found",
+    "Frame",
+    "Glimpsed",
+    "JobHead",
+    "JobStep",
+    "Joined",
+    "Kept",
+    "List",
+    "Listed",
+    "Listing",
+    "Message",
+    "Missing",
+    "ModelFacts",
+    "Painted",
+    "Prepare",
+    "PrepareTemplate",
+    "Prepared",
+    "Priced",
+    "Ready",
+    "Recall",
+    "Recalled",
+    "Register",
+    "Registered",
+    "Report",
+    "Stepped",
+    "Stop",
+    "TemplateHead",
+    "TensorHead",
+    "decode",
+    "encode",
+    "picture_frames",
+    "read_mask",
+    "read_picture",
+    "split_frames",
+]

@@ -1,0 +1,117 @@
+"""Messages from the cluster to its processes."""
+
+from msgspec import Struct
+
+from instgenie.cluster.orders import OutputFormat
+from instgenie.cluster.wire.heads import JobHead, Message, TemplateHead, TensorHead
+from instgenie.cluster.wish import Wish
+
+# to any process
+
+
+class Stop(Message, frozen=True):
+    """Write what is worth keeping, then exit."""
+
+
+# to prepare
+
+
+class Prepare(Message, frozen=True):
+    """Turn an edit into a job. Frames: picture, mask."""
+
+    id: str
+    attempt: int
+    wish: Wish
+    size: tuple[int, int]  # (height, width) of the picture
+    trace: str = ""  # traceparent; empty: not traced
+
+
+class PrepareTemplate(Message, frozen=True):
+    """Turn a template's picture into a job that registers it. Frames: picture."""
+
+    id: str
+    attempt: int
+    steps: int
+    guidance: float
+    size: tuple[int, int]  # (height, width) of the picture
+
+
+# to denoise
+
+
+class Denoising(Struct, frozen=True):
+    """One job of a `Denoise` message."""
+
+    id: str
+    attempt: int
+    job: JobHead
+    template: TemplateHead | None  # use its activations if they are found; None: compute every token
+    is_sure: bool  # True if the job may not run without them: an earlier attempt used them, or they are known to exist
+    num_partials: int
+    trace: str = ""
+
+
+class Denoise(Message, frozen=True):
+    """Jobs that join the batch together. Frames: the tensors of all jobs, one job after the other."""
+
+    jobs: tuple[Denoising, ...]
+
+
+class Fetch(Message, frozen=True):
+    """Announces a job that will use the template's activations if they are found, so that loading can start now."""
+
+    id: str  # of the job
+    template: TemplateHead
+
+
+class Register(Message, frozen=True):
+    """Compute and store a template's activations. Frames: the tensors of the job, then the picture to keep, if any."""
+
+    id: str  # of the template
+    attempt: int
+    template: TemplateHead
+    job: JobHead
+    is_urgent: bool  # True if an edit is waiting for it: it then runs between steps instead of in an idle moment
+    picture: tuple[int, int] | None  # (height, width) of the picture to store beside the activations; None: none
+
+
+class Cancel(Message, frozen=True):
+    """Drop a job, or a registration, at the next step."""
+
+    id: str
+
+
+class Forget(Message, frozen=True):
+    """Delete a template's activations from every tier."""
+
+    template: TemplateHead
+
+
+class List(Message, frozen=True):
+    """Asks which templates of a model lie in the tiers that outlive a worker."""
+
+    model: str  # digest of the weights
+
+
+class Recall(Message, frozen=True):
+    """Asks for the picture that was stored beside a template's activations."""
+
+    template: TemplateHead
+
+
+# to finish
+
+
+class Finish(Message, frozen=True):
+    """Decode, composite and encode a picture. Frames: latents, picture, mask."""
+
+    id: str
+    attempt: int
+    latents: TensorHead
+    grid: tuple[int, int]
+    size: tuple[int, int]  # (height, width) of the picture
+    feather: int
+    output_format: OutputFormat
+    output_compression: int
+    partial: int | None  # index of a partial picture; None: the final one
+    trace: str = ""

@@ -1,0 +1,87 @@
+"""Messages and pixels as bytes, and back."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from instgenie.cluster.wire.commands import (
+    Cancel,
+    Denoise,
+    Denoising,
+    Fetch,
+    Finish,
+    Forget,
+    List,
+    Prepare,
+    PrepareTemplate,
+    Recall,
+    Register,
+    Stop,
+)
+from instgenie.cluster.wire.heads import Frame, Message
+from instgenie.cluster.wire.reports import (
+    Beat,
+    Broken,
+    Denoised,
+    Failed,
+    Forgotten,
+    Found,
+    Glimpsed,
+    Joined,
+    Kept,
+    Listed,
+    Missing,
+    Painted,
+    Prepared,
+    Priced,
+    Ready,
+    Recalled,
+    Registered,
+    Stepped,
+)
+from instgenie.types import PixelMask, Pixels
+
+Command: TypeAlias = (
+    Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | List | Recall | Finish
+)
+Report: TypeAlias = (
+    Ready | Broken | Beat | Failed | Prepared | Priced | Joined | Stepped | Glimpsed | Denoised | Registered | Found
+    | Missing | Kept | Forgotten | Listed | Recalled | Painted
+)  # fmt: skip
+AnyMessage: TypeAlias = Command | Report
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(head: Frame) -> AnyMessage:
+    message: AnyMessage = _decoder.decode(head)
+    return message
+
+
+def picture_frames(*arrays: Pixels | PixelMask) -> list[Frame]:
+    return [np.ascontiguousarray(array).data.cast("B") for array in arrays]
+
+
+def read_picture(frame: Frame, size: tuple[int, int]) -> Pixels:
+    return np.frombuffer(frame, np.uint8).reshape(*size, 3)
+
+
+def read_mask(frame: Frame, size: tuple[int, int]) -> PixelMask:
+    return np.frombuffer(frame, np.bool_).reshape(size)
+
+
+def split_frames(frames: Sequence[Frame], jobs: Sequence[Denoising]) -> list[Sequence[Frame]]:
+    """Divide the frames of a `Denoise` message among its jobs."""
+    parts, start = [], 0
+    for given in jobs:
+        end = start + len(given.job.tensors)
+        parts.append(frames[start:end])
+        start = end
+    return parts

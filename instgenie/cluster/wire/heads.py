@@ -1,0 +1,57 @@
+"""Parts that several messages share: descriptions of tensors, jobs, templates and models."""
+
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+Frame: TypeAlias = bytes | memoryview
+
+
+class Message(Struct, frozen=True, tag=True):
+    """Base of every message; its class name travels with it."""
+
+
+class TensorHead(Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class JobHead(Struct, frozen=True):
+    """A job without its tensors, which follow as frames."""
+
+    edit: dict[str, Any]  # the fields of the edit, without its pixels
+    grid: tuple[int, int]
+    scale: float
+    schedule_kind: str
+    schedule: msgspec.Raw
+    num_branches: int
+    tensors: tuple[TensorHead, ...]
+
+
+class TemplateHead(Struct, frozen=True):
+    """Everything needed to find a template's activations."""
+
+    id: str
+    tenant: str
+    model: str  # digest of the weights
+    size: tuple[int, int]  # (height, width) the model works at
+    steps: int
+    guidance: float
+
+
+class ModelFacts(Struct, frozen=True):
+    """What the cluster and its clients need to know about the model."""
+
+    name: str
+    family: str
+    is_fill: bool
+    own_size: int
+    steps: int
+    guidance: float
+    embeds_guidance: bool  # True if an edit's guidance is an input of the network
+    patch: int  # side of a token in pixels
+    size_multiple: int  # working sizes are multiples of this
+    num_blocks: int
+    device: str
+    dtype: str

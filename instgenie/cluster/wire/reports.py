@@ -1,0 +1,182 @@
+"""Messages from the processes to the cluster. Each answer carries the id and the attempt of the work it answers."""
+
+from msgspec import Struct
+
+from instgenie.cluster.config import finish_period
+from instgenie.cluster.orders import FailureKind
+from instgenie.cluster.wire.heads import JobHead, Message, ModelFacts, TemplateHead, TensorHead
+from instgenie.cost.table import StepCosts
+from instgenie.types import TierName
+
+# from any process
+
+
+class Ready(Message, frozen=True):
+    """The process has loaded its parts of the model."""
+
+    facts: ModelFacts
+    digest: str  # of the weights this process has loaded
+
+
+class Broken(Message, frozen=True):
+    """The process cannot start, and starting it again will not help."""
+
+    message: str
+
+
+class Beat(Message, frozen=True):
+    """Sign of life: the loop of the process is turning."""
+
+
+class Failed(Message, frozen=True):
+    id: str
+    attempt: int
+    kind: FailureKind
+    message: str
+    param: str | None = None
+
+
+# from prepare
+
+
+class Prepared(Message, frozen=True):
+    """Frames: the tensors of the job."""
+
+    id: str
+    attempt: int
+    job: JobHead
+    num_tokens: int
+    num_masked_tokens: int
+    num_steps: int
+    seconds: float
+
+
+# from denoise
+
+
+class Priced(Message, frozen=True):
+    """The predicted cost of steps on this worker."""
+
+    costs: StepCosts
+
+
+class JobStep(Struct, frozen=True):
+    id: str
+    attempt: int
+    step: int  # steps taken so far
+
+
+class Joined(Message, frozen=True):
+    """Jobs joined the running batch."""
+
+    jobs: tuple[JobStep, ...]
+    plans: tuple[tuple[bool, ...], ...]  # one per job
+
+
+class Stepped(Message, frozen=True):
+    """A batch took one step."""
+
+    seconds: float
+    predicted_seconds: float  # by the costs in `Priced`
+    num_interruptions: int  # of the step loop, since the process started
+    jobs: tuple[JobStep, ...]
+
+
+class Glimpsed(Message, frozen=True):
+    """Latents for a partial picture. Frames: latents that predict the job's result."""
+
+    id: str
+    attempt: int
+    index: int
+    latents: TensorHead
+
+
+class Denoised(Message, frozen=True):
+    """A job has taken all its steps. Frames: latents."""
+
+    id: str
+    attempt: int
+    latents: TensorHead
+    num_computed_tokens: int
+    seconds: float
+
+
+class Registered(Message, frozen=True):
+    """Progress of a registration."""
+
+    id: str
+    attempt: int
+    num_registered_steps: int
+    num_steps: int
+    tier_bytes: dict[TierName, int]  # in memory
+
+
+class Found(Message, frozen=True):
+    """The tier in which a job's activations were found; None: the job computes every token."""
+
+    id: str
+    attempt: int
+    tier: TierName | None
+
+
+class Missing(Message, frozen=True):
+    """The activations that a job has to use are not there; the job was not run."""
+
+    id: str
+    attempt: int
+    template: str
+
+
+class Kept(Message, frozen=True):
+    """Bytes that the tiers hold of one template, and altogether."""
+
+    template: str | None
+    template_bytes: dict[TierName, int]
+    tier_bytes: dict[TierName, int]
+
+
+class Forgotten(Message, frozen=True):
+    """A template's activations are deleted."""
+
+    template: str
+
+
+class Listing(Struct, frozen=True):
+    """A template in a tier that outlives the worker."""
+
+    template: TemplateHead
+    picture: tuple[int, int]  # (height, width)
+    num_registered_steps: int
+    tier_bytes: dict[TierName, int]
+
+
+class Listed(Message, frozen=True):
+    """Answer to `List`."""
+
+    model: str
+    templates: tuple[Listing, ...]
+
+
+class Recalled(Message, frozen=True):
+    """Answer to `Recall`. Frames: the picture, if it was found."""
+
+    template: str
+    size: tuple[int, int] | None  # (height, width); None: not found
+
+
+# from finish
+
+
+class Painted(Message, frozen=True):
+    """Frames: the encoded picture."""
+
+    id: str
+    attempt: int
+    partial: int | None
+    seconds: float  # of decoding, during which no other picture is decoded
+    thread_seconds: float = 0.0  # of encoding in a thread, while the next picture is decoded
+
+    @property
+    def period(self) -> float:
+        """Seconds from one picture to the next when many are finished in a row."""
+        return finish_period(self.seconds, self.thread_seconds)
