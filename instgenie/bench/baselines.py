@@ -12,7 +12,7 @@ from torch import Tensor
 
 from instgenie.bench.cost import square_flops
 from instgenie.bench.metrics import mask_box
-from instgenie.cost.planner import DENSE
+from instgenie.cost.plan import DENSE
 from instgenie.jobs.job import Branch, Job, Template, concat, pack
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.flux.network import embed_time, flow, modulated, unembed

@@ -102,11 +102,6 @@ def makespan(plan: Sequence[bool], costs: Sequence[BlockCost], lead: float = 0.0
     return computed
 
 
-def unit_starts(units: Sequence[int]) -> frozenset[int]:
-    """First blocks of units: all tokens flow into them, whatever happened before."""
-    return frozenset(sum(units[:unit]) for unit in range(len(units)))
-
-
 @dataclass(frozen=True)
 class StepSample:
     """A step that was measured, with nothing to load."""

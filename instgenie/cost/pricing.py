@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from instgenie.cost.latency import Latency
 from instgenie.cost.network import Demand, NetworkShape, load_bytes, pad_demands
-from instgenie.cost.planner import is_cached, plan_batch
+from instgenie.cost.plan import is_cached
+from instgenie.cost.planner import plan_batch
 from instgenie.cost.table import Price, StepCosts
 from instgenie.types import Kind, PlanPolicy, TierName
 

@@ -8,7 +8,8 @@ masked ones become. So nobody plans unless asked to: without, every block is cac
 from collections.abc import Sequence
 
 from instgenie.cost.latency import Latency, find_latency
-from instgenie.cost.planner import Plan, Planned, plan_batch
+from instgenie.cost.plan import Plan
+from instgenie.cost.planner import Planned, plan_batch
 from instgenie.engine.demand import make_demands
 from instgenie.jobs.job import Job
 from instgenie.machine.names import device_name

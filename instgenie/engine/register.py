@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from instgenie.cache.store import Store
-from instgenie.cost.planner import Plan
+from instgenie.cost.plan import Plan
 from instgenie.engine.prepare import choose_size, make_job
 from instgenie.errors import EditError
 from instgenie.jobs.activations import (

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from instgenie.cost.network import NUM_BUCKETS
-from instgenie.cost.planner import DENSE, Plan, check_plan, is_cached
+from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
 from instgenie.jobs.activations import Activations, Kind, Reader
 from instgenie.jobs.sampler import Schedule
@@ -202,7 +202,7 @@ class Job:
         return DENSE if self.in_dense_steps else self.plan
 
     def is_cached(self, block: int) -> bool:
-        """Whether a block is cached at this step; see `planner.is_cached` for what comes after the last."""
+        """Whether a block is cached at this step; see `plan.is_cached` for what comes after the last."""
         return is_cached(self.present_plan, block)
 
     @property

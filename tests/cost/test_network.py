@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from instgenie.cost.network import Demand, common_share, load_bytes, pad_demands, padded_count, step_flops
-from instgenie.cost.planner import Plan
+from instgenie.cost.plan import Plan
 from instgenie.engine.demand import make_demand, make_demands
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse

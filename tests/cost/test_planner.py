@@ -13,19 +13,8 @@ from hypothesis import strategies as st
 
 from instgenie.cost.latency import BlockCost, Latency, makespan
 from instgenie.cost.network import BlockShape, Demand, NetworkShape
-from instgenie.cost.planner import (
-    DENSE,
-    POLICIES,
-    check_plan,
-    dense_after_cached,
-    is_cached,
-    plan_batch,
-    plan_cached,
-    plan_dense,
-    plan_exact,
-    plan_greedy,
-    plan_naive,
-)
+from instgenie.cost.plan import DENSE, check_plan, dense_after_cached, is_cached
+from instgenie.cost.planner import POLICIES, plan_batch, plan_cached, plan_dense, plan_exact, plan_greedy, plan_naive
 from instgenie.errors import PlanError
 from instgenie.types import Kind
 
@@ -48,7 +37,7 @@ def test_kv_runs_a_dense_prefix_then_cached_to_the_end() -> None:
 def test_refusals_say_what_is_wrong() -> None:
     with pytest.raises(PlanError, match="block 3 dense after block 1"):
         check_plan((False, True, True, False, True), "kv", (5,))
-    with pytest.raises(PlanError, match="has 4 blocks: 5"):
+    with pytest.raises(PlanError, match="has 4 blocks, but the model has 5"):
         check_plan((True,) * 4, "y", (5,))
 
 
@@ -69,37 +58,39 @@ kinds = st.sampled_from(["kv", "y"])
 
 
 @st.composite
-def networks(draw: st.DrawFn, max_units: int, max_blocks: int) -> tuple[list[BlockCost], list[int]]:
-    units = draw(st.lists(st.integers(1, max_blocks), min_size=1, max_size=max_units))
+def networks(draw: st.DrawFn, max_runs: int, max_blocks: int) -> tuple[list[BlockCost], list[int]]:
+    run_lengths = draw(st.lists(st.integers(1, max_blocks), min_size=1, max_size=max_runs))
     shapes = draw(st.lists(block_costs, min_size=1, max_size=4))
     if draw(st.booleans()):
         unit = draw(st.lists(st.sampled_from(shapes), min_size=max_blocks, max_size=max_blocks))
-        return [shape for length in units for shape in unit[:length]], units
-    return [draw(st.one_of(st.sampled_from(shapes), block_costs)) for _ in range(sum(units))], units
+        return [shape for length in run_lengths for shape in unit[:length]], run_lengths
+    return [draw(st.one_of(st.sampled_from(shapes), block_costs)) for _ in range(sum(run_lengths))], run_lengths
 
 
-def brute_force(costs: Sequence[BlockCost], kind: Kind, units: Sequence[int], lead: float) -> float:
+def brute_force(costs: Sequence[BlockCost], kind: Kind, run_lengths: Sequence[int], lead: float) -> float:
     plans = itertools.product((False, True), repeat=len(costs))
-    return min(makespan(plan, costs, lead) for plan in plans if kind == "y" or not dense_after_cached(plan, units))
+    return min(
+        makespan(plan, costs, lead) for plan in plans if kind == "y" or not dense_after_cached(plan, run_lengths)
+    )
 
 
 @settings(max_examples=400, deadline=None)
-@given(networks(max_units=4, max_blocks=2), kinds, leads)
+@given(networks(max_runs=4, max_blocks=2), kinds, leads)
 def test_exact_is_brute_force(network: tuple[list[BlockCost], list[int]], kind: Kind, lead: float) -> None:
-    costs, units = network
-    planned = plan_exact(costs, kind, units, lead)
-    check_plan(planned.plan, kind, units)
+    costs, run_lengths = network
+    planned = plan_exact(costs, kind, run_lengths, lead)
+    check_plan(planned.plan, kind, run_lengths)
     assert planned.seconds == makespan(planned.plan, costs, lead)
-    assert planned.seconds == pytest.approx(brute_force(costs, kind, units, lead), abs=1e-9)
+    assert planned.seconds == pytest.approx(brute_force(costs, kind, run_lengths, lead), abs=1e-9)
 
 
 @settings(max_examples=200, deadline=None)
-@given(networks(max_units=6, max_blocks=9), kinds, leads)
+@given(networks(max_runs=6, max_blocks=9), kinds, leads)
 def test_exact_is_never_worse(network: tuple[list[BlockCost], list[int]], kind: Kind, lead: float) -> None:
-    costs, units = network
-    planned = {name: policy(costs, kind, units, lead) for name, policy in POLICIES.items()}
+    costs, run_lengths = network
+    planned = {name: policy(costs, kind, run_lengths, lead) for name, policy in POLICIES.items()}
     for name, other in planned.items():
-        check_plan(other.plan, kind, units)
+        check_plan(other.plan, kind, run_lengths)
         assert planned["exact"].seconds <= other.seconds + 1e-9, name
 
 

@@ -10,7 +10,7 @@ from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.cost.planner import plan_batch
 from instgenie.cost.pricing import RATIOS, JobShape, make_costs
 from instgenie.cost.table import StepCosts
-from instgenie.scheduling.router import Load, Pace, Router, Work, predicted_finish
+from instgenie.scheduling.router import Pace, Router, Work, WorkerLoad, predicted_finish
 from instgenie.types import PlanPolicy, TierName
 
 NUM_TOKENS = 1024
@@ -75,8 +75,8 @@ def test_a_table_goes_over_the_wire() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(costs), type=StepCosts) == costs
 
 
-def load_with(tier: TierName | None, worker: int = 0, num_edits: int = 0, max_batch_size: int = 4) -> Load:
-    load = Load(worker, max_batch_size, costs=costs_of(), templates={"cat": tier} if tier else {})
+def load_with(tier: TierName | None, worker: int = 0, num_edits: int = 0, max_batch_size: int = 4) -> WorkerLoad:
+    load = WorkerLoad(worker, max_batch_size, costs=costs_of(), templates={"cat": tier} if tier else {})
     for edit in range(num_edits):
         load.add(str(edit), 10, NUM_TOKENS, load.costs.dense)
     return load
@@ -152,7 +152,7 @@ def test_more_work_never_ends_earlier(
     pace = Pace()
     for predicted, seconds in measured:
         pace.measure(predicted, seconds)
-    load = Load(0, 4, pace, COSTS[name], {"cat": tier} if tier else {})
+    load = WorkerLoad(0, 4, pace, COSTS[name], {"cat": tier} if tier else {})
 
     def add(edit: str, num_steps: int, share: float, where: TierName | None) -> None:
         load.add(edit, num_steps, NUM_TOKENS, load.costs.price(NUM_TOKENS, share * NUM_TOKENS, where))

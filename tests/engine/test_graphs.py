@@ -15,7 +15,7 @@ from helpers.names import FAMILIES
 
 from instgenie.cache.host import HostTier
 from instgenie.cost.network import common_share, padded_count
-from instgenie.cost.planner import Plan
+from instgenie.cost.plan import Plan
 from instgenie.engine.graphs import Columns, Graphs, make_graphs
 from instgenie.engine.loading.staging import Staging, find_pieces
 from instgenie.engine.loop import Engine

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from instgenie.cost.planner import Plan
+from instgenie.cost.plan import Plan
 from instgenie.engine.prepare import make_job, prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, Kind

@@ -17,7 +17,7 @@ from instgenie.cache.host import HostTier
 from instgenie.cache.memory import cut
 from instgenie.cache.remote import RemoteTier
 from instgenie.cache.store import Store
-from instgenie.cost.planner import check_plan
+from instgenie.cost.plan import check_plan
 from instgenie.editor import Editor, make_store
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
@@ -227,7 +227,7 @@ def test_infeasible_plans_are_refused(model: Model) -> None:
     if max(model.run_lengths) > 1:
         with pytest.raises(PlanError, match=r"block \d dense after block \d"):
             make_cached(model, edit, "kv", turns)
-    with pytest.raises(PlanError, match=f"{blocks + 1} blocks: {blocks},"):
+    with pytest.raises(PlanError, match=f"has {blocks + 1} blocks, but the model has {blocks}"):
         make_cached(model, edit, "y", (True,) * (blocks + 1))
     with pytest.raises(PlanError, match="no activations"):
         replace(job, plan=turns)

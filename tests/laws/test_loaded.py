@@ -11,11 +11,12 @@ from helpers.cached import KINDS, feasible, on_trajectory, predict
 from helpers.families import apart, close, make_edit, run
 from torch import Tensor
 
-from instgenie.bench.edit import move_to_host
+from instgenie.bench.ours import move_to_host
 from instgenie.cache.host import HostTier
 from instgenie.cost.latency import Latency
 from instgenie.cost.network import Demand
-from instgenie.cost.planner import POLICIES, Plan, plan_batch
+from instgenie.cost.plan import Plan
+from instgenie.cost.planner import POLICIES, plan_batch
 from instgenie.engine.demand import make_demands
 from instgenie.engine.loading.lanes import Rows
 from instgenie.engine.loading.loader import Loader

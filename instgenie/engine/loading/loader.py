@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from instgenie.cache.buffers import Form, carve
-from instgenie.cost.planner import Plan
+from instgenie.cost.plan import Plan
 from instgenie.engine.loading.lanes import Lane, Load, Rows, make_lane
 from instgenie.engine.loading.route import Part, Route, Source, make_route, needs_loading
 from instgenie.jobs.job import Job

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from instgenie.cost.planner import Plan
+from instgenie.cost.plan import Plan
 from instgenie.jobs.activations import Activations
 from instgenie.jobs.job import Job
 
