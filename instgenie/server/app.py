@@ -1,4 +1,4 @@
-"""Puts routes, errors, document and gate together into one ASGI application."""
+"""Joins routes, error handlers, OpenAPI document and gate into one ASGI application."""
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
@@ -11,7 +11,7 @@ from instgenie.server.guard.gate import Gate
 from instgenie.server.routes import images, operators, pages, templates
 from instgenie.server.service import Service
 
-ABOUT = "Mask-guided image editing behind OpenAI's images API. What is outside the mask stays bit-identical."
+ABOUT = "Mask-guided image editing behind OpenAI's images API. Pixels outside the mask stay bit-identical."
 
 
 def make_app(service: Service, version: str) -> ASGIApp:
@@ -26,7 +26,7 @@ def make_app(service: Service, version: str) -> ASGIApp:
     gate = Gate(app, service)
     if not service.config.allowed_origins:
         return gate
-    # outside the gate, so that a browser may read what the gate refuses
+    # CORS wraps the gate, so that a browser may read the gate's refusals
     return CORSMiddleware(
         gate,
         allow_origins=service.config.allowed_origins,
@@ -37,4 +37,4 @@ def make_app(service: Service, version: str) -> ASGIApp:
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "The server failed; its log has the details.", "internal_error"))
+    return error_response(ApiError(500, "The request failed in the server; its log has the details.", "internal_error"))

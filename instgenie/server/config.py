@@ -1,5 +1,5 @@
-"""Everything `instgenie serve` can be told, and the one frozen tree it becomes. Knows names, ranges and what "auto"
-stands for on this machine; nothing changes a tree once it is made."""
+"""The options of `instgenie serve`, and the frozen configuration they become. Knows their names and ranges, and
+resolves "auto" for this machine. To add an option, add one entry to `OPTIONS` and use its value in `make_config`."""
 
 import ctypes
 import os
@@ -12,10 +12,20 @@ from instgenie.cache.folder import make_folder
 from instgenie.cluster.config import CacheConfig, ClusterConfig
 from instgenie.errors import ConfigError
 from instgenie.pictures.decode import MAX_PIXELS
-from instgenie.scheduling.names import Batching
-from instgenie.scheduling.router import Policy
+from instgenie.scheduling.names import Batching, RoutingPolicy
 from instgenie.server.monitoring.log import LogFormat
-from instgenie.server.options import AUTO, PREFIX, Option, auto_or, flag, one_of, read_options, real, text, whole
+from instgenie.server.options import (
+    AUTO,
+    PREFIX,
+    Option,
+    auto_or,
+    flag,
+    number,
+    one_of,
+    read_options,
+    text,
+    whole_number,
+)
 from instgenie.types import CacheDtype
 
 GIB = 2**30
@@ -34,7 +44,7 @@ class HttpConfig:
     body_timeout: float
     shutdown_timeout: float
     log_format: LogFormat
-    traces_endpoint: str | None  # None: that of OpenTelemetry's variables, if any
+    traces_endpoint: str | None  # None: taken from OpenTelemetry's environment variables, if set
 
 
 @dataclass(frozen=True)
@@ -44,47 +54,54 @@ class ServeConfig:
 
 
 OPTIONS = (
-    Option("host", text, "127.0.0.1", "address to listen on (default 127.0.0.1; 0.0.0.0 = all)", "ADDRESS"),
-    Option("port", whole(0, 65535), 8000, "port to listen on (default 8000; 0 = a free one)"),
-    Option("api-key", text, (), "key that clients must send; may be given several times", "KEY", True, True),
-    Option("api-key-file", text, None, "file with one key per line", "FILE"),
-    Option("served-model-name", text, (), "name of the model to clients; may be given several times", "NAME", True),
-    Option("allowed-origins", text, (), "web origins whose pages may call this server, * = all", "ORIGIN", True),
-    Option("workers", auto_or(whole(1, 64)), AUTO, "number of workers (default: one for each GPU, or one)"),
-    Option("device", text, AUTO, "cpu, cuda, cuda:1, ... (default: the best there is)", "DEVICE"),
-    Option("dtype", text, AUTO, "numbers the model computes in (default: what suits the device)", "DTYPE"),
-    Option("max-batch-size", whole(1, 256), 8, "edits that take a step together on one worker (default 8)"),
-    Option("max-queue", whole(1, 100_000), 64, "edits that may wait; one more is refused (default 64)"),
+    # HTTP
+    Option("host", text, "127.0.0.1", "address to listen on; 0.0.0.0 = all", "ADDRESS"),
+    Option("port", whole_number(0, 65535), 8000, "port to listen on; 0 = any free port"),
+    Option("api-key", text, (), "key that clients must send; repeatable", "KEY", repeatable=True, secret=True),
+    Option("api-key-file", text, None, "file with one API key per line", "FILE"),
+    Option("served-model-name", text, (), "model name that clients use; repeatable", "NAME",
+           default_text="the model's own name", repeatable=True),
+    Option("allowed-origins", text, (), "web origin whose pages may call this server; * = any; repeatable", "ORIGIN",
+           default_text="none", repeatable=True),
+    Option("max-body-mib", whole_number(1, 4096), 64, "largest request body", "MIB"),
+    Option("max-megapixels", number(0.1, MAX_PIXELS / 1e6), 16.8, "largest picture"),
+    Option("body-timeout", number(0.1, 3600), 60.0,
+           "seconds for a request body to arrive; also for the request's head, but at most 20"),
+    Option("shutdown-timeout", number(0, 86400), 30.0,
+           "seconds after SIGTERM to finish accepted edits and to write the cache"),
+    # workers
+    Option("workers", auto_or(whole_number(1, 64)), AUTO, "number of workers", default_text="one per GPU, or one"),
+    Option("device", text, AUTO, "cpu, cuda, cuda:1, ...", "DEVICE", default_text="cuda where available, else cpu"),
+    Option("dtype", text, AUTO, "dtype the model computes in", "DTYPE", default_text="chosen by the device"),
+    Option("max-batch-size", whole_number(1, 256), 8, "largest number of edits in one batch of a worker"),
+    Option("max-queue", whole_number(1, 100_000), 64, "number of edits that may wait; further ones are refused"),
     Option("batching", one_of(*get_args(Batching)), "continuous",
-           "continuous: edits join and leave at every step; to compare with: static and static-pipelined, batch after "
-           "batch, and naive, everything between steps", "HOW"),
-    Option("graphs", flag, True, "run small batches as CUDA graphs, where the device has them (default yes)"),
-    Option("reuse", flag, True, "register templates, so that edits compute the masked tokens alone (default yes)"),
-    Option("routing", one_of(*get_args(Policy)), "mask_aware",
-           "what a worker is chosen by (default mask_aware)", "HOW"),
-    Option("gpu-cache-gib", auto_or(real(0, 65536)), AUTO,
-           "GPU memory for activations, each worker (default: half of what is free beside the model)", "GIB"),
-    Option("host-cache-gib", auto_or(real(0, 65536)), AUTO,
-           "memory for activations, each worker (default: half of what is available, shared among the workers)", "GIB"),
-    Option("cache-dir", text, None, "folder for activations that outlive the server (default: none)", "FOLDER"),
-    Option("disk-cache-gib", real(0.001, 2**20), 100.0, "most that folder may hold (default 100)", "GIB"),
-    Option("remote-cache", text, None, "the same for several machines: s3://bucket/folder, ... (default: none)", "URL"),
-    Option("remote-cache-gib", real(0.001, 2**30), 1000.0, "most it may hold (default 1000)", "GIB"),
-    Option("cache-dtype", one_of(AUTO, "model", "fp8"), AUTO,
-           "what activations are kept in: what the model computes in (model; default on a CPU), or half of bfloat16 "
-           "(fp8; default where there is a GPU)", "DTYPE"),
+           "continuous: edits join and leave between steps; for comparison: static and static-pipelined run one batch "
+           "after the other, naive does all other work between steps", "HOW"),
+    Option("graphs", flag, True, "run small batches as CUDA graphs, on devices that support them"),
+    Option("routing", one_of(*get_args(RoutingPolicy)), "mask_aware",
+           f"how the worker of an edit is chosen: {', '.join(get_args(RoutingPolicy))}", "HOW"),
+    # reuse of activations
+    Option("reuse", flag, True, "register templates, so that later edits compute only their masked tokens"),
     Option("plan", one_of("cached", "greedy", "exact"), "cached",
-           "blocks that are computed in full though they are cached: none, so that pictures do not depend on the load "
-           "(default cached), or where loading is slow", "HOW"),
-    Option("max-body-mib", whole(1, 4096), 64, "largest request body (default 64)", "MIB"),
-    Option("max-megapixels", real(0.1, MAX_PIXELS / 1e6), 16.8, "largest picture (default 16.8)"),
-    Option("body-timeout", real(0.1, 3600), 60.0,
-           "seconds for a request body to arrive (default 60), and for its head, at most 20"),
-    Option("shutdown-timeout", real(0, 86400), 30.0,
-           "seconds after SIGTERM to finish accepted edits, and to write what is worth keeping (default 30)"),
-    Option("log-format", one_of("json", "text"), "json", "lines of JSON, or text for people (default json)", "FORM"),
+           "cached: use the cache for every block, so that pictures do not depend on the load; greedy, exact: compute "
+           "the blocks in full that would load too slowly", "HOW"),
+    Option("cache-dtype", one_of(AUTO, "model", "fp8"), AUTO,
+           "dtype of cached activations: model = the model's dtype; fp8 = half the size of bfloat16", "DTYPE",
+           default_text="fp8 with a GPU, else model"),
+    Option("gpu-cache-gib", auto_or(number(0, 65536)), AUTO, "GPU memory for activations, per worker", "GIB",
+           default_text="half of the memory left beside the model"),
+    Option("host-cache-gib", auto_or(number(0, 65536)), AUTO, "main memory for activations, per worker", "GIB",
+           default_text="half of the available memory, divided among the workers"),
+    Option("cache-dir", text, None, "folder for activations that outlive the server", "FOLDER", default_text="none"),
+    Option("disk-cache-gib", number(0.001, 2**20), 100.0, "largest size of the cache folder", "GIB"),
+    Option("remote-cache", text, None, "URL of a cache that several machines share: s3://bucket/folder, ...", "URL",
+           default_text="none"),
+    Option("remote-cache-gib", number(0.001, 2**30), 1000.0, "largest size of the remote cache", "GIB"),
+    # logs and traces
+    Option("log-format", one_of("json", "text"), "json", "format of log lines: json or text", "FORMAT"),
     Option("otlp-traces-endpoint", text, None,
-           "collector of OpenTelemetry that gets a trace of each edit (default: none)", "URL"),
+           "URL of an OpenTelemetry collector that receives a trace of each edit", "URL", default_text="none"),
 )  # fmt: skip
 MODEL = Option("model", text, "builtin", "a pipeline folder, a hub id, builtin (the default), or dummy:NAME", "MODEL")
 
@@ -95,7 +112,7 @@ def read_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 
 
 def make_config(values: Mapping[str, Any]) -> ServeConfig:
-    """Resolves what is auto, but for memory: how much there is to share, a cluster finds out when it is made."""
+    """Resolve every "auto" except memory sizes, which the cluster resolves when it is created."""
     devices = choose_devices(values["device"], values["workers"])
     return ServeConfig(
         HttpConfig(
@@ -147,20 +164,20 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"the file of keys {path} cannot be read") from None
+        raise ConfigError(f"the API key file {path} cannot be read") from None
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
-        raise ConfigError(f"the file of keys {path} is empty: one key per line is expected")
+        raise ConfigError(f"the API key file {path} is empty: one key per line is expected")
     return keys
 
 
 def short_name(model: str) -> str:
-    """A folder is not shown to clients, its name is."""
+    """Return the name clients see: of a folder only its last part."""
     return Path(model).name if os.path.isdir(model) else model
 
 
 def choose_devices(device: str, num_workers: int | str) -> tuple[str, ...]:
-    """One for each worker."""
+    """Return one device per worker."""
     num_gpus = count_gpus() if device in (AUTO, "cuda") else 0
     if device == AUTO:
         device = "cuda" if num_gpus else "cpu"
@@ -172,14 +189,14 @@ def choose_devices(device: str, num_workers: int | str) -> tuple[str, ...]:
 
 
 def choose_cache_dtype(dtype: CacheDtype | Literal["auto"], devices: Sequence[str]) -> CacheDtype:
-    """One for all workers: they share templates. A CPU reads rows where they are, unless they are packed."""
+    """Choose one dtype for all workers, since they share templates. On a CPU unpacked rows are read in place."""
     if dtype != "auto":
         return dtype
     return "fp8" if any(device.startswith("cuda") for device in devices) else "model"
 
 
 def count_gpus() -> int:
-    """Asks the driver, which takes milliseconds where torch takes seconds."""
+    """Ask the driver: this takes milliseconds, while importing torch takes seconds."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,5 +1,5 @@
-"""Errors as clients of OpenAI's API expect them: `{"error": {"message", "type", "param", "code"}}`. Knows statuses; not
-routes. Texts are our own: no library's message, address or path reaches a client."""
+"""Errors as clients of OpenAI's API expect them: `{"error": {"message", "type", "param", "code"}}`. Knows statuses, but
+no routes. The texts are ours: no library's message, memory address or file path reaches a client."""
 
 import json
 import re
@@ -44,7 +44,7 @@ TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_err
 
 
 class JsonResponse(Response):
-    """ASCII only: a lone surrogate that a client sent can be sent back."""
+    """JSON in ASCII, so that a lone surrogate from a client can be echoed."""
 
     media_type = "application/json"
 
@@ -57,7 +57,7 @@ def bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
 
 
 def busy(message: str, seconds: float, code: str) -> ApiError:
-    """Comes back by itself: the client waits and tries again."""
+    """Return an error that clears by itself: the client should wait and retry."""
     return ApiError(429, message, code, headers=retry_after(seconds))
 
 
@@ -70,7 +70,7 @@ def not_found(what: str, name: str, code: str, param: str | None = None) -> ApiE
 
 
 def gone() -> ApiError:
-    """Nobody reads it; it is what the log shows."""
+    """Return the error for the log; the client never receives it."""
     return ApiError(499, "The client closed the connection.", "client_closed_request")
 
 
@@ -83,7 +83,7 @@ def retry_after(seconds: float) -> dict[str, str]:
 
 
 def from_user_error(error: InstGenieError) -> ApiError:
-    """The message of a typed error is ours and may be shown."""
+    """Show the message of a typed error: it is ours and meant for users."""
     param = "mask" if isinstance(error, MaskError) else "image" if isinstance(error, PictureError) else None
     message = str(error)
     return ApiError(400, message[:1].upper() + message[1:] + ".", "invalid_value", param)
@@ -94,15 +94,15 @@ def from_failure(failed: Failed) -> ApiError:
         case "bad_input":
             return ApiError(400, failed.message, "invalid_value", failed.param)
         case "out_of_memory":
-            return ApiError(503, "The edit does not fit into the worker's memory.", "out_of_memory", headers=NO_RETRY)
+            return ApiError(503, "The edit does not fit in the worker's memory.", "out_of_memory", headers=NO_RETRY)
         case "crashed":
-            return ApiError(500, "The worker that ran the edit stopped.", "worker_crashed")
+            return ApiError(500, "The worker that ran the edit crashed.", "worker_crashed")
         case "internal":
             return ApiError(500, "The edit failed inside the worker.", "internal_error")
 
 
 def echo(given: object) -> str:
-    """What a client sent, short and on one line."""
+    """Quote what a client sent, shortened to one line."""
     shown = repr(given)
     return shown if len(shown) <= MAX_ECHO else shown[: MAX_ECHO - 3] + "..."
 
@@ -112,7 +112,7 @@ def error_response(error: ApiError) -> JsonResponse:
 
 
 def allowed_methods(request: Request) -> list[str]:
-    """Of all routes of the path; the framework names those of the first."""
+    """Return the methods of all routes of this path; the framework knows only the first route's."""
     paths = request.app.openapi()["paths"]
     found = [name for name in paths if re.fullmatch(re.sub(r"\{\w+\}", ".+", name), request.url.path)]
     return sorted({method.upper() for name in found for method in paths[name]}) or ["GET"]
@@ -126,8 +126,8 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         route = f"{request.method} {echo(request.url.path)}"
-        message = {404: f"There is no route {route}.", 405: f"The route {route} is not allowed."}
-        text = message.get(error.status_code, "The request cannot be served.")
+        message = {404: f"There is no route {route}.", 405: f"The method of {route} is not allowed."}
+        text = message.get(error.status_code, "The request cannot be handled.")
         code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
         headers = {"allow": ", ".join(allowed_methods(request))} if error.status_code == 405 else None
         return error_response(ApiError(error.status_code, text, code, headers=headers))

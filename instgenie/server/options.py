@@ -1,8 +1,9 @@
-"""Options by one name from three places: flags, environment variables, a TOML file. Knows how a value is looked up and
-read; not what any option means.
+"""Options that can be set in three places under one name: a flag, an environment variable, a line of a TOML file. Knows
+how a value is found and parsed, not what any option means.
 
-A flag goes before the environment, the environment before the file, the file before the default. The option max-queue
-is `--max-queue 64`, `INSTGENIE_MAX_QUEUE=64`, `max-queue = 64`. Unknown names are refused, with the nearest known one.
+A flag overrides the environment, the environment overrides the file, the file overrides the default. The option
+max-queue is `--max-queue 64`, `INSTGENIE_MAX_QUEUE=64` or `max-queue = 64`. Unknown names are refused, with the nearest
+known name as a hint.
 """
 
 import argparse
@@ -18,17 +19,18 @@ from instgenie.errors import ConfigError
 
 PREFIX = "INSTGENIE_"
 AUTO = "auto"
-OTHER_VARIABLES = ["INSTGENIE_CONFIG", "INSTGENIE_LPIPS"]  # the file itself; weights that a metric may use
+OTHER_VARIABLES = ["INSTGENIE_CONFIG", "INSTGENIE_LPIPS"]  # the TOML file; weights of an optional quality metric
 
 
 @dataclass(frozen=True)
 class Option:
     name: str
-    parse: Callable[[str], Any]  # raises ValueError, whose text says what is expected
+    parse: Callable[[str], Any]  # raises ValueError with a text that says what is expected
     default: Any
-    about: str
+    about: str  # help text, without the default
     metavar: str = "N"
-    many: bool = False  # may be given several times; the environment separates by commas
+    default_text: str | None = None  # the default in words; None: its value, if it has one
+    repeatable: bool = False  # may be given several times; commas separate values in the environment
     secret: bool = False  # never shown, not even in an error
 
     @property
@@ -39,46 +41,59 @@ class Option:
     def field(self) -> str:
         return self.name.replace("-", "_")
 
+    @property
+    def help(self) -> str:
+        if self.default_text is not None:
+            return f"{self.about} (default: {self.default_text})"
+        if self.default is None or self.default == ():
+            return self.about
+        shown = {True: "yes", False: "no"}[self.default] if isinstance(self.default, bool) else f"{self.default}"
+        return f"{self.about} (default: {shown.removesuffix('.0')})"
+
 
 def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Flags are taken as text and read later, as those of the other places are."""
+    """Add a flag per option. Flags stay text here, and are parsed together with the other places by `read_options`."""
     for option in options:
-        about = option.about.replace("%", "%%")
+        text = option.help.replace("%", "%%")
         if option.parse is flag:
-            parser.add_argument(f"--{option.name}", action=argparse.BooleanOptionalAction, default=None, help=about)
+            parser.add_argument(f"--{option.name}", action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            action = "append" if option.many else "store"
-            parser.add_argument(f"--{option.name}", action=action, metavar=option.metavar, help=about)
+            action = "append" if option.repeatable else "store"
+            parser.add_argument(f"--{option.name}", action=action, metavar=option.metavar, help=text)
 
 
 def read_options(
     options: Sequence[Option], flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
 ) -> dict[str, Any]:
-    """The value of every option, by field name."""
-    in_file = read_file(file, options) if file else {}
+    """Return the value of every option, by field name."""
+    file_values = read_file(file, options) if file else {}
     check_variables(environment, options)
-    return {option.field: find(option, flags, environment, in_file, file) for option in options}
+    return {option.field: find_value(option, flags, environment, file_values, file) for option in options}
 
 
-def find(
-    option: Option, flags: Mapping[str, Any], environment: Mapping[str, str], in_file: Mapping[str, Any], file: Any
+def find_value(
+    option: Option,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file_values: Mapping[str, Any],
+    file: Path | None,
 ) -> Any:
     if (given := flags.get(option.field)) is not None:
-        return read(option, given, f"--{option.name}")
+        return parse_value(option, given, f"--{option.name}")
     if (text := environment.get(option.variable)) is not None:
-        return read(option, text.split(",") if option.many else text, option.variable)
-    if option.name in in_file:
-        return read(option, in_file[option.name], f"{option.name} in {file}")
+        return parse_value(option, text.split(",") if option.repeatable else text, option.variable)
+    if option.name in file_values:
+        return parse_value(option, file_values[option.name], f"{option.name} in {file}")
     return option.default
 
 
-def read(option: Option, given: Any, source: str) -> Any:
-    if option.many:
-        return tuple(read_one(option, one, source) for one in (given if isinstance(given, list) else [given]))
-    return read_one(option, given, source)
+def parse_value(option: Option, given: Any, source: str) -> Any:
+    if option.repeatable:
+        return tuple(parse_one(option, one, source) for one in (given if isinstance(given, list) else [given]))
+    return parse_one(option, given, source)
 
 
-def read_one(option: Option, given: Any, source: str) -> Any:
+def parse_one(option: Option, given: Any, source: str) -> Any:
     if isinstance(given, bool):
         given = "true" if given else "false"
     if not isinstance(given, str | int | float):
@@ -114,6 +129,7 @@ def check_variables(environment: Mapping[str, str], options: Sequence[Option]) -
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint to append to an error, or an empty string if no known name is similar."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f": did you mean {found[0]}?" if found else ""
 
@@ -130,7 +146,7 @@ def flag(given: str) -> bool:
     return given.lower() in {"true", "1", "yes"}
 
 
-def whole(low: int, high: int) -> Callable[[str], int]:
+def whole_number(low: int, high: int) -> Callable[[str], int]:
     def parse(given: str) -> int:
         if not given.isascii() or not given.isdecimal() or len(given) > 12 or not low <= int(given) <= high:
             raise ValueError(f"a whole number from {low} to {high} is expected")
@@ -139,7 +155,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def real(low: float, high: float) -> Callable[[str], float]:
+def number(low: float, high: float) -> Callable[[str], float]:
     def parse(given: str) -> float:
         try:
             value = float(given)

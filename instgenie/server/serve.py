@@ -1,5 +1,4 @@
-"""Runs the server from start to SIGTERM. Knows sockets, signals and the order of things: listen, load, serve, drain,
-stop."""
+"""Runs the server from start to SIGTERM: listen, load, serve, drain, stop. Knows sockets and signals."""
 
 import asyncio
 import contextlib
@@ -24,12 +23,12 @@ from instgenie.server.service import Service
 from instgenie.telemetry import traces
 
 KEEP_ALIVE = 65
-SECONDS_TO_SEND = 5  # the last answers, once their edits are finished
+SECONDS_TO_SEND = 5  # for the last answers, after their edits have finished
 LOOPBACK = ("127.", "::1", "localhost")
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, without its signal handlers: a signal means drain first."""
+    """uvicorn's server without its signal handlers: our handlers drain first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -47,7 +46,7 @@ def serve(config: ServeConfig, version: str) -> int:
 
 
 def set_up_traces(config: HttpConfig) -> None:
-    """The processes of the cluster read the same variables."""
+    """Configure traces through the environment, which the worker processes inherit."""
     if config.traces_endpoint:
         os.environ[traces.ENDPOINT] = config.traces_endpoint
     if traces.are_wanted(os.environ):
@@ -83,7 +82,7 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
         )
     )
     signalled = catch_signals()
-    end = 0.0  # of the time in which the server has to stop
+    stop_before = 0.0
     serving = asyncio.create_task(server.serve([listener]))
     address = f"{config.http.host}:{listener.getsockname()[1]}"
     print_plan(config.http, cluster.config, address, version)
@@ -93,22 +92,22 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
             say("ready", address=address)
             await signalled.wait()
         say("draining", running=service.num_watches)
-        end = time.monotonic() + config.http.shutdown_timeout
+        stop_before = time.monotonic() + config.http.shutdown_timeout
         finished = await service.drain(config.http.shutdown_timeout)
     finally:
         service.draining = True
-        # what is not finished by now fails, and its clients hear so
-        await cluster.stop(max(end - time.monotonic(), 0.0))
+        # edits that are still unfinished fail, and their clients get an error
+        await cluster.stop(max(stop_before - time.monotonic(), 0.0))
         server.should_exit = True
         await serving
-        service.pictures.close()
+        service.decoder.close()
         traces.close()
     say("stopped", finished=finished)
     return 0 if finished else 1
 
 
 async def unless_signalled(work: Coroutine[Any, Any, None], signalled: asyncio.Event) -> bool:
-    """Whether the work is done; a signal goes first."""
+    """Run the work until it is done or a signal arrives; return whether it is done."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(signalled.wait())
     done, _ = await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     for task in (working, stopping):
@@ -119,7 +118,7 @@ async def unless_signalled(work: Coroutine[Any, Any, None], signalled: asyncio.E
 
 
 def catch_signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    """Return an event that the first SIGTERM or SIGINT sets; a second signal ends the process at once."""
     signalled = asyncio.Event()
 
     def on_signal(number: int) -> None:
@@ -138,23 +137,23 @@ def print_plan(http: HttpConfig, cluster: ClusterConfig, address: str, version: 
         f"InstGenIE {version}": f"serves {names} on http://{address}/v1",
         "model": cluster.model,
         "workers": ", ".join(cluster.devices),
-        "batches": f"{cluster.batching}, up to {cluster.max_batch_size} edits; up to {cluster.max_queue} wait",
-        "activations": describe_cache(cluster.cache) if cluster.reuse else "not kept",
-        "keys": f"{len(http.api_keys)} accepted" if http.api_keys else "none asked for",
-        "limits": f"{http.max_body_bytes / 2**20:.0f} MiB a request, {http.max_pixels / 1e6:.1f} megapixels a picture",
+        "batching": f"{cluster.batching}, at most {cluster.max_batch_size} per batch and {cluster.max_queue} waiting",
+        "activations": describe_cache(cluster.cache) if cluster.reuse else "not cached",
+        "API keys": f"{len(http.api_keys)} accepted" if http.api_keys else "none required",
+        "limits": f"{http.max_body_bytes / 2**20:.0f} MiB per request, {http.max_pixels / 1e6:.1f} megapixels",
         "pages": f"http://{address}/  http://{address}/engine",
-        "look at": f"http://{address}/ready  http://{address}/metrics  http://{address}/openapi.json",
+        "endpoints": f"http://{address}/ready  http://{address}/metrics  http://{address}/openapi.json",
     }
     for name, value in lines.items():
         print(f"{name:<16} {value}", flush=True)
     if not http.api_keys and not http.host.startswith(LOOPBACK):
-        print("everyone who reaches this address may use it: --api-key asks for a key", flush=True)
+        print("anyone who can reach this address may use it: set --api-key to require a key", flush=True)
 
 
 def describe_cache(cache: CacheConfig) -> str:
-    """From the top; what each worker has, then what they share."""
+    """Describe the tiers, fastest first: those of each worker, then the shared ones."""
     assert cache.host_bytes is not None  # the cluster has chosen it
-    tiers = [f"{cache.dtype}, up to {cache.host_bytes / 2**30:.3g} GiB in memory"]
+    tiers = [f"{cache.dtype}, up to {cache.host_bytes / 2**30:.3g} GiB in main memory per worker"]
     if cache.disk:
         tiers.append(f"{cache.disk_bytes / 2**30:g} GiB in {cache.disk}")
     if cache.remote:

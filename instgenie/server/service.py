@@ -1,4 +1,5 @@
-"""What the routes share: configuration, cluster, limits, metrics, and whether new work is taken. Knows no route."""
+"""State that all routes share: configuration, cluster, limits, metrics, and whether new work is accepted. Knows no
+route."""
 
 import asyncio
 import secrets
@@ -12,16 +13,16 @@ from instgenie.cluster.orders import Order
 from instgenie.cluster.wire import ModelFacts
 from instgenie.errors import ClosedError, QueueFullError
 from instgenie.server.bodies.body import Intake
-from instgenie.server.bodies.pictures import Pictures
+from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
 from instgenie.server.errors import busy, closed, not_found
 from instgenie.server.guard.keys import Keys
 from instgenie.server.monitoring.metrics import Metrics
 from instgenie.server.monitoring.pulse import Pulse
-from instgenie.server.watch import Watch
+from instgenie.server.watch import EditWatch
 
 SECONDS_TO_LOAD = 5
-BODIES_AT_ONCE = 8  # as many of the largest size may be in memory
+BODIES_AT_ONCE = 8  # bodies of the largest size that may be in memory together
 
 
 class Service:
@@ -31,7 +32,7 @@ class Service:
         self.cluster = cluster
         self.keys = Keys(config.api_keys)
         self.intake = Intake(config.max_body_bytes, BODIES_AT_ONCE * config.max_body_bytes, config.body_timeout)
-        self.pictures = Pictures(config.decode_threads, config.max_pixels)
+        self.decoder = PictureDecoder(config.decode_threads, config.max_pixels)
         self.metrics = Metrics(cluster)
         self.pulse = Pulse(cluster, config.served_model_names[0])
         self.draining = False
@@ -45,13 +46,13 @@ class Service:
 
     @property
     def model_facts(self) -> ModelFacts:
-        """Of a server that is ready."""
+        """Facts about the model; call only once the server is ready."""
         facts = self.cluster.model_facts
         assert facts is not None
         return facts
 
     def check_open(self) -> None:
-        """Raises unless new work is taken."""
+        """Raise unless the server accepts new work."""
         if self.draining:
             raise closed("The server is shutting down.", self.config.shutdown_timeout, "shutting_down")
         if not self.cluster.ready:
@@ -62,20 +63,20 @@ class Service:
             raise not_found("model", name, "model_not_found", "model")
 
     @asynccontextmanager
-    async def watch(self, orders: Sequence[Order], deadline_ms: int | None) -> AsyncIterator[Watch]:
-        """Hands the orders to the cluster; while the watch is open the server does not stop."""
+    async def watch(self, orders: Sequence[Order], deadline_ms: int | None) -> AsyncIterator[EditWatch]:
+        """Submit the orders to the cluster and watch them. The server does not stop while a watch is open."""
         self.check_open()
         try:
             tickets = self.cluster.submit(orders)
         except QueueFullError as full:
-            message = f"The queue is full: {full.num_waiting} edits wait, at most {full.limit} may."
+            message = f"The queue is full: {full.num_waiting} edits are waiting, {full.limit} are allowed."
             raise busy(message, full.retry_after, "queue_full") from None
         except ClosedError:
             raise closed("No worker can run the edit.", SECONDS_TO_LOAD, "unavailable") from None
         self.num_watches += 1
         self.idle.clear()
         try:
-            async with Watch(tickets, deadline_ms) as watch:
+            async with EditWatch(tickets, deadline_ms) as watch:
                 yield watch
         finally:
             self.num_watches -= 1
@@ -83,7 +84,7 @@ class Service:
                 self.idle.set()
 
     async def drain(self, timeout: float) -> bool:
-        """Takes no new work; whether what was accepted is finished in time."""
+        """Stop accepting work; return whether all accepted edits finish in time."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout):
@@ -104,7 +105,7 @@ def tenant_of(request: Request) -> str:
 
 
 def trace_of(request: Request) -> str:
-    """Empty, where there is none."""
+    """Return the traceparent, or an empty string if the request is not traced."""
     return str(request.scope["trace"])
 
 

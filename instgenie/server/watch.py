@@ -1,5 +1,5 @@
-"""Follows the edits of one request until all are finished, one fails, time is up or the client is gone. Whatever ends
-the watch, edits that are not finished are cancelled."""
+"""Follows the edits of one request until all are finished, one fails, the deadline passes or the client disconnects.
+However the watch ends, unfinished edits are cancelled."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from instgenie.server.monitoring.log import say
 Out = TypeVar("Out")
 
 
-class Watch:
+class EditWatch:
     def __init__(self, tickets: Sequence[Ticket], deadline_ms: int | None) -> None:
         self.tickets = tickets
         self.deadline_ms = deadline_ms
@@ -40,11 +40,11 @@ class Watch:
             async for event in self.tickets[index].events():
                 self.events.put_nowait((index, event))
         except Exception:
-            say("the events of an edit broke off", level=40)
+            say("the event stream of an edit failed", level=40)
             self.events.put_nowait((index, Failed("internal", "")))
 
     async def next(self, patience: float | None = None) -> tuple[int, Event] | None:
-        """The next event and whose it is; None if nothing happens for `patience` seconds. Raises what failed."""
+        """Return the next event and the index of its edit; None after `patience` quiet seconds. Raise on failure."""
         wait = min((limit for limit in (patience, self._left()) if limit is not None), default=None)
         try:
             async with asyncio.timeout(wait):
@@ -68,7 +68,7 @@ class Watch:
         return max(0.0, self.start + self.deadline_ms / 1000 - time.monotonic())
 
     async def all(self) -> list[Finished]:
-        """The pictures, in the order of the orders."""
+        """Return the results, in the order of the edits."""
         found: dict[int, Finished] = {}
         while self.open:
             happened = await self.next()
@@ -78,9 +78,9 @@ class Watch:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Out]) -> Out:
-    """What the work returns; if the client closes the connection first, the work is cancelled and 499 raised. The
+    """Return the result of `work`, or cancel it and raise 499 if the client disconnects first. Requires that the
     request's body has been read."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(left(request))
+    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnected(request))
     try:
         done, _ = await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working not in done:
@@ -91,6 +91,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Out]) -> Out:
         leaving.cancel()
 
 
-async def left(request: Request) -> None:
+async def disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -38,7 +38,7 @@ def test_workers_share_half_of_the_memory(num_workers: int, expected: int) -> No
     [tier] = open_store(cluster.config.cache, CPU).memory
     assert (cluster.config.cache.host_bytes, tier.max_bytes) == (expected, expected)
     assert Pulse(cluster, "tiny").snapshot(0)["cache_bytes"] == 6 * GIB
-    assert describe_cache(cluster.config.cache) == f"model, up to {expected // GIB} GiB in memory"
+    assert describe_cache(cluster.config.cache) == f"model, up to {expected // GIB} GiB in main memory per worker"
 
 
 @pytest.mark.usefixtures("twelve_gib")

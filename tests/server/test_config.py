@@ -1,4 +1,4 @@
-"""What `instgenie serve` is told becomes one tree."""
+"""Options of `instgenie serve` become one configuration."""
 
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_the_dtype_of_activations_suits_the_devices(
     ],
 )
 def test_memory_for_activations(flags: dict[str, str], expected: int | None) -> None:
-    """None is for the cluster to choose."""
+    """The cluster resolves None."""
     assert read(**flags).cluster.cache.host_bytes == expected
 
 
@@ -99,12 +99,12 @@ def test_keys_come_from_flags_and_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "\n \n"])
-def test_a_file_of_keys_without_keys(content: str | None, tmp_path: Path) -> None:
-    """Never serve without keys where keys were asked for."""
+def test_an_unusable_key_file_is_refused(content: str | None, tmp_path: Path) -> None:
+    """A server that should have keys never starts without any."""
     path = tmp_path / "keys"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ConfigError, match="file of keys"):
+    with pytest.raises(ConfigError, match="API key file"):
         read(api_key_file=str(path))
 
 

@@ -1,4 +1,4 @@
-"""One name, three places, one order among them."""
+"""Options: one name, three places to set it, one order of precedence."""
 
 import argparse
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from instgenie.errors import ConfigError
-from instgenie.server.options import Option, add_flags, auto_or, flag, one_of, read_options, real, text, whole
+from instgenie.server.options import Option, add_flags, auto_or, flag, number, one_of, read_options, text, whole_number
 
 OPTIONS = (
-    Option("port", whole(0, 65535), 8000, "a port"),
-    Option("max-queue", auto_or(whole(1, 9)), "auto", "a limit"),
-    Option("name", text, (), "names", "NAME", many=True),
+    Option("port", whole_number(0, 65535), 8000, "a port"),
+    Option("max-queue", auto_or(whole_number(1, 9)), "auto", "a limit"),
+    Option("name", text, (), "names", "NAME", repeatable=True),
     Option("reuse", flag, True, "a switch"),
     Option("how", one_of("this", "that"), "this", "a choice"),
-    Option("share", real(0, 1), 0.5, "a share"),
-    Option("key", whole(0, 9), 0, "a secret", secret=True),
+    Option("share", number(0, 1), 0.5, "a share"),
+    Option("key", whole_number(0, 9), 0, "a secret", secret=True),
 )
 
 

@@ -440,7 +440,7 @@ def test_progress_is_told_to_those_who_ask_for_it(server: Running) -> None:
 
 
 def test_progress_needs_a_stream(server: Running) -> None:
-    with pytest.raises(openai.BadRequestError, match="Progress needs"):
+    with pytest.raises(openai.BadRequestError, match="Progress events need"):
         edit(server, extra_body={"stream_progress": True})
 
 

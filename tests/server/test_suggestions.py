@@ -1,4 +1,4 @@
-"""Prompts that come with a model; a broken list of them is no reason not to serve."""
+"""Prompts that come with a model. A broken list of prompts does not stop the server."""
 
 import json
 from pathlib import Path
@@ -6,28 +6,29 @@ from pathlib import Path
 import pytest
 
 from instgenie.models.loading.folder import BUILTIN
-from instgenie.server.routes.suggestions import EXAMPLES, Prompts, known_examples, known_prompts
+from instgenie.pictures.examples import EXAMPLES
+from instgenie.server.routes.suggestions import Prompts, suggested_examples, suggested_prompts
 
 
 def test_every_word_of_a_prompt_is_one_the_model_knows() -> None:
     words = json.loads((BUILTIN / "tokenizer_2" / "tokenizer.json").read_text())["model"]["vocab"]
-    known = known_prompts("builtin")
-    texts = [*known.colours, *(prompt.replace("{colour}", "") for group in known.prompts.values() for prompt in group)]
+    found = suggested_prompts("builtin")
+    texts = [*found.colours, *(prompt.replace("{colour}", "") for group in found.prompts.values() for prompt in group)]
     assert len(texts) > 50
     assert {word for text in texts for word in text.lower().split()} <= set(words)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"colours": 1}', '{"prompts": {"cats": "cat"}}'])
-def test_a_broken_list_is_no_list(tmp_path: Path, content: str) -> None:
+def test_a_broken_list_counts_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "prompts.json").write_text(content)
-    assert known_prompts(str(tmp_path)) == Prompts()
+    assert suggested_prompts(str(tmp_path)) == Prompts()
 
 
 def test_a_model_without_a_list_has_none(tmp_path: Path) -> None:
-    assert known_prompts(str(tmp_path)) == known_prompts("owner/name") == Prompts()
+    assert suggested_prompts(str(tmp_path)) == suggested_prompts("owner/name") == Prompts()
 
 
 def test_examples_have_their_pictures() -> None:
-    for example in known_examples():
+    for example in suggested_examples():
         assert (EXAMPLES / f"{example['name']}.png").is_file()
         assert (EXAMPLES / example["mask"]).is_file()

@@ -1,5 +1,5 @@
-"""Finished edits as OpenAI's clients expect them: one JSON answer, or server-sent events. Knows shapes of answers; asks
-the cluster for nothing."""
+"""Answer bodies, each declared once as a model that both builds the answer and describes it in OpenAPI. Knows the
+shapes OpenAI's clients expect; does not talk to the cluster."""
 
 import base64
 import json
@@ -7,85 +7,200 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from instgenie.cluster.orders import Facts, Finished
-from instgenie.server.bodies.fields import OPENAI, OURS, ImageFields
+from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
 from instgenie.server.errors import ApiError
 
-Kind = Literal["image_edit", "image_generation"]
+EventPrefix = Literal["image_edit", "image_generation"]
 
 
-def answer(results: Sequence[Finished], fields: ImageFields) -> bytes:
-    facts = results[0].facts
-    body = about(facts, fields) | {
-        "created": int(time.time()),
-        "data": [{"b64_json": encoded(one.picture)} | facts_of(one.facts) for one in results],
-        "usage": usage([one.facts for one in results], fields.prompt),
-    }
-    return json.dumps(body).encode()
+class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
 
 
-def about(facts: Facts, fields: ImageFields) -> dict[str, Any]:
+class Seconds(Answer):
+    queue: float
+    prepare: float
+    denoise: float
+    finish: float
+
+
+class EditAnswer(Answer):
+    """Facts about one edit, without its picture."""
+
+    seed: int
+    masked_share: float
+    num_tokens: int
+    num_masked_tokens: int
+    num_computed_tokens: int
+    cache_tier: Literal["gpu", "host", "disk", "remote"] | None
+    worker: int
+    num_attempts: int
+    seconds: Seconds
+    predicted_dense_seconds: float  # predicted denoising time if every token were computed
+
+
+class PictureAnswer(EditAnswer):
+    b64_json: str
+
+
+class TokenDetails(Answer):
+    image_tokens: int
+    text_tokens: int
+
+
+class TokenUsage(Answer):
+    input_tokens: int
+    input_tokens_details: TokenDetails
+    output_tokens: int
+    output_tokens_details: TokenDetails
+    total_tokens: int
+
+
+class ImagesAnswer(Answer):
+    created: int
+    data: list[PictureAnswer]
+    size: str
+    quality: Literal["low", "medium", "high"]
+    background: Literal["opaque"]
+    output_format: Literal["png", "jpeg", "webp"]
+    usage: TokenUsage
+
+
+class ModelAnswer(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelsAnswer(Answer):
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class TemplateAnswer(Answer):
+    id: str
+    object: Literal["template"]
+    state: Literal["queued", "registering", "ready", "failed"]
+    num_steps: int
+    num_registered_steps: int
+    size: str
+    tier_bytes: dict[str, int]
+    message: str
+
+
+class TemplatesAnswer(Answer):
+    object: Literal["list"]
+    data: list[TemplateAnswer]
+
+
+class TemplateRemoved(Answer):
+    id: str
+    object: Literal["template"]
+    deleted: bool
+
+
+class State(Answer):
+    status: Literal["ok", "loading", "draining", "broken"]
+
+
+class ErrorFacts(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorFacts
+
+
+def images_answer(results: Sequence[Finished], fields: ImageFields) -> bytes:
+    answer = ImagesAnswer(
+        created=int(time.time()),
+        data=[PictureAnswer(b64_json=encoded(one.picture), **edit_answer(one.facts)) for one in results],
+        **picture_format(size_of(results[0].facts), fields),
+        usage=token_usage([one.facts for one in results], fields.prompt),
+    )
+    return json.dumps(answer.model_dump()).encode()
+
+
+def picture_format(size: str, fields: ImageFields) -> dict[str, Any]:
     return {
-        "size": f"{facts.width}x{facts.height}",
-        "quality": OPENAI[OURS[fields.quality]],
+        "size": size,
+        "quality": OPENAI_QUALITIES[QUALITIES[fields.quality]],
         "background": "opaque",
         "output_format": fields.output_format,
     }
 
 
-def facts_of(facts: Facts) -> dict[str, Any]:
-    return {
-        "seed": facts.seed,
-        "masked_share": round(facts.num_masked_tokens / facts.num_tokens, 4),
-        "num_tokens": facts.num_tokens,
-        "num_masked_tokens": facts.num_masked_tokens,
-        "num_computed_tokens": facts.num_computed_tokens,
-        "cache_tier": facts.cache_tier,
-        "worker": facts.worker,
-        "num_attempts": facts.num_attempts,
-        "seconds": {
-            "queue": round(facts.queue_seconds, 4),
-            "prepare": round(facts.prepare_seconds, 4),
-            "denoise": round(facts.denoise_seconds, 4),
-            "finish": round(facts.finish_seconds, 4),
-        },
-        "predicted_dense_seconds": round(facts.dense_seconds, 4),
-    }
+def size_of(facts: Facts) -> str:
+    return f"{facts.width}x{facts.height}"
 
 
-def usage(facts: Sequence[Facts], prompt: str) -> dict[str, Any]:
-    """In: the picture's tokens and the prompt's words. Out: the masked tokens of all pictures."""
+def edit_answer(facts: Facts) -> dict[str, Any]:
+    return EditAnswer(
+        seed=facts.seed,
+        masked_share=round(facts.num_masked_tokens / facts.num_tokens, 4),
+        num_tokens=facts.num_tokens,
+        num_masked_tokens=facts.num_masked_tokens,
+        num_computed_tokens=facts.num_computed_tokens,
+        cache_tier=facts.cache_tier,
+        worker=facts.worker,
+        num_attempts=facts.num_attempts,
+        seconds=Seconds(
+            queue=round(facts.queue_seconds, 4),
+            prepare=round(facts.prepare_seconds, 4),
+            denoise=round(facts.denoise_seconds, 4),
+            finish=round(facts.finish_seconds, 4),
+        ),
+        predicted_dense_seconds=round(facts.dense_seconds, 4),
+    ).model_dump()
+
+
+def token_usage(facts: Sequence[Facts], prompt: str) -> TokenUsage:
+    """Count the picture's tokens and the prompt's words as input, the masked tokens of all results as output."""
     num_image, num_text = facts[0].num_tokens, len(prompt.split())
     num_out = sum(one.num_masked_tokens for one in facts)
-    return {
-        "input_tokens": num_image + num_text,
-        "input_tokens_details": {"image_tokens": num_image, "text_tokens": num_text},
-        "output_tokens": num_out,
-        "output_tokens_details": {"image_tokens": num_out, "text_tokens": 0},
-        "total_tokens": num_image + num_text + num_out,
-    }
+    return TokenUsage(
+        input_tokens=num_image + num_text,
+        input_tokens_details=TokenDetails(image_tokens=num_image, text_tokens=num_text),
+        output_tokens=num_out,
+        output_tokens_details=TokenDetails(image_tokens=num_out, text_tokens=0),
+        total_tokens=num_image + num_text + num_out,
+    )
 
 
-def partial_event(kind: Kind, index: int, partial_index: int, picture: bytes, size: str, fields: ImageFields) -> bytes:
+def partial_event(
+    prefix: EventPrefix, index: int, partial_index: int, picture: bytes, size: str, fields: ImageFields
+) -> bytes:
     return event(
-        f"{kind}.partial_image",
+        f"{prefix}.partial_image",
         {
             "b64_json": encoded(picture),
             "partial_image_index": partial_index,
             "created_at": int(time.time()),
-            "size": size,
-            "quality": OPENAI[OURS[fields.quality]],
-            "background": "opaque",
-            "output_format": fields.output_format,
+            **picture_format(size, fields),
             "index": index,
         },
     )
 
 
-def completed_event(kind: Kind, index: int, finished: Finished, fields: ImageFields) -> bytes:
-    body = {"b64_json": encoded(finished.picture), "created_at": int(time.time()), "index": index}
-    body |= about(finished.facts, fields) | facts_of(finished.facts)
-    return event(f"{kind}.completed", body | {"usage": usage([finished.facts], fields.prompt)})
+def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields: ImageFields) -> bytes:
+    return event(
+        f"{prefix}.completed",
+        {
+            "b64_json": encoded(finished.picture),
+            "created_at": int(time.time()),
+            "index": index,
+            **picture_format(size_of(finished.facts), fields),
+            **edit_answer(finished.facts),
+            "usage": token_usage([finished.facts], fields.prompt).model_dump(),
+        },
+    )
 
 
 def event(kind: str, body: dict[str, Any]) -> bytes:

@@ -1,8 +1,8 @@
-"""Reads request bodies from strangers: bytes counted as they come, slow senders cut off. Knows HTTP; not what a field
-means.
+"""Reads request bodies from untrusted clients: bytes are counted as they arrive, and slow senders are cut off. Knows
+HTTP; does not know what a field means.
 
-Two limits hold the memory: one for each body, one for all that are being read or worked on. Content-Length is used
-only to refuse early; what counts is what arrives.
+Two limits bound the memory: one per body, and one for all bodies that are being read or processed. Content-Length is
+used only to refuse early; the limits count the bytes that arrive.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ MAX_TEXT_PART = 256 * 1024
 
 
 @dataclass
-class Form:
-    """What came, by field name, in order; multipart values are text or bytes, JSON values anything."""
+class RequestForm:
+    """The values of a body by field name, in order. Multipart values are text or bytes; JSON values have any type."""
 
     values: dict[str, list[Any]] = field(default_factory=dict)
     is_json: bool = False
@@ -36,7 +36,7 @@ class Form:
 
 
 class Intake:
-    """All bodies at hand, and the limits they share."""
+    """The bodies being read or processed, and the limits they share."""
 
     def __init__(self, max_body: int, max_bodies: int, timeout: float) -> None:
         self.max_body = max_body
@@ -45,8 +45,8 @@ class Intake:
         self.num_bytes = 0
 
     @asynccontextmanager
-    async def form(self, request: Request) -> AsyncIterator[Form]:
-        """The body as a form; its bytes count as taken until the block is left."""
+    async def form(self, request: Request) -> AsyncIterator[RequestForm]:
+        """Read the body as a form. Its bytes count towards the limit until the block is left."""
         body = Body(self, request)
         try:
             async with asyncio.timeout(self.timeout):
@@ -62,12 +62,14 @@ class Intake:
 
 
 class Body:
+    """One body while it is read."""
+
     def __init__(self, intake: Intake, request: Request) -> None:
         self.intake = intake
         self.request = request
         self.num_bytes = 0
 
-    async def form(self) -> Form:
+    async def form(self) -> RequestForm:
         declared = self.request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self.intake.max_body:
             self.refuse()
@@ -96,36 +98,36 @@ class Body:
         limit = self.intake.max_body
         raise ApiError(413, f"The body is too large: at most {limit:,} bytes are accepted.", "body_too_large")
 
-    async def multipart(self) -> Form:
-        parser = Parser(
+    async def multipart(self) -> RequestForm:
+        parser = InMemoryParser(
             self.request.headers, self.chunks(), max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_PART
         )
         try:
             parts = await parser.parse()
-        except MultiPartException as broken:
-            raise ApiError(400, describe(broken), "invalid_multipart") from None
+        except MultiPartException as invalid:
+            raise ApiError(400, explain(invalid), "invalid_multipart") from None
         except (UnicodeError, ValueError, IndexError, KeyError):
             raise ApiError(400, "The body is not valid multipart/form-data.", "invalid_multipart") from None
-        form = Form()
+        form = RequestForm()
         for name, part in parts.multi_items():
             form.add(name, await part.read() if isinstance(part, UploadFile) else part)
         await parts.close()
         return form
 
-    async def json(self) -> Form:
+    async def json(self) -> RequestForm:
         body = b"".join([chunk async for chunk in self.chunks()])
         found = await asyncio.to_thread(parse_json, body)
-        return Form({name: [value] for name, value in found.items() if value is not None}, is_json=True)
+        return RequestForm({name: [value] for name, value in found.items() if value is not None}, is_json=True)
 
 
-class Parser(MultiPartParser):
-    spool_max_size = sys.maxsize  # bodies are bounded, so files stay in memory and never meet a disk
+class InMemoryParser(MultiPartParser):
+    spool_max_size = sys.maxsize  # bodies are bounded, so files stay in memory and are never written to disk
 
 
-def describe(broken: MultiPartException) -> str:
-    if "Too many" in broken.message:
+def explain(invalid: MultiPartException) -> str:
+    if "Too many" in invalid.message:
         return f"The body has too many parts: at most {MAX_FILES} files and {MAX_FIELDS} fields are accepted."
-    if "exceeded" in broken.message:
+    if "exceeded" in invalid.message:
         return f"A text field is too large: at most {MAX_TEXT_PART:,} bytes are accepted."
     return "The body is not valid multipart/form-data."
 

@@ -1,6 +1,6 @@
-"""Decodes pictures and masks in a few threads. Knows how many at once; the picture modules know how.
+"""Decodes pictures and masks in a few threads. Knows how many run at once; `instgenie.pictures` knows how.
 
-Pillow lets other threads run while it decodes. Few threads bound the memory: what waits for one is still encoded.
+Pillow releases the GIL while it decodes. Few threads bound the memory: a picture that waits for one is still encoded.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ Out = TypeVar("Out")
 GREY = 127
 
 
-class Pictures:
+class PictureDecoder:
     def __init__(self, num_threads: int, max_pixels: int) -> None:
         self.max_pixels = max_pixels
         self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
@@ -33,14 +33,14 @@ class Pictures:
         return await self.run(open_picture, image, self.max_pixels)
 
     async def mask(self, picture: Pixels, mask: bytes | None, mode: MaskMode) -> PixelMask:
-        """Everything, where there is no mask."""
+        """Decode a mask of the picture's size; without a mask the whole picture is masked."""
         height, width, _ = picture.shape
         if mask is None:
             return np.ones((height, width), np.bool_)
         return await self.run(read_mask, mask, (height, width), mode, self.max_pixels)
 
     async def fit(self, picture: Pixels, mask: PixelMask, size: tuple[int, int] | None) -> tuple[Pixels, PixelMask]:
-        """Both stretched to the size (height, width) of the answer."""
+        """Stretch both to `size`, (height, width)."""
         if size is None or picture.shape[:2] == size:
             return picture, mask
         return await self.run(resize_picture, picture, size), await self.run(resize_mask, mask, size)
@@ -50,5 +50,5 @@ class Pictures:
 
 
 def blank_picture(size: tuple[int, int]) -> Pixels:
-    """What a generation starts from; all of it is masked, so nothing of it stays."""
+    """Return the source picture of a generation. It is fully masked, so none of it remains."""
     return np.full((*size, 3), GREY, np.uint8)

@@ -1,4 +1,4 @@
-"""Connections of clients that are slow, stuck or silent. Knows sockets' pace; nothing of what is sent."""
+"""Ends connections of clients that are slow, stuck or silent. Knows the pace of sockets, not what they carry."""
 
 import asyncio
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_TIMEOUT = 20.0  # for the head of a request to arrive in full, and for what is left of a body after its answer
-STALL_TIMEOUT = 60.0  # without one byte of an answer taken
+HEAD_TIMEOUT = 20.0  # seconds for a request's head to arrive, and for the rest of a body that is already answered
+STALL_TIMEOUT = 60.0  # seconds in which a client reads no byte of an answer
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which waits for ever for a head that does not come, for a body that comes a byte at a time after its
-    answer, and for a client that does not read."""
+    """uvicorn's protocol with timeouts. Without them it waits forever for a head that never arrives, for a body that
+    trickles in after its answer, and for a client that does not read."""
 
     def __init__(self, *args: Any, head_timeout: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,7 +41,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_answered_early(self) -> bool:
-        """Whether its request is still on the way."""
+        """True while the body of an already answered request is still arriving."""
         has_answered = self.cycle is not None and self.cycle.response_complete
         return has_answered and self.conn.their_state is h11.SEND_BODY
 

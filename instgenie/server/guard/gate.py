@@ -1,4 +1,5 @@
-"""What every request passes: it gets an id, shows its key, and leaves a line in the log. Knows no route."""
+"""The gate that every request passes: it assigns a request id, checks the API key, and writes a log line. Knows no
+route."""
 
 import re
 import secrets
@@ -13,8 +14,8 @@ from instgenie.server.service import Service
 from instgenie.telemetry.traces import RequestSpan
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/engine"})
-OPEN_FOLDER = "/static/"  # files of the pages: the same for everyone
-SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+OPEN_FOLDER = "/static/"  # the pages' files, the same for everyone
+VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 STATUS_GONE = 499
 
 
@@ -38,8 +39,8 @@ class Gate:
             await self.app(scope, receive, visit.send)
         except ApiError as refused:
             await error_response(refused)(scope, receive, visit.send)
-        except Exception:  # the framework has answered with 500 if it could
-            log.exception("a request failed")
+        except Exception:  # the framework has already answered with 500 if it could
+            log.exception("unhandled error in a request")
         finally:
             visit.log(self.service)
             visit.end_span()
@@ -50,13 +51,15 @@ class Gate:
 
 
 class Visit:
+    """One request on its way through the server."""
+
     def __init__(self, scope: Scope, request_id: str, send: Send) -> None:
         self.scope = scope
         self.id = request_id
         self.start = time.perf_counter()
         self.status = STATUS_GONE
         self.num_bytes = 0
-        self.span: RequestSpan | None = None  # of a request that may run edits, where traces are wanted
+        self.span: RequestSpan | None = None  # None unless the request may run edits and traces are wanted
         self._send = send
 
     async def send(self, message: Message) -> None:
@@ -88,4 +91,4 @@ class Visit:
 
 
 def choose_id(given: str | None) -> str:
-    return given if given and SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+    return given if given and VALID_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"

@@ -1,4 +1,4 @@
-"""Who asks: keys, and the tenant behind each. Knows digests; keeps no key."""
+"""API keys and the tenant behind each. Keeps digests, never a key."""
 
 import hashlib
 import hmac
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from instgenie.server.errors import ApiError
 
-PUBLIC = "public"  # the tenant of everyone, where no key is asked for
+PUBLIC = "public"  # the tenant of all clients if the server needs no key
 
 
 class Keys:
@@ -14,7 +14,7 @@ class Keys:
         self.digests = [digest(key) for key in keys]
 
     def tenant(self, authorization: str | None) -> str:
-        """The tenant of a header `Bearer KEY`; raises 401. Every known key is compared, whichever fits."""
+        """Return the tenant for a header `Bearer KEY`, or raise 401. All keys are compared, so timing reveals none."""
         if not self.digests:
             return PUBLIC
         scheme, _, key = (authorization or "").partition(" ")
@@ -26,7 +26,7 @@ class Keys:
 
 
 def unauthorized(authorization: str | None) -> ApiError:
-    found = "is not known" if authorization else "is missing"
+    found = "is unknown" if authorization else "is missing"
     message = f"The API key {found}: the header 'Authorization: Bearer KEY' is expected."
     return ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
 

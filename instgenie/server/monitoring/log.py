@@ -1,5 +1,5 @@
-"""Log lines of the HTTP process: JSON, or text for people. Knows the request at hand by its id; never logs a key, a
-prompt, a query or a picture."""
+"""Log lines of the HTTP process, as JSON or as plain text. Each line of a request carries its id; keys, prompts,
+queries and pictures are never logged."""
 
 import logging
 import sys

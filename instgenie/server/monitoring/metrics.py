@@ -1,5 +1,4 @@
-"""The server in numbers, for Prometheus. Knows the names and what is counted; the cluster tells its part through an
-observer."""
+"""Metrics for Prometheus. Knows the names and what is counted; learns what happens in the cluster as its observer."""
 
 from collections.abc import Iterator, Sequence
 from typing import get_args
@@ -20,16 +19,16 @@ STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 INTERRUPTIONS = "instgenie:step_loop_interruptions_total"
-REASONS = ("stop", "abort", "error")  # finished, given up by the client, failed
+REASONS = ("stop", "abort", "error")  # finished, cancelled, failed
 
 
 class Metrics(Observer):
     def __init__(self, cluster: Cluster) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # the names are those of the documents, and no others
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # only documented names appear
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
-        self.registry.register(Live(cluster))
+        self.registry.register(ClusterCollector(cluster))
 
         def histogram(name: str, about: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"instgenie:{name}", about, buckets=buckets, registry=self.registry)
@@ -37,15 +36,15 @@ class Metrics(Observer):
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"instgenie:{name}", about, labels, registry=self.registry)
 
-        self.latency = histogram("e2e_request_latency_seconds", "From acceptance to the finished picture.", SECONDS)
-        self.queue_time = histogram("request_queue_time_seconds", "From acceptance to a worker.", SECONDS)
-        self.step_time = histogram("step_time_seconds", "One denoising step of a batch.", STEP_SECONDS)
-        self.batch_size = histogram("batch_size", "Jobs in a step.", SIZES)
-        self.mask_ratio = histogram("mask_ratio", "Share of the pixels that an edit masks.", RATIOS)
+        self.latency = histogram("e2e_request_latency_seconds", "Seconds from acceptance to the picture.", SECONDS)
+        self.queue_time = histogram("request_queue_time_seconds", "Seconds from acceptance to a worker.", SECONDS)
+        self.step_time = histogram("step_time_seconds", "Seconds of one denoising step of a batch.", STEP_SECONDS)
+        self.batch_size = histogram("batch_size", "Number of jobs in a step.", SIZES)
+        self.mask_ratio = histogram("mask_ratio", "Masked share of an edit's pixels.", RATIOS)
         self.success = counter("request_success_total", "Edits that ended.", "finished_reason")
-        self.cache_queries = counter("cache_queries_total", "Looks for a template's activations.")
-        self.cache_hits = counter("cache_hits_total", "Those that found them.", "tier")
-        self.http = counter("http_requests_total", "Requests answered.", "method", "route", "status")
+        self.cache_queries = counter("cache_queries_total", "Lookups of a template's activations.")
+        self.cache_hits = counter("cache_hits_total", "Lookups that found the activations.", "tier")
+        self.http = counter("http_requests_total", "Answered HTTP requests.", "method", "route", "status")
         for reason in REASONS:
             self.success.labels(reason)
         for tier in get_args(Tier):
@@ -82,22 +81,22 @@ class Metrics(Observer):
         return generate_latest(self.registry)
 
 
-class Live(Collector):
-    """What is read from the cluster when someone looks."""
+class ClusterCollector(Collector):
+    """Metrics that are read from the cluster at each scrape."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
     def collect(self) -> Iterator[Metric]:
         status = self.cluster.status()
-        yield gauge("num_requests_running", "Edits on a worker.", status.num_running)
-        yield gauge("num_requests_waiting", "Edits that wait for a worker.", status.num_waiting)
-        usage = GaugeMetricFamily("instgenie:cache_usage_bytes", "Activations kept, over all workers.", labels=["tier"])
+        yield gauge("num_requests_running", "Edits on workers.", status.num_running)
+        yield gauge("num_requests_waiting", "Edits waiting for a worker.", status.num_waiting)
+        usage = GaugeMetricFamily("instgenie:cache_usage_bytes", "Cached activations of all workers.", labels=["tier"])
         for tier in get_args(Tier):
-            of_each = [worker.tier_bytes.get(tier, 0) for worker in status.workers]
-            usage.add_metric([tier], max(of_each) if tier in SHARED else sum(of_each))
+            per_worker = [worker.tier_bytes.get(tier, 0) for worker in status.workers]
+            usage.add_metric([tier], max(per_worker) if tier in SHARED else sum(per_worker))
         yield usage
-        about = "Times that other work went before a step while jobs were running, since the worker's process started."
+        about = "Times other work delayed a step while jobs were running, since the worker process started."
         interruptions = CounterMetricFamily(INTERRUPTIONS, about, labels=["worker"])
         for worker in status.workers:
             interruptions.add_metric([str(worker.index)], worker.num_interruptions)

@@ -1,5 +1,5 @@
-"""The last moments of the engine, for a page that watches it: jobs that joined and left, steps, latencies, mask ratios.
-Hears the cluster as an observer; knows no route and keeps no picture, prompt or key."""
+"""Recent activity of the engine, for the engine page: jobs that joined and left batches, steps, latencies, mask ratios.
+Learns it as an observer of the cluster; keeps no picture, prompt or key."""
 
 import math
 import time
@@ -12,24 +12,24 @@ from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Facts
 from instgenie.cluster.status import JobStatus, Observer, WorkerStatus
 
-WINDOW = 30.0  # seconds of the timeline
-RECENT = 300.0  # seconds that percentiles and ratios look back
-MAX_REMEMBERED = 2000  # of each kind
+WINDOW = 30.0  # seconds shown in the timeline
+RECENT = 300.0  # seconds covered by percentiles and mask ratios
+MAX_REMEMBERED = 2000  # entries per kind
 NUM_BINS = 10
 
 
 @dataclass
-class Bar:
-    """A job in a batch, from when it joined to when it left."""
+class JobBar:
+    """The stay of a job in a batch, a bar in the timeline."""
 
     job: str
     joined: float
-    left: float | None  # None: it is still there
+    left: float | None  # None: it is still in the batch
     is_cached: bool
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     ended: float
     seconds: float
     batch_size: int
@@ -38,18 +38,18 @@ class Step:
 class Pulse(Observer):
     def __init__(self, cluster: Cluster, model_name: str) -> None:
         self.cluster = cluster
-        self.model_name = model_name  # to clients: the model itself may be a folder
-        self.bars: dict[int, deque[Bar]] = defaultdict(lambda: deque(maxlen=MAX_REMEMBERED))
-        self.steps: dict[int, deque[Step]] = defaultdict(lambda: deque(maxlen=MAX_REMEMBERED))
+        self.model_name = model_name  # the name clients see: the model itself may be a folder
+        self.bars: dict[int, deque[JobBar]] = defaultdict(lambda: deque(maxlen=MAX_REMEMBERED))
+        self.steps: dict[int, deque[StepRecord]] = defaultdict(lambda: deque(maxlen=MAX_REMEMBERED))
         self.latencies: deque[tuple[float, float]] = deque(maxlen=MAX_REMEMBERED)
         self.mask_ratios: deque[tuple[float, float]] = deque(maxlen=MAX_REMEMBERED)
         cluster.observe(self)
 
     def step(self, worker: int, seconds: float, batch_size: int) -> None:
-        self.steps[worker].append(Step(time.monotonic(), seconds, batch_size))
+        self.steps[worker].append(StepRecord(time.monotonic(), seconds, batch_size))
 
     def joined(self, worker: int, job: JobStatus) -> None:
-        self.bars[worker].append(Bar(job.id, time.monotonic(), None, any(job.plan)))
+        self.bars[worker].append(JobBar(job.id, time.monotonic(), None, any(job.plan)))
 
     def left(self, worker: int, job: str) -> None:
         for bar in self.bars[worker]:
@@ -63,10 +63,10 @@ class Pulse(Observer):
         self.latencies.append((time.monotonic(), seconds))
 
     def snapshot(self, since: float) -> dict[str, Any]:
-        """All there is to show; of the steps, those after `since`."""
+        """Return the whole state to show, with only those steps that ended after `since`."""
         now = time.monotonic()
         status, config, model = self.cluster.status(), self.cluster.config, self.cluster.model_facts
-        assert config.cache.host_bytes is not None  # the cluster has chosen it
+        assert config.cache.host_bytes is not None  # the cluster has resolved it
         seconds = recent(self.latencies, now)
         return {
             "now": now,
@@ -90,7 +90,7 @@ class Pulse(Observer):
         }
 
     def describe(self, worker: WorkerStatus, now: float, since: float) -> dict[str, Any]:
-        """Of templates only how many: whose they are is nobody's business."""
+        """Describe a worker. Of its templates only the number is shown: they are private to their tenants."""
         shown = [bar for bar in self.bars[worker.index] if bar.left is None or now - bar.left < WINDOW]
         start = max(since, now - WINDOW)
         facts = asdict(worker) | {"num_templates": len(worker.templates)}
@@ -109,7 +109,7 @@ def recent(values: Sequence[tuple[float, float]], now: float) -> list[float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that this share of them does not exceed."""
+    """Return the smallest value that at least `share` of the values do not exceed."""
     return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)] if values else None
 
 

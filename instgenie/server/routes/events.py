@@ -1,5 +1,5 @@
-"""An answer of server-sent events: progress if asked for, partial pictures, then finished ones. Nothing is sent before
-the cluster accepts the edits, so a full queue is still a plain 429."""
+"""Answers with server-sent events: progress if the client asks for it, partial pictures, then finished ones. Nothing is
+sent before the cluster accepts the edits, so a full queue is still answered with a plain 429."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from instgenie.cluster.orders import Event, Finished, Order, Partial, Queued, Stepped
-from instgenie.server.bodies.answers import Kind, completed_event, error_event, event, partial_event
+from instgenie.server.bodies.answers import EventPrefix, completed_event, error_event, event, partial_event
 from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.errors import ApiError
 from instgenie.server.service import Service
-from instgenie.server.watch import Watch, unless_gone
+from instgenie.server.watch import EditWatch, unless_gone
 
-SECONDS_BETWEEN_SIGNS = 10.0
-SIGN_OF_LIFE = b": still working\n\n"
+SECONDS_BETWEEN_KEEPALIVES = 10.0
+KEEPALIVE = b": still working\n\n"
 
 
 class EventStream(Response):
     def __init__(
-        self, request: Request, service: Service, orders: Sequence[Order], fields: ImageFields, kind: Kind
+        self, request: Request, service: Service, orders: Sequence[Order], fields: ImageFields, prefix: EventPrefix
     ) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -30,7 +30,7 @@ class EventStream(Response):
         self.service = service
         self.orders = orders
         self.fields = fields
-        self.kind = kind
+        self.prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.service.watch(self.orders, self.fields.deadline_ms) as watch:
@@ -43,24 +43,24 @@ class EventStream(Response):
                 await send_chunk(send, error_event(error))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    async def send_events(self, watch: Watch, send: Send) -> None:
+    async def send_events(self, watch: EditWatch, send: Send) -> None:
         while watch.open:
-            happened = await watch.next(SECONDS_BETWEEN_SIGNS)
+            happened = await watch.next(SECONDS_BETWEEN_KEEPALIVES)
             if happened is None:
-                await send_chunk(send, SIGN_OF_LIFE)
+                await send_chunk(send, KEEPALIVE)
                 continue
-            if chunk := self.chunk_of(*happened):
+            if chunk := self.chunk_for(*happened):
                 await send_chunk(send, chunk)
 
-    def chunk_of(self, index: int, happened: Event) -> bytes | None:
-        """Clients that did not ask for progress hear OpenAI's events alone."""
+    def chunk_for(self, index: int, happened: Event) -> bytes | None:
+        """Return the chunk to send, if any: only clients that asked for progress get other events than OpenAI's."""
         match happened:
             case Partial():
                 height, width, _ = self.orders[index].picture.shape
                 size = f"{width}x{height}"
-                return partial_event(self.kind, index, happened.index, happened.picture, size, self.fields)
+                return partial_event(self.prefix, index, happened.index, happened.picture, size, self.fields)
             case Finished():
-                return completed_event(self.kind, index, happened, self.fields)
+                return completed_event(self.prefix, index, happened, self.fields)
             case Queued(position) if self.fields.stream_progress:
                 return event("instgenie.queued", {"index": index, "position": position})
             case Stepped(step, num_steps) if self.fields.stream_progress:

@@ -1,18 +1,15 @@
-"""OpenAI's images API: edits, generations, models. Knows the way of a request; fields, forms and answers know their
-shapes."""
+"""OpenAI's images API: edits, generations, models. Knows the path of a request; `bodies` knows the shapes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.orders import Order
-from instgenie.cluster.wish import Wish
 from instgenie.errors import ClosedError, InstGenieError
-from instgenie.pictures.picture import MAX_SEED, MAX_SIDE
-from instgenie.server.bodies.answers import Kind, answer
-from instgenie.server.bodies.fields import OURS, EditFields, GenerationFields, ImageFields, answer_size, parse_fields
+from instgenie.pictures.picture import MAX_SIDE
+from instgenie.server.bodies.answers import EventPrefix, ModelAnswer, ModelsAnswer, images_answer
+from instgenie.server.bodies.fields import GenerationFields, ImageFields, answer_size, parse_fields
 from instgenie.server.bodies.forms import EditForm, read_edit
 from instgenie.server.bodies.pictures import blank_picture
 from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS
@@ -30,7 +27,7 @@ async def edit_images(request: Request) -> Response:
     service = service_of(request)
     service.check_open()
     async with service.intake.form(request) as form:
-        edit = await service.pictures.run(read_edit, form)
+        edit = await service.decoder.run(read_edit, form)
         check_fields(service, edit.fields)
         picture, mask = await open_edit(service, tenant_of(request), edit)
     orders = make_orders(request, picture, mask, edit.fields)
@@ -46,53 +43,46 @@ async def generate_images(request: Request) -> Response:
     check_fields(service, fields)
     own_size = service.model_facts.own_size
     picture = blank_picture(answer_size(fields.size, service.config.max_pixels) or (own_size, own_size))
-    mask = await service.pictures.mask(picture, None, "alpha")
+    mask = await service.decoder.mask(picture, None, "alpha")
     orders = make_orders(request, picture, mask, fields)
     return await run(request, service, orders, fields, "image_generation")
 
 
-@router.get("/models", summary="The models served here", **MODELS)
+@router.get("/models", summary="List the models", **MODELS)
 async def list_models(request: Request) -> Response:
     names = service_of(request).config.served_model_names
-    return JsonResponse({"object": "list", "data": [describe_model(name) for name in names]})
+    answer = ModelsAnswer(object="list", data=[describe_model(name) for name in names])
+    return JsonResponse(answer.model_dump())
 
 
-@router.get("/models/{model:path}", summary="One model", **MODEL)
+@router.get("/models/{model:path}", summary="Describe one model", **MODEL)
 async def get_model(request: Request, model: str) -> Response:
     if model not in service_of(request).config.served_model_names:
         raise not_found("model", model, "model_not_found", "model")
-    return JsonResponse(describe_model(model))
+    return JsonResponse(describe_model(model).model_dump())
 
 
-def describe_model(name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "instgenie"}
+def describe_model(name: str) -> ModelAnswer:
+    return ModelAnswer(id=name, object="model", created=0, owned_by="instgenie")
 
 
 def check_fields(service: Service, fields: ImageFields) -> None:
-    """What depends on more than one field, or on the server."""
     service.check_model(fields.model)
-    if fields.partial_images and not fields.stream:
-        raise bad("partial_images", "Partial images need 'stream' to be true.")
-    if fields.stream_progress and not fields.stream:
-        raise bad("stream_progress", "Progress needs 'stream' to be true.")
-    if fields.seed is not None and fields.seed + fields.n - 1 > MAX_SEED:
-        raise bad("seed", f"The seed is {fields.seed}: seed + n - 1 may be at most {MAX_SEED}.")
-    if fields.negative_prompt and fields.true_cfg_scale <= 1 and service.model_facts.embeds_guidance:
-        raise bad("negative_prompt", "With this model a negative prompt needs a 'true_cfg_scale' above 1.")
+    fields.check_together(service.model_facts.embeds_guidance)
 
 
 async def open_edit(service: Service, tenant: str, edit: EditForm) -> tuple[Pixels, PixelMask]:
-    fields, pictures = edit.fields, service.pictures
+    fields, decoder = edit.fields, service.decoder
     size = answer_size(fields.size, service.config.max_pixels)
     try:
         if edit.image is None:
             picture = await template_picture(service, tenant, fields.template)
         else:
-            picture = await pictures.open(edit.image)
-        mask = await pictures.mask(picture, edit.mask, fields.mask_mode)
+            picture = await decoder.open(edit.image)
+        mask = await decoder.mask(picture, edit.mask, fields.mask_mode)
     except InstGenieError as error:
         raise from_user_error(error) from None
-    return await pictures.fit(picture, mask, size)
+    return await decoder.fit(picture, mask, size)
 
 
 async def template_picture(service: Service, tenant: str, template: str | None) -> Pixels:
@@ -106,46 +96,34 @@ async def template_picture(service: Service, tenant: str, template: str | None) 
 
 
 def make_orders(request: Request, picture: Pixels, mask: PixelMask, fields: ImageFields) -> list[Order]:
-    """As many as asked for, alike in all but the seed."""
+    """Return `fields.n` orders that differ only in their seeds."""
     height, width, _ = picture.shape
     longest = MAX_SIDE[fields.output_format.upper()]
     if max(height, width) > longest:
-        message = f"The answer is {width}x{height}: a {fields.output_format} side can be {longest} at most."
+        message = f"The result is {width}x{height}: a side of a {fields.output_format} may be {longest} at most."
         raise bad("output_format", message)
-    wish = make_wish(fields)
+    first_seed = draw_seed() if fields.seed is None else fields.seed
     return [
         Order(
             tenant=tenant_of(request),
             picture=picture,
             mask=mask,
-            wish=replace(wish, seed=seed),
+            wish=fields.edit_settings(seed),
             output_format=fields.output_format,
             output_compression=fields.output_compression,
             num_partials=fields.partial_images,
             trace=trace_of(request),
         )
-        for seed in range(wish.seed, wish.seed + fields.n)
+        for seed in range(first_seed, first_seed + fields.n)
     ]
 
 
-def make_wish(fields: ImageFields) -> Wish:
-    return Wish(
-        prompt=fields.prompt,
-        seed=draw_seed() if fields.seed is None else fields.seed,
-        negative_prompt=fields.negative_prompt,
-        steps=fields.num_inference_steps,
-        guidance=fields.guidance_scale,
-        true_guidance=fields.true_cfg_scale,
-        strength=fields.strength,
-        feather=fields.feather if isinstance(fields, EditFields) else 0,
-        quality=OURS[fields.quality],
-    )
-
-
-async def run(request: Request, service: Service, orders: Sequence[Order], fields: ImageFields, kind: Kind) -> Response:
+async def run(
+    request: Request, service: Service, orders: Sequence[Order], fields: ImageFields, prefix: EventPrefix
+) -> Response:
     if fields.stream:
-        return EventStream(request, service, orders, fields, kind)
+        return EventStream(request, service, orders, fields, prefix)
     async with service.watch(orders, fields.deadline_ms) as watch:
         results = await unless_gone(request, watch.all())
-    body = await service.pictures.run(answer, results, fields)
+    body = await service.decoder.run(images_answer, results, fields)
     return Response(body, media_type="application/json")

@@ -1,4 +1,4 @@
-"""What operators ask: is it alive, does it take work, how is it doing."""
+"""Endpoints for operators: liveness, readiness, metrics."""
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -11,19 +11,19 @@ from instgenie.server.service import service_of
 router = APIRouter()
 
 
-@router.get("/health", summary="Whether the server can work at all", **HEALTH)
+@router.get("/health", summary="Can the server run edits at all?", **HEALTH)
 async def health(request: Request) -> Response:
     healthy = service_of(request).cluster.healthy
     return JsonResponse({"status": "ok" if healthy else "broken"}, 200 if healthy else 503)
 
 
-@router.get("/ready", summary="Whether the server takes new work", **HEALTH)
+@router.get("/ready", summary="Does the server accept new work?", **HEALTH)
 async def ready(request: Request) -> Response:
     service = service_of(request)
     status = "draining" if service.draining else "ok" if service.ready else "loading"
     return JsonResponse({"status": status}, 200 if service.ready else 503)
 
 
-@router.get("/metrics", summary="The server in numbers", **METRICS)
+@router.get("/metrics", summary="Metrics for Prometheus", **METRICS)
 async def metrics(request: Request) -> Response:
     return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,5 +1,6 @@
-"""The web pages: their files, what they need to know at the start, and the engine live. Everything else they do through
-the API, like any client. Files are open to all, for they say nothing; facts and events ask for the key."""
+"""The web pages: their files, the facts they start with, and the live events of the engine page. Everything else they
+do through the API, like any client. The files are public, since they hold nothing private; facts and events need the
+key."""
 
 import asyncio
 import hashlib
@@ -12,54 +13,55 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
+from instgenie.pictures.examples import EXAMPLES
 from instgenie.server.bodies.fields import MAX_EDITS
 from instgenie.server.errors import JsonResponse, not_found
-from instgenie.server.routes.suggestions import EXAMPLES, known_examples, known_prompts
+from instgenie.server.routes.suggestions import suggested_examples, suggested_prompts
 from instgenie.server.service import Service, service_of
 
 STATIC = Path(__file__).parent.parent / "static"
 SECONDS_BETWEEN_SNAPSHOTS = 0.5
-POLICY = (
+CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
+MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
 
 router = APIRouter(include_in_schema=False)
 
 
 @dataclass(frozen=True)
-class File:
+class StaticFile:
     content: bytes
     media_type: str
     tag: str
 
 
-def read_file(path: Path) -> File:
+def read_file(path: Path) -> StaticFile:
     content = path.read_bytes()
-    media_type = TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    return File(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+    media_type = MEDIA_TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return StaticFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
 
 
-def read_files() -> Iterator[tuple[str, File]]:
+def read_files() -> Iterator[tuple[str, StaticFile]]:
     for path in sorted(STATIC.iterdir()):
         yield path.name, read_file(path)
     for path in sorted(EXAMPLES.glob("*.png")):
         yield f"examples/{path.name}", read_file(path)
 
 
-FILES = dict(read_files())  # the only names there are: no path is ever made from a request
+FILES = dict(read_files())  # no path is ever built from a request: only these names are served
 
 
 def send_file(request: Request, name: str) -> Response:
-    """Unchanged files are not sent twice."""
+    """Send the file, or 304 if the browser already has it."""
     file = FILES.get(name)
     if file is None:
         raise not_found("file", name, "file_not_found")
     headers = {
         "etag": file.tag,
         "cache-control": "no-cache",
-        "content-security-policy": POLICY,
+        "content-security-policy": CONTENT_POLICY,
         "referrer-policy": "no-referrer",
     }
     if request.headers.get("if-none-match") == file.tag:
@@ -86,7 +88,7 @@ async def static_file(request: Request, name: str) -> Response:
 async def page_facts(request: Request) -> Response:
     service = service_of(request)
     model, config = service.cluster.model_facts, service.config
-    known = known_prompts(service.cluster.config.model)
+    suggestions = suggested_prompts(service.cluster.config.model)
     return JsonResponse(
         {
             "model": config.served_model_names[0],
@@ -97,9 +99,9 @@ async def page_facts(request: Request) -> Response:
             "max_pixels": config.max_pixels,
             "max_body_bytes": config.max_body_bytes,
             "reuse": service.cluster.config.reuse,
-            "examples": known_examples(),
-            "colours": known.colours,
-            "prompts": known.prompts,
+            "examples": suggested_examples(),
+            "colours": suggestions.colours,
+            "prompts": suggestions.prompts,
         }
     )
 
@@ -111,7 +113,7 @@ async def engine_events(request: Request) -> Response:
 
 
 async def snapshots(service: Service) -> AsyncIterator[bytes]:
-    """Until the client is gone or the server is going."""
+    """Yield snapshots until the client disconnects or the server shuts down."""
     since = 0.0
     while not service.draining:
         snapshot = service.pulse.snapshot(since)

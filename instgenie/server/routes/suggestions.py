@@ -1,5 +1,4 @@
-"""What comes with a model and with the package for people to try: prompts the model knows, pictures to edit. Knows
-files; no model."""
+"""Suggestions for the edit page: prompts that suit the model, and example pictures to edit. Knows files; no model."""
 
 import json
 import tomllib
@@ -8,22 +7,22 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from instgenie.pictures.examples import EXAMPLES
 from instgenie.server.monitoring.log import say
 
-PACKAGE = Path(__file__).parents[2]
-EXAMPLES = PACKAGE / "examples"
+BUILTIN = Path(__file__).parents[2] / "models" / "builtin"
 
 
 class Prompts(BaseModel):
-    """`{colour}` in a prompt stands for any of the colours, or none."""
+    """`{colour}` in a prompt stands for one of the colours, or for nothing."""
 
     colours: list[str] = []
     prompts: dict[str, list[str]] = {}  # by group
 
 
-def known_prompts(model: str) -> Prompts:
-    """Of the model's folder, if it has a list of them."""
-    folder = PACKAGE / "models" / "builtin" if model == "builtin" else Path(model)
+def suggested_prompts(model: str) -> Prompts:
+    """Read prompts.json in the model's folder; without such a file there are no suggestions."""
+    folder = BUILTIN if model == "builtin" else Path(model)
     path = folder / "prompts.json"
     if not path.is_file():
         return Prompts()
@@ -34,7 +33,7 @@ def known_prompts(model: str) -> Prompts:
         return Prompts()
 
 
-def known_examples() -> list[dict[str, Any]]:
-    """Name, mask, prompts and seed of each."""
+def suggested_examples() -> list[dict[str, Any]]:
+    """Return name, mask, prompts and seed of each example picture."""
     examples: list[dict[str, Any]] = tomllib.loads((EXAMPLES / "edits.toml").read_text())["edit"]
     return examples

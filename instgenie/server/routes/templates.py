@@ -1,19 +1,18 @@
-"""Templates: pictures registered ahead, so that the first edit already finds its activations. Knows ids and tenants; a
-template of another tenant is as unknown as one that never was."""
-
-from typing import Any
+"""Templates: pictures registered ahead, so that their first edit already finds cached activations. Knows ids and
+tenants; another tenant's template is answered like one that does not exist."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.orders import TemplateStatus
 from instgenie.errors import ClosedError, InstGenieError
+from instgenie.server.bodies.answers import TemplateAnswer, TemplateRemoved, TemplatesAnswer
 from instgenie.server.bodies.forms import read_template
 from instgenie.server.bodies.schema import ONE_TEMPLATE, REMOVED_TEMPLATE, TEMPLATE, TEMPLATES
 from instgenie.server.errors import NO_RETRY, ApiError, JsonResponse, closed, from_user_error, not_found
 from instgenie.server.service import SECONDS_TO_LOAD, Service, service_of, tenant_of
 
-MAX_BYTES = 2**31  # pixels of one tenant's templates
+MAX_BYTES = 2**31  # for the pixels of one tenant's templates
 
 router = APIRouter(prefix="/v1/templates")
 
@@ -25,42 +24,43 @@ async def register_template(request: Request) -> Response:
     tenant = tenant_of(request)
     check_room(service, tenant)
     async with service.intake.form(request) as form:
-        fields, image = await service.pictures.run(read_template, form)
+        fields, image = await service.decoder.run(read_template, form)
         try:
-            picture = await service.pictures.open(image)
+            picture = await service.decoder.open(image)
             status = await service.cluster.register(tenant, picture, fields.num_inference_steps, fields.guidance_scale)
         except ClosedError:
             raise closed("No worker can register the template.", SECONDS_TO_LOAD, "unavailable") from None
         except InstGenieError as error:
             raise from_user_error(error) from None
-    return JsonResponse(describe(status), 201)
+    return JsonResponse(describe(status).model_dump(), 201)
 
 
-@router.get("", summary="Your templates", **TEMPLATES)
+@router.get("", summary="List your templates", **TEMPLATES)
 async def list_templates(request: Request) -> Response:
     found = service_of(request).cluster.templates(tenant_of(request))
-    return JsonResponse({"object": "list", "data": [describe(status) for status in found]})
+    answer = TemplatesAnswer(object="list", data=[describe(status) for status in found])
+    return JsonResponse(answer.model_dump())
 
 
-@router.get("/{template}", summary="One template, with its progress", **ONE_TEMPLATE)
+@router.get("/{template}", summary="Describe one template and its progress", **ONE_TEMPLATE)
 async def get_template(request: Request, template: str) -> Response:
     status = service_of(request).cluster.template(tenant_of(request), template)
     if status is None:
         raise unknown(template)
-    return JsonResponse(describe(status))
+    return JsonResponse(describe(status).model_dump())
 
 
-@router.delete("/{template}", summary="Forget a template", **REMOVED_TEMPLATE)
+@router.delete("/{template}", summary="Delete a template", **REMOVED_TEMPLATE)
 async def delete_template(request: Request, template: str) -> Response:
     service, tenant = service_of(request), tenant_of(request)
     if not await service.cluster.forget(tenant, template):
         raise unknown(template)
-    return JsonResponse({"id": template, "object": "template", "deleted": True})
+    return JsonResponse(TemplateRemoved(id=template, object="template", deleted=True).model_dump())
 
 
 def check_room(service: Service, tenant: str) -> None:
     if not service.cluster.config.reuse:
-        raise ApiError(400, "This server runs without reuse: it registers no templates.", "no_reuse")
+        raise ApiError(400, "This server runs with --no-reuse and registers no templates.", "no_reuse")
     num_bytes = sum(3 * status.width * status.height for status in service.cluster.templates(tenant))
     if num_bytes > MAX_BYTES:
         message = f"The pictures of your templates take {num_bytes:,} bytes of {MAX_BYTES:,}: delete one."
@@ -71,14 +71,14 @@ def unknown(template: str) -> ApiError:
     return not_found("template", template, "template_not_found", "template")
 
 
-def describe(status: TemplateStatus) -> dict[str, Any]:
-    return {
-        "id": status.id,
-        "object": "template",
-        "state": status.state,
-        "num_steps": status.num_steps,
-        "num_registered_steps": status.num_registered_steps,
-        "size": f"{status.width}x{status.height}",
-        "tier_bytes": dict(status.tier_bytes),
-        "message": status.message,
-    }
+def describe(status: TemplateStatus) -> TemplateAnswer:
+    return TemplateAnswer(
+        id=status.id,
+        object="template",
+        state=status.state,
+        num_steps=status.num_steps,
+        num_registered_steps=status.num_registered_steps,
+        size=f"{status.width}x{status.height}",
+        tier_bytes={str(tier): num_bytes for tier, num_bytes in status.tier_bytes.items()},
+        message=status.message,
+    )
