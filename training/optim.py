@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from instgenie.machine.files import complete_file
+
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum for matrices; all matrices of one shape are orthogonalised in one batched product.
@@ -119,7 +121,7 @@ def save_checkpoint(
     path: Path, parameters: list[nn.Parameter], average: Average, optimisers: list[torch.optim.Optimizer], clock: Clock,
     step: int,
 ) -> None:  # fmt: skip
-    """Weights, average and optimiser state as safetensors: written beside, then renamed."""
+    """Save weights, average and optimiser state as safetensors."""
     tensors = {f"live.{i}": p.detach() for i, p in enumerate(parameters)}
     tensors |= {f"average.{i}": v for i, v in enumerate(average.values)}
     for o, optimiser in enumerate(optimisers):
@@ -127,8 +129,8 @@ def save_checkpoint(
             tensors |= {f"optimiser.{o}.{i}.{k}": v.contiguous() for k, v in state.items() if isinstance(v, Tensor)}
     facts = {"step": str(step), "elapsed": str(clock.elapsed), "average_steps": str(average.steps)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous().clone() for k, v in tensors.items()}, path.with_suffix(".part"), facts)
-    path.with_suffix(".part").rename(path)
+    with complete_file(path) as partial:
+        save_file({k: v.contiguous().clone() for k, v in tensors.items()}, partial, facts)
 
 
 @torch.no_grad()

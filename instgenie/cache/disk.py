@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from safetensors import SafetensorError
 from instgenie.cache.folder import PRIVATE, make_folder
 from instgenie.cache.format import (
     HEAD_BYTES,
-    PARTIAL,
     PICTURE,
     SUFFIX,
     USED,
@@ -46,6 +44,7 @@ from instgenie.cache.format import (
 from instgenie.cache.tier import Spill, Stored, Usage, keep_nothing, total
 from instgenie.errors import CacheError
 from instgenie.jobs.activations import Key, Span
+from instgenie.machine.files import PARTIAL, complete_file
 from instgenie.types import Pixels, TierName
 
 logger = logging.getLogger(__name__)
@@ -101,16 +100,13 @@ class DiskTier:
 
     def _write(self, key: Key, name: str, num_bytes: int, write: Callable[[Path], None]) -> None:
         path = self._template(key) / name
-        partial = path.with_name(f"{secrets.token_hex(8)}{PARTIAL}")
         with self._storing, self.pin(key):
             self._make_room(key, num_bytes)
             try:
-                write(partial)
-                os.replace(partial, path)
+                with complete_file(path, durable=True) as partial:
+                    write(partial)
             except (OSError, SafetensorError) as error:
                 raise CacheError(f"{path} ({decimal(num_bytes)}) cannot be written: {error}") from None
-            finally:
-                partial.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def pin(self, key: Key) -> Iterator[None]:

@@ -23,7 +23,7 @@ from instgenie.jobs.activations import Key, Span, parse_key
 from instgenie.types import Pixels
 
 FORMAT = "1"  # of what a file holds; another is a miss
-SUFFIX, PARTIAL, USED = ".safetensors", ".partial", "used"
+SUFFIX, USED = ".safetensors", "used"
 PICTURE = f"picture{SUFFIX}"
 HEAD_BYTES = 2**17  # in which the header of a picture ends
 
@@ -42,8 +42,6 @@ def is_template(name: str) -> bool:
 
 
 def write_file(path: Path, key: Key, span: Span) -> None:
-    """Complete and on the disk when this returns. Whether the name survives a power cut does not matter: a file that
-    is gone is a miss."""
     write(path, name_tensors(span), describe(key, span.steps))
 
 
@@ -53,9 +51,7 @@ def write_picture(path: Path, key: Key, picture: Pixels) -> None:
 
 def write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
     save_file(tensors, path, header | {"checksum": checksum(tensors)})
-    with open(path, "rb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        os.fsync(file.fileno())
+    os.chmod(path, 0o600)
 
 
 @contextmanager

@@ -31,7 +31,6 @@ from rich.filesize import decimal
 
 from instgenie.cache.format import (
     HEAD_BYTES,
-    PARTIAL,
     PICTURE,
     SUFFIX,
     USED,
@@ -47,6 +46,7 @@ from instgenie.cache.format import (
 from instgenie.cache.tier import Spill, Stored, Usage, keep_nothing, total
 from instgenie.errors import CacheError
 from instgenie.jobs.activations import Key, Span
+from instgenie.machine.files import PARTIAL
 from instgenie.types import Pixels, TierName
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "memory"}  # of these protocols

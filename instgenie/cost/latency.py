@@ -30,6 +30,7 @@ from instgenie.cost.network import (
     step_flops,
 )
 from instgenie.errors import CalibrationError
+from instgenie.machine.files import complete_file
 
 VERSION = 1
 NO_LOADS = [0.0, 0.0], 0.0  # what is fitted where none was measured
@@ -149,12 +150,10 @@ def fit(columns: Sequence[Sequence[int]], seconds: Sequence[float]) -> tuple[lis
 
 
 def write_latency(latency: Latency, path: Path) -> None:
-    """Complete or not at all."""
-    partial = path.with_name(f".{os.getpid()}-{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"version": VERSION} | asdict(latency), indent=2) + "\n")
-        partial.replace(path)
+        with complete_file(path) as partial:
+            partial.write_text(json.dumps({"version": VERSION} | asdict(latency), indent=2) + "\n")
     except OSError as error:
         raise CalibrationError(f"{path} cannot be written: {error.strerror}") from error
 

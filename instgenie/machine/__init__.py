@@ -1,1 +1,1 @@
-"""The machine at hand: its devices and their memory."""
+"""The machine at hand: its devices, their memory, its files."""

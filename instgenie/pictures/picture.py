@@ -3,7 +3,6 @@
 import io
 import math
 import os
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import SupportsIndex
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from instgenie.errors import EditError, PictureError
+from instgenie.machine.files import complete_file
 from instgenie.pictures.decode import MAX_PIXELS, MIN_SIDE, decode
 from instgenie.pictures.mask import check_mask
 from instgenie.types import Box, Edit, PixelMask, Pixels
@@ -233,12 +233,8 @@ def save_picture(picture: Pixels, path: str | Path) -> None:
     path = Path(path)
     check_target(path)
     encoded = encode_picture(picture, FORMAT_OF_SUFFIX[path.suffix.lower()])
-    partial = path.with_name(f".{os.getpid()}-{path.name}.partial")
     try:
-        partial.write_bytes(encoded)
-        os.replace(partial, path)
+        with complete_file(path) as partial:
+            partial.write_bytes(encoded)
     except OSError as failed:
         raise PictureError(f"{path} cannot be saved: {failed.strerror}") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
