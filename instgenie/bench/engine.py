@@ -1,7 +1,7 @@
 """Throughput of the engine and of other systems against batch size, side by side in one run.
 
-Edits of one picture, masked as a workload has it; all systems denoise the same batches, taking turns. `steps/s` are
-steps of single jobs, so that a batch of eight that takes a step in a second makes eight.
+All systems take turns denoising the same batches: edits of one picture with masks drawn from a distribution. `steps/s`
+counts the steps of single jobs: a batch of eight that takes one step per second makes eight.
 """
 
 import statistics
@@ -10,19 +10,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from instgenie.bench.edit import System, describe_machine, measure, sample_picture, write_json
+from instgenie.bench.files import check_folder, write_json
+from instgenie.bench.machine import Machine, describe_machine, machine_text
 from instgenie.bench.pictures import draw_mask
+from instgenie.bench.samples import PROMPT
 from instgenie.bench.systems import COMPILED, CROP, DIFFUSERS, NAMES, make_system, suiting
+from instgenie.bench.timing import System, measure
 from instgenie.bench.workload import Recipe, draw_workload
 from instgenie.engine.register import register
-from instgenie.errors import InstGenieError
 from instgenie.jobs.activations import Activations
 from instgenie.machine.device import memory_guard
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
+from instgenie.pictures.samples import sample_picture
+from instgenie.telemetry.progress import Progress, show_status
 from instgenie.types import Edit
 
 NUM_TUNING = 2
@@ -43,25 +46,20 @@ class EngineStudy:
 class EngineRow:
     system: str
     batch: int
-    step_ms: float  # of the whole batch
-    steps_per_second: float  # of single jobs
-    faster: float  # than diffusers at this batch; 0 where it was not measured
+    step_ms: float  # per step of the whole batch
+    steps_per_second: float  # steps of single jobs
+    faster: float  # than diffusers at this batch size; 0 if diffusers was not measured
 
 
 def bench_engine(
     name: str, device: str, size: tuple[int, int] | None, study: EngineStudy, json_path: Path | None
 ) -> None:
-    if json_path and not json_path.parent.is_dir():
-        raise InstGenieError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
-    model = load(name, device)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=None)
-        rows = measure_engine(
-            model,
-            size or (model.own_size, model.own_size),
-            study,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    check_folder(json_path)
+    with show_status("loading the model"):
+        model = load(name, device)
+    with Progress(transient=True) as progress:
+        task = progress.add("measuring")
+        rows = measure_engine(model, size or (model.own_size, model.own_size), study, task.update)
     machine = describe_machine(model)
     print_rows(rows, f"{name}, masks {study.mask_ratios}, {study.steps} steps, median of {study.repeats}", machine)
     if json_path:
@@ -74,7 +72,8 @@ def measure_engine(
     activations = register(sample_picture(size), model, size, study.steps)
     systems = make_systems(model, size, study, activations)
     rows: list[EngineRow] = []
-    warmed = study.batches if model.device.type == "cuda" else study.batches[:1]  # where shapes are captured, all are
+    # CUDA graphs are captured for every batch size
+    warmed = study.batches if model.device.type == "cuda" else study.batches[:1]
     total = (len(study.batches) * study.repeats + len(warmed)) * len(systems)
     num_done = 0
 
@@ -89,8 +88,8 @@ def measure_engine(
             measure(systems, edits, int(batch in warmed), on_one)
             measured = measure(systems, edits, study.repeats, on_one)
         seconds = {
-            system.name: statistics.median(sample.denoise for sample in samples) / study.steps
-            for system, samples in measured.items()
+            system.name: statistics.median(timing.denoise for timing in timings) / study.steps
+            for system, timings in measured.items()
         }
         base = seconds.get(DIFFUSERS, 0.0)
         rows += [
@@ -108,11 +107,11 @@ def make_systems(model: Model, size: tuple[int, int], study: EngineStudy, activa
 def draw_edits(model: Model, size: tuple[int, int], study: EngineStudy, num: int) -> list[Edit]:
     recipe = Recipe(num_edits=num, mask_ratios=study.mask_ratios, sizes=(size,), seed=study.seed)
     picture = sample_picture(size)
-    edits = [
+    return [
         Edit(
             picture,
             draw_mask(arrival.mask_ratio, arrival.mask_shape, arrival.seed, size),
-            "a flower",
+            PROMPT,
             arrival.seed,
             study.steps,
             model.guidance,
@@ -120,13 +119,12 @@ def draw_edits(model: Model, size: tuple[int, int], study: EngineStudy, num: int
         )
         for arrival in draw_workload(recipe)
     ]
-    return edits
 
 
-def print_rows(rows: Sequence[EngineRow], title: str, machine: dict[str, str | int]) -> None:
-    table = Table(title=title, caption=", ".join(f"{name} {value}" for name, value in machine.items()))
+def print_rows(rows: Sequence[EngineRow], title: str, machine: Machine) -> None:
+    table = Table(title=title, caption=machine_text(machine))
     table.add_column("system")
-    for heading in ("batch", "ms a step", "steps/s", "faster than diffusers"):
+    for heading in ("batch", "ms per step", "steps/s", "faster than diffusers"):
         table.add_column(heading, justify="right")
     for row in rows:
         faster = f"{row.faster:.2f}x" if row.faster else ""

@@ -13,28 +13,31 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from instgenie.bench.edit import describe_machine, make_edits, move_to_host, now, sample_picture
-from instgenie.bench.scatter import write_text
+from instgenie.bench.files import check_folder, write_text
+from instgenie.bench.machine import describe_machine, machine_text
+from instgenie.bench.ours import move_to_host
+from instgenie.bench.samples import make_edits
 from instgenie.bench.timeline import Bar, Track, chrome_trace, draw_page
 from instgenie.cache.host import HostTier
 from instgenie.cost.latency import Latency, find_latency
-from instgenie.cost.planner import Plan
+from instgenie.cost.plan import Plan
 from instgenie.engine.loading.lanes import Load, Rows, StreamLane, ThreadLane
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import Planning
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
-from instgenie.errors import InstGenieError
 from instgenie.jobs.activations import Activations, CacheDtype, Kind
 from instgenie.jobs.job import Job
+from instgenie.machine.clock import now
 from instgenie.machine.device import memory_guard
 from instgenie.machine.names import device_name
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
+from instgenie.pictures.samples import sample_picture
+from instgenie.telemetry.progress import Progress, show_status
 from instgenie.types import PlanPolicy
 
 STEPS = 5
@@ -44,8 +47,8 @@ MIN_WAIT = 0.02  # ms; less is what it takes to look
 
 
 @dataclass(frozen=True)
-class Study:
-    """What to look at."""
+class PipelineStudy:
+    """The step to look at."""
 
     mask_ratio: float = 0.11
     batch: int = 1
@@ -159,17 +162,22 @@ class TimedLoader(Loader):
 
 
 def bench_pipeline(
-    name: str, device: str, size: tuple[int, int] | None, study: Study, timeline: Path | None, trace: Path | None
+    name: str,
+    device: str,
+    size: tuple[int, int] | None,
+    study: PipelineStudy,
+    timeline: Path | None,
+    trace: Path | None,
 ) -> None:
     for path in (timeline, trace):
-        if path and not path.parent.is_dir():
-            raise InstGenieError(f"{path} cannot be written: there is no folder {path.parent}")
-    model = load(name, device)
+        check_folder(path)
+    with show_status("loading the model"):
+        model = load(name, device)
     size = size or (model.own_size, model.own_size)
     cache_dtype = study.cache_dtype or ("model" if model.device.type == "cuda" else "fp8")
     latency = find_latency(device_name(model.device), name, model.device.type)
-    with Progress(console=Console(stderr=True), transient=True) as progress, memory_guard("a step"):
-        task = progress.add_task("measuring", total=len(study.policies))
+    with Progress(transient=True) as progress, memory_guard("a step"):
+        task = progress.add("measuring", len(study.policies))
         host = HostTier(HOST_BYTES)
         near = register(sample_picture(size), model, size, STEPS, kind=study.kind, cache_dtype=cache_dtype)
         activations = move_to_host(near, host, model)
@@ -177,11 +185,11 @@ def bench_pipeline(
         tracks = []
         for policy in study.policies:
             tracks.append(measure(model, size, activations, latency, study, policy))
-            progress.advance(task)
+            task.advance()
     machine = describe_machine(model)
     title = f"One step of {name}, {size[1]}x{size[0]}, mask ratio {study.mask_ratio:g}, batch {study.batch}"
     kept = f"{study.kind}, kept in {'eight bits' if cache_dtype == 'fp8' else machine['dtype']}"
-    about = f"Activations ({kept}) are in main memory. " + ", ".join(f"{key} {value}" for key, value in machine.items())
+    about = f"Activations ({kept}) are in main memory. {machine_text(machine)}"
     print_tracks(tracks, title, about)
     if timeline:
         write_text(draw_page(title, about, tracks), timeline)
@@ -192,7 +200,12 @@ def bench_pipeline(
 
 
 def measure(
-    model: Model, size: tuple[int, int], activations: Activations, latency: Latency, study: Study, policy: PlanPolicy
+    model: Model,
+    size: tuple[int, int],
+    activations: Activations,
+    latency: Latency,
+    study: PipelineStudy,
+    policy: PlanPolicy,
 ) -> Track:
     edits = make_edits(model, size, STEPS, study.mask_ratio, study.batch)
     loader = TimedLoader(model, 1 if policy == "naive" else None, study.rows)

@@ -16,21 +16,23 @@ from typing import get_args
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from instgenie.bench.edit import describe_machine, write_json
+from instgenie.bench.figures import MAX_BAR_RATIO, RATIOS, Figures, Method, Picture
+from instgenie.bench.files import check_folder, write_json
 from instgenie.bench.judge import Judge, Scores, distance, read_labels
+from instgenie.bench.machine import describe_machine
 from instgenie.bench.masks import MaskKind, box_field, mask_of_ratio, outline_field, stroke_field, token_share
 from instgenie.bench.metrics import Probe
 from instgenie.bench.photos import Photos, load_photos
-from instgenie.bench.report import MAX_BAR_RATIO, RATIOS, Figures, Method, Picture, print_report, write_report
+from instgenie.bench.report import print_report, write_report
 from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality
-from instgenie.cli.demo import EXAMPLES, read_samples
 from instgenie.engine.graphs import Graphs, make_graphs
-from instgenie.errors import InstGenieError, ModelError
-from instgenie.models.flux.model import FluxModel
+from instgenie.errors import InstGenieError
+from instgenie.models.flux.model import FluxModel, as_flux
 from instgenie.models.loading.load import load
+from instgenie.pictures.examples import EXAMPLES, read_examples
+from instgenie.telemetry.progress import Progress, show_status
 from instgenie.types import Edit, PixelMask, Pixels
 
 KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
@@ -55,18 +57,16 @@ def bench_quality(
     check_targets(json, out)
     start = time.perf_counter()
     console = Console(stderr=True)
-    with console.status("loading the model and the photographs"):
-        model = load(name, device)
-        if not isinstance(model, FluxModel):
-            raise ModelError(f"the model {name!r} is not a Flux: the methods compared here are written for Flux")
+    with show_status("loading the model and the photographs", console):
+        model = as_flux(load(name, device))
         steps = steps or model.steps
         judge = Judge.load(model.device) if networks else Judge(model.device, None, None)
         samples = make_samples(load_photos(photos, "val", 3 * num), num, model, steps, seed)
         train = load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)) if judge.features else None
-        study = Study(model, judge, steps, samples, make_graphs(model))
+        study = QualityStudy(model, judge, steps, samples, make_graphs(model))
     if networks and judge.features is None:
-        console.print("without LPIPS, KID and probe: their packages come with the extra instgenie\\[bench]")
-    with make_progress(console) as progress:
+        console.print("LPIPS, KID and probe are left out: their packages come with the extra instgenie\\[bench]")
+    with Progress(console) as progress:
         study.run(progress)
         if train:
             study.judge_sets(train, progress)
@@ -80,15 +80,9 @@ def bench_quality(
 
 
 def check_targets(json: Path | None, out: Path | None) -> None:
-    if json and not json.parent.is_dir():
-        raise InstGenieError(f"{json} cannot be written: there is no folder {json.parent}")
+    check_folder(json)
     if out and not out.is_dir():
         raise InstGenieError(f"the report cannot be written: there is no folder {out}")
-
-
-def make_progress(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console)
 
 
 def studied(steps: int) -> list[Reuse]:
@@ -171,25 +165,25 @@ def pixels(photos: Photos, row: int) -> Pixels:
     return picture
 
 
-def edit_examples(study: "Study", progress: Progress) -> Iterator[tuple[Sample, list[Outcome]]]:
+def edit_examples(study: "QualityStudy", progress: Progress) -> Iterator[tuple[Sample, list[Outcome]]]:
     """The examples of a checkout, each with its first prompt; none where the package is installed without them."""
     if not EXAMPLES.is_dir():
         return
-    examples = read_samples(EXAMPLES)
+    examples = read_examples(EXAMPLES)
     qualities = list(dict.fromkeys(of_quality(quality, study.steps) for quality in ("fast", "balanced")))
-    task = progress.add_task("editing the examples", total=len(examples))
+    task = progress.add("editing the examples", len(examples))
     for example in examples:
         edit = Edit(example.picture, example.mask, example.prompts[0], example.seed, study.steps, study.model.guidance)
         sample = Sample(edit, "", "", "example", token_share(example.mask, study.model.patch))
         yield sample, list(Runner(study.model, [sample], study.graphs).run(qualities, study.balanced, crops=False))
-        progress.advance(task)
+        task.advance()
 
 
 # The study
 
 
 @dataclass(eq=False)
-class Study:
+class QualityStudy:
     """Takes the samples through all methods and keeps what the judge says; pictures are dropped chunk by chunk."""
 
     model: FluxModel
@@ -211,16 +205,16 @@ class Study:
     def run(self, progress: Progress) -> None:
         ways = studied(self.steps)
         chunks = list(self.chunks())
-        task = progress.add_task("editing", total=len(chunks) * (len(ways) + len(MARGINS) + 4))
+        task = progress.add("editing", len(chunks) * (len(ways) + len(MARGINS) + 4))
         self.warm_up()
         for chunk in chunks:
             outcomes = Runner(self.model, chunk, self.graphs).run(ways, self.balanced)
             dense = next(outcomes)
             self.keep(dense, dense, chunk)
-            progress.advance(task)
+            task.advance()
             for outcome in outcomes:
                 self.keep(outcome, dense, chunk)
-                progress.advance(task)
+                task.advance()
             self.pictures += chunk
 
     def chunks(self) -> Iterator[list[Sample]]:
@@ -249,21 +243,21 @@ class Study:
     def judge_sets(self, train: Photos, progress: Progress) -> None:
         """KID, over the ratios that the bars are about, and what the probe reads. It is fitted on real crops of the
         same kinds."""
-        task = progress.add_task("probing", total=len(self.features) + 1)
+        task = progress.add("probing", len(self.features) + 1)
         probe = Probe().fit(self.embed_real(train), train.labels)
         real = self.embed(self.pictures)
         told = [sample.edit.prompt == sample.caption for sample in self.pictures]
         labels = [sample.label for sample in self.pictures]
         reads = [right for right, true in zip(read_labels(probe, real, labels), told, strict=True) if true]
         self.ceiling = {"probe": sum(reads) / max(len(reads), 1), "train": len(train)}
-        progress.advance(task)
+        task.advance()
         rows = [row for row, sample in enumerate(self.pictures) if sample.ratio <= MAX_BAR_RATIO]
         for name, parts in self.features.items():
             features = torch.cat(parts)
             mean, spread = distance(features[rows], real[rows])
             self.sets[name] = {"kid": mean, "kid_spread": spread}
             self.scores[name]["right"] = [float(right) for right in read_labels(probe, features, labels)]
-            progress.advance(task)
+            task.advance()
 
     def embed_real(self, photos: Photos) -> Tensor:
         """Crops as the study's masks cut them."""

@@ -13,7 +13,8 @@ from rich.table import Table
 from instgenie.cost.latency import DEFAULTS
 from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.cost.pricing import JobShape, make_costs
-from instgenie.scheduling.router import Load, Policy, Router, Work
+from instgenie.scheduling.names import RoutingPolicy
+from instgenie.scheduling.router import Router, Work, WorkerLoad
 from instgenie.types import TierName
 
 NUM_WORKERS = (8, 64, 256, 1024, 20_000)
@@ -27,7 +28,7 @@ SHAPE = JobShape(NetworkShape((BLOCK,) * 57, (57,), per_token=0, per_branch=0), 
 
 def bench_router(repeats: int) -> None:
     table = Table("policy", "workers", "median ms", "p99 ms", "max ms", title=f"{repeats} decisions each")
-    for policy in get_args(Policy):
+    for policy in get_args(RoutingPolicy):
         for num_workers in NUM_WORKERS:
             times = sorted(1000 * seconds for seconds in decide(policy, num_workers, repeats))
             p99 = times[min(int(0.99 * len(times)), len(times) - 1)]
@@ -36,13 +37,13 @@ def bench_router(repeats: int) -> None:
     Console().print(table)
 
 
-def decide(policy: Policy, num_workers: int, repeats: int) -> Iterator[float]:
+def decide(policy: RoutingPolicy, num_workers: int, repeats: int) -> Iterator[float]:
     """Seconds of each decision; every one adds to a load, and old edits leave."""
     random.seed(0)
     router = Router(policy)
     costs = make_costs(SHAPE, DEFAULTS["cuda"], "exact", NUM_TOKENS)
     loads = [
-        Load(worker, BATCH_SIZE, costs=costs, templates={str((worker + rank) % 16): tier for rank, tier in TIERS})
+        WorkerLoad(worker, BATCH_SIZE, costs=costs, templates={str((worker + rank) % 16): tier for rank, tier in TIERS})
         for worker in range(num_workers)
     ]
     places: deque[tuple[str, int]] = deque()

@@ -1,10 +1,8 @@
 """A scatter plot of two times as an SVG: on the diagonal they agree. Knows points and names; knows no measurement."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 
 SIDE, MARGIN = 480, 70
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d5a97")
@@ -49,10 +47,3 @@ def dot(x: float, y: float, colour: str) -> str:
 
 def label(text: str, x: float, y: float, anchor: str = "middle") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#222">{escape(text)}</text>'
-
-
-def write_text(text: str, path: Path) -> None:
-    """Complete or not at all."""
-    partial = path.with_name(f".{os.getpid()}-{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

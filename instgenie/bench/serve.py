@@ -7,7 +7,6 @@ batch; one that computes everything, lets whoever comes join, and prepares and f
 """
 
 import asyncio
-import json
 import os
 import platform
 import socket
@@ -15,22 +14,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
+from instgenie.bench.files import check_folder, write_json
 from instgenie.bench.pictures import make_mask, make_picture
 from instgenie.bench.workload import Arrival
 from instgenie.errors import ServeError
+from instgenie.telemetry.progress import Progress, show_status
 
 NUM_ALONE = 3
 TIMEOUT = 1800.0
@@ -87,11 +86,13 @@ class Row:
 
 
 def bench_serve(plan: Plan, base_url: str, api_key: str | None, json_path: Path | None) -> None:
+    check_folder(json_path)
     rows = [asyncio.run(measure("server", plan, base_url, api_key))]
     report(rows, plan, json_path)
 
 
 def compare(plan: Plan, model: str, device: str, json_path: Path | None) -> None:
+    check_folder(json_path)
     rows = []
     for system, flags in SYSTEMS.items():
         with started(model, device, len(plan.workload), flags) as base_url:
@@ -118,7 +119,7 @@ def started(model: str, device: str, max_queue: int, flags: Sequence[str]) -> It
 
 
 def wait_until_ready(base_url: str, process: subprocess.Popen[bytes]) -> None:
-    with Console(stderr=True).status("loading the model"):
+    with show_status("starting a server"):
         while process.poll() is None:
             try:
                 if httpx.get(f"{base_url}/ready", trust_env=False).status_code == 200:
@@ -137,18 +138,18 @@ async def measure(system: str, plan: Plan, base_url: str, api_key: str | None) -
         base_url=base_url, headers=headers, timeout=TIMEOUT, limits=limits, trust_env=False
     ) as client:
         bench = Bench(client, plan)
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with Progress(transient=True) as progress:
             await bench.check()
-            task = progress.add_task(f"{system}: templates", total=len(templates))
+            task = progress.add(f"{system}: templates", len(templates))
             for template in templates:
                 await bench.register(template)
-                progress.advance(task)
+                task.advance()
             alone = await bench.alone(templates)
-            task = progress.add_task(f"{system}: edits", total=len(plan.workload))
+            task = progress.add(f"{system}: edits", len(plan.workload))
             before = await bench.num_interruptions()
             bench.draw_masks()
             start = time.perf_counter()
-            answers = await bench.run(lambda: progress.advance(task))
+            answers = await bench.run(task.advance)
             row = make_row(system, answers, time.perf_counter() - start, alone, plan.slo_scale)
             after = await bench.num_interruptions()
             return row if before is None or after is None else replace(row, num_interruptions=after - before)
@@ -205,7 +206,7 @@ class Bench:
         for arrival in self.plan.workload:
             self.mask_of(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size)
 
-    async def run(self, on_answer: Any) -> list[Answer]:
+    async def run(self, on_answer: Callable[[], None]) -> list[Answer]:
         start = time.perf_counter()
 
         async def send(arrival: Arrival) -> Answer:
@@ -302,4 +303,4 @@ def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
     if json_path:
         about = {"workload": plan.title, "max_concurrency": plan.max_concurrency, "slo_scale": plan.slo_scale}
         content = {"machine": machine, "plan": about, "rows": [asdict(row) for row in rows]}
-        json_path.write_text(json.dumps(content, indent=2) + "\n")
+        write_json(content, json_path)

@@ -1,6 +1,5 @@
 """A simulated cluster under a workload, with every policy of the router: what is simulated, what is printed."""
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -10,21 +9,21 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
+from instgenie.bench.files import check_folder, write_json
 from instgenie.bench.workload import Arrival
 from instgenie.cost.latency import DEFAULTS, read_latency
 from instgenie.engine.pricing import job_shape
-from instgenie.errors import InstGenieError
 from instgenie.jobs.quality import DEFAULT, SETTINGS
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.picture import working_size
-from instgenie.scheduling.router import Policy
+from instgenie.scheduling.names import RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
-from instgenie.simulate.service import Chores, Planned
-from instgenie.simulate.worker import Job
+from instgenie.simulate.service import PlannedService, SideSeconds
+from instgenie.simulate.worker import SimulatedJob
+from instgenie.telemetry.progress import Progress
 from instgenie.types import PlanPolicy
 
 TABLE_WIDTH = 110
@@ -39,7 +38,7 @@ class Setup:
     latency: Path | None  # a file of instgenie calibrate
     plan: PlanPolicy
     in_gpu: bool
-    chores: Chores
+    chores: SideSeconds
 
 
 @dataclass(frozen=True)
@@ -59,39 +58,38 @@ def bench_simulate(
     title: str,
     workload: Sequence[Arrival],
     shape: ClusterShape,
-    policies: Sequence[Policy],
+    policies: Sequence[RoutingPolicy],
     setup: Setup,
     json_path: Path | None,
 ) -> None:
-    if json_path and not json_path.parent.is_dir():
-        raise InstGenieError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
+    check_folder(json_path)
     model = load(setup.model, "cpu", weights=frozenset())
     service = make_service(model, setup)
     rows = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(transient=True) as progress:
         for policy in policies:
-            task = progress.add_task(policy, total=len(workload))
+            task = progress.add(policy, len(workload))
             jobs = make_jobs(model, workload)
             start = time.perf_counter()
-            simulate(replace(shape, policy=policy), service, jobs, lambda task=task: progress.advance(task))  # type: ignore[misc]
+            simulate(replace(shape, policy=policy), service, jobs, task.advance)
             rows.append(make_row(policy, jobs, time.perf_counter() - start))
     print_rows(rows, f"{shape.num_workers:,} workers, {setup.model}, {title}")
     if json_path:
         content = {"shape": asdict(shape), "workload": title, "rows": [asdict(row) for row in rows]}
-        json_path.write_text(json.dumps(content, indent=2) + "\n")
+        write_json(content, json_path)
 
 
-def make_service(model: Model, setup: Setup) -> Planned:
-    return Planned(
+def make_service(model: Model, setup: Setup) -> PlannedService:
+    return PlannedService(
         latency=read_latency(setup.latency) if setup.latency else DEFAULTS[setup.kind],
         shape=job_shape(model, value_bytes=2 if setup.kind == "cuda" else 4),
-        chores=setup.chores,
+        side=setup.chores,
         policy=setup.plan,
         in_gpu=setup.in_gpu,
     )
 
 
-def make_jobs(model: Model, workload: Sequence[Arrival]) -> list[Job]:
+def make_jobs(model: Model, workload: Sequence[Arrival]) -> list[SimulatedJob]:
     jobs = []
     size_of = lru_cache(working_size)
     for index, arrival in enumerate(workload):
@@ -104,7 +102,7 @@ def make_jobs(model: Model, workload: Sequence[Arrival]) -> list[Job]:
     return jobs
 
 
-def make_row(policy: str, jobs: Sequence[Job], seconds: float) -> SimulatedRow:
+def make_row(policy: str, jobs: Sequence[SimulatedJob], seconds: float) -> SimulatedRow:
     latencies = [job.latency for job in jobs]
     median, p90, p95, p99 = (round(float(value), 3) for value in np.quantile(latencies, (0.5, 0.9, 0.95, 0.99)))
     duration = max(job.finished for job in jobs) - jobs[0].arrived

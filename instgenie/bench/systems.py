@@ -1,16 +1,16 @@
-"""The systems that edits are timed through, over one set of weights: ours, diffusers' own pipeline, and what others do
-to be faster than it. Each is a function from edits to seconds.
+"""The systems that edits are timed through, over one set of weights: ours, diffusers' own pipeline, and other ways to
+make it faster. Each is a function from edits to seconds.
 
 | name | what it does |
 |---|---|
 | diffusers | the stock pipeline: one static batch, every token |
 | diffusers compiled | the same with its blocks compiled |
-| step skipping | TeaCache: all tokens, but half of the steps add again what the blocks added before |
-| first-block cache | diffusers' own hooks: in half of the steps the first block alone is run |
-| crop and stitch | the mask's box and a margin is edited as if it were the picture |
-| FISEdit-style | computes masked tokens alone, but one edit after the other: its kernels know one mask |
+| step skipping | TeaCache: every token, but half of the steps reuse the blocks' previous residual |
+| first-block cache | diffusers' own hooks: half of the steps run only the first block |
+| crop and stitch | edits the mask's box and a margin as if it were the picture |
+| FISEdit-style | computes only masked tokens, but one edit after the other: its kernels take one mask |
 | dense | our engine, every token |
-| cached | our engine, masked tokens alone |
+| cached | our engine, masked tokens only |
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,22 +23,16 @@ from diffusers import FluxTransformer2DModel
 from diffusers.hooks import FirstBlockCacheConfig
 
 from instgenie.bench.baselines import StepSkipping, crop, find_threshold
-from instgenie.bench.edit import (
-    Reuse,
-    Sample,
-    System,
-    compiled_system,
-    now,
-    own_system,
-    stock_system,
-    with_activations,
-)
 from instgenie.bench.metrics import mask_box
+from instgenie.bench.ours import cached_jobs, dense_jobs, own_system
+from instgenie.bench.stock import compiled_system, stock_system
+from instgenie.bench.timing import Caching, System, Timing
 from instgenie.bench.variants import MARGINS
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.prepare import prepare
 from instgenie.jobs.activations import Activations
-from instgenie.models.flux.model import FluxModel
+from instgenie.machine.clock import now
+from instgenie.models.flux.model import FluxModel, as_flux, is_flux
 from instgenie.models.model import Model
 from instgenie.types import Edit
 
@@ -46,56 +40,56 @@ DIFFUSERS, COMPILED, SKIPPING, FIRST_BLOCK = "diffusers", "diffusers compiled", 
 CROP, FISEDIT, DENSE, CACHED = "crop and stitch", "FISEdit-style", "dense", "cached"
 NAMES = (DIFFUSERS, COMPILED, SKIPPING, FIRST_BLOCK, CROP, FISEDIT, DENSE, CACHED)
 FLUX_ONLY = (SKIPPING, FIRST_BLOCK, CROP)
-SEES_MASKS = (CROP, FISEDIT, CACHED)  # how long they take depends on what is masked
-SHARE_OF_STEPS = 0.5  # that step skipping and first-block cache compute
+SEES_MASKS = (CROP, FISEDIT, CACHED)  # their time depends on the mask
+SHARE_OF_STEPS = 0.5  # computed by step skipping and first-block cache
 FIRST_BLOCK_THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8)
 
 
 def suiting(names: Sequence[str], model: Model) -> list[str]:
-    """Those of the systems that the model's family has."""
-    return [name for name in names if isinstance(model, FluxModel) or name not in FLUX_ONLY]
+    """Return the systems that exist for the model's family."""
+    return [name for name in names if is_flux(model) or name not in FLUX_ONLY]
 
 
 def make_system(name: str, model: Model, activations: Activations, tuning: Sequence[Edit]) -> System:
-    """The activations are of the picture that all edits are of. Tuning edits set the threshold of step skipping."""
+    """Make a system for edits of the picture that the activations belong to. Tuning edits set the thresholds of
+    systems that skip work."""
     if name in FLUX_ONLY:
-        assert isinstance(model, FluxModel)
-        return FLUX_SYSTEMS[name](model, tuning)
+        return FLUX_SYSTEMS[name](as_flux(model), tuning)
     return {
         DIFFUSERS: lambda: stock_system(model),
         COMPILED: lambda: replace(compiled_system(model), name=COMPILED),
         FISEDIT: lambda: one_by_one(cached_system(model, activations)),
-        DENSE: lambda: own_system(DENSE, None, model, lambda edit: prepare(edit, model), graphs=make_graphs(model)),
+        DENSE: lambda: own_system(DENSE, None, model, dense_jobs(model), graphs=make_graphs(model)),
         CACHED: lambda: cached_system(model, activations),
     }[name]()
 
 
 def cached_system(model: Model, activations: Activations) -> System:
-    """Activations are where the model is."""
-    how = Reuse(activations.kind, activations.key.cache_dtype, "gpu", "cached")
-    return own_system(CACHED, how, model, with_activations(model, activations), graphs=make_graphs(model))
+    """Cached edits with activations next to the model."""
+    caching = Caching(activations.kind, activations.key.cache_dtype, "gpu", "cached")
+    return own_system(CACHED, caching, model, cached_jobs(model, activations), graphs=make_graphs(model))
 
 
 def one_by_one(system: System) -> System:
-    def run(edits: Sequence[Edit]) -> Sample:
-        samples = [system.run([edit]) for edit in edits]
-        return Sample(sum(sample.edit for sample in samples), sum(sample.denoise for sample in samples))
+    def run(edits: Sequence[Edit]) -> Timing:
+        timings = [system.run([edit]) for edit in edits]
+        return Timing(sum(one.edit for one in timings), sum(one.denoise for one in timings))
 
-    return System(FISEDIT, system.reuse, run)
+    return System(FISEDIT, system.caching, run)
 
 
 def within(name: str, system: System, context: Callable[[], AbstractContextManager[None]]) -> System:
-    """The system as it is inside a context."""
+    """Wrap a system so that each run happens inside a context."""
 
-    def run(edits: Sequence[Edit]) -> Sample:
+    def run(edits: Sequence[Edit]) -> Timing:
         with context():
             return system.run(edits)
 
-    return System(name, system.reuse, run)
+    return System(name, system.caching, run)
 
 
 def first_block_system(model: FluxModel, tuning: Sequence[Edit]) -> System:
-    """The lowest of the thresholds under which no more than the wanted share of the steps runs all blocks."""
+    """Take the lowest threshold at which at most the wanted share of the steps runs all blocks."""
     stock = stock_system(model)
     for threshold in FIRST_BLOCK_THRESHOLDS:
         system = within(FIRST_BLOCK, stock, partial(first_block_cache, model.transformer, threshold))
@@ -115,7 +109,7 @@ def first_block_cache(transformer: FluxTransformer2DModel, threshold: float) -> 
 
 
 def count_steps(system: System, model: FluxModel, edits: Sequence[Edit]) -> int:
-    """In which the last block runs."""
+    """Count the steps in which the last block runs."""
     steps: list[None] = []
     last = model.transformer.single_transformer_blocks[-1].attn
     hook = last.register_forward_pre_hook(lambda *_: steps.append(None))
@@ -128,20 +122,20 @@ def skipping_system(model: FluxModel, tuning: Sequence[Edit]) -> System:
     tracks = StepSkipping(model.transformer, 0.0).run([prepare(edit, model) for edit in tuning])
     threshold = find_threshold([track.changes for track in tracks], SHARE_OF_STEPS * tuning[0].steps)
 
-    def run(edits: Sequence[Edit]) -> Sample:
+    def run(edits: Sequence[Edit]) -> Timing:
         start = now(model.device)
         jobs = [prepare(edit, model) for edit in edits]
         prepared = now(model.device)
         StepSkipping(model.transformer, threshold).run(jobs)
         end = now(model.device)
-        return Sample(edit=end - start, denoise=end - prepared)
+        return Timing(edit=end - start, denoise=end - prepared)
 
     return System(SKIPPING, None, run)
 
 
 def crop_system(model: FluxModel, tuning: Sequence[Edit]) -> System:
-    """Crops are worked at the resolution they have in the picture; those of one batch differ in size, and our dense
-    engine takes them together all the same."""
+    """Edit crops at the resolution they have in the picture. Crops of one batch differ in size; our dense engine
+    batches them all the same."""
 
     def make(edit: Edit) -> Edit:
         own = replace(edit, size=None)

@@ -10,7 +10,6 @@ from itertools import groupby
 
 from instgenie.bench.baselines import StepSkipping, crop, drop_unmasked, find_threshold, put_back, side_of_cost
 from instgenie.bench.cost import job_flops
-from instgenie.bench.edit import now
 from instgenie.engine.finish import finish_many
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
@@ -19,6 +18,7 @@ from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, CacheDtype, Kind
 from instgenie.jobs.job import Job
 from instgenie.jobs.quality import SETTINGS, Quality
+from instgenie.machine.clock import now
 from instgenie.models.flux.model import FluxModel
 from instgenie.types import Edit, Pixels
 

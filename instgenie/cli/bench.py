@@ -66,13 +66,13 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench_edit(options: argparse.Namespace) -> None:
-    from instgenie.bench.edit import Study, bench_edit  # brings torch and diffusers
+    from instgenie.bench.edit import EditStudy, bench_edit  # brings torch and diffusers
     from instgenie.kernels.switch import kernels
 
     hide_loading_bars()
-    given = {field.name: getattr(options, field.name) for field in fields(Study) if hasattr(options, field.name)}
+    given = {field.name: getattr(options, field.name) for field in fields(EditStudy) if hasattr(options, field.name)}
     asked: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    study = Study(**asked, graphs=not options.no_graphs)
+    study = EditStudy(**asked, graphs=not options.no_graphs)
     with kernels(enabled=not options.no_kernels):
         bench_edit(options.model, options.device, options.size, study, options.json)
 
@@ -95,10 +95,10 @@ def add_bench_pipeline(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench_pipeline(options: argparse.Namespace) -> None:
-    from instgenie.bench.pipeline import Study, bench_pipeline  # brings torch and diffusers
+    from instgenie.bench.pipeline import PipelineStudy, bench_pipeline  # brings torch and diffusers
 
     hide_loading_bars()
-    study = Study(options.mask_ratio, options.batch, options.kind, options.cache_dtype, options.rows)
+    study = PipelineStudy(options.mask_ratio, options.batch, options.kind, options.cache_dtype, options.rows)
     if options.policy:
         study = replace(study, policies=tuple(options.policy))
     bench_pipeline(options.model, options.device, options.size, study, options.timeline, options.trace)
@@ -173,7 +173,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_calibrate(options: argparse.Namespace) -> None:
-    from instgenie.engine.calibrate import calibrate  # brings torch and diffusers
+    from instgenie.bench.calibrate import calibrate_device  # brings torch and diffusers
 
     hide_loading_bars()
-    calibrate(options.model, options.device, options.size, options.out)
+    calibrate_device(options.model, options.device, options.size, options.out)

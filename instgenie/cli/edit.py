@@ -12,12 +12,13 @@ from rich.filesize import decimal
 
 from instgenie.cache.folder import default_folder, make_folder
 from instgenie.cli.arguments import add_cache, add_model, box
-from instgenie.cli.screen import complain, edit_progress, hide_loading_bars, show_steps
+from instgenie.cli.screen import complain, hide_loading_bars
 from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
 from instgenie.pictures.mask import box_mask, read_mask
 from instgenie.pictures.picture import check_edit, check_target, open_picture, save_picture
-from instgenie.types import Edit, PixelMask, Pixels, Registered, Result
+from instgenie.telemetry.progress import Progress, show_status
+from instgenie.types import Edit, PixelMask, Pixels, RegisterResult, Result
 
 if TYPE_CHECKING:
     from instgenie.cache.store import Store
@@ -73,8 +74,8 @@ def run_edit(options: argparse.Namespace) -> None:
     editor = make_editor(options, folder, console)
     suited = {"steps": editor.model.steps, "guidance": editor.model.guidance}
     edit = with_quality(Edit(**suited | given), options.quality)
-    with edit_progress(console) as progress:
-        [result] = editor.edit_many([edit], show_steps(progress, "editing"))
+    with Progress(console) as progress:
+        [result] = editor.edit_many([edit], progress.add("editing").update)
     save_picture(result.picture, output)
     print_summary(result, edit, editor, time.perf_counter() - start)
     print(output, flush=True)
@@ -167,9 +168,9 @@ def register(
     guidance: float | None,
     kind: "Kind",
     console: Console,
-) -> Registered:
-    with edit_progress(console) as progress:
-        return editor.register(picture, size, steps, guidance, kind, show_steps(progress, "registering"))
+) -> RegisterResult:
+    with Progress(console) as progress:
+        return editor.register(picture, size, steps, guidance, kind, progress.add("registering").update)
 
 
 def find_cache(options: argparse.Namespace) -> Path | None:
@@ -184,7 +185,7 @@ def find_cache(options: argparse.Namespace) -> Path | None:
 
 
 def make_editor(options: argparse.Namespace, folder: Path | None, console: Console) -> "Editor":
-    with console.status("loading the model"):
+    with show_status("loading the model", console):
         from instgenie.editor import Editor  # brings torch and diffusers, seconds that bad input need not wait for
 
         hide_loading_bars()

@@ -8,10 +8,9 @@ from instgenie.cli.arguments import add_model, positive, rate
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
 from instgenie.cost.planner import POLICIES
-from instgenie.scheduling.names import Batching
-from instgenie.scheduling.router import Policy
+from instgenie.scheduling.names import Batching, RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape
-from instgenie.simulate.service import Chores
+from instgenie.simulate.service import SideSeconds
 
 SYSTEM_NAMES = (
     "diffusers",
@@ -80,7 +79,7 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=positive, default=8, metavar="N", help="of the cluster (default 8)")
     parser.add_argument("--max-batch-size", type=positive, default=8, metavar="N", help="jobs of a step (default 8)")
     about_policy = "mask_aware, tokens, requests or round_robin (default: all in turn)"
-    parser.add_argument("--policy", action="append", choices=get_args(Policy), help=about_policy)
+    parser.add_argument("--policy", action="append", choices=get_args(RoutingPolicy), help=about_policy)
     parser.add_argument("--batching", choices=get_args(Batching), default="continuous", help="(default continuous)")
     parser.add_argument("--no-reuse", action="store_true", help="every edit computes every token")
     about_latency = "what instgenie calibrate wrote of the device and the model; default: what is usual for the device"
@@ -127,12 +126,12 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
         latency=options.latency,
         plan=options.plan,
         in_gpu=options.in_gpu,
-        chores=Chores(
+        chores=SideSeconds(
             prepare=options.prepare,
             decode=options.finish,
             decode_token=options.finish_token,
             finish_thread=options.finish_thread,
         ),
     )
-    policies = tuple(options.policy or get_args(Policy))
+    policies = tuple(options.policy or get_args(RoutingPolicy))
     bench_simulate(title, workload, shape, policies, setup, options.json)

@@ -1,12 +1,8 @@
-"""What commands say on the screen: progress, complaints, and nothing of what libraries say to developers."""
+"""Messages of commands on stderr, and silence for the messages of libraries."""
 
 import os
 import sys
 import warnings
-from collections.abc import Callable
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 def complain(text: str) -> None:
@@ -14,7 +10,7 @@ def complain(text: str) -> None:
 
 
 def quiet_libraries() -> None:
-    """What libraries say to developers is not for the users of a command."""
+    """Hide the messages that libraries address to developers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -28,18 +24,3 @@ def hide_loading_bars() -> None:
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
-
-
-def edit_progress(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console)
-
-
-def show_steps(progress: Progress, name: str) -> Callable[[int, int], None]:
-    """What an editor calls after each step, to move a new line of the progress bar."""
-    task = progress.add_task(name, total=None)
-
-    def on_step(num_done: int, num_steps: int) -> None:
-        progress.update(task, completed=num_done, total=num_steps)
-
-    return on_step

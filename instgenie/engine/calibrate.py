@@ -1,48 +1,40 @@
 """Measures a device with the real engine and fits its latency: steps of several batches, transfers of several sizes.
 
-Steps are one pass of the model over jobs whose masks differ, with everything cached, with half of every unit dense, and
-with everything dense; nothing is loaded meanwhile. Of several rounds the fastest counts: what slows a pass down is work
-that is not ours.
+A step is one pass of the model over jobs whose masks differ: with everything cached, with half of every unit dense, and
+with everything dense; nothing is loaded meanwhile. The fastest of several rounds counts, because what slows a pass down
+is other work on the machine.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from instgenie.bench.edit import mask_around, now, sample_picture
-from instgenie.bench.scatter import draw_scatter, write_text
-from instgenie.cost.latency import Latency, LoadSample, StepSample, fit_latency, latency_path, write_latency
+from instgenie.cost.latency import Latency, LoadSample, StepSample, fit_latency
 from instgenie.cost.network import NetworkShape
-from instgenie.cost.planner import Plan
+from instgenie.cost.plan import Plan
 from instgenie.engine.demand import make_demands
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
-from instgenie.errors import CalibrationError
 from instgenie.jobs.activations import Activations
 from instgenie.jobs.job import Job
+from instgenie.machine.clock import now
 from instgenie.machine.device import memory_guard
 from instgenie.machine.names import device_name
-from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.picture import check_edit
+from instgenie.pictures.samples import MIDDLE, mask_around, sample_picture
 from instgenie.types import Edit
 
 BATCHES = {"cpu": (1, 2, 4), "cuda": (1, 2, 4, 8)}
 MASK_RATIOS = (0.05, 0.11, 0.2, 0.35, 0.6)
 HALF_DENSE_RATIO = 0.2
-MIDDLE = (0.5, 0.5)
 MIN_ROUNDS, MAX_ROUNDS = 3, 12
-NUM_WARM_UPS = 2  # where passes are captured when they come for the second time
-ROUNDS_SECONDS = 20  # for all rounds; as many as fit
+NUM_WARM_UPS = 2  # with CUDA graphs: a pass is captured when its shape comes for the second time
+ROUNDS_SECONDS = 20.0  # for all rounds
 LOAD_BYTES = {"cpu": [2**power for power in range(18, 25)], "cuda": [2**power for power in range(18, 29)]}
 NUM_COPIES = 8
 
@@ -51,34 +43,40 @@ NUM_COPIES = 8
 class Case:
     """One step to measure."""
 
-    name: str  # of its kind of plan
+    name: str  # the kind of plan
     jobs: tuple[Job, ...]
     plan: Plan
 
+    @property
+    def mask_ratio(self) -> float:
+        return sum(len(job.inside) for job in self.jobs) / sum(len(job.masked) for job in self.jobs)
 
-def calibrate(name: str, device: str, size: tuple[int, int] | None, out: Path | None) -> None:
-    if out and not out.parent.is_dir():
-        raise CalibrationError(f"{out} cannot be written: there is no folder {out.parent}")
-    model = load(name, device)
-    size = size or (model.own_size, model.own_size)
+
+@dataclass(frozen=True)
+class Calibration:
+    """The measured steps and loads, and the latency model fitted to them."""
+
+    latency: Latency
+    cases: list[Case]
+    steps: list[StepSample]
+    loads: list[LoadSample]
+
+
+def calibrate(
+    model: Model,
+    name: str,
+    size: tuple[int, int],
+    seconds: float = ROUNDS_SECONDS,
+    on_round: Callable[[int, int], None] = lambda num_done, num_rounds: None,
+    on_load: Callable[[int, int], None] = lambda num_done, num_loads: None,
+) -> Calibration:
+    """Measure steps for about `seconds`, then loads, and fit both."""
     network = model.describe()
-    start = time.perf_counter()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        with memory_guard("calibrating"):
-            cases = make_cases(model, size)
-            task = progress.add_task("steps", total=None)
-            steps = measure_steps(
-                model, network, cases, lambda at, most: progress.update(task, completed=at, total=most)
-            )
-        task = progress.add_task("loads", total=len(LOAD_BYTES[model.device.type]))
-        loads = measure_loads(model.device, lambda: progress.advance(task))
-    own_name = device_name(model.device)
-    latency = fit_latency(own_name, name, network, steps, loads)
-    path = out or latency_path(own_name, name)
-    write_latency(latency, path)
-    write_text(draw_steps(latency, network, cases, steps), path.with_suffix(".svg"))
-    print_steps(latency, network, cases, steps)
-    print_summary(latency, path, time.perf_counter() - start)
+    with memory_guard("calibrating"):
+        cases = make_cases(model, size)
+        steps = measure_steps(model, network, cases, on_round, seconds)
+    loads = measure_loads(model.device, on_load)
+    return Calibration(fit_latency(device_name(model.device), name, network, steps, loads), cases, steps, loads)
 
 
 def make_cases(model: Model, size: tuple[int, int]) -> list[Case]:
@@ -108,7 +106,7 @@ def make_job(model: Model, size: tuple[int, int], activations: Activations) -> J
 
 
 def shares(ratio: float, num_jobs: int) -> list[float]:
-    """From half the ratio to one and a half of it: a ragged batch, and the ratio in the mean."""
+    """Return ratios from half of `ratio` to one and a half of it, with `ratio` as their mean: a ragged batch."""
     return [ratio * (0.5 + (job + 0.5) / num_jobs) for job in range(num_jobs)]
 
 
@@ -125,16 +123,17 @@ def measure_steps(
     on_round: Callable[[int, int], None],
     seconds: float = ROUNDS_SECONDS,
 ) -> list[StepSample]:
-    """Rounds to warm up, one that says how many there is time for, then those; of each case the fastest."""
+    """Warm up, time one round to learn how many fit into `seconds`, run those, and keep the fastest time per case."""
     graphs = make_graphs(model, max_graphs=len(cases))
     run = graphs.predict if graphs else model.predict
     for _ in range(NUM_WARM_UPS if graphs else 1):
         measure_round(run, model.device, cases)
     rounds = [measure_round(run, model.device, cases)]
     num_rounds = min(max(int(seconds / sum(rounds[0])), MIN_ROUNDS), MAX_ROUNDS)
+    on_round(1, num_rounds)
     while len(rounds) < num_rounds:
-        on_round(len(rounds), num_rounds)
         rounds.append(measure_round(run, model.device, cases))
+        on_round(len(rounds), num_rounds)
     demands = [tuple(make_demands(case.jobs, network)) for case in cases]
     fastest = [min(times) for times in zip(*rounds, strict=True)]
     return [StepSample(*sample) for sample in zip(demands, (case.plan for case in cases), fastest, strict=True)]
@@ -149,9 +148,9 @@ def measure_round(run: Callable[[Sequence[Job]], object], device: torch.device, 
     return seconds
 
 
-def measure_loads(device: torch.device, on_load: Callable[[], None]) -> list[LoadSample]:
-    """From pinned memory to a CUDA device; on a CPU from memory to memory. Every copy is of other bytes where there are
-    more, so that none comes out of a processor's cache."""
+def measure_loads(device: torch.device, on_load: Callable[[int, int], None]) -> list[LoadSample]:
+    """Time copies from pinned memory to a CUDA device, or from memory to memory on a CPU. Successive copies read
+    different bytes where there are enough, so that none comes out of a processor's cache."""
     sizes = LOAD_BYTES[device.type]
     host = torch.ones(2 * sizes[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.zeros(2 * sizes[-1], dtype=torch.uint8, device=device)
@@ -164,48 +163,11 @@ def measure_loads(device: torch.device, on_load: Callable[[], None]) -> list[Loa
             target.copy_(source, non_blocking=True)
             fastest = min(fastest, now(device) - start)
         samples.append(LoadSample(num_bytes, fastest))
-        on_load()
+        on_load(len(samples), len(sizes))
     return samples
 
 
-def draw_steps(latency: Latency, network: NetworkShape, cases: Sequence[Case], steps: Sequence[StepSample]) -> str:
-    points: dict[str, list[tuple[float, float]]] = {}
-    for case, step in zip(cases, steps, strict=True):
-        predicted = predict(latency, network, step)
-        points.setdefault(case.name, []).append((1000 * step.seconds, 1000 * predicted))
-    title = f"{latency.model} on {latency.device}: R² {latency.r2_compute:.4f}"
-    return draw_scatter(title, "measured, ms a step", "predicted", points)
-
-
 def predict(latency: Latency, network: NetworkShape, step: StepSample) -> float:
+    """Predict the seconds of a measured step."""
     here = frozenset(range(len(network.blocks)))
     return latency.predict_step(network, [replace(demand, in_gpu=here) for demand in step.demands], step.plan)
-
-
-def print_steps(latency: Latency, network: NetworkShape, cases: Sequence[Case], steps: Sequence[StepSample]) -> None:
-    table = Table(title=f"{latency.model} on {latency.device}")
-    for heading in ("plan", "jobs", "masked", "measured ms", "predicted ms", "off by"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
-    for case, step in zip(cases, steps, strict=True):
-        masked = sum(len(job.inside) for job in case.jobs) / sum(len(job.masked) for job in case.jobs)
-        predicted = predict(latency, network, step)
-        times = (f"{1000 * seconds:.2f}" for seconds in (step.seconds, predicted))
-        table.add_row(case.name, str(len(case.jobs)), f"{masked:.2f}", *times, f"{predicted / step.seconds - 1:+.0%}")
-    Console().print(table)
-
-
-def print_summary(latency: Latency, path: Path, seconds: float) -> None:
-    lines = {
-        "compute": f"{rate(latency.flop, 1e12)} TFLOP/s, {1e3 * latency.block:.3g} ms a block",
-        "load": f"{rate(latency.byte, 1e9)} GB/s, {1e6 * latency.load:.3g} µs a transfer",
-        "R²": f"compute {latency.r2_compute:.4f}, load {latency.r2_load:.4f}",
-        "seconds": f"{seconds:.1f}",
-        "plot": f"{path.with_suffix('.svg')}",
-    }
-    for name, value in lines.items():
-        print(f"{name:<8} {value}")
-    print(path)
-
-
-def rate(seconds: float, per: float) -> str:
-    return f"{1 / seconds / per:.3g}" if seconds else "no end of"

@@ -8,17 +8,19 @@ import pytest
 import torch
 from helpers.photos import write_photos
 from PIL import Image
-from rich.progress import Progress
 
 from instgenie.bench import quality, report
+from instgenie.bench.charts import GRID, PLOTS
+from instgenie.bench.figures import Figures, Method, Picture, bars
 from instgenie.bench.judge import Judge, box_of, has_networks
+from instgenie.bench.markdown import put_between
 from instgenie.bench.photos import load_photos
-from instgenie.bench.quality import RATIOS, Study, draw_cells, make_samples, studied
-from instgenie.bench.report import Figures, Method, Picture, bars, put_between
+from instgenie.bench.quality import RATIOS, QualityStudy, draw_cells, make_samples, studied
 from instgenie.bench.variants import DENSE, NAIVE, SKIPPING, SMALL_CROP, Outcome, of_quality
 from instgenie.cli import EXIT_BAD_INPUT, main
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.model import Model
+from instgenie.telemetry.progress import Progress
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_the_study_end_to_end(photos: Path, tmp_path: Path, monkeypatch: pytest.
     assert page.startswith("# Ours")
     assert page.endswith("kept\n")
     assert "old" not in page
-    for name in (*report.PLOTS, report.GRID):
+    for name in (*PLOTS, GRID):
         assert (out / name).stat().st_size > 1000
         assert name in page
 
@@ -82,7 +84,7 @@ def test_what_cannot_be_done_is_said_first(photos: Path, wrong: list[str], capsy
 def test_other_families_are_refused(photos: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--photos", str(photos), "--device", "cpu", "--model", str(folders["sd"])]
     assert main(["bench", "quality", *options]) == EXIT_BAD_INPUT
-    assert "is not a Flux" in capsys.readouterr().err
+    assert "needs a Flux model" in capsys.readouterr().err
 
 
 def test_every_photograph_once_and_outlines_for_pets(photos: Path) -> None:
@@ -104,13 +106,13 @@ def test_networks_judge_sets(photos: Path, flux: FluxModel) -> None:
     if not has_networks():
         pytest.skip("the packages of the bench extra are not installed")
     samples = make_samples(load_photos(photos, "val"), 2, flux, 2, 0)
-    study = Study(flux, Judge.load(torch.device("cpu")), 2, samples)
+    study = QualityStudy(flux, Judge.load(torch.device("cpu")), 2, samples)
     real = Outcome(DENSE, [sample.edit.picture for sample in samples], [1.0] * 2, 1.0)
     grey = Outcome(NAIVE, [np.full_like(picture, 90) for picture in real.pictures], [0.5] * 2, 1.0)
     for outcome in (real, grey):
         study.keep(outcome, real, samples)
     study.pictures = samples
-    with Progress(disable=True) as progress:
+    with Progress() as progress:
         study.judge_sets(load_photos(photos, "train"), progress)
     assert study.sets[NAIVE]["kid"] > study.sets[DENSE]["kid"]
     assert study.scores[DENSE]["lpips_box"] == pytest.approx([0.0] * 2, abs=1e-5)
@@ -150,7 +152,8 @@ def test_bars_are_met_and_missed() -> None:
 
 
 def test_a_page_without_marks_gets_them_at_its_end() -> None:
-    page = put_between("# Title\n", "new\n")
+    marks = report.START, report.END
+    page = put_between("# Title\n", "new\n", *marks)
     assert page.startswith("# Title\n")
-    assert put_between(page, "newer\n").count("newer") == 1
-    assert "new\n" not in put_between(page, "other\n")
+    assert put_between(page, "newer\n", *marks).count("newer") == 1
+    assert "new\n" not in put_between(page, "other\n", *marks)

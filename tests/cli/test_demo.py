@@ -1,4 +1,4 @@
-"""The contact sheet: what is on it, and what happens when the samples are not in order."""
+"""The demo command: the contact sheet it makes, and the errors of bad examples."""
 
 from pathlib import Path
 
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from instgenie.cli.demo import CELL, GAP, MARGIN, NUM_LINES, TEXT, Row, Sample, draw_sheet, main, tinted, wrap
+from instgenie.cli.demo import main
 from instgenie.pictures.mask import box_mask
 from instgenie.pictures.picture import open_picture
+from instgenie.pictures.sheet import CELL, GAP, MARGIN
 from instgenie.types import Pixels
 
 EDITS = """
@@ -41,7 +42,7 @@ def examples(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_demo_edits_every_sample(examples: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_edits_every_example(examples: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     output = examples / "out" / "demo.png"
     options = ["--model", str(folders["fill"]), "--device", "cpu", "--size", "32x32", "--steps", "2"]
     assert main(["--examples", str(examples), "-o", str(output), *options]) == 0
@@ -70,7 +71,7 @@ def test_demo_edits_every_sample(examples: Path, folders: dict[str, Path], capsy
         (EDITS.replace("seed = 1", "seed = -1"), "-1"),
     ],
 )  # fmt: skip
-def test_samples_out_of_order_are_one_line(
+def test_bad_examples_are_one_line(
     examples: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
 ) -> None:
     (examples / "edits.toml").unlink()
@@ -80,23 +81,3 @@ def test_samples_out_of_order_are_one_line(
     assert main(["--examples", str(examples), "-o", str(output)]) == 2
     assert message in capsys.readouterr().err
     assert not output.exists()
-
-
-def test_rows_may_have_different_numbers_of_prompts() -> None:
-    mask = box_mask((2, 2, 9, 9), (30, 20))
-    rows = [Row(Sample("x", noise(30, 20), mask, ["p"] * num, 0), [noise(30, 20)] * num) for num in (1, 3)]
-    assert draw_sheet(rows, "two rows").shape[1] == 2 * MARGIN + 5 * CELL + 4 * GAP
-
-
-def test_tint_stays_inside_the_mask() -> None:
-    mask = box_mask((2, 2, 9, 9), (30, 20))
-    result = tinted(noise(30, 20), mask)
-    assert np.array_equal(result[~mask], noise(30, 20)[~mask])
-    assert (result[mask] != noise(30, 20)[mask]).any(axis=1).all()
-
-
-@pytest.mark.parametrize("text", ["", "a red cat", "word " * 50, "w" * 200, "a " + "w" * 200 + " b c d"])
-def test_captions_fit_their_cell(text: str) -> None:
-    lines = wrap(text)
-    assert 1 <= len(lines) <= NUM_LINES
-    assert all(TEXT.getlength(line) <= CELL for line in lines)

@@ -1,11 +1,10 @@
-"""Calibrating tiny models: everything is measured and written; how fast they are is nobody's business."""
+"""Calibrating tiny models: everything is measured and written; their speed is not tested."""
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from instgenie.bench.scatter import draw_scatter, ticks
 from instgenie.cli import main
 from instgenie.cost.latency import latency_path, read_latency
 from instgenie.engine import calibrate
@@ -65,25 +64,3 @@ def test_cases_differ_in_plans_jobs_and_masks(models: dict[str, Model], family: 
 def test_shares_are_ragged_around_the_ratio() -> None:
     assert shares(0.2, 1) == pytest.approx([0.2])
     assert shares(0.6, 4) == pytest.approx([0.375, 0.525, 0.675, 0.825])
-
-
-def test_a_scatter_puts_equal_times_on_the_diagonal() -> None:
-    root = ElementTree.fromstring(
-        draw_scatter("a & b", "x", "y", {"one": [(1.0, 1.0), (2.0, 1.0)], "two": [(3.0, 3.0)]})
-    )
-    size = float(root.attrib["viewBox"].split()[2])
-    dots = [(float(dot.attrib["cx"]), float(dot.attrib["cy"])) for dot in root.iter() if dot.tag.endswith("circle")]
-    equal, unequal, _, last, _ = dots
-    assert equal[0] + equal[1] == pytest.approx(size, abs=0.2)
-    assert last[0] + last[1] == pytest.approx(size, abs=0.2)
-    assert unequal[0] + unequal[1] > size  # below the diagonal
-
-
-@pytest.mark.parametrize(
-    ("most", "expected"), [(1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0.037, [0, 0.005, 0.01]), (962.0, [0, 200, 400])]
-)
-def test_ticks_are_round(most: float, expected: list[float]) -> None:
-    found = ticks(most)
-    assert found[: len(expected)] == pytest.approx(expected)
-    assert 4 <= len(found) <= 11
-    assert max(found) <= most

@@ -10,7 +10,7 @@ import torch
 from helpers.families import make_edit
 from helpers.names import FAMILIES
 
-from instgenie.bench.edit import move_to_host
+from instgenie.bench.ours import move_to_host
 from instgenie.cache.host import HostTier
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare

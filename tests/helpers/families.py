@@ -45,7 +45,7 @@ from transformers import (
 )
 
 from helpers.names import FAMILIES
-from instgenie.bench.edit import stock_pipeline
+from instgenie.bench.stock import stock_pipeline
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.jobs.job import Branch, Job

@@ -41,9 +41,8 @@ def fit_table(latency: Latency) -> Table:
 def step_table(cases: Sequence[Case], measured: Sequence[float], predicted: Sequence[float]) -> Table:
     rows = []
     for case, one, other in zip(cases, measured, predicted, strict=True):
-        masked = sum(len(job.inside) for job in case.jobs) / sum(len(job.masked) for job in case.jobs)
-        cells = case.name, len(case.jobs), f"{masked:.2f}", ms(one), ms(other), f"{other / one - 1:+.0%}"
-        rows.append(row(NAME, *cells, key=(case.name, len(case.jobs), f"{masked:.2f}")))
+        key = case.name, len(case.jobs), f"{case.mask_ratio:.2f}"
+        rows.append(row(NAME, *key, ms(one), ms(other), f"{other / one - 1:+.0%}", key=key))
     return Table("Steps", ("plan", "jobs", "masked", "measured ms", "predicted ms", "off by"), rows)
 
 

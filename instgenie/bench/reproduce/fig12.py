@@ -22,7 +22,7 @@ from instgenie.bench.reproduce.traffic import (
 from instgenie.bench.systems import DIFFUSERS, SKIPPING, suiting
 from instgenie.bench.workload import draw_workload
 from instgenie.simulate.cluster import ClusterShape, simulate
-from instgenie.simulate.service import Measured, Service
+from instgenie.simulate.service import MeasuredService, Service
 
 NAME = "fig12"
 OURS, STATIC, FISEDIT = "instgenie", "static, dense engine", "FISEdit-style"
@@ -69,7 +69,7 @@ def make_systems(lab: Lab, service: Service) -> dict[str, System]:
         FISEDIT: (ClusterShape(1, 1, batching="static"), service),
     }
     for name, seconds in measure_steps(lab).items():
-        systems[name] = static, Measured(seconds, service.chores)
+        systems[name] = static, MeasuredService(seconds, service.side)
     return systems
 
 

@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from instgenie.bench.edit import System, measure, now
 from instgenie.bench.plots import Chart, Series
 from instgenie.bench.reproduce.axes import at_values, linear
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, ms, row, times
 from instgenie.bench.systems import CACHED, COMPILED, DENSE, DIFFUSERS, NAMES, SEES_MASKS, make_system, suiting
+from instgenie.bench.timing import System, measure
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import reuse
 from instgenie.jobs.job import Job, pack
-from instgenie.models.flux.model import FluxModel
+from instgenie.machine.clock import now
+from instgenie.models.flux.model import as_flux, is_flux
 from instgenie.models.flux.network import Block, double_block, embed_time, recall, single_block
 
 NAME = "fig15"
@@ -22,7 +23,7 @@ NUM_RUNS = 8  # of a block
 
 
 def run(lab: Lab) -> Section:
-    blocks = list(measure_blocks(lab)) if isinstance(lab.model, FluxModel) else []
+    blocks = list(measure_blocks(lab)) if is_flux(lab.model) else []
     pictures = measure_pictures(lab)
     tables = [picture_table(pictures, lab)]
     charts = [picture_chart(pictures, lab)]
@@ -47,8 +48,7 @@ def run(lab: Lab) -> Section:
 
 def measure_blocks(lab: Lab) -> Iterator[tuple[str, float, float, float]]:
     """Of each kind of block and mask ratio: the ratio, seconds cached and seconds dense."""
-    assert isinstance(lab.model, FluxModel)
-    transformer = lab.model.transformer
+    transformer = as_flux(lab.model).transformer
     kinds: dict[str, tuple[Block, int]] = {
         "double": (transformer.transformer_blocks[-1], len(transformer.transformer_blocks) - 1),
         "single": (transformer.single_transformer_blocks[-1], lab.model.num_blocks - 1),
@@ -64,9 +64,8 @@ def measure_blocks(lab: Lab) -> Iterator[tuple[str, float, float, float]]:
 
 @torch.inference_mode()
 def time_block(lab: Lab, block: Block, index: int, job: Job) -> float:
-    assert isinstance(lab.model, FluxModel)
     batch = pack([job])
-    layout, time = batch.layout, embed_time(lab.model.transformer, batch)
+    layout, time = batch.layout, embed_time(as_flux(lab.model).transformer, batch)
     width = batch.text.shape[1]
     image = torch.randn(sum(layout.num_image), width, dtype=batch.text.dtype, device=job.device)
     joint = layout.join(batch.text, image)
@@ -105,9 +104,9 @@ def measure_pictures(lab: Lab) -> dict[tuple[str, float], float]:
         for system in chosen:
             if is_cold(system, lab, is_first=not place):
                 system.run(edits)
-        for system, samples in measure(chosen, edits, lab.scale.repeats, lambda: None).items():
+        for system, timings in measure(chosen, edits, lab.scale.repeats, lambda: None).items():
             at = ratio if system.name in SEES_MASKS else 0.0
-            seconds[system.name, at] = statistics.median(sample.edit for sample in samples)
+            seconds[system.name, at] = statistics.median(timing.edit for timing in timings)
     return seconds
 
 

@@ -18,15 +18,14 @@ from instgenie.bench.reproduce.traffic import (
     service_of,
 )
 from instgenie.bench.workload import draw_workload
-from instgenie.scheduling.names import Batching
-from instgenie.scheduling.router import Policy
+from instgenie.scheduling.names import Batching, RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape, simulate
 from instgenie.simulate.service import Service
 
 NAME = "fig16"
 REAL: tuple[Batching, ...] = ("continuous", "static", "naive")
 BATCHINGS: tuple[Batching, ...] = get_args(Batching)
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 LOADS = (0.3, 0.5, 0.7, 0.85)
 NUM_EDITS = 300
 NUM_WORKERS = 8

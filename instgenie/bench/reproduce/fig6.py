@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from instgenie.bench.edit import mask_around
 from instgenie.bench.plots import Axis, Chart, Series
 from instgenie.bench.reproduce.axes import at_values
-from instgenie.bench.reproduce.lab import MIDDLE, Lab
+from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, row
-from instgenie.cli.demo import EXAMPLES, read_samples
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import template_job
 from instgenie.jobs.job import Job, pack
-from instgenie.models.flux.model import FluxModel
+from instgenie.models.flux.model import FluxModel, as_flux
 from instgenie.models.flux.network import embed_time, velocity, walk
+from instgenie.pictures.examples import EXAMPLES, read_examples
+from instgenie.pictures.samples import MIDDLE, mask_around
 from instgenie.types import Edit
 
 NAME = "fig6"
@@ -69,8 +69,7 @@ def run(lab: Lab) -> Section:
 
 @torch.inference_mode()
 def look_at(lab: Lab) -> Iterator[Look]:
-    model = lab.model
-    assert isinstance(model, FluxModel)
+    model = as_flux(lab.model)
     edits = [replace(edit_of(lab), prompt=prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
     jobs = [prepare(edit, model) for edit in edits]
     template = template_job(replace(edits[0], size=lab.size), model)
@@ -89,9 +88,9 @@ def edit_of(lab: Lab) -> Edit:
     edit = replace(lab.edit(RATIO), dense_steps=0)
     if not EXAMPLES.is_dir():
         return edit
-    sample = read_samples(EXAMPLES)[0]
-    mask = mask_around(MIDDLE, sample.picture.shape[:2], lab.model.patch, RATIO)
-    return replace(edit, picture=sample.picture, mask=mask)
+    example = read_examples(EXAMPLES)[0]
+    mask = mask_around(MIDDLE, example.picture.shape[:2], lab.model.patch, RATIO)
+    return replace(edit, picture=example.picture, mask=mask)
 
 
 def look(model: FluxModel, jobs: Sequence[Job], template: Job) -> Look:

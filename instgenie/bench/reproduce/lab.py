@@ -4,21 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from instgenie.bench.edit import describe_machine, mask_around, sample_picture
+from instgenie.bench.machine import Machine, describe_machine
 from instgenie.bench.reproduce.serving import Run
-from instgenie.cost.latency import Latency, LoadSample, StepSample, fit_latency
+from instgenie.bench.samples import PROMPT
 from instgenie.cost.network import NetworkShape
 from instgenie.cost.pricing import JobShape
-from instgenie.engine.calibrate import Case, make_cases, measure_loads, measure_steps
+from instgenie.engine.calibrate import Calibration, calibrate
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register
 from instgenie.jobs.activations import Activations
 from instgenie.jobs.job import Job
 from instgenie.jobs.quality import with_quality
 from instgenie.models.model import Model
+from instgenie.pictures.samples import MIDDLE, mask_around, sample_picture
 from instgenie.types import Edit
-
-MIDDLE = (0.5, 0.5)
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,6 @@ SCALES = {
 }
 
 
-@dataclass(frozen=True)
-class Calibration:
-    latency: Latency
-    cases: list[Case]
-    steps: list[StepSample]
-    loads: list[LoadSample]
-
-
 @dataclass(eq=False)
 class Lab:
     name: str
@@ -118,7 +109,7 @@ class Lab:
         return (self.model.own_size // self.model.patch) ** 2
 
     @property
-    def machine(self) -> dict[str, str | int]:
+    def machine(self) -> Machine:
         return {"model": self.name} | describe_machine(self.model)
 
     @cached_property
@@ -135,18 +126,13 @@ class Lab:
     def calibration(self) -> Calibration:
         """Of this device with this model, nothing else running."""
         self.tell("calibrating")
-        cases = make_cases(self.model, self.size)
-        seconds = self.scale.calibration_seconds
-        steps = measure_steps(self.model, self.network, cases, lambda *_: None, seconds)
-        loads = measure_loads(self.model.device, lambda: None)
-        latency = fit_latency(str(self.machine["device"]), self.name, self.network, steps, loads)
-        return Calibration(latency, cases, steps, loads)
+        return calibrate(self.model, self.name, self.size, self.scale.calibration_seconds)
 
     def edit(self, ratio: float, steps: int | None = None) -> Edit:
         """Of the sample picture, as users get it unless they ask for another quality."""
         mask = mask_around(MIDDLE, self.size, self.model.patch, ratio)
         steps = steps or self.scale.steps
-        edit = Edit(sample_picture(self.size), mask, "a flower", 0, steps, self.model.guidance, size=self.size)
+        edit = Edit(sample_picture(self.size), mask, PROMPT, 0, steps, self.model.guidance, size=self.size)
         return with_quality(edit, "balanced")
 
     @cached_property

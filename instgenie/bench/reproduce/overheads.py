@@ -10,9 +10,8 @@ from typing import get_args
 
 import torch
 
-from instgenie.bench.edit import mask_around, now, sample_picture
 from instgenie.bench.reproduce.fig4 import demand_of
-from instgenie.bench.reproduce.lab import MIDDLE, Lab
+from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, ms, row
 from instgenie.bench.router import decide
 from instgenie.cluster.wire import JobStep, Stepped, decode, encode
@@ -21,8 +20,10 @@ from instgenie.cost.planner import plan_batch
 from instgenie.engine.finish import decode as decode_picture
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.job import lay_out_shapes, pack
-from instgenie.models.flux.model import FluxModel
-from instgenie.scheduling.router import Policy
+from instgenie.machine.clock import now
+from instgenie.models.flux.model import is_flux
+from instgenie.pictures.samples import MIDDLE, mask_around, sample_picture
+from instgenie.scheduling.names import RoutingPolicy
 from instgenie.types import PixelMask
 
 NAME = "overheads"
@@ -45,7 +46,7 @@ def run(lab: Lab) -> Section:
         row(NAME, "planning a step of a full batch", ms(planning), "", key=("planning",)),
         row(NAME, "telling the cluster of a step", ms(telling), "", key=("telling",)),
     ]
-    if isinstance(lab.model, FluxModel):  # a UNet packs tokens inside every transformer
+    if is_flux(lab.model):  # a UNet packs tokens inside every transformer
         joining = ms(measure_joining(lab))
         rows.append(row(NAME, "batching: a job joins a full batch", joining, ms(BATCHING_BAR), key=("batching",)))
     about = f"{registering:.2f} s, {num_bytes / 1e6:.0f} MB for {lab.scale.steps} steps"
@@ -58,7 +59,7 @@ def run(lab: Lab) -> Section:
         tables=[
             Table("Beside the steps", ("what", "ms", "paper, ms"), rows),
             Table("Choosing a worker", ("policy", *(f"{num:,} workers, ms" for num in lab.scale.workers)),
-                  [choice_row(policy, choosing) for policy in get_args(Policy)]),
+                  [choice_row(policy, choosing) for policy in get_args(RoutingPolicy)]),
             Table("Registering", ("what", "found"), [row(NAME, "a template", about, key=("registering",))]),
             Table("Decoding what is composited", ("mask ratio", "ms"), decoding_rows(lab)),
         ],
@@ -66,17 +67,17 @@ def run(lab: Lab) -> Section:
     )  # fmt: skip
 
 
-def measure_choosing(lab: Lab) -> list[tuple[Policy, int, float]]:
+def measure_choosing(lab: Lab) -> list[tuple[RoutingPolicy, int, float]]:
     found = []
     for num_workers in lab.scale.workers:
-        for policy in get_args(Policy):
+        for policy in get_args(RoutingPolicy):
             lab.tell(f"choosing among {num_workers:,} workers, {policy}")
             seconds = statistics.median(decide(policy, num_workers, 4 * NUM_RUNS))
             found.append((policy, num_workers, seconds))
     return found
 
 
-def choice_row(policy: Policy, choosing: list[tuple[Policy, int, float]]) -> Row:
+def choice_row(policy: RoutingPolicy, choosing: list[tuple[RoutingPolicy, int, float]]) -> Row:
     own = [ms(seconds) for name, _, seconds in choosing if name == policy]
     return row(NAME, policy, *own, key=("choosing", policy))
 

@@ -1,12 +1,13 @@
 """Sections as one HTML page: no script, no file beside it, light and dark. Every row of every table has an anchor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from instgenie.bench.files import write_text
+from instgenie.bench.machine import Machine, machine_text
 from instgenie.bench.plots import COLOURS, GRID, INK, PALE
 from instgenie.bench.reproduce.section import Section, Table
-from instgenie.bench.scatter import write_text
 from instgenie.errors import InstGenieError
 
 PAPER = "#ffffff"
@@ -33,7 +34,7 @@ details summary { cursor: pointer; color: var(--pale) }
 """
 
 
-def write_page(sections: Sequence[tuple[Section, float]], machine: Mapping[str, str | int], path: Path) -> None:
+def write_page(sections: Sequence[tuple[Section, float]], machine: Machine, path: Path) -> None:
     """Sections come with the seconds they took."""
     anchors = [anchor for section, _ in sections for anchor in section.anchors]
     twice = sorted({anchor for anchor in anchors if anchors.count(anchor) > 1})
@@ -45,8 +46,8 @@ def write_page(sections: Sequence[tuple[Section, float]], machine: Mapping[str, 
         raise InstGenieError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def render(sections: Sequence[tuple[Section, float]], machine: Mapping[str, str | int]) -> str:
-    facts = ", ".join(f"{escape(name)} {escape(str(value))}" for name, value in machine.items())
+def render(sections: Sequence[tuple[Section, float]], machine: Machine) -> str:
+    facts = escape(machine_text(machine))
     links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section, _ in sections)
     minutes = sum(seconds for _, seconds in sections) / 60
     parts = [

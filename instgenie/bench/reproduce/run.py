@@ -2,15 +2,15 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table as Printed
 
+from instgenie.bench.files import check_folder, write_text
+from instgenie.bench.machine import Machine
 from instgenie.bench.reproduce import (
     fig4,
     fig6,
@@ -26,10 +26,10 @@ from instgenie.bench.reproduce import (
 from instgenie.bench.reproduce.lab import SCALES, Lab
 from instgenie.bench.reproduce.page import write_page
 from instgenie.bench.reproduce.section import Section, Table
-from instgenie.bench.scatter import write_text
 from instgenie.errors import InstGenieError
-from instgenie.models.flux.model import FluxModel
+from instgenie.models.flux.model import is_flux
 from instgenie.models.loading.load import load
+from instgenie.telemetry.progress import Progress, show_status
 
 Part = Callable[[Lab], Section]
 PARTS: dict[str, Part] = {
@@ -63,12 +63,11 @@ FLUX_ONLY = ("fig6", "table2")
 
 def reproduce(names: Sequence[str], model: str, device: str, out: Path | None, json_path: Path | None) -> None:
     chosen = choose_parts(names)
-    if json_path and not json_path.parent.is_dir():
-        raise InstGenieError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
+    check_folder(json_path)
     console = Console(stderr=True)
-    with console.status("loading the model"):
+    with show_status("loading the model", console):
         loaded = load(model, device)
-    if not isinstance(loaded, FluxModel):
+    if not is_flux(loaded):
         left_out = [name for name in chosen if name in FLUX_ONLY]
         chosen = [name for name in chosen if name not in FLUX_ONLY]
         if left_out:
@@ -96,30 +95,17 @@ def choose_parts(names: Sequence[str]) -> list[str]:
 
 def run_parts(names: Sequence[str], lab: Lab, console: Console) -> Iterator[tuple[Section, float]]:
     """Each with the seconds it took."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[doing]}"),
-    )
-    with Progress(*columns, console=console) as progress:
+    with Progress(console) as progress:
         total = sum(BUDGETS[name] for name in names)
-        task = progress.add_task(f"about {total / 60:.0f} minutes", total=total, doing="")
+        task = progress.add(f"about {max(total / 60, 1):.0f} minutes", total, is_counted=False)
         for name in names:
-            lab.tell = partial(tell, progress, task, name)
+            lab.tell = lambda doing, name=name: task.say(f"{name}: {doing}")  # type: ignore[misc]
             start = time.perf_counter()
             section = PARTS[name](lab)
             seconds = time.perf_counter() - start
-            progress.advance(task, BUDGETS[name])
+            task.advance(BUDGETS[name])
             console.print(f"{name:<10} {seconds:6.1f} s of {BUDGETS[name]:g}  {section.title}", highlight=False)
             yield section, seconds
-
-
-def tell(progress: Progress, task: TaskID, name: str, doing: str) -> None:
-    """Beside the bar; as a line where there is no terminal to draw it on."""
-    progress.update(task, doing=f"{name}: {doing}")
-    if not progress.console.is_terminal:
-        progress.console.print(f"{name}: {doing}", highlight=False)
 
 
 def print_section(section: Section) -> None:
@@ -139,7 +125,7 @@ def printed(table: Table, title: str) -> Printed:
     return shown
 
 
-def as_json(sections: Sequence[tuple[Section, float]], machine: Mapping[str, str | int]) -> str:
+def as_json(sections: Sequence[tuple[Section, float]], machine: Machine) -> str:
     """Tables and findings; charts are drawn from them."""
     parts = {
         section.name: {

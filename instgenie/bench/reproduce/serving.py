@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from instgenie.bench.pictures import draw_mask, make_picture
 from instgenie.bench.workload import Arrival
+from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ClusterConfig
 from instgenie.cluster.entries import Ticket
-from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Facts, Failed, Finished, Order
 from instgenie.cluster.status import JobStatus, Observer
 from instgenie.cluster.wish import Wish

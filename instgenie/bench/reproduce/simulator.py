@@ -18,19 +18,19 @@ from instgenie.bench.reproduce.traffic import (
     service_of,
 )
 from instgenie.bench.workload import Recipe, draw_workload
-from instgenie.scheduling.router import Policy
+from instgenie.scheduling.names import RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape, simulate
-from instgenie.simulate.service import Planned
+from instgenie.simulate.service import PlannedService
 
 NAME = "simulator"
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 WARM_UP = 0.3  # share of the edits that only fills the cluster
 
 
 @dataclass(frozen=True)
 class Point:
     num_workers: int
-    policy: Policy
+    policy: RoutingPolicy
     load: float  # share of what the workers can do
     rate: float  # edits a second and worker
     latencies: Latencies
@@ -94,7 +94,9 @@ def sweep(lab: Lab) -> list[Point]:
     ]
 
 
-def simulate_one(lab: Lab, service: Planned, most: float, num_workers: int, policy: Policy, load: float) -> Point:
+def simulate_one(
+    lab: Lab, service: PlannedService, most: float, num_workers: int, policy: RoutingPolicy, load: float
+) -> Point:
     lab.tell(f"simulating {num_workers:,} workers, {policy}, load {load:g}")
     num_edits = max(lab.scale.min_edits, lab.scale.edits_per_worker * num_workers)
     rate = load * most * num_workers

@@ -6,15 +6,15 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from instgenie.bench.edit import stock_pipeline
 from instgenie.bench.judge import Judge
 from instgenie.bench.pictures import draw_mask, make_picture
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, row
+from instgenie.bench.stock import stock_pipeline
 from instgenie.bench.systems import DIFFUSERS
 from instgenie.bench.variants import DENSE, NAIVE, SKIPPING, SMALL_CROP, Outcome, Reuse, Runner, Sample, of_quality
-from instgenie.cli.demo import EXAMPLES, read_samples
-from instgenie.models.flux.model import FluxModel
+from instgenie.models.flux.model import FluxModel, as_flux
+from instgenie.pictures.examples import EXAMPLES, read_examples
 from instgenie.pictures.picture import open_picture
 from instgenie.types import Edit, PixelMask, Pixels
 
@@ -23,8 +23,7 @@ RATIO = 0.2
 
 
 def run(lab: Lab) -> Section:
-    model = lab.model
-    assert isinstance(model, FluxModel)
+    model = as_flux(lab.model)
     samples = make_samples(lab)
     balanced = of_quality("balanced", lab.scale.steps)
     ways = list(dict.fromkeys([of_quality("fast", lab.scale.steps), balanced, replace(balanced, kind="y")]))
@@ -58,7 +57,7 @@ def make_samples(lab: Lab) -> list[Sample]:
     """The examples, or drawn pictures where the package has none."""
     num, steps, guidance = lab.scale.num_pictures, lab.scale.steps, lab.model.guidance
     if EXAMPLES.is_dir():
-        found = [(one.picture, one.mask, one.prompts[0], one.seed) for one in read_samples(EXAMPLES)]
+        found = [(one.picture, one.mask, one.prompts[0], one.seed) for one in read_examples(EXAMPLES)]
     else:
         found = [drawn(seed, lab.size) for seed in range(num)]
     return [

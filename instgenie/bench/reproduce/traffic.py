@@ -19,8 +19,8 @@ from instgenie.cost.latency import Latency, StepSample, fit_latency
 from instgenie.jobs.quality import DEFAULT, SETTINGS
 from instgenie.scheduling.names import Batching
 from instgenie.simulate.cluster import make_job
-from instgenie.simulate.service import Chores, Planned, Service
-from instgenie.simulate.worker import Job
+from instgenie.simulate.service import PlannedService, Service, SideSeconds
+from instgenie.simulate.worker import SimulatedJob
 
 MAX_QUEUE = 10_000
 MIN_EDITS = 4
@@ -122,11 +122,11 @@ def sample(lab: Lab, step: Step) -> StepSample:
     return StepSample(tuple(demands), plan, step.seconds)
 
 
-def chores_of(run: Run) -> Chores:
+def chores_of(run: Run) -> SideSeconds:
     facts = [one.facts for one in run.practice]
     decoding = [one.finish_seconds - one.finish_thread_seconds for one in facts]
     decode, decode_token = fit_line([one.num_masked_tokens for one in facts], decoding)
-    return Chores(
+    return SideSeconds(
         prepare=statistics.fmean(one.prepare_seconds for one in facts),
         decode=decode,
         decode_token=decode_token,
@@ -155,9 +155,9 @@ def mean_shares(run: Run) -> list[str]:
     return [f"{statistics.fmean(column):.2f}" for column in columns]
 
 
-def service_of(lab: Lab, run: Run) -> Planned:
+def service_of(lab: Lab, run: Run) -> PlannedService:
     """Everything that has activations is cached and at hand, as on the cluster that was run."""
-    return Planned(fitted(lab, run), lab.shape, chores_of(run), policy="cached", in_gpu=True)
+    return PlannedService(fitted(lab, run), lab.shape, chores_of(run), policy="cached", in_gpu=True)
 
 
 # the same edits, simulated
@@ -167,7 +167,7 @@ def dense_steps(lab: Lab) -> int:
     return SETTINGS[DEFAULT].dense_steps(lab.scale.serve_steps)
 
 
-def jobs_of(lab: Lab, answers: Sequence[Served]) -> list[Job]:
+def jobs_of(lab: Lab, answers: Sequence[Served]) -> list[SimulatedJob]:
     """Edits that were served, as they arrived."""
     return [
         make_job(
@@ -183,7 +183,7 @@ def jobs_of(lab: Lab, answers: Sequence[Served]) -> list[Job]:
     ]
 
 
-def drawn_jobs(lab: Lab, workload: Sequence[Arrival]) -> list[Job]:
+def drawn_jobs(lab: Lab, workload: Sequence[Arrival]) -> list[SimulatedJob]:
     return [
         make_job(
             index=index,
@@ -206,4 +206,4 @@ def capacity(lab: Lab, service: Service) -> float:
     cached = service.step(((lab.num_tokens, MAX_BATCH_SIZE, MAX_BATCH_SIZE * masked, 0),))
     dense = service.step(((lab.num_tokens, 0, 0, MAX_BATCH_SIZE),))
     steps = ((lab.scale.serve_steps - num_dense) * cached + num_dense * dense) / MAX_BATCH_SIZE
-    return 1 / max(steps, service.chores.prepare, service.chores.period(masked))
+    return 1 / max(steps, service.side.prepare, service.side.period(masked))

@@ -13,8 +13,8 @@ from instgenie.bench.reproduce import serving
 from instgenie.bench.reproduce.serving import Run, Served, Session, Watch
 from instgenie.bench.reproduce.traffic import chores_of, fit_line
 from instgenie.bench.workload import Arrival
+from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ClusterConfig
-from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Facts, Finished, Order
 from instgenie.types import PixelMask
 

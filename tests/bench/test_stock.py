@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.families import make_edit
 
-from instgenie.bench.edit import compiled_system, stock_system
+from instgenie.bench.stock import compiled_system, stock_system
 from instgenie.models.model import Model
 
 
