@@ -1,4 +1,4 @@
-"""Tensors that lie behind each other in one piece of memory."""
+"""Tensors laid out one after the other in one piece of memory."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ ALIGNMENT = 256  # bytes
 
 
 @dataclass(frozen=True)
-class Form:
-    """Of a tensor."""
+class TensorSpec:
+    """Shape and dtype of a tensor to come."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """With what it takes to align the next."""
+        """Including padding that aligns the next tensor."""
         return -(-self.num_own_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
@@ -28,10 +28,10 @@ class Form:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def carve(memory: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Tensors of these forms out of memory [..., bytes]: [..., *shape]."""
-    starts = accumulate((form.num_bytes for form in forms), initial=0)
+def carve(memory: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Cut memory [..., bytes] into tensors [..., *shape], one per spec."""
+    starts = accumulate((spec.num_bytes for spec in specs), initial=0)
     return [
-        memory[..., start : start + form.num_own_bytes].view(form.dtype).view(*memory.shape[:-1], *form.shape)
-        for start, form in zip(starts, forms, strict=False)
+        memory[..., start : start + spec.num_own_bytes].view(spec.dtype).view(*memory.shape[:-1], *spec.shape)
+        for start, spec in zip(starts, specs, strict=False)
     ]

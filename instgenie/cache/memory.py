@@ -15,7 +15,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from instgenie.cache.buffers import Form, carve
+from instgenie.cache.buffers import TensorSpec, carve
 from instgenie.cache.tier import Spill, Usage, keep_nothing
 from instgenie.errors import CacheError
 from instgenie.jobs.activations import Key, Span
@@ -106,12 +106,12 @@ class MemoryTier:
             other.copy_(one)
 
     def _slot(self, key: Key, span: Span) -> Slot:
-        forms = find_forms(span)
-        num_bytes = key.num_steps * sum(form.num_bytes for form in forms)
+        specs = step_specs(span)
+        num_bytes = key.num_steps * sum(spec.num_bytes for spec in specs)
         with self._reserving:
             if key not in self._slots:
                 self.reserve(key, num_bytes)
-                slot = make_slot(key, forms, self._allocate(num_bytes))
+                slot = make_slot(key, specs, self._allocate(num_bytes))
                 with self._lock:
                     self._slots[key] = slot
             with self._lock:
@@ -142,15 +142,15 @@ class MemoryTier:
         return sum(slot.memory.nbytes for slot in self._slots.values())
 
 
-def find_forms(span: Span) -> list[Form]:
+def step_specs(span: Span) -> list[TensorSpec]:
     """Of the tensors of a step, told by some of them; time comes last."""
-    rows = [Form((rows.shape[0], *rows.shape[2:]), rows.dtype) for rows in span.rows]
-    return [*rows, Form(tuple(span.time.shape[1:]), span.time.dtype)]
+    rows = [TensorSpec((rows.shape[0], *rows.shape[2:]), rows.dtype) for rows in span.rows]
+    return [*rows, TensorSpec(tuple(span.time.shape[1:]), span.time.dtype)]
 
 
 @torch.inference_mode(False)  # its tensors are written to by whoever comes, in that mode or not
-def make_slot(key: Key, forms: Sequence[Form], memory: Tensor) -> Slot:
-    *rows, time = carve(memory.view(key.num_steps, -1), forms)
+def make_slot(key: Key, specs: Sequence[TensorSpec], memory: Tensor) -> Slot:
+    *rows, time = carve(memory.view(key.num_steps, -1), specs)
     return Slot(memory, Span(key.steps, tuple(by_step.transpose(0, 1) for by_step in rows), time))
 
 

@@ -1,24 +1,19 @@
-"""The store: one place to ask for a template's activations, over the tiers that are there. Knows which tier is above
-which and moves spans between them; knows no model.
+"""The store: one place to ask for a template's activations, over a ladder of tiers. Decides when templates move and
+makes sure that a move happens once; `ladder` knows how they move.
 
-    gpu        next to the model
-    host       in main memory
-    disk       survives the process
-    remote     survives the machine
+A template that is asked for is brought up into memory by a thread of the store, once for all callers that ask
+meanwhile. A template that a tier evicts goes to the next tier below that takes it, unless a lower tier has it already.
+New spans are put into memory first and written to disk behind that: a process that dies loses only what it had not
+written yet.
 
-A template may lie in several tiers, or some of its spans in one and some in another. What is asked for is brought up
-into memory, in a thread of the store's own, once for all who ask meanwhile. What a tier evicts goes to the next below
-that takes it, unless it is below already. New spans are put into memory and, behind that, onto the disk: a process that
-dies loses what it had not yet written, and no more.
-
-Nothing that goes wrong below reaches who asks: it is reported, and a miss.
+A failure in a tier never reaches the caller: it is logged and counts as a miss.
 """
 
 import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -27,17 +22,15 @@ from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
-from rich.filesize import decimal
 
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
-from instgenie.cache.memory import MemoryTier
+from instgenie.cache.ladder import Ladder
 from instgenie.cache.remote import RemoteTier
-from instgenie.cache.tier import LastingTier, Tier, estimate
 from instgenie.errors import CacheError, OutOfMemoryError
-from instgenie.jobs.activations import Key, Span, join
-from instgenie.machine.device import available_bytes, memory_guard
+from instgenie.jobs.activations import Key, Span
+from instgenie.machine.device import memory_guard
 from instgenie.types import Pixels, TierName
 
 CPU = torch.device("cpu")
@@ -47,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 class Lookup(Enum):
-    MISS = "miss"  # it is not whole anywhere
+    MISS = "miss"  # no tier has it, or only some of its spans are anywhere
     PENDING = "pending"  # it is below memory, or on its way up
     HIT = "hit"  # it is in memory
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """All steps of a template, and the lowest tier they were in when they were asked for."""
+    """All steps of a template, and the lowest tier that was needed when it was asked for."""
 
     span: Span
     tier: TierName
@@ -73,8 +66,8 @@ class TierStatus:
 
 
 class Store:
-    """All methods may be called by several threads at once. A tier belongs to one store. `on_evict` is told which
-    template leaves which tier."""
+    """All methods are thread-safe. A tier belongs to one store. `on_evict` is called with each template that is about
+    to leave a tier."""
 
     def __init__(
         self,
@@ -85,9 +78,8 @@ class Store:
         on_evict: Callable[[TierName, Key], None] | None = None,
     ) -> None:
         self.gpu, self.host, self.disk, self.remote = gpu, host, disk, remote
-        self.memory: list[MemoryTier] = [tier for tier in (gpu, host) if tier]
-        self.lasting: list[LastingTier] = [tier for tier in (disk, remote) if tier]
-        self.tiers: list[Tier] = [*self.memory, *self.lasting]  # from the top
+        self.ladder = Ladder(gpu, host, disk, remote)
+        self.memory, self.lasting, self.tiers = self.ladder.memory, self.ladder.lasting, self.ladder.tiers
         self.on_evict = on_evict
         for index, tier in enumerate(self.tiers):
             tier.spill = partial(self._before_eviction, index)
@@ -97,32 +89,39 @@ class Store:
         self._in_use: WeakValueDictionary[tuple[Key, torch.device], Span] = WeakValueDictionary()
         self._spilling: Counter[Key] = Counter()
         self._forgetting: set[Key] = set()
-        self._lock = threading.Condition()  # over all of these; held for moments
+        self._lock = threading.Condition()  # guards the six above; never held while data moves
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, "store-load")
         self._writer = ThreadPoolExecutor(1, "store-write")
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in memory, and nothing below it to look into."""
+        """True if memory holds no template and there is no tier below it."""
         return self.tiers == self.memory and not any(tier.usage().num_templates for tier in self.memory)
 
     def find(self, key: Key) -> Lookup:
-        """Asks the remote tier only if no other has the template, and waits for its answer."""
-        if self._in_memory(key):
+        """Ask where a template is. Only if no other tier has it, this waits for the remote tier's answer."""
+        if self.ladder.is_in_memory(key):
             return Lookup.HIT
         with self._lock:
             if self._is_loading(key):
                 return Lookup.PENDING
-        return Lookup.PENDING if self._source(key) else Lookup.MISS
+        return Lookup.PENDING if self.ladder.source(key) else Lookup.MISS
 
     def missing(self, key: Key) -> list[range]:
         """The spans that are in no tier."""
-        return self._missing(key, key.spans, self.tiers)
+        return self.ladder.missing(key, key.spans, self.tiers)
+
+    def num_bytes(self, key: Key) -> int:
+        """Bytes in the lowest tier that is needed to have all of the template; 0 if the template is not whole."""
+        source = self.ladder.source(key)
+        return source.num_bytes(key) if source else 0
+
+    # upwards
 
     def prefetch(self, key: Key, device: torch.device = CPU) -> Handle:
-        """Starts to bring a template up, if nobody has; waits for nothing. It comes to lie on the device if the gpu
-        tier has room for it, else in main memory; without tiers in memory it lies on the device as long as somebody
-        holds what was found."""
+        """Start to bring a template up unless that is under way, without waiting. It comes to lie on the device if the
+        gpu tier has room, else in main memory. Without tiers in memory it stays on the device as long as a caller holds
+        the span."""
         with self._lock:
             handle = self._loading.get((key, device)) or self._at_hand(key, device)
             if not handle:
@@ -131,23 +130,90 @@ class Store:
         return handle
 
     def get(self, key: Key, device: torch.device = CPU) -> Found | None:
-        """Waits for what `prefetch` starts."""
+        """Prefetch, and wait for the result."""
         return self.prefetch(key, device).result()
 
+    def _is_loading(self, key: Key) -> bool:
+        return any(key == loading for loading, _ in self._loading)
+
+    def _at_hand(self, key: Key, device: torch.device) -> Handle | None:
+        """A finished handle if nothing has to move: the template is as far up as it gets, or is being forgotten."""
+        if key in self._forgetting:
+            return done(None)
+        tier = next(iter(self.ladder.memory_for(device)), None)
+        span = tier.load(key, key.steps) if tier else self._in_use.get((key, device))
+        return done(Found(span, tier.name if tier else memory_name(device))) if span else None
+
+    def _bring(self, key: Key, device: torch.device) -> Found | None:
+        """Bring a template up, in a thread of its own; a failure is a miss."""
+        try:
+            with self.pinned(key), memory_guard("the template"):
+                source = self.ladder.source(key)
+                span = self.ladder.lift(key, device) if source else None
+        except (CacheError, OutOfMemoryError) as error:
+            logger.warning("the template's activations are not used: %s", error)
+            return None
+        if not source or not span:
+            return None
+        if not self.ladder.memory_for(device):
+            self._in_use[key, device] = span
+        return Found(span, source.name)
+
+    def _loaded(self, key: Key, device: torch.device, handle: Handle) -> None:
+        with self._lock:
+            if self._loading.get((key, device)) is handle:
+                del self._loading[key, device]
+                self._lock.notify_all()
+            if not handle.exception() and (found := handle.result()):
+                self._hits[found.tier] += 1
+
+    # downwards
+
     def put(self, key: Key, span: Span) -> None:
-        """Keeps a span of a registration. Raises a CacheError if no tier has room for the template."""
-        tiers = self.tiers[1:] if self.gpu and self.host else self.tiers  # the gpu tier gets what is asked for
-        taken = self._sink(key, span, tiers)
-        if self.disk and taken in self.memory:
-            otherwise = f"stays in the {taken.name} tier alone"
-            self._writer.submit(self._spill, key, self.tiers.index(taken), otherwise)
+        """Keep a span of a registration. Raise a CacheError if no tier has room for the template."""
+        tiers = self.tiers[1:] if self.gpu and self.host else self.tiers  # the gpu tier is for what is asked for
+        tier = self.ladder.sink(key, span, tiers)
+        if self.disk and tier in self.memory:
+            otherwise = f"stays in the {tier.name} tier alone"
+            self._writer.submit(self._spill, key, self.tiers.index(tier), otherwise)
+
+    def _before_eviction(self, index: int, key: Key) -> None:
+        name = self.tiers[index].name
+        self._spill(key, index, f"leaves the {name} tier and is lost")
+        if self.on_evict:
+            self.on_evict(name, key)
+
+    def _spill(self, key: Key, index: int, otherwise: str) -> None:
+        """Copy a template from one tier to those below; `otherwise` is the log message for a failure."""
+        try:
+            with self._moving(key) as may_move:
+                if may_move:
+                    self.ladder.send_down(key, index)
+        except CacheError as error:
+            logger.warning("a template %s: %s", otherwise, error)
+
+    @contextlib.contextmanager
+    def _moving(self, key: Key) -> Iterator[bool]:
+        """Yield whether a template may move down: not while it is being forgotten. `forget` waits until the block
+        ends."""
+        with self._lock:
+            may_move = key not in self._forgetting
+            self._spilling[key] += may_move
+        try:
+            yield may_move
+        finally:
+            with self._lock:
+                self._spilling[key] -= may_move
+                self._spilling += Counter()  # drops zeros
+                self._lock.notify_all()
+
+    # pictures
 
     def put_picture(self, key: Key, picture: Pixels) -> None:
-        """Keeps the template's picture where it outlives the process, if there is room. It is gone when the template
-        is."""
-        with self._unless_forgotten(key) as may_move:
+        """Keep the template's picture in a lasting tier, if there is room. It is removed with the template."""
+        with self._moving(key) as may_move:
             if may_move:
-                self._sink_picture(key, picture, self.lasting)
+                self.ladder.sink_picture(key, picture, self.lasting)
 
     def picture(self, key: Key) -> Pixels | None:
         return next((found for tier in self.lasting if (found := tier.load_picture(key)) is not None), None)
@@ -156,10 +222,12 @@ class Store:
         """The (height, width) of every picture that was put, by this process or another."""
         return {key: size for tier in reversed(self.lasting) for key, size in tier.pictures().items()}
 
+    # pins
+
     def pin(self, key: Key) -> None:
-        """Until it is unpinned as often, the template stays where it is, and where it comes to be."""
+        """Keep the template in every tier that has it, or will have it, until it is unpinned as often."""
         with self._lock:
-            num, stack = self._pins.get(key) or (0, self._pin_all(key))
+            num, stack = self._pins.get(key) or (0, self.ladder.pin(key))
             self._pins[key] = num + 1, stack
 
     def unpin(self, key: Key) -> None:
@@ -179,208 +247,33 @@ class Store:
             self.unpin(key)
 
     def forget(self, key: Key) -> None:
-        """Removes the template from all tiers, pinned or not. Jobs that use it hold on to what they have."""
+        """Remove the template from all tiers, pinned or not. Jobs that use it keep the tensors they have."""
         with self._lock:
-            self._forgetting.add(key)  # from here on nothing of it starts to move
+            self._forgetting.add(key)  # no move of it starts from here on
             self._lock.wait_for(lambda: not self._is_loading(key) and not self._spilling[key])
-        for tier in self.tiers:
-            try:
-                tier.drop(key)
-            except CacheError as error:
-                logger.warning("a template is not forgotten: %s", error)
+        self.ladder.drop(key)
         with self._lock:
             for loaded in [loaded for loaded in self._in_use if loaded[0] == key]:
                 del self._in_use[loaded]
             self._forgetting.discard(key)
 
-    def num_bytes(self, key: Key) -> int:
-        """Of the lowest tier that is needed to have all of it; 0 if it is not whole."""
-        source = self._source(key)
-        return source.num_bytes(key) if source else 0
-
     def status(self) -> dict[TierName, TierStatus]:
-        return {tier.name: self._tier_status(tier) for tier in self.tiers}
+        statuses = {}
+        for tier in self.tiers:
+            usage, num_hits = tier.usage(), self._hits[tier.name]
+            statuses[tier.name] = TierStatus(
+                usage.num_templates, usage.num_bytes, tier.max_bytes, num_hits, tier.num_evictions
+            )
+        return statuses
 
     def settle(self) -> None:
-        """Waits until all that was put is written."""
+        """Wait until all that was put is written."""
         self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Finishes what is under way."""
+        """Finish the moves under way and end the threads."""
         self._loaders.shutdown()
         self._writer.shutdown()
-
-    # upwards
-
-    def _in_memory(self, key: Key) -> bool:
-        return any(not tier.missing(key, [key.steps]) for tier in self.memory)
-
-    def _is_loading(self, key: Key) -> bool:
-        return any(key == loading for loading, _ in self._loading)
-
-    def _at_hand(self, key: Key, device: torch.device) -> Handle | None:
-        """A handle that is done, if the template is where it shall be, or shall be nowhere."""
-        if key in self._forgetting:
-            return done(None)
-        tier = next(iter(self._ladder(device)), None)
-        span = tier.load(key, key.steps) if tier else self._in_use.get((key, device))
-        return done(Found(span, tier.name if tier else memory_name(device))) if span else None
-
-    def _ladder(self, device: torch.device) -> list[MemoryTier]:
-        """Tiers in memory that serve a device, from the top."""
-        return [tier for tier in self.memory if tier is not self.gpu or self.gpu.device == indexed(device)]
-
-    def _loaded(self, key: Key, device: torch.device, handle: Handle) -> None:
-        with self._lock:
-            if self._loading.get((key, device)) is handle:
-                del self._loading[key, device]
-                self._lock.notify_all()
-            if not handle.exception() and (found := handle.result()):
-                self._hits[found.tier] += 1
-
-    def _bring(self, key: Key, device: torch.device) -> Found | None:
-        """Nothing that goes wrong on the way is an error to who asks."""
-        try:
-            with self.pinned(key), memory_guard("the template"):
-                source = self._source(key)
-                span = self._lift(key, device) if source else None
-        except (CacheError, OutOfMemoryError) as error:
-            logger.warning("the template's activations are not used: %s", error)
-            return None
-        return Found(span, source.name) if source and span else None
-
-    def _lift(self, key: Key, device: torch.device) -> Span | None:
-        """As far up as there is room."""
-        ladder, refusal = self._ladder(device), None
-        for tier in reversed(ladder):
-            try:
-                self._fill(tier, key)
-            except (CacheError, OutOfMemoryError) as error:
-                refusal = error
-        for tier in ladder:
-            if span := tier.load(key, key.steps):
-                return span
-        if refusal:
-            raise refusal
-        return None if ladder else self._join(key, device)
-
-    def _fill(self, tier: MemoryTier, key: Key) -> None:
-        """A tier with what the others have."""
-        for steps in tier.missing(key, key.spans):
-            if span := self._load(key, steps):
-                with memory_guard("the template"):
-                    tier.store(key, span)
-
-    def _join(self, key: Key, device: torch.device) -> Span | None:
-        loaded = [span for steps in key.spans if (span := self._load(key, steps))]
-        if len(loaded) < len(key.spans):
-            return None
-        check_room(sum(span.num_bytes for span in loaded), device)
-        span = self._in_use[key, device] = join(key.num_steps, loaded, device)
-        return span
-
-    def _load(self, key: Key, steps: range) -> Span | None:
-        """From the highest tier that has it, whole."""
-        return next((span for tier in self.tiers if (span := tier.load(key, steps))), None)
-
-    def _source(self, key: Key) -> Tier | None:
-        """The lowest tier that is needed to have all of the template."""
-        missing = key.spans
-        for tier in self.tiers:
-            missing = tier.missing(key, missing)
-            if not missing:
-                return tier
-        return None
-
-    # downwards
-
-    def _missing(self, key: Key, spans: Sequence[range], tiers: Sequence[Tier]) -> list[range]:
-        missing = list(spans)
-        for tier in tiers:
-            missing = tier.missing(key, missing)
-        return missing
-
-    def _sink(self, key: Key, span: Span, tiers: Sequence[Tier]) -> Tier:
-        """The first of the tiers that takes the span."""
-        refusals = []
-        for tier in tiers:
-            try:
-                with memory_guard("the template"):
-                    tier.reserve(key, estimate(key, span))
-                    tier.store(key, span)
-                return tier
-            except (CacheError, OutOfMemoryError) as error:
-                refusals.append(str(error))
-        raise CacheError("; ".join(refusals) or "the store has no tiers")
-
-    def _spill(self, key: Key, index: int, otherwise: str) -> None:
-        """What a tier has of a template, and none below it has, goes down."""
-        try:
-            with self._unless_forgotten(key) as may_move:
-                if may_move:
-                    self._send_down(key, self.tiers[index], self.tiers[index + 1 :])
-        except CacheError as error:
-            logger.warning("a template %s: %s", otherwise, error)
-
-    def _send_down(self, key: Key, tier: Tier, below: Sequence[Tier]) -> None:
-        if not below:
-            return
-        absent = tier.missing(key, key.spans)
-        for steps in self._missing(key, [steps for steps in key.spans if steps not in absent], below):
-            if span := tier.load(key, steps):
-                self._sink(key, span, below)
-
-        if tier in self.lasting and (picture := self.lasting[0].load_picture(key)) is not None:
-            self._sink_picture(key, picture, self.lasting[1:])
-
-    def _sink_picture(self, key: Key, picture: Pixels, tiers: Sequence[LastingTier]) -> None:
-        for tier in tiers:
-            try:
-                tier.store_picture(key, picture)
-                return
-            except CacheError as error:
-                logger.warning("the picture of a template is not kept: %s", error)
-
-    @contextlib.contextmanager
-    def _unless_forgotten(self, key: Key) -> Iterator[bool]:
-        """Whether the template may move; who forgets it waits until the block ends."""
-        with self._lock:
-            may_move = key not in self._forgetting
-            self._spilling[key] += may_move
-        try:
-            yield may_move
-        finally:
-            with self._lock:
-                self._spilling[key] -= may_move
-                self._spilling += Counter()  # keeps those that are above 0
-                self._lock.notify_all()
-
-    def _before_eviction(self, index: int, key: Key) -> None:
-        name = self.tiers[index].name
-        self._spill(key, index, f"leaves the {name} tier and is lost")
-        if self.on_evict:
-            self.on_evict(name, key)
-
-    # the rest
-
-    def _pin_all(self, key: Key) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        for tier in self.tiers:
-            try:
-                stack.enter_context(tier.pin(key))
-            except CacheError as error:
-                logger.warning("a template is not pinned: %s", error)
-        return stack
-
-    def _tier_status(self, tier: Tier) -> TierStatus:
-        usage = tier.usage()
-        return TierStatus(
-            num_templates=usage.num_templates,
-            num_bytes=usage.num_bytes,
-            max_bytes=tier.max_bytes,
-            num_hits=self._hits[tier.name],
-            num_evictions=tier.num_evictions,
-        )
 
 
 def done(found: Found | None) -> Handle:
@@ -389,16 +282,5 @@ def done(found: Found | None) -> Handle:
     return handle
 
 
-def check_room(num_bytes: int, device: torch.device) -> None:
-    available = available_bytes(device)
-    if num_bytes > available:
-        raise OutOfMemoryError(f"they need {decimal(num_bytes)}: {device} has {decimal(int(available))} available")
-
-
 def memory_name(device: torch.device) -> TierName:
     return "gpu" if device.type == "cuda" else "host"
-
-
-def indexed(device: torch.device) -> torch.device:
-    """cuda -> cuda:0"""
-    return torch.device(device.type, device.index or 0) if device.type == "cuda" else device

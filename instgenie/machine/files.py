@@ -11,8 +11,8 @@ PARTIAL = ".partial"  # suffix of a file that is being written
 
 @contextmanager
 def complete_file(path: Path, durable: bool = False) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; what the block writes there is renamed to `path` when the block succeeds and
-    removed when it fails. So `path` always holds either the old file or all of the new one, even if this process is
+    """Yield a temporary path beside `path`. What the block writes there is renamed to `path` if the block succeeds and
+    removed if it fails. So `path` always holds either the old file or all of the new one, even if this process is
     killed; with `durable` also after a power cut, because the bytes reach the disk before the name changes."""
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     try:

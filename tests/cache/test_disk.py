@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.spans import GIB, KEY, SPANS, STEPS, check_pictures, equal, make_picture, make_span, other_key
+from helpers.spans import (
+    GIB,
+    KEY,
+    SPANS,
+    STEPS,
+    check_pictures,
+    equal,
+    make_picture,
+    make_span,
+    no_long_files,
+    other_key,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -292,15 +302,9 @@ def test_a_span_that_was_loaded_outlives_its_file(tier: DiskTier) -> None:
 
 
 def test_a_write_that_fails_leaves_what_was_there(tier: DiskTier) -> None:
-    """The system refuses to write so long a file, as it refuses to write to a full disk."""
     tier.store(KEY, make_span())
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(CacheError, match=r"cannot be written: .*too large"):
-            tier.store(KEY, make_span(seed=1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with no_long_files(), pytest.raises(CacheError, match=r"cannot be written: .*too large"):
+        tier.store(KEY, make_span(seed=1))
     assert equal(tier.load(KEY, STEPS), make_span())
     assert {path.suffix for path in one_file(tier).parent.iterdir()} == {".safetensors", ""}
 
@@ -308,7 +312,7 @@ def test_a_write_that_fails_leaves_what_was_there(tier: DiskTier) -> None:
 WORK = """
 import sys
 from pathlib import Path
-from helpers.spans import STEPS, equal, make_span, other_key
+from helpers.spans import STEPS, equal, make_span, no_long_files, other_key
 from instgenie.cache.disk import DiskTier
 from instgenie.errors import CacheError
 

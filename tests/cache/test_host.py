@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
-from instgenie.cache.memory import MemoryTier, find_forms
+from instgenie.cache.memory import MemoryTier, step_specs
 from instgenie.errors import CacheError
 from instgenie.jobs.activations import Key, join
 
 CPU = torch.device("cpu")
-SLOT = KEY.num_steps * sum(form.num_bytes for form in find_forms(make_span()))  # bytes of a template
+SLOT = KEY.num_steps * sum(spec.num_bytes for spec in step_specs(make_span()))  # bytes of a template
 
 
 def make_tier(name: str, max_bytes: int) -> MemoryTier:

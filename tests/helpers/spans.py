@@ -1,5 +1,8 @@
 """Spans to keep, and keys to keep them under."""
 
+import contextlib
+import resource
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -7,10 +10,10 @@ import torch
 
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.format import encode
-from instgenie.cache.memory import find_forms
+from instgenie.cache.memory import step_specs
 from instgenie.cache.remote import RemoteTier
 from instgenie.cache.store import Store
-from instgenie.jobs.activations import Key, Span
+from instgenie.jobs.activations import Key, Span, join
 from instgenie.types import Pixels
 
 GIB = 2**30
@@ -68,5 +71,25 @@ def put(store: Store, key: Key, seed: int = 0) -> None:
         store.put(key, span)
 
 
-SLOT = KEY.num_steps * sum(form.num_bytes for form in find_forms(make_span()))  # bytes of a template in memory
+def whole(seed: int = 0) -> Span:
+    return join(KEY.num_steps, make_spans(seed), torch.device("cpu"))
+
+
+def is_found(store: Store, key: Key, seed: int = 0) -> bool:
+    found = store.get(key)
+    return bool(found) and equal(found.span, whole(seed))
+
+
+@contextlib.contextmanager
+def no_long_files() -> Iterator[None]:
+    """The system refuses to write any file of more than 1000 bytes, as it would on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+SLOT = KEY.num_steps * sum(spec.num_bytes for spec in step_specs(make_span()))  # bytes of a template in memory
 FILES = sum(len(encode(KEY, span)) for span in make_spans())  # and in files

@@ -20,12 +20,16 @@ def test_a_file_appears_under_its_name_when_it_is_complete(tmp_path: Path, durab
     assert list(tmp_path.iterdir()) == [path]
 
 
+def write_half(path: Path) -> None:
+    path.write_text("half")
+    raise OSError("no room for the second half")
+
+
 def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     path.write_text("old")
-    with pytest.raises(ValueError, match="no more"), complete_file(path) as partial:
-        partial.write_text("half")
-        raise ValueError("no more")
+    with pytest.raises(OSError, match="second"), complete_file(path) as partial:
+        write_half(partial)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

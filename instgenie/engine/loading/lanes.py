@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from instgenie.cache.buffers import Form
+from instgenie.cache.buffers import TensorSpec
 from instgenie.jobs.activations import Activations
 from instgenie.kernels.copy import can_copy_rows, copy_rows_fused
 from instgenie.kernels.packed import unpack_rows, unpacked_shape
@@ -41,7 +41,7 @@ class Lane(Protocol):
         """What is started from here on comes after all that was computed so far: buffers may lie otherwise, and these
         rows are what loads will ask for."""
 
-    def form(self, activations: Activations, kept: Tensor) -> Form:
+    def form(self, activations: Activations, kept: Tensor) -> TensorSpec:
         """Of what a load needs in a buffer."""
 
     def start(self, buffer: int, loads: Sequence[Load]) -> None: ...
@@ -77,9 +77,9 @@ class StreamLane:
         for index in needed:
             index.record_stream(self.stream)  # a job may be gone before a load that was started for it
 
-    def form(self, activations: Activations, kept: Tensor) -> Form:
+    def form(self, activations: Activations, kept: Tensor) -> TensorSpec:
         shape = (0,) if kept.device == self.device else tuple(kept.shape)
-        return Form(shape, kept.dtype)
+        return TensorSpec(shape, kept.dtype)
 
     def start(self, buffer: int, loads: Sequence[Load]) -> None:
         if released := self._released.get(buffer):
@@ -130,8 +130,8 @@ class ThreadLane:
     def settle(self, needed: Iterable[Tensor]) -> None:
         """What was computed so far is done; what was started goes first, for there is one thread."""
 
-    def form(self, activations: Activations, kept: Tensor) -> Form:
-        return Form(unpacked_shape(kept), activations.dtype)
+    def form(self, activations: Activations, kept: Tensor) -> TensorSpec:
+        return TensorSpec(unpacked_shape(kept), activations.dtype)
 
     def start(self, buffer: int, loads: Sequence[Load]) -> None:
         self._filled[buffer] = self._thread.submit(self.fill, loads)

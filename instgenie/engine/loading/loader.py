@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from instgenie.cache.buffers import Form, carve
+from instgenie.cache.buffers import TensorSpec, carve
 from instgenie.cost.plan import Plan
 from instgenie.engine.loading.lanes import Lane, Load, Rows, make_lane
 from instgenie.engine.loading.route import Part, Route, Source, make_route, needs_loading
@@ -84,7 +84,7 @@ class Loader:
         self.rooms = [carve(buffers[self.buffer(stop)], form) for stop, form in enumerate(forms)]
         self.route = route
 
-    def form(self, part: Part) -> Form:
+    def form(self, part: Part) -> TensorSpec:
         return self.lane.form(part.source.activations, part.source.kept(part.place, part.branch))
 
     def choose_num_buffers(self, size: int, num_stops: int) -> int:

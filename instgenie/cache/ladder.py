@@ -1,0 +1,159 @@
+"""The ladder of tiers: which tier is above which, and how spans move up and down between them. Knows no thread and no
+lock: the store decides when a template moves.
+
+    gpu        next to the model
+    host       in main memory
+    disk       survives the process
+    remote     survives the machine
+
+A template may lie in several tiers, or some of its spans in one and some in another.
+"""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+
+import torch
+from rich.filesize import decimal
+
+from instgenie.cache.disk import DiskTier
+from instgenie.cache.gpu import GpuTier
+from instgenie.cache.host import HostTier
+from instgenie.cache.memory import MemoryTier
+from instgenie.cache.remote import RemoteTier
+from instgenie.cache.tier import LastingTier, Tier, estimate
+from instgenie.errors import CacheError, OutOfMemoryError
+from instgenie.jobs.activations import Key, Span, join
+from instgenie.machine.device import available_bytes, memory_guard
+from instgenie.types import Pixels
+
+logger = logging.getLogger(__name__)
+
+
+class Ladder:
+    def __init__(
+        self, gpu: GpuTier | None, host: HostTier | None, disk: DiskTier | None, remote: RemoteTier | None
+    ) -> None:
+        self.gpu = gpu
+        self.memory: list[MemoryTier] = [tier for tier in (gpu, host) if tier]
+        self.lasting: list[LastingTier] = [tier for tier in (disk, remote) if tier]
+        self.tiers: list[Tier] = [*self.memory, *self.lasting]  # from the top
+
+    def missing(self, key: Key, spans: Sequence[range], tiers: Sequence[Tier]) -> list[range]:
+        """The spans that are in none of the tiers."""
+        missing = list(spans)
+        for tier in tiers:
+            missing = tier.missing(key, missing)
+        return missing
+
+    def source(self, key: Key) -> Tier | None:
+        """The lowest tier that is needed to have all of the template; None if the template is not whole."""
+        missing = key.spans
+        for tier in self.tiers:
+            missing = tier.missing(key, missing)
+            if not missing:
+                return tier
+        return None
+
+    def is_in_memory(self, key: Key) -> bool:
+        return any(not tier.missing(key, [key.steps]) for tier in self.memory)
+
+    def memory_for(self, device: torch.device) -> list[MemoryTier]:
+        """The tiers in memory that serve a device, from the top."""
+        return [tier for tier in self.memory if tier is not self.gpu or self.gpu.device == with_index(device)]
+
+    def lift(self, key: Key, device: torch.device) -> Span | None:
+        """Bring a template as far up as there is room, and return all of it. Without a tier in memory for the device,
+        the returned tensors on the device are the only copy."""
+        tiers, refusal = self.memory_for(device), None
+        for tier in reversed(tiers):
+            try:
+                self._fill(tier, key)
+            except (CacheError, OutOfMemoryError) as error:
+                refusal = error
+        for tier in tiers:
+            if span := tier.load(key, key.steps):
+                return span
+        if refusal:
+            raise refusal
+        return None if tiers else self._join(key, device)
+
+    def _fill(self, tier: MemoryTier, key: Key) -> None:
+        """Copy into a tier all spans that it lacks and another tier has."""
+        for steps in tier.missing(key, key.spans):
+            if span := self._load(key, steps):
+                with memory_guard("the template"):
+                    tier.store(key, span)
+
+    def _join(self, key: Key, device: torch.device) -> Span | None:
+        loaded = [span for steps in key.spans if (span := self._load(key, steps))]
+        if len(loaded) < len(key.spans):
+            return None
+        check_room(sum(span.num_bytes for span in loaded), device)
+        return join(key.num_steps, loaded, device)
+
+    def _load(self, key: Key, steps: range) -> Span | None:
+        """The span from the highest tier that has it undamaged."""
+        return next((span for tier in self.tiers if (span := tier.load(key, steps))), None)
+
+    def sink(self, key: Key, span: Span, tiers: Sequence[Tier]) -> Tier:
+        """Store a span in the first of the tiers that takes it, and return that tier."""
+        refusals = []
+        for tier in tiers:
+            try:
+                with memory_guard("the template"):
+                    tier.reserve(key, estimate(key, span))
+                    tier.store(key, span)
+                return tier
+            except (CacheError, OutOfMemoryError) as error:
+                refusals.append(str(error))
+        raise CacheError("; ".join(refusals) or "the store has no tiers")
+
+    def send_down(self, key: Key, index: int) -> None:
+        """Copy from tier `index` to those below the spans of a template that they lack, and its picture."""
+        tier, below = self.tiers[index], self.tiers[index + 1 :]
+        if not below:
+            return
+        absent = tier.missing(key, key.spans)
+        for steps in self.missing(key, [steps for steps in key.spans if steps not in absent], below):
+            if span := tier.load(key, steps):
+                self.sink(key, span, below)
+        if tier in self.lasting and (picture := self.lasting[0].load_picture(key)) is not None:
+            self.sink_picture(key, picture, self.lasting[1:])
+
+    def sink_picture(self, key: Key, picture: Pixels, tiers: Sequence[LastingTier]) -> None:
+        """Store a template's picture in the first of the tiers that takes it."""
+        for tier in tiers:
+            try:
+                tier.store_picture(key, picture)
+                return
+            except CacheError as error:
+                logger.warning("the picture of a template is not kept: %s", error)
+
+    def pin(self, key: Key) -> contextlib.ExitStack:
+        """Pin a template in all tiers until the returned stack is closed."""
+        stack = contextlib.ExitStack()
+        for tier in self.tiers:
+            try:
+                stack.enter_context(tier.pin(key))
+            except CacheError as error:
+                logger.warning("a template is not pinned: %s", error)
+        return stack
+
+    def drop(self, key: Key) -> None:
+        for tier in self.tiers:
+            try:
+                tier.drop(key)
+            except CacheError as error:
+                logger.warning("a template is not forgotten: %s", error)
+
+
+def check_room(num_bytes: int, device: torch.device) -> None:
+    available = available_bytes(device)
+    if num_bytes > available:
+        raise OutOfMemoryError(f"they need {decimal(num_bytes)}: {device} has {decimal(int(available))} available")
+
+
+def with_index(device: torch.device) -> torch.device:
+    """cuda -> cuda:0"""
+    return torch.device(device.type, device.index or 0) if device.type == "cuda" else device
