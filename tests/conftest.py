@@ -21,6 +21,8 @@ from helpers.clusters import FAULTS, Run
 from helpers.names import FAMILIES
 from helpers.serving import ALICE, BOB, Running, running_server
 
+import instgenie
+
 if TYPE_CHECKING:
     from instgenie.models.model import Model
 
@@ -144,8 +146,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One for all tests that need no settings of their own; it knows two keys."""
+    """A server with two keys for all tests that need no settings of their own. Its model suggests prompts."""
+    folder = tmp_path_factory.mktemp("server")
+    model = shutil.copytree(folders["sd_fill"], folder / "model")
+    shutil.copy(Path(instgenie.__file__).parent / "models" / "builtin" / "prompts.json", model)
     names = ["--served-model-name", "tiny", "--served-model-name", "org/tiny"]
     keys = ["--api-key", ALICE, "--api-key", BOB]
-    with running_server(tmp_path_factory.mktemp("server"), str(folders["sd_fill"]), *names, *keys) as running:
+    with running_server(folder, str(model), *names, *keys) as running:
         yield running

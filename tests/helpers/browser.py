@@ -1,15 +1,26 @@
-"""A headless Chromium for tests of the pages, and what a page must never do in it."""
+"""A headless Chromium for tests of the pages, a visitor that notes every fault, and the actions of a user."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+import numpy as np
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+
+from helpers.serving import picture, png
+from instgenie.pictures.picture import open_picture
+from instgenie.types import Pixels
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 EXECUTABLE = next((found for name in NAMES if (found := shutil.which(name))), None)
+
+PAGE_SIZE = (96, 128)  # (height, width) of the picture that is edited
+PAGE_PICTURE = {"name": "photo.png", "mimeType": "image/png", "buffer": png(picture(3, PAGE_SIZE))}
+WAIT = 30_000  # milliseconds
 
 KEEP_FORMS = """
 window.sentForms = [];
@@ -31,10 +42,11 @@ def running_browser() -> Iterator[Browser]:
 
 @dataclass
 class Visitor:
-    """Opens pages and remembers what went wrong in them."""
+    """Opens pages and collects their console errors and their requests to other hosts."""
 
     browser: Browser
     url: str
+    key: str | None = None  # already known to the pages; None: they ask for one if the server needs it
     faults: list[str] = field(default_factory=list)
 
     def open(self, path: str = "/", **options: Any) -> Page:
@@ -43,6 +55,8 @@ class Visitor:
         page.on("pageerror", lambda error: self.faults.append(str(error)))
         page.on("request", self.on_request)
         page.add_init_script(KEEP_FORMS)
+        if self.key:
+            page.add_init_script(f"sessionStorage.setItem('instgenie.key', '{self.key}')")
         page.goto(self.url + path)
         return page
 
@@ -60,7 +74,7 @@ class Visitor:
 
 
 def sent_forms(page: Page) -> list[dict[str, bytes]]:
-    """The parts of every form that the page sent."""
+    """Return the parts of every form that the page has sent."""
     forms = page.evaluate("""() => Promise.all(window.sentForms.map(async (form) => {
         const parts = [];
         for (const [name, value] of form) {
@@ -69,3 +83,46 @@ def sent_forms(page: Page) -> list[dict[str, bytes]]:
         return parts;
     }))""")
     return [{name: bytes(value) for name, value in form} for form in forms]
+
+
+def open_picture_on(page: Page) -> None:
+    page.set_input_files("#file", PAGE_PICTURE)
+    expect(page.locator("#under")).to_contain_text("photo.png, 128 × 96")
+
+
+def drag(page: Page, *points: tuple[float, float]) -> None:
+    """Drag over the canvas through points given as shares of its sides."""
+    box = page.locator("#board").bounding_box()
+    assert box
+    places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
+    page.mouse.move(*places[0])
+    page.mouse.down()
+    for place in places[1:]:
+        page.mouse.move(*place, steps=5)
+    page.mouse.up()
+
+
+def masked_percent(page: Page) -> int:
+    found = re.search(r"(\d+) % masked", page.locator("#under").inner_text())
+    return int(found[1]) if found else 0
+
+
+def fill_settings(page: Page, prompt: str = "a red cat", steps: int = 4, **fields: str) -> None:
+    page.fill("#prompt", prompt)
+    for name, value in ({"steps": str(steps), "seed": "7"} | fields).items():
+        page.fill(f"#{name}", value)
+
+
+def record_progress(page: Page) -> None:
+    """Collect the texts of the progress line in `window.told`."""
+    page.evaluate("""() => {
+        window.told = [];
+        const place = document.getElementById("stage-name");
+        new MutationObserver(() => window.told.push(place.textContent)).observe(place, {childList: true});
+    }""")
+
+
+def downloaded(page: Page) -> Pixels:
+    with page.expect_download() as download:
+        page.click("#download")
+    return np.asarray(open_picture(Path(download.value.path()).read_bytes()))

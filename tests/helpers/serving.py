@@ -1,5 +1,6 @@
-"""A real server process for tests, on a free port of this machine."""
+"""A real server process for tests, on a free port of this machine, and requests to it."""
 
+import base64
 import io
 import os
 import signal
@@ -20,10 +21,13 @@ from openai import OpenAI
 from PIL import Image
 
 from instgenie.pictures.mask import box_mask
+from instgenie.pictures.picture import open_picture
 from instgenie.types import PixelMask, Pixels
 
 ALICE, BOB = "alice-key", "bob-key"
 SIZE = (40, 56)  # (height, width)
+ORIGIN = "https://page.test"  # the one a narrow server allows
+QUICK = {"num_inference_steps": 2, "seed": 5}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Running:
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
 
     def metric(self, name: str) -> float:
-        """The sum over all labels."""
+        """Return a metric's value, summed over its labels."""
         with self.http() as client:
             lines = client.get("/metrics").text.splitlines()
         found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
@@ -51,7 +55,7 @@ class Running:
         return sum(float(line.split()[-1]) for line in found)
 
     def memory(self) -> int:
-        """Bytes of the HTTP process that are in memory."""
+        """Return the resident bytes of the HTTP process."""
         return int(self.metric("process_resident_memory_bytes"))
 
     def stop(self) -> int:
@@ -93,17 +97,34 @@ def wait_for(holds: Callable[[], Any]) -> None:
         if holds():
             return
         time.sleep(0.1)
-    raise AssertionError("it never came true")
+    raise AssertionError("the condition did not become true within 60 s")
 
 
 def register(server: Running, image: bytes, key: str = ALICE, **fields: str) -> str:
-    """The id of a template that is ready."""
+    """Register a template, wait until it is ready, and return its id."""
     with server.http(key) as client:
         made = client.post("/v1/templates", files={"image": image}, data=fields)
         assert made.status_code == 201, made.text
         name = str(made.json()["id"])
         wait_for(lambda: client.get(f"/v1/templates/{name}").json()["state"] == "ready")
     return name
+
+
+def edit(server: Running, key: str = ALICE, **fields: Any) -> Any:
+    """Edit the sample picture through the openai client; `fields` override its arguments."""
+    extra = QUICK | fields.pop("extra_body", {})
+    return server.openai(key).images.edit(
+        **({"image": PICTURE, "mask": MASK, "prompt": "a red cat"} | fields), extra_body=extra
+    )
+
+
+def pixels(answer: Any, index: int = 0) -> Pixels:
+    return open_picture(base64.b64decode(answer.data[index].b64_json))
+
+
+def alike(one: Pixels, other: Pixels) -> bool:
+    """True if the pictures are equal up to the rounding differences between batches."""
+    return int(np.abs(one.astype(int) - other).max()) <= 1
 
 
 def wait_until_ready(server: Running) -> None:
@@ -131,14 +152,14 @@ def png(pixels: Pixels) -> bytes:
 
 
 def alpha_png(masked: PixelMask) -> bytes:
-    """Alpha 0 where masked."""
+    """Encode a mask with alpha 0 where it is masked."""
     grey = np.full((*masked.shape, 4), 128, np.uint8)
     grey[..., 3] = np.where(masked, 0, 255)
     return png(grey)
 
 
 def bomb(side: int) -> bytes:
-    """A PNG of a few KB whose header and data are side x side pixels."""
+    """Make a PNG of a few KB that decodes to side x side pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,19 +1,18 @@
-"""Connections that are open on one side only: clients that fall silent, or are gone without a word. Others are served
-meanwhile, and nothing of them stays."""
+"""Half-open connections: clients that fall silent, or vanish without closing. Other clients are served meanwhile, and
+the server keeps nothing of the lost ones."""
 
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from helpers.serving import MASK, PICTURE, Running, running_server, wait_for
+from helpers.serving import MASK, PICTURE, Running, wait_for
 
 NUM_EACH = 10
 MAX_ROUNDS = 6
-TCP_REPAIR = 19  # a socket that is closed in this state sends nothing
+TCP_REPAIR = 19  # socket option: closing the socket then sends nothing
 POST = b"POST /v1/images/edits HTTP/1.1\r\nHost: x\r\n"
 PARTS = POST + b"Content-Type: multipart/form-data; boundary=b\r\n"
 IMAGE = b'--b\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n' + PICTURE
@@ -24,14 +23,6 @@ BODILESS = {
     "half a chunk": PARTS + b"Transfer-Encoding: chunked\r\n\r\n1000\r\n" + IMAGE[:500],
     "half of some JSON": POST + b'Content-Type: application/json\r\nContent-Length: 500\r\n\r\n{"prompt": "a',
 }
-
-
-@pytest.fixture(scope="module")
-def brief(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    flags = ["--body-timeout", "1.5", "--no-reuse"]
-    with running_server(tmp_path_factory.mktemp("brief"), str(folders["sd_fill"]), *flags) as running:
-        edit(running)
-        yield running
 
 
 def edit(server: Running) -> None:
@@ -50,7 +41,7 @@ def connect(server: Running, sent: bytes) -> socket.socket:
 
 
 def told(connection: socket.socket) -> bytes:
-    """All that the server says until it closes the connection."""
+    """Return everything the server sends until it closes the connection."""
     answer = b""
     with suppress(ConnectionResetError):
         while chunk := connection.recv(4096):
@@ -59,7 +50,7 @@ def told(connection: socket.socket) -> bytes:
 
 
 def num_open(server: Running) -> int:
-    """Sockets of the server."""
+    """Count the open sockets of the server."""
     num_sockets = 0
     for place in Path(f"/proc/{server.process.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since it was listed
@@ -72,30 +63,31 @@ def num_threads(server: Running) -> int:
 
 
 def check_nothing_stays(server: Running, num_before: int) -> None:
-    """The count before may have seen a connection that was about to close."""
+    """Allow fewer sockets than before: one of those may have been about to close."""
     wait_for(lambda: num_open(server) <= num_before)
     assert server.metric("instgenie:num_requests_running") == server.metric("instgenie:num_requests_waiting") == 0
 
 
-def test_clients_that_fall_silent(brief: Running) -> None:
-    """They keep their side open until the server has closed its own. A pool of threads grows while it is new, a leak
-    in every round."""
-    num_before, threads = num_open(brief), list[int]()
+def test_clients_that_fall_silent(narrow: Running) -> None:
+    """The clients keep their side open until the server closes its own. The number of threads must settle: a new thread
+    pool grows for a few rounds, a leak grows in every round."""
+    edit(narrow)
+    num_before, threads = num_open(narrow), list[int]()
     while len(threads) < 2 or threads[-1] != threads[-2]:
         assert len(threads) < MAX_ROUNDS, threads
         with ExitStack() as stack:
             silent = [
-                (name, stack.enter_context(connect(brief, sent)))
+                (name, stack.enter_context(connect(narrow, sent)))
                 for name, sent in (HEADLESS | BODILESS).items()
                 for _ in range(NUM_EACH)
             ]
-            wait_for(lambda: num_open(brief) >= num_before + NUM_EACH * len(BODILESS))
-            edit(brief)
+            wait_for(lambda: num_open(narrow) >= num_before + NUM_EACH * len(BODILESS))
+            edit(narrow)
             for name, connection in silent:
                 answer = told(connection)
                 assert answer == b"" if name in HEADLESS else answer.startswith(b"HTTP/1.1 408 "), (name, answer)
-            check_nothing_stays(brief, num_before)
-        threads.append(num_threads(brief))
+            check_nothing_stays(narrow, num_before)
+        threads.append(num_threads(narrow))
 
 
 def whole(steps: int, *, stream: bool) -> bytes:
@@ -105,17 +97,18 @@ def whole(steps: int, *, stream: bool) -> bytes:
     return b"POST /v1/images/edits HTTP/1.1\r\n" + head + b"\r\n" + request.read()
 
 
-def test_clients_that_vanish(brief: Running) -> None:
-    """Neither a last word nor an answer comes from them, as after a power cut."""
-    num_before, num_steps = num_open(brief), brief.metric("instgenie:step_time_seconds_count")
+def test_clients_that_vanish(narrow: Running) -> None:
+    """The clients send nothing more, not even the end of the connection, as after a power cut."""
+    edit(narrow)
+    num_before, num_steps = num_open(narrow), narrow.metric("instgenie:step_time_seconds_count")
     requests = [*(HEADLESS | BODILESS).values(), whole(40, stream=False), whole(40, stream=True)]
-    connections = [connect(brief, sent) for sent in requests for _ in range(3)]
-    wait_for(lambda: brief.metric("instgenie:step_time_seconds_count") > num_steps)
+    connections = [connect(narrow, sent) for sent in requests for _ in range(3)]
+    wait_for(lambda: narrow.metric("instgenie:step_time_seconds_count") > num_steps)
     for connection in connections:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
         except PermissionError:
-            pytest.skip("only who administers the network may close a connection without a word")
+            pytest.skip("closing a socket silently needs CAP_NET_ADMIN")
         connection.close()
-    edit(brief)
-    check_nothing_stays(brief, num_before)
+    edit(narrow)
+    check_nothing_stays(narrow, num_before)

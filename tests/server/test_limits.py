@@ -1,31 +1,21 @@
-"""A server with narrow limits: full queues, slow and large bodies, and its end."""
+"""Limits of a server: a full queue, slow and large bodies, large pictures, foreign origins."""
 
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from helpers.serving import PICTURE, Running, running_server
+from helpers.serving import ORIGIN, PICTURE, Running
 
 from instgenie.cli import main
 
-LONG = {"prompt": "a cat", "num_inference_steps": "200"}
-ORIGIN = "https://page.test"
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
-
-@pytest.fixture(scope="module")
-def narrow(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    flags = [
-        "--max-queue", "2", "--max-batch-size", "1", "--body-timeout", "2", "--max-body-mib", "1",
-        "--max-megapixels", "0.1", "--shutdown-timeout", "60", "--allowed-origins", ORIGIN, "--no-reuse",
-    ]  # fmt: skip
-    with running_server(tmp_path_factory.mktemp("narrow"), str(folders["sd_fill"]), *flags) as running:
-        yield running
+LONG = {"prompt": "a cat", "num_inference_steps": "200", "n": "2"}
 
 
 def edit(server: Running, fields: dict[str, str]) -> httpx.Response:
@@ -109,22 +99,17 @@ def test_a_port_that_is_taken(narrow: Running, capsys: pytest.CaptureFixture[str
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
-def test_the_end(narrow: Running) -> None:
-    """Last: after SIGTERM new edits are refused, the accepted one is finished, and the process exits with 0."""
-    accepted: list[httpx.Response] = []
-    running = threading.Thread(target=lambda: accepted.append(edit(narrow, LONG)))
-    running.start()
-    while narrow.metric("instgenie:num_requests_running") + narrow.metric("instgenie:num_requests_waiting") == 0:
-        time.sleep(0.02)
-    narrow.process.terminate()
-    with narrow.http() as client:
-        while (ready := client.get("/ready")).status_code == 200:
-            time.sleep(0.02)
-        assert ready.json() == {"status": "draining"}
-        refused = client.post("/v1/images/edits", files={"image": PICTURE}, data=LONG)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
-        assert int(refused.headers["retry-after"]) >= 1
-        assert client.get("/health").status_code == 200
-    running.join()
-    assert [answer.status_code for answer in accepted] == [200]
-    assert narrow.process.wait(60) == 0
+def test_the_page_works_without_a_key(narrow: Running, browser: "Browser") -> None:
+    from helpers.browser import WAIT, Visitor, drag, fill_settings, open_picture_on
+    from playwright.sync_api import expect
+
+    visitor = Visitor(browser, narrow.url)
+    page = visitor.open()
+    open_picture_on(page)
+    drag(page, (0.4, 0.4), (0.6, 0.6))
+    fill_settings(page)
+    page.click("#run")
+    expect(page.locator("#result")).to_be_visible(timeout=WAIT)
+    expect(page.locator("dialog")).to_have_count(0)
+    visitor.close()
+    assert visitor.faults == []

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ClusterConfig
-from instgenie.cluster.local import Cluster
 from instgenie.cluster.status import JobStatus
 from instgenie.server.monitoring.pulse import Pulse, histogram, percentile
 

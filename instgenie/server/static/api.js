@@ -1,4 +1,4 @@
-// The server as the pages see it: requests with the key, errors in plain words, server-sent events.
+// Requests to the server: adds the API key, turns failures into readable errors, reads server-sent events.
 import { askForKey } from "./key.js";
 
 const KEY = "instgenie.key"; // kept for this tab only
@@ -12,7 +12,7 @@ export class ApiError extends Error {
   }
 }
 
-// The response of a request that succeeded. Asks for the key when the server wants one.
+// Returns the response of a successful request. Asks the user for the key if the server needs one.
 export async function ask(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
@@ -41,9 +41,9 @@ async function errorOf(response) {
   }
 }
 
-// The data of each event, until the server ends the stream.
+// Yields the data of each event until the server ends the stream.
 export async function* events(response) {
-  let pieces = []; // joined only where a line ends: a picture comes in thousands of pieces
+  let pieces = []; // joined only at line ends: a picture arrives in thousands of pieces
   for await (const piece of texts(response)) {
     pieces.push(piece);
     if (!piece.includes("\n")) continue;

@@ -1,9 +1,9 @@
-// Draws the picture with its mask, or the picture before and after, at most once per frame. Input comes from hands.js.
+// Draws the picture with its mask, or the picture before and after, at most once per frame. input.js handles input.
 import { View } from "./view.js";
 
-const FIRST_SPLIT = 0.08; // nearly all of the result
+const FIRST_SPLIT = 0.08; // shows nearly all of the result
 const MASK_ALPHA = 0.55;
-const SMOOTH_BELOW = 3; // times larger; beyond, single pixels are to be seen
+const SMOOTH_BELOW = 3; // zoom factor; above it, single pixels show
 
 export class Board {
   constructor(canvas) {
@@ -12,9 +12,9 @@ export class Board {
     this.view = new View();
     this.picture = null;
     this.mask = null;
-    this.after = null; // a bitmap: the result, or how far it is
+    this.after = null; // a bitmap: the result, or an intermediate picture
     this.mode = "mask"; // or "compare", or "partial"
-    this.split = FIRST_SPLIT; // of the picture's width: left of it is before, right of it after
+    this.split = FIRST_SPLIT; // share of the picture's width: before on the left, after on the right
     this.outline = null; // a box or lasso being drawn: {kind, points}
     this.cursor = null; // {x, y, size} in pixels of the picture
     this.isWaiting = false;
@@ -92,7 +92,7 @@ export class Board {
     this.stroke([]);
   }
 
-  // White in dark, so that it shows on any picture.
+  // Strokes a white line with a dark border, which is visible on any picture.
   stroke(dashes) {
     const { context } = this;
     context.lineWidth = 3;

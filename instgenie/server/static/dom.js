@@ -1,4 +1,4 @@
-// Short ways to the document. What users give is set as text, never as HTML.
+// Helpers for the document. Text from users is set as text, never as HTML.
 
 export const find = (id) => document.getElementById(id);
 
@@ -8,7 +8,7 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
-// A list of terms and what they are: [["seed", "12"], ...]
+// Makes the children of a <dl> from [[term, text, ...], ...].
 export function terms(pairs) {
   return pairs.flatMap(([term, ...texts]) => [
     element("dt", { textContent: term }),

@@ -1,44 +1,44 @@
-// The edit page: brings picture, mask, prompt, run and results together.
+// The edit page: connects picture, mask, prompt, run and results.
 import { ask } from "./api.js";
 import { Board } from "./board.js";
 import { find, element, percent } from "./dom.js";
 import { showFacts } from "./facts.js";
-import { Hands } from "./hands.js";
 import { History } from "./history.js";
+import { BoardInput } from "./input.js";
 import { Mask } from "./mask.js";
 import { openPicture, PictureError } from "./picture.js";
 import { Prompts } from "./prompts.js";
 import { runEdit } from "./run.js";
 
-const SECONDS_TO_READY = 1.5;
+const SECONDS_BETWEEN_LOOKS = 1.5;
 const TOOL_KEYS = { b: "brush", e: "eraser", r: "box", l: "lasso", h: "hand" };
 const DIRECT_KEYS = { i: "invert", "+": "zoom-in", "=": "zoom-in", "-": "zoom-out", 0: "fit", o: "open" };
 const ZOOM = 1.4;
 
 const board = new Board(find("board"));
-const hands = new Hands(board, painted, showSplit);
+const input = new BoardInput(board, painted, showSplit);
 const history = new History(find("strip"), showResult);
 const prompts = new Prompts(find("prompt"), find("suggestions"), find("chips"));
 let facts = null; // about the server
-let result = null; // that is shown
-let running = null; // the abort controller of the run
+let result = null; // the one shown
+let running = null; // abort controller of the current run
 
 // the server
 
-async function meetServer() {
+async function loadFacts() {
   facts = await (await ask("/page/facts")).json();
   find("server").textContent = facts.is_ready ? facts.model : "loading the model";
   find("server").dataset.state = facts.is_ready ? "ready" : "loading";
   find("steps").placeholder = facts.steps ?? "";
   find("guidance").placeholder = facts.guidance ?? "";
   find("count").max = facts.max_edits;
-  if (!facts.is_ready) setTimeout(meet, SECONDS_TO_READY * 1000);
+  if (!facts.is_ready) setTimeout(connect, SECONDS_BETWEEN_LOOKS * 1000);
 }
 
-async function meet() {
+async function connect() {
   const isFirst = !facts;
   try {
-    await meetServer();
+    await loadFacts();
   } catch (error) {
     find("server").textContent = error.message;
     find("server").dataset.state = "error";
@@ -70,7 +70,7 @@ async function openExample({ name, mask, prompts, seed }) {
 
 async function openFile(file, name = file.name || "picture") {
   find("picture-error").textContent = find("error").textContent = "";
-  await met;
+  await connected;
   try {
     show(await openPicture(file, name, facts));
     return true;
@@ -114,17 +114,17 @@ function change(act) {
 }
 
 function setTool(tool) {
-  hands.tool = tool;
-  hands.hideCursor();
+  input.tool = tool;
+  input.hideCursor();
   find("board").dataset.tool = tool;
   document.querySelector(`[name=tool][value=${tool}]`).checked = true;
-  find("size").disabled = !hands.paints;
+  find("size").disabled = !input.paints;
   if (board.mode === "compare" && tool !== "hand") setMode("mask");
 }
 
 function setSize(value) {
   find("size").value = Math.min(Math.max(value, 1), 50);
-  hands.brush = find("size").value / 100;
+  input.brush = find("size").value / 100;
 }
 
 function zoom(factor) {
@@ -180,17 +180,17 @@ function useAsSource() {
 async function run() {
   find("error").textContent = "";
   const { picture, mask } = board;
-  const wishes = readWishes();
-  const wrong = whatIsMissing(wishes);
-  if (wrong) return complain(...wrong);
+  const settings = readSettings();
+  const mistake = findMistake(settings);
+  if (mistake) return complain(...mistake);
   setRunning(new AbortController());
   const results = [];
   try {
-    await runEdit({ picture, mask, wishes }, {
+    await runEdit({ picture, mask, settings }, {
       queued: (_, position) => showProgress(position ? `Waiting: ${position} before you` : "Next in line"),
       step: (index, step, of) => index === 0 && showProgress(`Step ${step} of ${of}`, step / of),
       partial: showPartial,
-      completed: (made) => results.push({ ...made, picture, mask, prompt: wishes.prompt }),
+      completed: (made) => results.push({ ...made, picture, mask, prompt: settings.prompt }),
     }, running.signal);
   } catch (error) {
     if (error.name !== "AbortError") complain(error.message, FIELDS[error.param]);
@@ -203,7 +203,7 @@ async function run() {
 
 const FIELDS = { prompt: "prompt", seed: "seed", num_inference_steps: "steps", guidance_scale: "guidance", n: "count" };
 
-function readWishes() {
+function readSettings() {
   return {
     prompt: find("prompt").value.trim(),
     seed: find("seed").value,
@@ -214,10 +214,10 @@ function readWishes() {
   };
 }
 
-// A sentence and the field it is about, if something is.
-function whatIsMissing({ prompt }) {
+// Returns a message, and the field to correct if there is one; undefined if everything is fine.
+function findMistake({ prompt }) {
   if (!board.picture) return ["Open a picture first."];
-  if (!board.mask.pixels.includes(1)) return ["Nothing is painted: mark what should change, or invert the empty mask for all of it."];
+  if (!board.mask.pixels.includes(1)) return ["Nothing is painted: paint what should change, or invert the empty mask to change everything."];
   if (!prompt) return ["Say what should be there.", "prompt"];
   for (const id of ["seed", "steps", "guidance", "count"]) {
     const { validity, min, max } = find(id);
@@ -253,7 +253,7 @@ function showPartial(bitmap) {
   setMode("partial");
 }
 
-// what people do
+// events
 
 const ON_CLICK = {
   undo: () => change((mask) => mask.undo()),
@@ -318,4 +318,4 @@ function withControl(event) {
 }
 
 setTool("brush");
-const met = meet(); // what the server takes is known then
+const connected = connect(); // then the server's limits are known

@@ -1,17 +1,17 @@
-// The engine page: a snapshot of the cluster twice a second, as numbers, bars and timelines.
+// The engine page: shows a snapshot of the cluster twice a second, as numbers, bars and timelines.
 import { ask, events } from "./api.js";
 import { bytes, element, find, percent, seconds } from "./dom.js";
 import { watchTemplates } from "./templates.js";
 import { Timeline } from "./timeline.js";
 
 const MS_BEFORE_RETRY = 2000;
-const cards = new Map(); // of workers, by index
+const cards = new Map(); // one per worker, by index
 
 async function watch() {
   for (;;) {
     try {
       for await (const snapshot of events(await ask("/engine/events"))) show(snapshot);
-      setServer("the server is going down", "loading");
+      setServer("the server is shutting down", "loading");
     } catch (error) {
       setServer(error.message, "error");
     }
@@ -44,7 +44,7 @@ function showTiles(snapshot) {
   write("p50", or(latency.p50));
   write("tail", `90 %: ${or(latency.p90)}, 99 %: ${or(latency.p99)}`);
   write("running", snapshot.num_running);
-  write("waiting", `${snapshot.num_waiting} of at most ${snapshot.max_queue} waiting`);
+  write("waiting", `${snapshot.num_waiting} waiting, at most ${snapshot.max_queue}`);
   write("hits", queries ? percent(hits / queries) : "–");
   write("queries", `${hits} of ${queries} edits`);
 }
@@ -53,7 +53,7 @@ function showMasks(counts) {
   const most = Math.max(...counts, 1);
   const total = counts.reduce((sum, count) => sum + count, 0);
   find("masks").ariaLabel = total
-    ? `Of ${total} edits: ${counts.map((count, bin) => `${count} mask up to ${10 * bin + 10} %`).join(", ")}`
+    ? `Of ${total} edits: ${counts.map((count, bin) => `${count} mask ${10 * bin} to ${10 * bin + 10} %`).join(", ")}`
     : "No edits yet";
   find("masks").replaceChildren(
     ...counts.map((count, bin) => {
@@ -129,12 +129,12 @@ function jobRow(job, worker, { model }) {
   );
 }
 
-// Times are those the router predicts with: a line through the steps measured so far.
+// Shows the times the router predicts: a line fitted to the steps measured so far.
 function planText(job, plan, { seconds_per_token }) {
   const cached = plan.filter(Boolean).length;
   const compute = seconds(job.num_computed_tokens * seconds_per_token);
   const tokens = `${job.num_computed_tokens} of ${job.num_tokens} tokens`;
-  return `${cached} of ${plan.length} blocks cached, ${tokens}: ${compute} of a step (predicted)`;
+  return `${cached} of ${plan.length} blocks cached, ${tokens}: ${compute} per step (predicted)`;
 }
 
 function cardOf(index) {

@@ -1,4 +1,4 @@
-// What is told beside a result: how much was computed, where activations came from, what it took.
+// Facts shown beside a result: how much was computed, where activations came from, how long it took.
 import { percent, seconds, terms } from "./dom.js";
 
 const TIERS = { gpu: "GPU memory", host: "host memory", disk: "disk", remote: "remote store" };
@@ -11,14 +11,14 @@ export function showFacts(list, facts) {
       ["Computed", `${facts.num_computed_tokens} of ${facts.num_tokens}`, "tokens at each step"],
       ["Cache", ...cacheOf(facts)],
       ["Steps took", seconds(denoise), ...savedOf(facts)],
-      ["Beside them", seconds(queue + prepare + finish), `${seconds(queue)} of it waiting`],
+      ["Other time", seconds(queue + prepare + finish), `of which ${seconds(queue)} waiting`],
       ["Seed", String(facts.seed)],
     ]),
   );
 }
 
 function cacheOf({ cache_tier }) {
-  return cache_tier ? ["hit", `from ${TIERS[cache_tier]}`] : ["miss", "the next edit of this picture can reuse it"];
+  return cache_tier ? ["hit", `from ${TIERS[cache_tier]}`] : ["miss", "the next edit of this picture can hit"];
 }
 
 function savedOf({ cache_tier, seconds: { denoise }, predicted_dense_seconds: dense }) {

@@ -1,4 +1,4 @@
-// The results of this visit, newest first, as a strip of small pictures to choose from.
+// The results of this visit as a strip of thumbnails, newest first.
 import { element } from "./dom.js";
 import { thumbnail } from "./picture.js";
 

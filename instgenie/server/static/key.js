@@ -1,4 +1,4 @@
-// Asks for the API key, once for all requests that wait for it.
+// Asks for the API key, once for all requests that need it.
 import { element } from "./dom.js";
 
 let asking = null;
@@ -16,7 +16,7 @@ function show(isWrong) {
     element(
       "form",
       { method: "dialog" },
-      element("h2", { textContent: "This server asks for a key" }),
+      element("h2", { textContent: "This server needs a key" }),
       element("p", {
         className: isWrong ? "error" : "quiet",
         textContent: isWrong ? "The server does not know that key." : "It is kept for this tab only.",

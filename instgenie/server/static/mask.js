@@ -1,15 +1,15 @@
-// The mask: a canvas of bounded size, and the strokes that made it, so that each can be undone and done again.
+// The mask: a canvas of bounded size, and the strokes that made it, so that they can be undone and redone.
 // Coordinates are pixels of the picture.
 
 const MAX_SIDE = 1024;
-const MAX_UNDO = 60; // older strokes stay, for good
-const SAMPLE = 128; // side of the small copy that is counted
+const MAX_UNDO = 60; // older strokes can no longer be undone
+const SAMPLE = 128; // side of the small copy in which masked pixels are counted
 
 export class Mask {
   constructor(width, height) {
     this.scale = Math.min(1, MAX_SIDE / Math.max(width, height));
     this.canvas = canvasOf(width * this.scale, height * this.scale);
-    this.base = canvasOf(this.canvas.width, this.canvas.height); // what can no longer be undone
+    this.base = canvasOf(this.canvas.width, this.canvas.height); // strokes that can no longer be undone
     this.context = contextOf(this.canvas, this.scale);
     this.sample = canvasOf(SAMPLE, SAMPLE).getContext("2d", { willReadFrequently: true });
     this.strokes = [];
@@ -23,7 +23,7 @@ export class Mask {
     if (this.strokes.length > MAX_UNDO) this.settle();
   }
 
-  // A stroke that was added grows by a point.
+  // Appends a point to the last stroke.
   extend(point) {
     const { points, size, erase } = this.strokes.at(-1);
     this.paint({ kind: "brush", points: [points.at(-1), point], size, erase });
@@ -69,7 +69,7 @@ export class Mask {
     this.whole((context, { width, height }) => context.clearRect(0, 0, width, height));
   }
 
-  // Draws in pixels of the mask's own canvas.
+  // Calls `draw` with coordinates in pixels of the mask's canvas.
   whole(draw) {
     this.context.save();
     this.context.setTransform(1, 0, 0, 1, 0, 0);
@@ -77,7 +77,7 @@ export class Mask {
     this.context.restore();
   }
 
-  // How much of the picture is masked, nearly.
+  // The masked share of the picture, approximately.
   get share() {
     this.sample.clearRect(0, 0, SAMPLE, SAMPLE);
     this.sample.drawImage(this.canvas, 0, 0, SAMPLE, SAMPLE);
@@ -87,7 +87,7 @@ export class Mask {
     return sum / 255 / SAMPLE ** 2;
   }
 
-  // One byte per pixel of the mask's own canvas: 1 is masked.
+  // One byte per pixel of the mask's canvas: 1 is masked.
   get pixels() {
     const { width, height } = this.canvas;
     const copy = canvasOf(width, height).getContext("2d", { willReadFrequently: true });
@@ -101,7 +101,7 @@ const KINDS = {
   brush({ context }, { points, size }) {
     context.lineWidth = size;
     context.beginPath();
-    context.arc(...points[0], size / 2, 0, 2 * Math.PI); // a line of one point would not show
+    context.arc(...points[0], size / 2, 0, 2 * Math.PI); // a line of one point would be invisible
     context.fill();
     context.beginPath();
     for (const point of points) context.lineTo(...point);
@@ -118,7 +118,7 @@ const KINDS = {
   image(mask, { alpha }) {
     mask.whole((context, { width, height }) => {
       context.fillRect(0, 0, width, height);
-      context.globalCompositeOperation = "destination-out"; // what is opaque is kept
+      context.globalCompositeOperation = "destination-out"; // opaque pixels are not masked
       context.drawImage(alpha, 0, 0, width, height);
     });
   },

@@ -1,4 +1,4 @@
-// Pictures from files: checked, measured, and made small enough to paint on. The file itself is what the server gets.
+// Opens picture files: checks them, reads their size, and scales them down to paint on. The server gets the file itself.
 
 const TYPES = ["image/png", "image/jpeg", "image/webp"];
 
@@ -6,22 +6,22 @@ export class PictureError extends Error {}
 
 export async function openPicture(file, name, limits) {
   if (!TYPES.includes(file.type)) {
-    throw new PictureError(`${name} is not a picture this server takes: choose a PNG, JPEG or WebP file.`);
+    throw new PictureError(`${name} is not a picture this server accepts: choose a PNG, JPEG or WebP file.`);
   }
   if (file.size > limits.max_body_bytes) {
-    throw new PictureError(`${name} is too large: the server takes ${Math.floor(limits.max_body_bytes / 2 ** 20)} MiB.`);
+    throw new PictureError(`${name} is too large: the server accepts up to ${Math.floor(limits.max_body_bytes / 2 ** 20)} MiB.`);
   }
   const { width, height, bitmap } = await shrunk(file).catch(() => {
     throw new PictureError(`${name} cannot be opened: the file is damaged or not a picture.`);
   });
   if (width * height > limits.max_pixels) {
     const [has, may] = [width * height, limits.max_pixels].map((pixels) => (pixels / 1e6).toFixed(1));
-    throw new PictureError(`${name} has ${has} megapixels: the server takes up to ${may}.`);
+    throw new PictureError(`${name} has ${has} megapixels: the server accepts up to ${may}.`);
   }
   return { file, name, width, height, bitmap };
 }
 
-// Decoded and made small in a thread of its own: the page stays quick.
+// Decodes and scales down in a thread of its own, so that the page stays responsive.
 export function shrunk(file) {
   const worker = new Worker("/static/shrink.js");
   return new Promise((resolve, reject) => {

@@ -1,5 +1,5 @@
-// Writes a mask as the PNG that the API expects: of the picture's size, alpha 0 where masked. One bit per pixel, so that
-// the mask of a large photograph takes a few kilobytes and no canvas of its size.
+// Writes a mask as the PNG that the API expects: the picture's size, alpha 0 where masked. With one bit per pixel, the
+// mask of a large photograph takes a few kilobytes and needs no canvas of that size.
 
 const PALETTE = [0, 0, 0, 0, 0, 0]; // kept, masked: the colour does not matter
 const ALPHA = [255, 0];
@@ -25,7 +25,7 @@ export async function maskPng(mask, width, height) {
   );
 }
 
-// Rows of bits, each behind its filter byte 0. Rows that show the same line of the mask are made once.
+// Returns rows of bits, each after its filter byte 0. Rows that repeat a line of the mask are copied.
 function stretched(pixels, fromWidth, fromHeight, width, height) {
   const stride = 1 + Math.ceil(width / 8);
   const rows = new Uint8Array(stride * height);

@@ -1,4 +1,4 @@
-// The prompt and what the model knows: a field with a list of suggestions, for mouse, touch and keyboard.
+// The prompt field with a list of suggestions, for mouse, touch and keyboard.
 import { element } from "./dom.js";
 
 const MAX_SHOWN = 40;

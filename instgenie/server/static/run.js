@@ -1,22 +1,22 @@
-// One run: sends picture, mask and wishes to the API, and tells what happens on the way.
+// One run: sends picture, mask and settings to the API, and reports progress.
 import { ask, bytesOf, events } from "./api.js";
 import { maskPng } from "./png.js";
 import { shrunk } from "./picture.js";
 
-const MANY_PIXELS = 4e6; // pictures on the way are sent in full: of large ones, fewer
+const MANY_PIXELS = 4e6; // intermediate pictures are sent at full size, so large ones are sent less often
 
-export async function runEdit({ picture, mask, wishes }, on, signal) {
+export async function runEdit({ picture, mask, settings }, on, signal) {
   const form = new FormData();
   form.append("image", picture.file, "picture");
   form.append("mask", await maskPng(mask, picture.width, picture.height), "mask.png");
   const partials = picture.width * picture.height > MANY_PIXELS ? 1 : 3;
-  const fields = { ...wishes, stream: true, stream_progress: true, partial_images: partials };
+  const fields = { ...settings, stream: true, stream_progress: true, partial_images: partials };
   for (const [name, value] of Object.entries(fields)) if (value !== "") form.append(name, value);
   const response = await ask("/v1/images/edits", { method: "POST", body: form, signal });
-  for await (const event of events(response)) await HEARD[event.type]?.(event, on);
+  for await (const event of events(response)) await HANDLERS[event.type]?.(event, on);
 }
 
-const HEARD = {
+const HANDLERS = {
   "instgenie.queued": (event, on) => on.queued(event.index, event.position),
   "instgenie.step": (event, on) => on.step(event.index, event.step, event.num_steps),
   "image_edit.partial_image": async (event, on) => {

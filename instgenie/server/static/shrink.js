@@ -1,4 +1,4 @@
-// A thread that decodes a file and makes a bitmap of bounded size. Answers null for what is no picture.
+// A worker thread that decodes a file into a bitmap of bounded size. Answers null if the file is not a picture.
 
 const MAX_SIDE = 2048;
 

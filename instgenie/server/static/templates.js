@@ -1,4 +1,4 @@
-// Templates: see, register, remove. Through the API, like any client.
+// Lists, registers and removes templates, through the API like any client.
 import { ask } from "./api.js";
 import { bytes, element, find } from "./dom.js";
 

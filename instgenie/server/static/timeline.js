@@ -1,5 +1,5 @@
-// A worker's last seconds: each job a bar from where it joined the batch to where it left; below, its steps, as high as
-// the batch was large. Time runs to the right; now is the right edge.
+// A worker's last seconds. Each job is a bar from joining the batch to leaving it; below are the steps, as high as their
+// batches are large. Time runs to the right; now is the right edge.
 
 const MIN_LANES = 4;
 const GAP = 2;
@@ -11,7 +11,7 @@ export class Timeline {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
     this.steps = [];
-    this.lanes = new Map(); // of each bar, by job and time
+    this.lanes = new Map(); // lane of each bar, by job and start
     new ResizeObserver(() => this.resize()).observe(canvas);
   }
 
@@ -22,7 +22,7 @@ export class Timeline {
     if (this.worker) this.draw();
   }
 
-  // Steps come once each; bars come as long as they show.
+  // Each step arrives once; a bar arrives as long as it is visible.
   update(worker, { now, window, max_batch_size }) {
     Object.assign(this, { worker, window, maxBatch: max_batch_size });
     this.offset = now - performance.now() / 1000;
@@ -31,7 +31,7 @@ export class Timeline {
     this.numLanes = Math.max(MIN_LANES, ...[...this.lanes.values()].map((lane) => lane + 1));
   }
 
-  // A bar keeps the lane it once got: the lowest that was free.
+  // A bar keeps its first lane, the lowest that was free.
   placeBars(bars, now) {
     const before = this.lanes;
     this.lanes = new Map();

@@ -1,4 +1,4 @@
-// Where the picture lies in the window: zoom and pan. Knows numbers, draws nothing.
+// The position of the picture in the window: zoom and pan. Draws nothing.
 
 const MAX_SCALE = 16;
 const MARGIN = 16;
@@ -8,7 +8,7 @@ export class View {
     this.window = { width: 1, height: 1 };
     this.picture = { width: 1, height: 1 };
     this.scale = 1;
-    this.x = this.y = 0; // of the picture's corner in the window
+    this.x = this.y = 0; // position of the picture's corner in the window
   }
 
   get fitting() {
@@ -23,7 +23,7 @@ export class View {
     this.y = (this.window.height - this.picture.height * this.scale) / 2;
   }
 
-  // The point of the window stays where it is.
+  // Zooms around the point (x, y) of the window, which stays in place.
   zoom(factor, x = this.window.width / 2, y = this.window.height / 2) {
     const smallest = this.fitting / 2;
     const scale = Math.min(Math.max(this.scale * factor, smallest), Math.max(MAX_SCALE, smallest));
@@ -40,7 +40,7 @@ export class View {
     this.keepInside();
   }
 
-  // Some of the picture always shows.
+  // Keeps a part of the picture visible.
   keepInside() {
     const { width, height } = this.window;
     const least = 48;

@@ -1,14 +1,14 @@
-// Mouse, touch, pen and keyboard on the board: they paint, pan, zoom and move the line between before and after.
+// Mouse, touch, pen and keyboard input on the board: paints, pans, zooms, and moves the line between before and after.
 
 const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const WHEEL = 0.0015;
 
-export class Hands {
+export class BoardInput {
   constructor(board, onPainted, onSplit) {
     Object.assign(this, { board, onPainted, onSplit });
     this.tool = "brush"; // or eraser, box, lasso, hand
-    this.brush = 0.12; // of the picture's shorter side
-    this.pointers = new Map(); // where each one was last
+    this.brush = 0.12; // diameter as a share of the picture's shorter side
+    this.pointers = new Map(); // last position of each, by pointer id
     this.action = null; // "paint", "outline", "pan", "split"
     const { canvas } = board;
     canvas.addEventListener("pointerdown", (event) => this.down(event));
@@ -47,7 +47,7 @@ export class Hands {
     board.redraw();
   }
 
-  // A second finger: what the first one began was not meant.
+  // A second finger turns the gesture into a pinch, and undoes what the first finger began.
   pinch() {
     if (this.action === "paint") this.board.mask.undo();
     this.board.outline = null;
@@ -76,7 +76,7 @@ export class Hands {
     board.redraw();
   }
 
-  // Two fingers: the point between them stays between them.
+  // Zooms and pans with two fingers: the picture point between them stays between them.
   spread(id, before, now) {
     const [other] = [...this.pointers].filter(([key]) => key !== id).map(([, point]) => point);
     const { view } = this.board;
@@ -99,7 +99,7 @@ export class Hands {
     this.onSplit();
   }
 
-  // what they do
+  // actions
 
   begin(point, isErasing = false) {
     const { board } = this;
@@ -147,7 +147,7 @@ export class Hands {
     this.board.redraw();
   }
 
-  // keyboard: arrows move, the space bar puts the brush down and lifts it
+  // keyboard: arrow keys move the brush, the space bar puts it down and lifts it
 
   key(event) {
     const { board } = this;

@@ -1,0 +1,65 @@
+"""What operators see: metrics, log lines, engine events."""
+
+import json
+from typing import Any
+
+from helpers.serving import ALICE, Running, wait_for
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def test_metrics(server: Running, edited: Any) -> None:
+    """Names, kinds and labels are what dashboards are made of."""
+    with server.http() as client:
+        text = client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    kinds = {name.removeprefix("instgenie:"): one.type for name, one in families.items() if "instgenie:" in name}
+    assert kinds == {
+        "num_requests_running": "gauge", "num_requests_waiting": "gauge", "e2e_request_latency_seconds": "histogram",
+        "request_queue_time_seconds": "histogram", "request_success": "counter", "step_time_seconds": "histogram",
+        "batch_size": "histogram", "mask_ratio": "histogram", "cache_queries": "counter", "cache_hits": "counter",
+        "cache_usage_bytes": "gauge", "http_requests": "counter", "step_loop_interruptions": "counter",
+    }  # fmt: skip
+
+    def labels(name: str, label: str) -> set[str]:
+        samples = families[f"instgenie:{name}"].samples
+        return {sample.labels[label] for sample in samples if label in sample.labels}
+
+    assert labels("request_success", "finished_reason") == {"stop", "abort", "error"}
+    assert labels("cache_hits", "tier") == labels("cache_usage_bytes", "tier") == {"gpu", "host", "disk", "remote"}
+    assert "\ninstgenie:request_success_total{" in text
+    assert "\ninstgenie:cache_hits_total{" in text
+    assert "\ninstgenie:cache_queries_total " in text
+    assert '\ninstgenie:step_loop_interruptions_total{worker="0"} 0.0' in text
+    for name in (
+        "e2e_request_latency_seconds_count",
+        "step_time_seconds_count",
+        "batch_size_count",
+        "mask_ratio_count",
+    ):
+        assert server.metric(f"instgenie:{name}") > 0, name
+    assert server.metric('instgenie:request_success_total{finished_reason="stop"}') > 0
+
+
+def test_the_log_is_json_and_knows_the_request(server: Running) -> None:
+    with server.http() as client:
+        client.get("/v1/models?secret=1", headers={"x-request-id": "look-for-me"})
+    wait_for(lambda: "look-for-me" in whole_lines(server))  # it is written after the answer is sent
+    lines = [json.loads(line) for line in whole_lines(server).splitlines()]
+    [line] = [line for line in lines if line.get("request_id") == "look-for-me"]
+    assert (line["method"], line["path"], line["status"]) == ("GET", "/v1/models", 200)
+    assert ALICE not in server.log.read_text()
+    assert "secret" not in server.log.read_text()
+
+
+def whole_lines(server: Running) -> str:
+    """Of the log; the last may be half-written."""
+    return server.log.read_text().rpartition("\n")[0]
+
+
+def test_the_engine_tells_how_it_is_doing(server: Running) -> None:
+    with server.http() as client, client.stream("GET", "/engine/events") as answer:
+        line = next(line for line in answer.iter_lines() if line)
+    snapshot = json.loads(line.removeprefix("data: "))
+    assert snapshot["model"]["name"] == "tiny"
+    assert [worker["state"] for worker in snapshot["workers"]] == ["ready"]
+    assert ALICE not in line
