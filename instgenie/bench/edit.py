@@ -30,8 +30,8 @@ from instgenie.engine.loading.loader import Loader
 from instgenie.engine.planning import Planning
 from instgenie.engine.register import register
 from instgenie.jobs.activations import CacheDtype, Kind
-from instgenie.machine.device import memory_guard
-from instgenie.machine.names import device_name
+from instgenie.machine.device import device_name
+from instgenie.machine.device_memory import memory_guard
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.mask import token_mask
@@ -70,7 +70,10 @@ class EditRow:
     edit_ms: float  # for the whole batch
 
 
-def bench_edit(name: str, device: str, size: tuple[int, int] | None, study: EditStudy, json_path: Path | None) -> None:
+def bench_edit(
+    name: str, device: str, size: tuple[int, int] | None, study: EditStudy, json_path: Path | None, command: str
+) -> None:
+    """`command` is what was typed to measure this, and is kept with the figures."""
     check_folder(json_path)
     with show_status("loading the model"):
         model = load(name, device)
@@ -92,7 +95,8 @@ def bench_edit(name: str, device: str, size: tuple[int, int] | None, study: Edit
     machine = describe_machine(model) | {"graphs": "on" if study.graphs and model.device.type == "cuda" else "off"}
     print_rows(rows, machine, f"{name}, {size[1]}x{size[0]}, {study.steps} steps, median of {study.repeats}")
     if json_path:
-        write_json({"machine": machine, "rows": [asdict(row) for row in rows]}, json_path)
+        about = {"command": command, "model": name, "size": size, "steps": study.steps, "machine": machine}
+        write_json(about | {"rows": [asdict(row) for row in rows]}, json_path)
 
 
 def make_systems(name: str, model: Model, size: tuple[int, int], study: EditStudy) -> list[System]:

@@ -21,7 +21,7 @@ from instgenie.bench.timing import System, measure
 from instgenie.bench.workload import Recipe, draw_workload
 from instgenie.engine.register import register
 from instgenie.jobs.activations import Activations
-from instgenie.machine.device import memory_guard
+from instgenie.machine.device_memory import memory_guard
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.samples import sample_picture

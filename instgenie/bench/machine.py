@@ -6,7 +6,7 @@ from importlib.metadata import version
 import torch
 
 from instgenie.kernels import switch
-from instgenie.machine.names import device_name
+from instgenie.machine.device import device_name
 from instgenie.models.model import Model
 
 Machine = dict[str, str | int]

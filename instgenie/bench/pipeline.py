@@ -32,8 +32,8 @@ from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, CacheDtype, Kind
 from instgenie.jobs.job import Job
 from instgenie.machine.clock import now
-from instgenie.machine.device import memory_guard
-from instgenie.machine.names import device_name
+from instgenie.machine.device import device_name
+from instgenie.machine.device_memory import memory_guard
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.samples import sample_picture

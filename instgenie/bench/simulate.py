@@ -23,7 +23,7 @@ from instgenie.scheduling.names import RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
 from instgenie.simulate.service import PlannedService, SideSeconds
 from instgenie.simulate.worker import SimulatedJob
-from instgenie.telemetry.progress import Progress
+from instgenie.telemetry.progress import Progress, show_status
 from instgenie.types import PlanPolicy
 
 TABLE_WIDTH = 110
@@ -63,7 +63,8 @@ def bench_simulate(
     json_path: Path | None,
 ) -> None:
     check_folder(json_path)
-    model = load(setup.model, "cpu", weights=frozenset())
+    with show_status("loading the model"):
+        model = load(setup.model, "cpu", weights=frozenset())
     service = make_service(model, setup)
     rows = []
     with Progress(transient=True) as progress:

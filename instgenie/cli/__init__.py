@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
@@ -31,7 +33,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = make_parser().parse_args(given)
+    options.command_line = shlex.join(["instgenie", *given])
     quiet_libraries()
     try:
         return options.run(options) or 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from instgenie.cli.arguments import add_model, positive, rate, ratio
+from instgenie.cli.claims import add_bench_table
 from instgenie.cli.evaluate import add_bench_engine, add_bench_reproduce, add_bench_simulate
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
@@ -31,6 +32,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     add_bench_simulate(benches.add_parser("simulate", help="a simulated cluster", description=about_simulate))
     about_router = "Time the router's decision, with every policy, among 8 to 20,000 busy workers."
     add_bench_router(benches.add_parser("router", help="the choice of a worker", description=about_router))
+    about_table = "Print the table of claims about performance, or write it into a Markdown page."
+    add_bench_table(benches.add_parser("table", help="the table of claims", description=about_table))
 
 
 def add_bench_edit(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +77,7 @@ def run_bench_edit(options: argparse.Namespace) -> None:
     asked: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     study = EditStudy(**asked, graphs=not options.no_graphs)
     with kernels(enabled=not options.no_kernels):
-        bench_edit(options.model, options.device, options.size, study, options.json)
+        bench_edit(options.model, options.device, options.size, study, options.json, options.command_line)
 
 
 def add_bench_pipeline(parser: argparse.ArgumentParser) -> None:

@@ -21,8 +21,8 @@ from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations
 from instgenie.jobs.job import Job
 from instgenie.machine.clock import now
-from instgenie.machine.device import memory_guard
-from instgenie.machine.names import device_name
+from instgenie.machine.device import device_name
+from instgenie.machine.device_memory import memory_guard
 from instgenie.models.model import Model
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.picture import check_edit
