@@ -21,14 +21,14 @@ test: .venv/.installed chromium
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal  # a test a core, each on one thread
 
-# the browser that the tests of the pages drive; without one, they are skipped
+# the browser for the tests of the web pages; without it they are skipped
 chromium:
 	@{ command -v chromium || command -v chromium-browser || command -v google-chrome \
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y chromium; }; } >/dev/null 2>&1 \
-		|| echo "no Chromium, and none can be installed here: the tests of the pages are skipped"
+		|| echo "Chromium is missing and cannot be installed: the tests of the web pages are skipped"
 
 screenshots: .venv/.installed chromium
-	$(BIN)/python tests/helpers/screenshots.py
+	PYTHONPATH=tests $(BIN)/python -m helpers.screenshots
 
 format: .venv/.installed
 	$(BIN)/ruff format .

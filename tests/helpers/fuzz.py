@@ -1,8 +1,9 @@
-"""Requests that no honest client sends, many of them, against a running server.
+"""Sends many malformed requests to a running server. From the root of the repository:
 
-    python tests/helpers/fuzz.py --base-url http://127.0.0.1:8000 --num-requests 10000 [--api-key KEY]
+    PYTHONPATH=tests python -m helpers.fuzz --base-url http://127.0.0.1:8000 --num-requests 10000 [--api-key KEY]
 
-Every answer has to be a proper one (never 5xx but 503), the server has to stay healthy, its memory flat.
+Each must be answered with a well-formed error and no status of 500 or above; the server must stay healthy, and its
+memory must not grow.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import httpx
 import numpy as np
 
 from helpers.serving import MASK, PICTURE, SIZE, alpha_png, bomb, mask, png
+from instgenie.server.bodies.fields import EditFields
 
 Request = tuple[str, bytes, dict[str, str]]  # path, body, headers
 PATHS = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")
@@ -27,10 +29,7 @@ LEAK = re.compile(r"\b0x[0-9a-f]|/tmp|/usr|\.py|Traceback|site-packages")
 BOMB = bomb(12_000)
 MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
 SCALARS = ("", "0", "-1", "1e999", "nan", "true", "null", "9" * 5000, "\x00", "é" * 100, "1x1", "99999x99999", "{}")
-NAMES = (
-    "n", "size", "seed", "quality", "stream", "prompt", "model", "output_format", "partial_images", "feather",
-    "num_inference_steps", "guidance_scale", "strength", "mask_mode", "template", "deadline_ms", "image[]", "mask",
-)  # fmt: skip
+NAMES = (*EditFields.model_fields, "image[]", "mask")
 FILE_NAMES = ("upload", "../../etc/passwd", "a\x00b", "x" * 5000, "con", ".", "/dev/null", "a.png.exe")
 URLS = ("http://127.0.0.1:1/x.png", "file:///etc/passwd", "data:image/png;base64,####", "data:text/html,x", "ftp://x")
 
@@ -53,7 +52,7 @@ def bad_scalar(draw: random.Random) -> Request:
 
 
 def broken_picture(draw: random.Random) -> Request:
-    """Flips, cuts or repeats bytes; one that still decodes meets a field that is refused."""
+    """Flip, cut or repeat bytes. If the picture still decodes, the request is refused for its size field."""
     data = bytearray(PICTURE)
     for _ in range(draw.randint(1, 40)):
         data[draw.randrange(len(data))] = draw.randrange(256)
@@ -72,7 +71,7 @@ def wrong_mask(draw: random.Random) -> Request:
 
 
 def bombs(draw: random.Random) -> Request:
-    """A few KB that say, and would be, hundreds of megapixels."""
+    """Send a file of a few KB that decodes to more than a hundred megapixels."""
     name, other = draw.choice([("image", ("mask", MASK)), ("mask", ("image", PICTURE))])
     fields = [part(name, BOMB, "upload"), part(other[0], other[1], "upload"), part("prompt", b"a")]
     return PATHS[0], multipart(draw, *fields)[1], {"content-type": MULTIPART}
@@ -124,7 +123,7 @@ MAKERS: tuple[Callable[[random.Random], Request], ...] = (
 
 
 def raw_bytes(draw: random.Random, url: str) -> None:
-    """What is not even HTTP; only that the server lives on is expected."""
+    """Send bytes that are not HTTP; the server only has to survive them."""
     junk = [
         b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n",
         b"POST /v1/images/edits HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
@@ -144,7 +143,7 @@ def raw_bytes(draw: random.Random, url: str) -> None:
 
 
 def fuzz(client: httpx.Client, num_requests: int, seed: int) -> Counter[int]:
-    """How often each status was answered; raises on the first answer that is not proper."""
+    """Count the answers by status; raise at the first answer that breaks the rules."""
     draw = random.Random(seed)
     statuses: Counter[int] = Counter()
     for _ in range(num_requests):
@@ -173,7 +172,7 @@ def memory(client: httpx.Client) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Send malformed requests to a running server.")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--num-requests", type=int, default=10_000)
     parser.add_argument("--api-key", default="")

@@ -1,6 +1,7 @@
-"""Takes the pictures of both pages for README and docs, from a real server with the built-in model.
+"""Takes the screenshots of both pages for README and docs, from a real server with the built-in model. From the root of
+the repository, `make screenshots` or
 
-python tests/screenshots.py [--output docs]
+    PYTHONPATH=tests python -m helpers.screenshots [--output docs]
 """
 
 import argparse
@@ -33,7 +34,7 @@ def start(page: Page, prompt: str, count: int) -> None:
 
 
 def save(page: Page, path: Path) -> None:
-    """As a palette, which keeps flat colours and takes a third of the bytes."""
+    """Save a screenshot with a palette, which keeps flat colours and takes a third of the bytes."""
     page.mouse.move(1, 1)
     page.wait_for_timeout(500)
     shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
@@ -45,7 +46,7 @@ def take(visitor: Visitor, scheme: str, folder: Path) -> None:
     size = {"width": 1280, "height": 800}
     page = visitor.open(color_scheme=scheme, viewport=size)
     edit(page, "daisies", "a photo of a Siamese cat")
-    page.wait_for_timeout(8000)  # the picture is registered meanwhile, and the next edit hits
+    page.wait_for_timeout(8000)  # time to register the picture, so that the next edit hits the cache
     start(page, "a photo of a Pug dog", 1)
     page.wait_for_selector("#result:visible", timeout=WAIT)
     save(page, folder / f"page-{scheme}.png")
@@ -57,7 +58,7 @@ def take(visitor: Visitor, scheme: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Take pictures of the pages.")
+    parser = argparse.ArgumentParser(description="Take screenshots of the pages.")
     parser.add_argument("--output", type=Path, default=Path("docs"))
     folder = parser.parse_args().output
     with (
