@@ -24,7 +24,7 @@ from instgenie.cache.remote import RemoteTier
 from instgenie.cache.tier import LastingTier, Tier, estimate
 from instgenie.errors import CacheError, OutOfMemoryError
 from instgenie.jobs.activations import Key, Span, join
-from instgenie.machine.device import available_bytes, memory_guard
+from instgenie.machine.device_memory import available_bytes, memory_guard
 from instgenie.types import Pixels
 
 logger = logging.getLogger(__name__)

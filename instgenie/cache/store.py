@@ -30,7 +30,7 @@ from instgenie.cache.ladder import Ladder
 from instgenie.cache.remote import RemoteTier
 from instgenie.errors import CacheError, OutOfMemoryError
 from instgenie.jobs.activations import Key, Span
-from instgenie.machine.device import memory_guard
+from instgenie.machine.device_memory import memory_guard
 from instgenie.types import Pixels, TierName
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from instgenie.cost.plan import Plan
 from instgenie.cost.planner import Planned, plan_batch
 from instgenie.engine.demand import make_demands
 from instgenie.jobs.job import Job
-from instgenie.machine.names import device_name
+from instgenie.machine.device import device_name
 from instgenie.models.model import Model
 from instgenie.types import PlanPolicy
 

@@ -1,41 +1,46 @@
-"""Memory: whether something fits before it is loaded, and our words for it when it did not after all."""
+"""The device a model runs on: chosen by the name a user gives, and what it calls itself."""
 
-import contextlib
+import platform
 import re
-from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from instgenie.errors import OutOfMemoryError
-from instgenie.machine.memory import available_memory
+from instgenie.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def check_memory(name: str, num_bytes: int, device: torch.device) -> None:
-    available = available_bytes(device)
-    if num_bytes > available:
-        raise OutOfMemoryError(
-            f"the model {name!r} needs {num_bytes / 2**30:.1f} GiB: {device} has {available / 2**30:.1f} GiB available"
-        )
+def choose_device(name: str) -> torch.device:
+    """The device of that name; `auto` is the current CUDA device if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ModelError(f"unknown device {name!r}: auto, cpu, cuda or cuda:N is expected")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"device {name!r} does not exist: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels are launched on the current device
+    return device
 
 
-def available_bytes(device: torch.device) -> float:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; `auto` is float32 on a CPU and bfloat16 elsewhere."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise ModelError(f"unknown dtype {name!r}: auto, {' or '.join(DTYPES)} is expected")
+    return DTYPES[name]
 
 
-@contextlib.contextmanager
-def memory_guard(what: str) -> Iterator[None]:
-    """Says in our words that memory ran out while working on something."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(f"{what} does not fit into memory: {str(error).splitlines()[0]}") from error
+def device_name(device: torch.device) -> str:
+    """The name of the hardware, as in NVIDIA H200."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """torch has a class for it on CUDA and only words for it on a CPU."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    said = "out of memory|(can't allocate|not enough) memory"
-    return isinstance(error, RuntimeError) and bool(re.search(said, str(error)))
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")  # a container's own; version 2
+CGROUP = Path("/sys/fs/cgroup")  # of this container, version 2
 
 
 def available_memory() -> float:
-    """Bytes: what the machine has, or the container, if that is less; infinite where the system does not say."""
+    """Available bytes: the lesser of the machine's and the container's; infinite where the system does not say."""
     return min(machine_memory(), container_memory())
 
 
@@ -20,8 +20,8 @@ def machine_memory() -> float:
 
 def container_memory() -> float:
     try:
-        most, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         files = re.findall(r"^(?:in)?active_file (\d+)$", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
-        return max(most - used + sum(map(int, files)), 0)  # copies of files are given back when memory is asked for
-    except (OSError, ValueError):  # there is no limit, or no such file
+        return max(limit - used + sum(map(int, files)), 0)  # the kernel drops cached files when memory is needed
+    except (OSError, ValueError):  # no limit, or no such file
         return math.inf

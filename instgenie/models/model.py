@@ -19,7 +19,7 @@ from instgenie.cost.network import NetworkShape
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.sampler import Schedule
-from instgenie.models.loading.identity import identify
+from instgenie.models.identity import identify
 from instgenie.types import Edit
 
 Keep = Callable[[Tensor], None]  # takes what activations keep [branches, 2 or 1, tokens, width], place after place

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from instgenie.cluster.config import NUM_ENCODERS, ProcessConfig
 from instgenie.cluster.wire import Failed, Finish, Frame, Painted, Stop, read_mask, read_picture
 from instgenie.engine.finish import decode
+from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.pictures.picture import composite, encode_picture
 from instgenie.telemetry import traces
 from instgenie.workers.frames import read_tensor
 from instgenie.workers.process import Line, failure, run_process
 
-PARTS = frozenset({"vae"})
+PARTS: frozenset[PartKind] = frozenset({"vae"})
 
 Encode = Callable[[], tuple[bytes, float]]  # the encoded picture, and the seconds that took
 

@@ -10,12 +10,13 @@ from instgenie.cluster.wire import Frame, Prepare, Prepared, PrepareTemplate, St
 from instgenie.engine.prepare import Known, prepare
 from instgenie.engine.register import edit_of_nothing, template_job
 from instgenie.jobs.job import Job
+from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.telemetry import traces
 from instgenie.workers.frames import job_frames
 from instgenie.workers.process import Line, failure, run_process
 
-PARTS = frozenset({"vae", "text_encoder", "text_encoder_2"})
+PARTS: frozenset[PartKind] = frozenset({"vae", "text_encoder"})
 
 
 class Preparer:

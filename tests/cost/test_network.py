@@ -16,7 +16,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.job import Job
 from instgenie.models.flux import network as flux
-from instgenie.models.loading.dummy import RECIPES, on_meta
+from instgenie.models.loading.dummy import find_dummy, on_meta
 from instgenie.models.model import Model
 from instgenie.models.unet import network as unet
 from instgenie.types import Kind
@@ -64,7 +64,7 @@ def test_flops_are_those_of_the_pass(models: dict[str, Model], family: str, kind
 @pytest.mark.parametrize("family", ["sd", "sdxl", "sd_fill"])
 def test_padded_lists_are_counted_as_they_flow(models: dict[str, Model], family: str) -> None:
     model = models[family]
-    network = replace(model.describe(), pads=True)
+    network = replace(model.describe(), pads_lists=True)
     jobs = make_jobs(model, "kv", (True,) * model.num_blocks)
     demands = make_demands(jobs, network)
     of_branch = [demand for demand in demands for _ in range(demand.num_branches)]
@@ -133,7 +133,8 @@ def test_published_architectures(
     name: str, num_tokens: int, num_text: int, num_branches: int, tera_flops: float, kv_mega_bytes: float
 ) -> None:
     """A dense step of one picture, and all that activations keep of it in two bytes a value."""
-    part = on_meta(RECIPES[name].network)
+    _, recipe = find_dummy(name)
+    part = on_meta(recipe.network)
     network = flux.describe(part) if name.startswith("flux") else unet.describe(part)
     sides = {shape.side for shape in network.blocks}
     demand = Demand(num_tokens, dict.fromkeys(sides, 0), num_text, num_branches, "kv", num_kept=num_branches)

@@ -1,6 +1,6 @@
-"""Pipeline folders: finds them and checks them before anything is loaded. Knows files and the hub; no device.
+"""Pipeline folders: finds them and checks them before anything is loaded. Knows files and the hub, no device.
 
-Whatever is wrong with what a user names is a typed error that says what was given and what is expected.
+Every fault in a model that a user names is a ModelError that says what was found and what is expected.
 """
 
 import json
@@ -8,25 +8,17 @@ import math
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import diffusers
 from safetensors import SafetensorError, safe_open
 
 from instgenie.errors import ModelError
+from instgenie.models.families import PIPELINES
 
 BUILTIN = Path(__file__).parent.parent / "builtin"
-ONE_ENCODER = ("vae", "text_encoder", "tokenizer", "scheduler")
-TWO_ENCODERS = (*ONE_ENCODER, "text_encoder_2", "tokenizer_2")
-PIPELINES = {  # and the parts each must have
-    "FluxPipeline": ("transformer", *TWO_ENCODERS),
-    "FluxInpaintPipeline": ("transformer", *TWO_ENCODERS),
-    "FluxFillPipeline": ("transformer", *TWO_ENCODERS),
-    "StableDiffusionPipeline": ("unet", *ONE_ENCODER),
-    "StableDiffusionInpaintPipeline": ("unet", *ONE_ENCODER),
-    "StableDiffusionXLPipeline": ("unet", *TWO_ENCODERS),
-    "StableDiffusionXLInpaintPipeline": ("unet", *TWO_ENCODERS),
-}
-WEIGHTS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2")  # of these, the parts that have any
+BUILTIN_DEFAULTS: dict[str, Any] = {"own_size": 256, "steps": 28, "guidance": 3.5}
+INDEX = "model_index.json"
 
 
 def find_folder(name: str) -> Path:
@@ -43,30 +35,43 @@ def download(name: str) -> Path:
         return Path(diffusers.DiffusionPipeline.download(name, use_safetensors=True))
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
         reason = textwrap.shorten(str(error), 200)
-        raise ModelError(f"model {name!r} is not a folder, and the hub did not give it: {reason}") from error
+        raise ModelError(f"model {name!r} is not a folder, and the hub did not deliver it: {reason}") from error
 
 
 def check_index(folder: Path) -> str:
-    """The pipeline's class, once its parts are all there."""
-    path = folder / "model_index.json"
-    if not path.is_file():
-        raise ModelError(f"{folder} is not a pipeline folder: it holds no model_index.json")
-    try:
-        index = json.loads(path.read_text())
-        pipeline = str(index["_class_name"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} is not a pipeline's index: JSON with a _class_name is expected") from error
+    """Return the class of the pipeline in the folder; raise if it is unsupported or lacks a part."""
+    index = read_index(folder)
+    pipeline = str(index["_class_name"])
     if pipeline not in PIPELINES:
         raise ModelError(f"{folder} holds a {pipeline}: {', '.join(PIPELINES)} are supported")
-    parts = PIPELINES[pipeline]
+    parts = PIPELINES[pipeline].pipelines[pipeline]
     missing = [part for part in parts if not (folder / part).is_dir() or not (index.get(part) or [None])[0]]
     if missing:
         raise ModelError(f"{folder} lacks {', '.join(missing)}: a {pipeline} has {', '.join(parts)}")
     return pipeline
 
 
+def read_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    if not path.is_file():
+        raise ModelError(f"{folder} is not a pipeline folder: it holds no {INDEX}")
+    try:
+        index = json.loads(path.read_text())
+    except ValueError:
+        index = None
+    if not isinstance(index, dict) or "_class_name" not in index:
+        raise ModelError(f"{path} is not a pipeline's index: JSON with a _class_name is expected")
+    return index
+
+
+def unused_parts(folder: Path, pipeline: str) -> list[str]:
+    """Parts that the index names and no model uses, like a safety checker."""
+    parts = [part for part, entry in read_index(folder).items() if isinstance(entry, list)]
+    return [part for part in parts if part not in PIPELINES[pipeline].pipelines[pipeline]]
+
+
 def count_parameters(folder: Path, pipeline: str) -> int:
-    parts = [part for part in PIPELINES[pipeline] if part in WEIGHTS]
+    parts = PIPELINES[pipeline].weights_of(pipeline)
     return sum(count_in_file(path) for part in parts for path in weights_files(folder / part))
 
 

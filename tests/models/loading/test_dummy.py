@@ -1,31 +1,32 @@
-"""Models without weights: the published shapes, counted on the meta device. None of them is made here."""
+"""Dummies: the published shapes, counted on the meta device. None of them is made here."""
 
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
 from instgenie.errors import ModelError
-from instgenie.models.loading.dummy import RECIPES, Recipe, count_dummy, fill_randomly, find_recipe, make_parts, on_meta
-from instgenie.models.loading.dummy import sd21_others as others
-from instgenie.models.loading.folder import PIPELINES
+from instgenie.models.families import DUMMIES, FAMILIES
+from instgenie.models.loading.dummy import count_dummy, fill_randomly, find_dummy, make_parts, on_meta
 from instgenie.models.loading.load import load
+from instgenie.models.recipe import Recipe
+from instgenie.models.unet.family import sd21_others
 
 PUBLISHED = {"flux.1-dev": 11_901_408_320, "sdxl-base-1.0": 2_567_463_684, "sd2.1": 865_910_724}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", DUMMIES)
 def test_published_shapes(name: str) -> None:
-    recipe = RECIPES[name]
+    family, recipe = find_dummy(name)
     network, vae = on_meta(recipe.network), on_meta(recipe.vae)
     assert sum(parameter.numel() for parameter in network.parameters()) == PUBLISHED[name]
     assert sum(parameter.numel() for parameter in vae.parameters()) == pytest.approx(83.7e6, rel=0.005)
     assert {parameter.device.type for parameter in network.parameters()} == {"meta"}
-    assert {*recipe.large, *recipe.others()} == set(PIPELINES[recipe.pipeline])
-    assert count_dummy(recipe) > PUBLISHED[name]
+    assert {family.network_name, "vae", *recipe.others()} == set(family.pipelines[recipe.pipeline])
+    assert count_dummy(recipe, family) > PUBLISHED[name]
 
 
 def test_unknown() -> None:
-    assert find_recipe("dummy:sd2.1") is RECIPES["sd2.1"]
+    assert find_dummy("dummy:sd2.1") == (FAMILIES["unet"], FAMILIES["unet"].dummies["sd2.1"])
     with pytest.raises(ModelError, match=r"'dummy:sd9': dummy:flux.1-dev, dummy:sdxl-base-1.0, dummy:sd2.1 are"):
         load("dummy:sd9", "cpu")
 
@@ -36,11 +37,20 @@ def tiny_unet() -> UNet2DConditionModel:
         attention_head_dim=2)  # fmt: skip
 
 
+TINY = Recipe("StableDiffusionPipeline", tiny_unet, lambda: fill_randomly(torch.nn.Linear(3, 4)), sd21_others)
+
+
 @torch.no_grad()
 def test_every_weight_is_filled() -> None:
-    recipe = Recipe("StableDiffusionPipeline", tiny_unet, lambda: fill_randomly(torch.nn.Linear(3, 4)), others)
-    parts = make_parts(recipe, torch.device("cpu"), torch.float32)
+    parts = make_parts(TINY, FAMILIES["unet"], torch.device("cpu"), torch.float32)
     text = parts["text_encoder"](torch.zeros(1, 77, dtype=torch.long))[0]
     answer = parts["unet"](torch.randn(1, 4, 8, 8), 5, text).sample
     assert answer.isfinite().all()
     assert 0.01 < answer.std() < 100
+
+
+def test_hollow_parts_have_no_weights() -> None:
+    hollow = ("unet", "text_encoder")
+    parts = make_parts(TINY, FAMILIES["unet"], torch.device("cpu"), torch.float32, hollow)
+    assert all(parameter.is_meta for part in hollow for parameter in parts[part].parameters())
+    assert not any(parameter.is_meta for parameter in parts["vae"].parameters())

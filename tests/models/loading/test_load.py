@@ -16,7 +16,8 @@ from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.errors import InstGenieError, ModelError, OutOfMemoryError
-from instgenie.machine.device import memory_guard
+from instgenie.machine.device_memory import memory_guard
+from instgenie.models.families import PIPELINES
 from instgenie.models.loading import folder as folder_module
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
@@ -63,7 +64,7 @@ def test_loading_says_nothing(folders: dict[str, Path], capfd: pytest.CaptureFix
         ("", "cpu", "auto", "unknown model|not a pipeline folder"),
         ("builtin", "abacus", "auto", "unknown device 'abacus'.*cpu, cuda"),
         ("builtin", "cuda:x", "auto", "unknown device"),
-        ("builtin", "cuda:99", "auto", "is not there.*CUDA devices"),
+        ("builtin", "cuda:99", "auto", "does not exist.*CUDA devices"),
         ("builtin", "cpu", "float7", "unknown dtype 'float7'.*float32 or bfloat16"),
     ],
 )
@@ -150,7 +151,7 @@ def test_parameters_are_counted(folders: dict[str, Path], models: dict[str, Mode
     for family in FAMILIES:
         model = models[family]
         pipeline = folder_module.check_index(folders[family])
-        parts = [getattr(model, part) for part in folder_module.PIPELINES[pipeline] if part in folder_module.WEIGHTS]
+        parts = [getattr(model, part) for part in PIPELINES[pipeline].weights_of(pipeline)]
         expected = sum(parameter.numel() for part in parts for parameter in part.parameters())
         assert folder_module.count_parameters(folders[family], pipeline) == pytest.approx(expected, rel=0.01)
 
@@ -231,8 +232,8 @@ def test_a_process_loads_only_the_weights_it_needs(folders: dict[str, Path], fam
     """And works with them as if they were all there."""
     full, edit = load(str(folders[family]), "cpu"), make_edit(true_guidance=2.0, steps=2)
     parts = {
-        "prepare": {"vae", "text_encoder", "text_encoder_2"},
-        "denoise": {"transformer", "unet"},
+        "prepare": {"vae", "text_encoder"},
+        "denoise": {"network"},
         "finish": {"vae"},
     }
     roles = {role: load(str(folders[family]), "cpu", weights=frozenset(names)) for role, names in parts.items()}

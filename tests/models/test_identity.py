@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from instgenie.models.loading.identity import add_up, identify
+from instgenie.models.identity import add_up, identify
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 

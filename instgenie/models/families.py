@@ -1,0 +1,13 @@
+"""The registry of families. A family is a folder of this package; it enters by one line of `FAMILIES`."""
+
+from instgenie.models.family import Family
+from instgenie.models.flux.family import FLUX
+from instgenie.models.unet.family import UNET
+
+FAMILIES: dict[str, Family] = {
+    "flux": FLUX,
+    "unet": UNET,
+}
+
+PIPELINES = {pipeline: family for family in FAMILIES.values() for pipeline in family.pipelines}
+DUMMIES = {dummy: family for family in FAMILIES.values() for dummy in family.dummies}

@@ -1,0 +1,52 @@
+"""A family: models whose networks share one forward pass. Declares what loading must know about it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from instgenie.models.model import Model
+from instgenie.models.recipe import Recipe
+
+ONE_ENCODER = ("vae", "text_encoder", "tokenizer", "scheduler")
+TWO_ENCODERS = (*ONE_ENCODER, "text_encoder_2", "tokenizer_2")
+WEIGHTLESS = ("tokenizer", "scheduler")  # how the names of parts without weights begin
+
+PartKind = Literal["text_encoder", "vae", "network"]  # of the parts that have weights
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The parts of a pipeline on a device, from which a family makes a model."""
+
+    name: str  # as the user gave it
+    device: torch.device
+    dtype: torch.dtype
+    pipeline: str  # diffusers' class
+    parts: dict[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)  # the pipeline's settings beside its parts
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """Fields that every model has, whatever its family."""
+        return {"name": self.name, "device": self.device, "dtype": self.dtype}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Pipelines of one architecture and the function that makes models of them."""
+
+    pipelines: Mapping[str, tuple[str, ...]]  # diffusers' class -> the parts it must have
+    network_name: str  # the part that denoises
+    make: Callable[[Loaded], Model]  # raises a ModelError if a part is of an unsupported kind
+    dummies: Mapping[str, Recipe] = field(default_factory=dict)
+    prompt_layers: tuple[str, ...] = ()  # layers of the network that prompts pass before the first step
+
+    def weights_of(self, pipeline: str) -> dict[str, PartKind]:
+        """The parts of a pipeline that have weights, and the kind of each."""
+        parts = [part for part in self.pipelines[pipeline] if not part.startswith(WEIGHTLESS)]
+        return {part: self.kind_of(part) for part in parts}
+
+    def kind_of(self, part: str) -> PartKind:
+        return "network" if part == self.network_name else "vae" if part == "vae" else "text_encoder"
