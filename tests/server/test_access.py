@@ -25,13 +25,13 @@ def test_the_key_guards_everything(server: Running, method: str, path: str) -> N
             )
 
 
-def test_health_is_open_to_all(server: Running) -> None:
+def test_health_is_public(server: Running) -> None:
     with server.http(key=None) as client:
         assert client.get("/health").json() == {"status": "ok"}
         assert client.get("/ready").json() == {"status": "ok"}
 
 
-def test_the_pages_come_with_a_policy_and_are_open_to_all(server: Running) -> None:
+def test_page_files_are_public_and_have_a_content_security_policy(server: Running) -> None:
     with server.http(key=None) as client:
         for path in ("/", "/engine", "/static/edit.js", "/static/examples/daisies.png"):
             answer = client.get(path)

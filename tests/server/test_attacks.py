@@ -1,4 +1,4 @@
-"""Clients that mean harm, or are broken: each gets a clear refusal, and the next honest client is served."""
+"""Malicious and broken clients: each gets a clear refusal, and the next client is served."""
 
 import io
 import re
@@ -23,7 +23,7 @@ import instgenie
 
 @pytest.fixture
 def client(server: Running) -> Iterator[httpx.Client]:
-    """Whatever a test does, an edit works afterwards."""
+    """A client; after every test an edit still has to work."""
     with server.http() as client:
         yield client
         fields = {"prompt": "a cat", "num_inference_steps": "1"}
@@ -35,7 +35,7 @@ def post(client: httpx.Client, image: bytes = PICTURE, mask: bytes = MASK, **fie
     return client.post("/v1/images/edits", files={"image": image, "mask": mask}, data={"prompt": "a", **fields})
 
 
-def test_a_small_file_of_a_huge_picture(client: httpx.Client, server: Running) -> None:
+def test_a_small_file_that_decodes_to_a_huge_picture(client: httpx.Client, server: Running) -> None:
     before = server.memory()
     for files in ({"image": bomb(12_000)}, {"image": PICTURE, "mask": bomb(12_000)}):
         answer = post(client, **files)
@@ -146,7 +146,7 @@ def test_deep_json(client: httpx.Client) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
 
 
-def test_text_that_is_not_text(client: httpx.Client) -> None:
+def test_lone_surrogates_are_refused(client: httpx.Client) -> None:
     lone = client.post(
         "/v1/images/generations", content=b'{"prompt":"\\ud800"}', headers={"content-type": "application/json"}
     )
@@ -178,7 +178,7 @@ def test_a_fuzzed_server_stays_healthy_and_small(server: Running, client: httpx.
 
 
 def test_no_pickle_in_the_package() -> None:
-    """Nothing that runs code from data, not even unused."""
+    """No module of the package can run code from data, not even unused ones."""
     runs_code = re.compile(
         r"import (pickle|marshal)\b|pyobj|torch\.load\((?!.*weights_only=True)|(?<!\.)\b(eval|exec)\("
     )
@@ -191,6 +191,6 @@ def test_the_http_process_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_masks_with_soft_alpha_mask_only_what_is_clear(client: httpx.Client) -> None:
+def test_a_mask_without_a_fully_transparent_pixel_is_refused(client: httpx.Client) -> None:
     soft = np.full((40, 56, 4), 128, np.uint8)
     assert post(client, mask=png(soft)).status_code == 400

@@ -45,7 +45,7 @@ def test_paint_run_and_get_a_picture(visitor: Visitor) -> None:
     assert not np.array_equal(result[mask], source[mask])
 
 
-def test_beside_the_result_stands_how_it_was_made(visitor: Visitor) -> None:
+def test_facts_beside_the_result(visitor: Visitor) -> None:
     page = visitor.open()
     open_picture_on(page)
     drag(page, (0.45, 0.4), (0.55, 0.5))
@@ -64,7 +64,7 @@ def test_beside_the_result_stands_how_it_was_made(visitor: Visitor) -> None:
     assert masked_percent(page) == 0
 
 
-def test_partial_pictures_show_on_the_way(visitor: Visitor) -> None:
+def test_partial_pictures_are_shown_during_the_run(visitor: Visitor) -> None:
     page = visitor.open()
     open_picture_on(page)
     drag(page, (0.4, 0.4), (0.6, 0.6))
@@ -103,7 +103,7 @@ def test_cancel_ends_the_job(visitor: Visitor, server: Running) -> None:
     ],
     ids=["text", "damaged", "large"],
 )
-def test_a_bad_file_is_said_where_it_was_dropped(
+def test_a_bad_file_is_reported_where_it_was_dropped(
     visitor: Visitor, name: str, kind: str, content: bytes, message: str
 ) -> None:
     page = visitor.open()
@@ -113,7 +113,7 @@ def test_a_bad_file_is_said_where_it_was_dropped(
     expect(page.locator("#empty")).to_be_visible()
 
 
-def test_what_is_missing_is_said_before_anything_is_sent(visitor: Visitor) -> None:
+def test_missing_input_is_reported_before_anything_is_sent(visitor: Visitor) -> None:
     page = visitor.open()
     error = page.locator("#error")
     page.click("#run")
@@ -131,7 +131,7 @@ def test_what_is_missing_is_said_before_anything_is_sent(visitor: Visitor) -> No
     assert sent_forms(page) == []
 
 
-def test_what_the_server_refuses_is_shown(visitor: Visitor) -> None:
+def test_the_server_s_refusal_is_shown(visitor: Visitor) -> None:
     page = visitor.open()
     open_picture_on(page)
     drag(page, (0.4, 0.4), (0.6, 0.6))
@@ -140,7 +140,7 @@ def test_what_the_server_refuses_is_shown(visitor: Visitor) -> None:
     page.click("#run")
     expect(page.locator("#error")).to_contain_text("The field 'quality' is 'splendid'", timeout=WAIT)
     expect(page.locator("#run")).to_be_visible()
-    visitor.faults.clear()  # the browser notes the status 400
+    visitor.faults.clear()  # the browser logs the status 400
 
 
 def test_keyboard_only(visitor: Visitor) -> None:
@@ -175,7 +175,7 @@ def test_keyboard_only(visitor: Visitor) -> None:
     assert int(split.input_value()) == before + 1
 
 
-def test_chips_offer_what_the_model_knows(visitor: Visitor) -> None:
+def test_chips_suggest_prompts(visitor: Visitor) -> None:
     page = visitor.open()
     page.click(".chip:has-text('flowers')")
     expect(page.locator("#suggestions li")).to_have_count(5)

@@ -15,13 +15,13 @@ from PIL import Image
 from instgenie.pictures.picture import open_picture, resize_mask, resize_picture
 
 
-def test_an_edit_changes_what_is_masked_and_nothing_else(edited: Any) -> None:
+def test_an_edit_changes_only_masked_pixels(edited: Any) -> None:
     result = pixels(edited)
     assert np.array_equal(result[~mask()], picture()[~mask()])
     assert not np.array_equal(result[mask()], picture()[mask()])
 
 
-def test_an_answer_says_how_it_was_made(edited: Any) -> None:
+def test_an_answer_describes_its_edit(edited: Any) -> None:
     one = edited.data[0].model_extra
     assert (edited.size, edited.output_format, edited.quality, edited.background) == (
         "56x40",
@@ -72,7 +72,7 @@ def test_a_chunked_body_without_a_length(server: Running) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def test_several_pictures_have_the_seeds_that_follow(server: Running, edited: Any) -> None:
+def test_several_pictures_have_consecutive_seeds(server: Running, edited: Any) -> None:
     four = edit(server, n=4)
     assert [one.seed for one in four.data] == [5, 6, 7, 8]
     assert alike(pixels(four), pixels(edited))
@@ -94,13 +94,13 @@ def test_without_a_mask_the_whole_picture_is_edited(server: Running) -> None:
     assert (pixels(answer) != picture()).any(axis=2).mean() > 0.9
 
 
-def test_masks_of_both_kinds(server: Running, edited: Any) -> None:
+def test_alpha_and_luma_masks(server: Running, edited: Any) -> None:
     luma = png(mask().astype(np.uint8) * 255)
     assert alike(pixels(edit(server, mask=luma, extra_body={"mask_mode": "luma"})), pixels(edited))
 
 
 @pytest.mark.parametrize("output_format", ["webp", "jpeg"])
-def test_formats(server: Running, edited: Any, output_format: Any) -> None:
+def test_output_formats(server: Running, edited: Any, output_format: Any) -> None:
     answer = edit(server, output_format=output_format)
     assert answer.output_format == output_format
     data = base64.b64decode(answer.data[0].b64_json)
@@ -112,7 +112,7 @@ def test_formats(server: Running, edited: Any, output_format: Any) -> None:
         assert len(smaller) < len(data)
 
 
-def test_the_answer_has_the_size_asked_for(server: Running) -> None:
+def test_the_result_has_the_requested_size(server: Running) -> None:
     size = (64, 48)
     answer = edit(server, size="48x64")
     outside = ~resize_mask(mask(), size)
@@ -121,12 +121,12 @@ def test_the_answer_has_the_size_asked_for(server: Running) -> None:
 
 
 @pytest.mark.parametrize("quality", ["auto", "low", "high", "hd", "standard", "fast", "balanced", "exact"])
-def test_qualities_of_both_names(server: Running, quality: Any) -> None:
+def test_openai_s_names_and_ours_for_qualities(server: Running, quality: Any) -> None:
     names = {"low": "low", "fast": "low", "high": "high", "hd": "high", "exact": "high"}
     assert edit(server, quality=quality, extra_body={"num_inference_steps": 1}).quality == names.get(quality, "medium")
 
 
-def test_every_extension_is_taken(server: Running) -> None:
+def test_every_extension_is_accepted(server: Running) -> None:
     extra = {"guidance_scale": 3.5, "negative_prompt": "a dog", "strength": 0.9, "feather": 2, "deadline_ms": 60_000}
     answer = edit(server, extra_body=extra, user="me", background="opaque", input_fidelity="high")
     outside = ~mask()
@@ -153,7 +153,7 @@ def test_a_stream_shows_partial_pictures_and_ends_with_the_same_one(server: Runn
     assert events[-1].usage.output_tokens == events[-1].num_masked_tokens
 
 
-def test_a_stream_of_several(server: Running) -> None:
+def test_a_stream_of_several_pictures(server: Running) -> None:
     events = list(edit(server, stream=True, n=3))
     assert sorted((event.index, event.seed) for event in events) == [(0, 5), (1, 6), (2, 7)]
 
@@ -167,7 +167,7 @@ def test_generations(server: Running) -> None:
     assert [event.type for event in events] == ["image_generation.partial_image", "image_generation.completed"]
 
 
-def test_a_client_that_leaves_ends_its_edits(server: Running) -> None:
+def test_edits_of_a_client_that_disconnects_are_cancelled(server: Running) -> None:
     cancelled = 'instgenie:request_success_total{finished_reason="abort"}'
     long_edit = {"prompt": "a cat", "num_inference_steps": "999", "n": "2"}
     for stream in ("false", "true"):
@@ -178,7 +178,7 @@ def test_a_client_that_leaves_ends_its_edits(server: Running) -> None:
     wait_for(lambda: server.metric("instgenie:num_requests_running") == 0)
 
 
-def events_of(server: Running, **fields: str) -> list[str]:
+def event_names(server: Running, **fields: str) -> list[str]:
     data = {"prompt": "a cat", "stream": "true", "num_inference_steps": "2", **fields}
     with server.http() as client:
         answer = client.post("/v1/images/edits", files={"image": PICTURE, "mask": MASK}, data=data)
@@ -186,9 +186,9 @@ def events_of(server: Running, **fields: str) -> list[str]:
     return [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
 
 
-def test_progress_is_told_to_those_who_ask_for_it(server: Running) -> None:
-    told = events_of(server, stream_progress="true")
+def test_progress_events_are_sent_on_request(server: Running) -> None:
+    told = event_names(server, stream_progress="true")
     assert told[0] == "instgenie.queued"
     assert told.count("instgenie.step") == 2
     assert told[-1] == "image_edit.completed"
-    assert events_of(server) == ["image_edit.completed"]
+    assert event_names(server) == ["image_edit.completed"]

@@ -23,23 +23,23 @@ def edit(server: Running, fields: dict[str, str]) -> httpx.Response:
         return client.post("/v1/images/edits", files={"image": PICTURE}, data=fields)
 
 
-def test_bodies_are_counted_as_they_come(narrow: Running) -> None:
+def test_bodies_are_counted_as_they_arrive(narrow: Running) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(64):
             yield b"x" * 65536
 
     headers = {"content-type": "multipart/form-data; boundary=x"}
     with narrow.http() as client:
-        told = client.post("/v1/images/edits", content=b"x" * 2**21, headers=headers)
-        assert (told.status_code, told.json()["error"]["code"]) == (413, "body_too_large")
+        declared = client.post("/v1/images/edits", content=b"x" * 2**21, headers=headers)
+        assert (declared.status_code, declared.json()["error"]["code"]) == (413, "body_too_large")
         try:
-            untold = client.post("/v1/images/edits", content=chunks(), headers=headers)
+            undeclared = client.post("/v1/images/edits", content=chunks(), headers=headers)
         except httpx.TransportError:  # the server closed while we were still sending
             return
-        assert untold.status_code in (400, 413)
+        assert undeclared.status_code in (400, 413)
 
 
-def test_the_limit_on_pixels_is_the_server_s(narrow: Running) -> None:
+def test_the_limit_on_pixels_is_an_option(narrow: Running) -> None:
     with narrow.http() as client:
         answer = client.post("/v1/images/generations", json={"prompt": "a", "size": "1024x1024"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "size")
@@ -67,7 +67,7 @@ def test_a_body_that_trickles_is_cut_off(narrow: Running) -> None:
         assert client.get("/health").status_code == 200
 
 
-def test_pages_of_a_named_origin_may_call(narrow: Running) -> None:
+def test_an_allowed_origin_may_call(narrow: Running) -> None:
     asks = {
         "origin": ORIGIN,
         "access-control-request-method": "POST",
@@ -81,7 +81,7 @@ def test_pages_of_a_named_origin_may_call(narrow: Running) -> None:
         assert "access-control-allow-origin" not in stranger
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(narrow: Running) -> None:
+def test_a_full_queue_refuses_and_says_when_to_retry(narrow: Running) -> None:
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda _: edit(narrow, LONG), range(8)))
     refused = [answer for answer in answers if answer.status_code == 429]

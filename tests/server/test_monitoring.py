@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def test_metrics(server: Running, edited: Any) -> None:
-    """Names, kinds and labels are what dashboards are made of."""
+    """Dashboards rely on names, types and labels."""
     with server.http() as client:
         text = client.get("/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -40,10 +40,10 @@ def test_metrics(server: Running, edited: Any) -> None:
     assert server.metric('instgenie:request_success_total{finished_reason="stop"}') > 0
 
 
-def test_the_log_is_json_and_knows_the_request(server: Running) -> None:
+def test_log_lines_are_json_and_carry_the_request_id(server: Running) -> None:
     with server.http() as client:
         client.get("/v1/models?secret=1", headers={"x-request-id": "look-for-me"})
-    wait_for(lambda: "look-for-me" in whole_lines(server))  # it is written after the answer is sent
+    wait_for(lambda: "look-for-me" in whole_lines(server))  # the line is written after the answer is sent
     lines = [json.loads(line) for line in whole_lines(server).splitlines()]
     [line] = [line for line in lines if line.get("request_id") == "look-for-me"]
     assert (line["method"], line["path"], line["status"]) == ("GET", "/v1/models", 200)
@@ -52,11 +52,11 @@ def test_the_log_is_json_and_knows_the_request(server: Running) -> None:
 
 
 def whole_lines(server: Running) -> str:
-    """Of the log; the last may be half-written."""
+    """Return the complete lines of the log; the last one may be half-written."""
     return server.log.read_text().rpartition("\n")[0]
 
 
-def test_the_engine_tells_how_it_is_doing(server: Running) -> None:
+def test_engine_events(server: Running) -> None:
     with server.http() as client, client.stream("GET", "/engine/events") as answer:
         line = next(line for line in answer.iter_lines() if line)
     snapshot = json.loads(line.removeprefix("data: "))

@@ -39,17 +39,17 @@ def test_defaults() -> None:
     assert read([]) == expected
 
 
-def test_a_file_goes_before_the_default(toml: Path) -> None:
+def test_the_file_overrides_the_default(toml: Path) -> None:
     expected = {"port": 1, "max_queue": 2, "name": ("a", "b"), "reuse": False, "how": "that", "share": 1.0, "key": 0}
     assert read([], {}, toml) == expected
 
 
-def test_the_environment_goes_before_a_file(toml: Path) -> None:
+def test_the_environment_overrides_the_file(toml: Path) -> None:
     found = read([], {"INSTGENIE_PORT": "7", "INSTGENIE_NAME": "x,y", "INSTGENIE_REUSE": "yes", "PATH": "z"}, toml)
     assert (found["port"], found["max_queue"], found["name"], found["reuse"]) == (7, 2, ("x", "y"), True)
 
 
-def test_a_flag_goes_before_the_environment(toml: Path) -> None:
+def test_a_flag_overrides_the_environment(toml: Path) -> None:
     environment = {"INSTGENIE_PORT": "7", "INSTGENIE_REUSE": "true"}
     found = read(["--port", "9", "--no-reuse", "--name", "p", "--name", "q"], environment, toml)
     assert (found["port"], found["reuse"], found["name"]) == (9, False, ("p", "q"))
@@ -98,6 +98,6 @@ def test_bad_files(content: str, expected: str, tmp_path: Path) -> None:
     assert expected in str(refused.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read([], {}, tmp_path / "none.toml")

@@ -26,7 +26,7 @@ def test_every_control_has_a_name(visitor: Visitor) -> None:
                 assert re.search(r'"[^"]+"', snapshot), control.evaluate("it => it.outerHTML")
 
 
-def test_light_and_dark(visitor: Visitor) -> None:
+def test_light_and_dark_colours(visitor: Visitor) -> None:
     colours = [
         visitor.open(color_scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
         for scheme in ("light", "dark")
@@ -80,7 +80,7 @@ def test_the_key_is_asked_for_once_and_kept_for_the_tab(browser: Browser, server
     visitor.close()
 
 
-def test_the_pages_are_light() -> None:
+def test_the_pages_files_are_small() -> None:
     own = {name: file for name, file in FILES.items() if not name.startswith("examples/")}
     assert sum(len(file.content) for file in own.values()) < MAX_WEIGHT
     assert all(file.media_type != "application/octet-stream" for file in FILES.values())

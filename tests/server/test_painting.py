@@ -51,7 +51,7 @@ def test_zoom_changes_the_view_and_not_the_mask(visitor: Visitor) -> None:
     page.click("#zoom-in")
     page.mouse.wheel(0, -300)
     assert masked_percent(page) == before
-    drag(page, (0.4, 0.4), (0.6, 0.6))  # smaller than it looks, and inside the other box
+    drag(page, (0.4, 0.4), (0.6, 0.6))  # in the zoomed view this box lies inside the first one
     assert masked_percent(page) == before
     page.click("#fit")
     drag(page, (0.3, 0.3), (0.6, 0.6))

@@ -56,7 +56,7 @@ def test_bad_edits(server: Running, name: str) -> None:
     assert refused.value.request_id
 
 
-def test_what_is_missing_is_named(server: Running) -> None:
+def test_a_missing_field_is_named(server: Running) -> None:
     with server.http() as client:
         for fields, param in (({"prompt": "a"}, "image"), ({"n": 1}, "prompt")):
             answer = client.post("/v1/images/edits", json=fields)
@@ -96,7 +96,7 @@ def test_a_template_needs_a_picture(server: Running) -> None:
             assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_routes_that_are_not_there(server: Running) -> None:
+def test_unknown_routes_and_methods(server: Running) -> None:
     with server.http() as client:
         lost, wrong = client.get("/v1/images/variations"), client.put("/v1/templates")
         assert (lost.status_code, lost.json()["error"]["code"]) == (404, "route_not_found")

@@ -1,4 +1,4 @@
-"""The OpenAPI document and the server agree: what schemathesis makes from one is answered by the other as promised."""
+"""The OpenAPI document and the server agree: requests that schemathesis generates are answered as documented."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def check(operation: Any, mode: GenerationMode) -> None:
 
 
 def make_quick(body: Any) -> None:
-    """What is valid is really made: one small picture of one step."""
+    """Reduce a valid request, which the server really runs, to one small picture and one step."""
     if isinstance(body, dict) and isinstance(body.get("prompt"), str):
         for name, quick in (("n", 1), ("num_inference_steps", 1), ("size", "auto")):
             if name not in body or type(body[name]) is type(quick):

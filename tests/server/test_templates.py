@@ -20,7 +20,7 @@ def test_models(server: Running) -> None:
     assert refused.value.code == "model_not_found"
 
 
-def test_a_template_is_registered_used_and_forgotten(server: Running) -> None:
+def test_a_template_is_registered_used_and_deleted(server: Running) -> None:
     name = register(server, png(picture(seed=9)), num_inference_steps="2")
     with server.http() as client:
         status = client.get(f"/v1/templates/{name}").json()

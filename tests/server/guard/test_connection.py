@@ -1,4 +1,4 @@
-"""Clients that stop halfway: their connections end, and nothing waits for them."""
+"""Clients that stop halfway: the server ends their connections and does not wait for them."""
 
 import asyncio
 import socket
@@ -16,7 +16,7 @@ CHUNK, NUM_CHUNKS = b"x" * 2**20, 256
 
 
 class Answering:
-    """Sends more than any buffer holds, to whoever asks for it."""
+    """An application whose answers are larger than any buffer."""
 
     def __init__(self) -> None:
         self.num_sent = 0
@@ -53,7 +53,7 @@ def port(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]
 
 
 def ends(client: socket.socket) -> bool:
-    """Whether the server closes the connection, with an answer or without."""
+    """Read until the server closes the connection."""
     try:
         while client.recv(2**20):
             pass
@@ -63,7 +63,7 @@ def ends(client: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost:"])
-def test_a_head_that_does_not_come(port: int, sent: bytes) -> None:
+def test_a_head_that_never_arrives(port: int, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(sent)
         assert ends(client)
@@ -75,7 +75,7 @@ def trickle(client: socket.socket) -> None:
         threading.Event().wait(0.01)
 
 
-def test_a_body_that_trickles_on_though_it_is_answered(port: int) -> None:
+def test_a_body_that_trickles_in_after_its_answer(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(b"POST /brief HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
         assert client.recv(2**20).startswith(b"HTTP/1.1 200")
@@ -90,8 +90,8 @@ def test_a_client_that_does_not_read(port: int, answering: Answering) -> None:
         assert ends(client)
 
 
-def test_a_client_that_reads_slowly_gets_all(port: int, answering: Answering) -> None:
-    """Slower than the timeout as a whole, but never silent for so long."""
+def test_a_client_that_reads_slowly_gets_everything(port: int, answering: Answering) -> None:
+    """The transfer takes longer than the timeout, but no single pause does."""
     num_bytes = 0
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")

@@ -1,4 +1,4 @@
-"""What a watching page is told, from what the cluster says."""
+"""Snapshots for the engine page, made from the events of the cluster."""
 
 import numpy as np
 import pytest
@@ -30,14 +30,14 @@ def test_a_bar_lasts_from_joining_to_leaving(pulse: Pulse) -> None:
     ]
 
 
-def test_a_step_is_told_once(pulse: Pulse) -> None:
+def test_a_step_is_sent_once(pulse: Pulse) -> None:
     pulse.step(0, 0.1, batch_size=3)
     seen = pulse.snapshot(0)
     assert [step["batch_size"] for step in seen["workers"][0]["steps"]] == [3]
     assert pulse.snapshot(seen["now"])["workers"][0]["steps"] == []
 
 
-def test_percentiles_are_values_that_were_seen() -> None:
+def test_percentiles_are_observed_values() -> None:
     values = np.random.default_rng(0).random(101).tolist()
     assert percentile(values, 0.5) == sorted(values)[50]
     assert percentile([3.0], 0.99) == 3.0
