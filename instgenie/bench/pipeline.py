@@ -1,17 +1,13 @@
-"""One step of cached jobs whose activations are loaded meanwhile, with every policy: what computes and what loads when.
+"""A timeline of one step of cached jobs whose activations are loaded meanwhile, with every policy.
 
-The first steps warm up; the last but one is shown, so that what was loaded ahead before it and what is loaded ahead
-during it are there to see. On a CUDA device times are those of events on its streams, elsewhere those of a clock.
+The first steps warm up. The last step but one is shown, so that both the loads ahead of it and the loads for the step
+after it are visible. Times are events on the streams of a CUDA device, or readings of a clock on a CPU.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -19,18 +15,17 @@ from instgenie.bench.files import check_folder, write_text
 from instgenie.bench.machine import describe_machine, machine_text
 from instgenie.bench.ours import move_to_host
 from instgenie.bench.samples import make_edits
+from instgenie.bench.timed import StepMarks, StreamClock, TimedLoader
 from instgenie.bench.timeline import Bar, Track, chrome_trace, draw_page
 from instgenie.cache.host import HostTier
 from instgenie.cost.latency import Latency, find_latency
 from instgenie.cost.plan import Plan
-from instgenie.engine.loading.lanes import Load, Rows, StreamLane, ThreadLane
-from instgenie.engine.loading.loader import Loader
+from instgenie.engine.loading.lanes import Rows
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import Planning
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, CacheDtype, Kind
-from instgenie.jobs.job import Job
 from instgenie.machine.clock import now
 from instgenie.machine.device import device_name
 from instgenie.machine.device_memory import memory_guard
@@ -43,7 +38,7 @@ from instgenie.types import PlanPolicy
 STEPS = 5
 SHOWN = STEPS - 2
 HOST_BYTES = 2**50
-MIN_WAIT = 0.02  # ms; less is what it takes to look
+MIN_WAIT = 0.02  # ms; shorter waits are the overhead of measuring
 
 
 @dataclass(frozen=True)
@@ -53,112 +48,9 @@ class PipelineStudy:
     mask_ratio: float = 0.11
     batch: int = 1
     kind: Kind = "kv"
-    cache_dtype: CacheDtype | None = None  # None: what has to be loaded on the device
+    cache_dtype: CacheDtype | None = None  # None: the model's own on CUDA, fp8 on a CPU, which loads nothing else
     rows: Rows = "auto"
     policies: tuple[PlanPolicy, ...] = ("naive", "cached", "greedy", "exact")
-
-
-Mark = Any  # a CUDA event, or seconds
-
-
-class Clock:
-    """Marks in time, on the stream in use of a CUDA device or of whoever asks."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.is_cuda = device.type == "cuda"
-
-    def mark(self) -> Mark:
-        if not self.is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: Mark, end: Mark) -> float:
-        """Milliseconds."""
-        return float(start.elapsed_time(end)) if self.is_cuda else 1000 * (end - start)
-
-
-@dataclass(frozen=True, eq=False)
-class Moment:
-    """A place that is read: asked for, then there."""
-
-    place: int
-    asked: Mark
-    there: Mark
-
-
-@dataclass(eq=False)
-class StepMarks:
-    plan: Plan
-    start: Mark
-    moments: list[Moment]
-    end: Mark = None
-
-
-@dataclass(frozen=True, eq=False)
-class Filled:
-    """A load, when it was under way."""
-
-    step: int
-    place: int
-    start: Mark
-    end: Mark
-
-
-Note = Callable[[int, Mark, Mark], None]
-
-
-class TimedStreamLane(StreamLane):
-    def __init__(self, device: torch.device, rows: Rows, note: Note, clock: Clock) -> None:
-        super().__init__(device, rows)
-        self.note, self.clock = note, clock
-
-    def fill(self, loads: Sequence[Load]) -> None:
-        start = self.clock.mark()
-        super().fill(loads)
-        self.note(loads[0].place, start, self.clock.mark())
-
-
-class TimedThreadLane(ThreadLane):
-    def __init__(self, note: Note, clock: Clock) -> None:
-        super().__init__()
-        self.note, self.clock = note, clock
-
-    def fill(self, loads: Sequence[Load]) -> None:
-        start = self.clock.mark()
-        super().fill(loads)
-        self.note(loads[0].place, start, self.clock.mark())
-
-
-class TimedLoader(Loader):
-    """Notes when steps, reads and loads begin and end."""
-
-    def __init__(self, model: Model, max_buffers: int | None, rows: Rows) -> None:
-        super().__init__(model, max_buffers, rows)
-        self.clock = Clock(model.device)
-        self.steps: list[StepMarks] = []
-        self.filled: list[Filled] = []
-        if model.device.type == "cuda":
-            self.lane = TimedStreamLane(model.device, rows, self.note, self.clock)
-        else:
-            self.lane = TimedThreadLane(self.note, self.clock)
-
-    def note(self, place: int, start: Mark, end: Mark) -> None:
-        self.filled.append(Filled(self.step, place, start, end))
-
-    @contextmanager
-    def loading(self, jobs: Sequence[Job]) -> Iterator[None]:
-        with super().loading(jobs):
-            step = StepMarks(jobs[0].plan, self.clock.mark(), [])
-            self.steps.append(step)
-            yield
-            step.end = self.clock.mark()
-
-    def wait(self, stop: int) -> None:
-        asked = self.clock.mark()
-        super().wait(stop)
-        self.steps[-1].moments.append(Moment(self.route.stops[stop][0].place, asked, self.clock.mark()))
 
 
 def bench_pipeline(
@@ -209,7 +101,7 @@ def measure(
 ) -> Track:
     edits = make_edits(model, size, STEPS, study.mask_ratio, study.batch)
     loader = TimedLoader(model, 1 if policy == "naive" else None, study.rows)
-    for _ in range(2):  # once to warm up
+    for _ in range(2):  # the first run warms up
         loader.steps.clear()
         loader.filled.clear()
         engine = Engine(model, study.batch, Planning(model, latency, policy), loader)
@@ -217,30 +109,30 @@ def measure(
             engine.join(reuse(prepare(edit, model), activations))
         while engine.jobs:
             engine.step()
-        now(model.device)  # waits for it
+        now(model.device)  # wait for the device
     return make_track(policy, loader, activations)
 
 
 def make_track(policy: str, loader: TimedLoader, activations: Activations) -> Track:
     step, clock = loader.steps[SHOWN], loader.clock
     step_ms = clock.between(step.start, step.end)
-    places = Places(activations, step.plan)
+    places = PlaceNames(activations, step.plan)
     bars = list(compute_bars(step, clock, places))
     for filled in loader.filled:
         start, end = clock.between(step.start, filled.start), clock.between(step.start, filled.end)
         if filled.step == SHOWN:
-            bars.append(Bar("load", "load", f"loads {places.name(filled.place)}", start, end))
+            bars.append(Bar("load", "load", f"load of {places.name(filled.place)}", start, end))
         elif filled.step == SHOWN + 1 and start < step_ms:
-            bars.append(Bar("load", "ahead", f"loads {places.name(filled.place)} for the next step", start, end))
+            bars.append(Bar("load", "ahead", f"load of {places.name(filled.place)} for the next step", start, end))
     waiting = sum(bar.end - bar.start for bar in bars if bar.what == "wait")
     loading = sum(bar.end - bar.start for bar in bars if bar.what == "load")
     num_dense = sum(not cached for cached in step.plan)
-    about = f"{step_ms:.1f} ms a step, {waiting:.1f} of them waiting; {loading:.1f} ms of loading"
+    about = f"{step_ms:.1f} ms per step, of which {waiting:.1f} waiting; {loading:.1f} ms of loading"
     return Track(policy, f"{about}; {num_dense} of {len(step.plan)} blocks dense", step_ms, bars)
 
 
-def compute_bars(step: StepMarks, clock: Clock, places: "Places") -> Iterator[Bar]:
-    """From what was read to what is read next; the first is what comes before anything is read."""
+def compute_bars(step: StepMarks, clock: StreamClock, places: "PlaceNames") -> Iterator[Bar]:
+    """Draw the computation between two reads, and every wait; the first bar precedes all reads."""
     asked = [clock.between(step.start, moment.asked) for moment in step.moments]
     there = [clock.between(step.start, moment.there) for moment in step.moments]
     read = [-1, *(moment.place for moment in step.moments), places.num_places]
@@ -249,15 +141,15 @@ def compute_bars(step: StepMarks, clock: Clock, places: "Places") -> Iterator[Ba
         yield places.bar(place, following, start, end)
     for place, start, end in zip(read[1:], asked, there, strict=False):
         if end - start > MIN_WAIT:
-            yield Bar("compute", "wait", f"waits for {places.name(place)}", start, end)
+            yield Bar("compute", "wait", f"wait for {places.name(place)}", start, end)
 
 
-class Places:
-    """Names of what activations keep, and of what is computed between two of them."""
+class PlaceNames:
+    """Names of the places that activations keep, and of the blocks computed between two of them."""
 
     def __init__(self, activations: Activations, plan: Plan) -> None:
         self.plan = plan
-        self.blocks: list[int | None] = []  # of each place; None: what left a unit
+        self.blocks: list[int | None] = []  # per place; None: the output of a run of blocks
         has_behind = len(activations.rows) > activations.num_blocks
         block = 0
         for length in activations.run_lengths:
@@ -270,10 +162,10 @@ class Places:
 
     def name(self, place: int) -> str:
         block = self.blocks[place]
-        return f"what left block {self.blocks[place - 1]}" if block is None else f"block {block}"
+        return f"output of block {self.blocks[place - 1]}" if block is None else f"block {block}"
 
     def bar(self, place: int, following: int, start: float, end: float) -> Bar:
-        """Of the blocks from a place on to before another; only the first of them can be cached."""
+        """Make the bar of the blocks from one place up to another; only the first of them can be cached."""
         blocks = [block for block in self.blocks[max(place, 0) : following] if block is not None]
         if not blocks:
             return Bar("compute", "outside", "no block", start, end)
