@@ -1,36 +1,42 @@
-"""How a cluster is set up: frozen, complete, and the same for everyone who reads it."""
+"""Configuration of a cluster. It is frozen; values left open are resolved once, into a new object."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
-from instgenie.machine.memory import available_memory
-from instgenie.scheduling.names import ONE_PROCESS, Batching
-from instgenie.scheduling.router import Policy
+from instgenie.scheduling.names import ONE_PROCESS, Batching, RoutingPolicy
 from instgenie.types import CacheDtype, PlanPolicy
 
 Role = Literal["prepare", "denoise", "finish"]
 
-NUM_ENCODERS = 4  # threads of a finish process that encode pictures while the next is decoded
-UNTOLD_HOST_BYTES = 16 * 2**30  # where the system does not say how much there is
+NUM_ENCODERS = 4  # threads of a finish process that encode pictures while the next one is decoded
+UNTOLD_HOST_BYTES = 16 * 2**30  # default of `host_bytes` where the amount of available memory is unknown
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Where activations are kept, and how much of them. Memory is each worker's own; disk and remote are shared."""
+    """The tiers that keep activations, and their sizes. Each worker has its own memory; disk and remote are shared."""
 
-    gpu_bytes: int | None = None  # None: half of what is free beside the model; none where there is no CUDA device
-    host_bytes: int | None = None  # None: a worker's share of half of what is available when the cluster is made
-    disk: str | None = None  # folder; None: nothing is kept on disk
+    gpu_bytes: int | None = None  # None: half of the memory left beside the model; 0 without a CUDA device
+    host_bytes: int | None = None  # None: half of the memory that a worker may use on its node
+    disk: str | None = None  # folder; None: no disk tier
     disk_bytes: int = 100 * 2**30
-    remote: str | None = None  # any fsspec URL; None: nothing is kept there
+    remote: str | None = None  # any fsspec URL; None: no remote tier
     remote_bytes: int = 1000 * 2**30
     dtype: CacheDtype = "model"
 
     @property
     def is_lasting(self) -> bool:
-        """Whether anything outlives a worker."""
+        """True if a tier outlives the workers."""
         return self.disk is not None or self.remote is not None
+
+
+@dataclass(frozen=True)
+class ResolvedCache(CacheConfig):
+    """A cache configuration with a number of bytes for main memory. A worker sizes its GPU tier once the model is
+    loaded."""
+
+    host_bytes: int = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,14 @@ class ClusterConfig:
     devices: tuple[str, ...] = ("auto",)  # one worker each
     dtype: str = "auto"
     max_batch_size: int = 8  # jobs that take a step together on one worker
-    max_queue: int = 64  # edits that wait; one more is refused
+    max_queue: int = 64  # edits that may wait; further ones are refused
     cache: CacheConfig = CacheConfig()
-    policy: Policy = "mask_aware"  # of the router
+    policy: RoutingPolicy = "mask_aware"  # of the router
     batching: Batching = "continuous"
-    graphs: bool = True  # whether passes are captured as CUDA graphs, on devices that have them
-    plan: PlanPolicy = "cached"  # of the blocks of edits that reuse; any other lets pictures depend on the load
-    reuse: bool = True  # whether templates are registered; without, every edit computes every token
-    worker_timeout: float = 120.0  # seconds without a sign of life after which a process is taken for hung
+    graphs: bool = True  # capture passes as CUDA graphs, on devices that have them
+    plan: PlanPolicy = "cached"  # for edits that reuse activations; with any other, pictures depend on the load
+    reuse: bool = True  # register templates; False: every edit computes every token
+    worker_timeout: float = 120.0  # seconds of silence after which a process counts as hung
     start_timeout: float = 1800.0  # the same while it loads the model
 
     @property
@@ -56,32 +62,53 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True)
-class ProcessConfig:
-    """What one process of a worker is told when it is started."""
+class ResolvedConfig(ClusterConfig):
+    """The configuration that a cluster runs with."""
 
-    name: str  # unique, of this start of the process
-    role: Role
-    parent: int  # pid: it does not outlive it
-    endpoint: str
+    cache: ResolvedCache = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """Configuration of one start of one process; it travels as JSON on the command line."""
+
+    name: str  # unique to this start of the process
+    endpoint: str  # address of the cluster
     model: str
     device: str
     dtype: str
     max_batch_size: int
     batching: Batching
-    cache: CacheConfig
+    cache: ResolvedCache
     plan: PlanPolicy = "cached"
     graphs: bool = True
+    parent: int | None = None  # pid of the parent that the process does not outlive; None: no parent is checked
+
+
+def resolve(config: ClusterConfig, worker_bytes: float) -> ResolvedConfig:
+    """Fill in what was left open. A worker may use `worker_bytes` of main memory on its node; infinity: unknown."""
+    host_bytes = config.cache.host_bytes
+    if host_bytes is None:
+        host_bytes = int(worker_bytes / 2) if math.isfinite(worker_bytes) else UNTOLD_HOST_BYTES
+    cache = ResolvedCache(**vars(config.cache) | {"host_bytes": host_bytes})
+    return ResolvedConfig(**vars(config) | {"cache": cache})
+
+
+def process_config(config: ResolvedConfig, name: str, device: str, endpoint: str) -> ProcessConfig:
+    return ProcessConfig(
+        name=name,
+        endpoint=endpoint,
+        model=config.model,
+        device=device,
+        dtype=config.dtype,
+        max_batch_size=config.max_batch_size,
+        batching=config.batching,
+        cache=config.cache,
+        plan=config.plan,
+        graphs=config.graphs,
+    )
 
 
 def finish_period(seconds: float, thread_seconds: float) -> float:
-    """Seconds from one picture to the next where one after the other is decoded, and threads encode them."""
+    """Seconds per picture when many are finished in a row: one at a time is decoded, several threads encode."""
     return max(seconds, thread_seconds / NUM_ENCODERS)
-
-
-def resolve_host_bytes(config: ClusterConfig) -> ClusterConfig:
-    """The one place where it is chosen: all who hear of it hear the same number."""
-    if config.cache.host_bytes is not None:
-        return config
-    share = available_memory() / 2 / len(config.devices)
-    host_bytes = int(share) if math.isfinite(share) else UNTOLD_HOST_BYTES
-    return replace(config, cache=replace(config.cache, host_bytes=host_bytes))

@@ -1,92 +1,121 @@
-"""Accepted work on its way: each entry is kept, with all it takes to do it again, until it is answered. Knows stages;
-no process and no socket."""
+"""Accepted work on its way: an edit or a template. An entry is kept, with everything needed to run it again, until it
+is answered. Knows stages; no process and no socket."""
 
 import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from enum import Enum, auto
+from typing import Literal, NamedTuple
 
-from instgenie.cluster.orders import Event, Order, Tier
+from instgenie.cluster.orders import Event, Order, TemplateOrder
 from instgenie.cluster.status import JobStatus
 from instgenie.cluster.wire import Denoised, Frame, Prepared
 from instgenie.scheduling.router import Work
-from instgenie.types import Pixels
+from instgenie.types import TierName
 
-Stage = Literal["prepare", "gather", "park", "denoise", "finish"]
-MAX_DEATHS = 3  # of processes that held an entry at one stage, before it is taken for the cause
-
-
-@dataclass(frozen=True, eq=False)
-class Registering:
-    """A template to register."""
-
-    tenant: str
-    size: tuple[int, int]  # (height, width) of the picture
-    steps: int
-    guidance: float
-    picture: Pixels | None  # None: it lies with the activations
+StageName = Literal["prepare", "gather", "park", "denoise", "finish"]
+MAX_DEATHS = 3  # of processes holding an entry at one stage, before the entry is taken for the cause
 
 
-@dataclass(eq=False)
+class ComputeMode(Enum):
+    """How an edit is computed. It is decided once, so that the picture stays the same however often the edit is run."""
+
+    UNDECIDED = auto()  # its worker looks for the template's activations, and decides
+    CACHED = auto()  # it uses the activations, on every attempt
+    DENSE = auto()  # it computes every token
+
+
+class PreparedJob(NamedTuple):
+    """Result of the prepare stage."""
+
+    message: Prepared
+    tensors: Sequence[Frame]
+
+
+class DenoisedJob(NamedTuple):
+    """Result of the denoise stage."""
+
+    message: Denoised
+    latents: Sequence[Frame]
+
+
+@dataclass(eq=False, kw_only=True)
 class Entry:
+    """The common part of edits and templates."""
+
     id: str
-    order: Order | Registering
-    work: Work
-    group: list["Entry"]  # what joins a batch together; itself among them
     worker: int = 0
-    stage: Stage = "prepare"
+    stage: StageName = "prepare"
     attempt: int = 1
     num_deaths: int = 0  # of processes that held it at this stage
-    template: str | None = None  # whose activations it uses, if they are found
-    is_sure: bool = False  # that it uses them: once it does, every attempt does, so that its picture stays the same
-    is_told: bool = False  # whether they were found, to who counts
-    tier: Tier | None = None  # where they were found
-    is_running: bool = False
-    is_urgent: bool = False  # a template that an edit waits for
-    step: int = 0
-    plan: tuple[bool, ...] = ()  # told when it joined
-    prepared: Prepared | None = None
-    tensors: Sequence[Frame] = ()  # of the prepared job
-    denoised: Denoised | None = None
-    latents: Sequence[Frame] = ()
-    position: int = -1  # last told
-    number: int = field(default_factory=itertools.count().__next__)  # the oldest has the lowest
-    accepted_at: float = field(default_factory=time.monotonic)
-    waits_from: float = field(default_factory=time.monotonic)  # for its stage to begin
-    events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)  # None: no more will come
+    prepared: PreparedJob | None = None
+    number: int = field(default_factory=itertools.count().__next__)  # older entries have lower numbers
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what kills the processes that hold it."""
+        """True if it may be what kills the processes that hold it."""
         return self.num_deaths >= MAX_DEATHS - 1
+
+    def move(self, stage: StageName) -> None:
+        self.stage, self.num_deaths = stage, 0
+
+    def lose(self) -> None:
+        """Count the death of the process that held it; the next attempt starts the stage again."""
+        self.attempt += 1
+        self.num_deaths += 1
+
+
+@dataclass(eq=False, kw_only=True)
+class TemplateEntry(Entry):
+    """A registration on one worker; its id is the template's."""
+
+    order: TemplateOrder
+    is_urgent: bool = False  # True if an edit waits for it
+
+
+@dataclass(eq=False, kw_only=True)
+class EditEntry(Entry):
+    order: Order
+    work: Work
+    group: list["EditEntry"]  # edits that join a batch together, itself among them
+    mode: ComputeMode = ComputeMode.DENSE
+    tier: TierName | None = None  # where the template's activations were found
+    is_running: bool = False  # True while it is in a batch
+    step: int = 0
+    plan: tuple[bool, ...] = ()  # known once it has joined a batch
+    denoised: DenoisedJob | None = None
+    position: int = -1  # in the queue, as the client was last told
+    accepted_at: float = field(default_factory=time.monotonic)
+    waits_from: float = field(default_factory=time.monotonic)  # when it began to wait for its stage
+    events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)  # None ends the stream
+
+    @property
+    def template(self) -> str | None:
+        """The template whose activations it uses, or looks for."""
+        return None if self.mode is ComputeMode.DENSE else self.work.template
 
     @property
     def is_waiting(self) -> bool:
-        return isinstance(self.order, Order) and not self.is_running and self.stage != "finish"
+        return not self.is_running and self.stage != "finish"
 
     @property
     def num_steps(self) -> int:
-        return self.prepared.num_steps if self.prepared else self.work.num_steps
-
-    @property
-    def edit(self) -> Order:
-        assert isinstance(self.order, Order)
-        return self.order
+        return self.prepared.message.num_steps if self.prepared else self.work.num_steps
 
     @property
     def num_masked_tokens(self) -> int:
-        return self.prepared.num_masked_tokens if self.prepared else self.work.num_masked_tokens
+        return self.prepared.message.num_masked_tokens if self.prepared else self.work.num_masked_tokens
 
     @property
     def num_tokens(self) -> int:
-        return self.prepared.num_tokens if self.prepared else self.work.num_tokens
+        return self.prepared.message.num_tokens if self.prepared else self.work.num_tokens
 
     @property
     def num_computed_tokens(self) -> int:
-        """Of a step."""
-        return self.num_masked_tokens if self.is_sure else self.num_tokens
+        """Tokens per step."""
+        return self.num_masked_tokens if self.mode is ComputeMode.CACHED else self.num_tokens
 
     @property
     def status(self) -> JobStatus:
@@ -100,23 +129,18 @@ class Entry:
             plan=self.plan,
         )
 
-    def move(self, stage: Stage) -> None:
-        self.stage, self.num_deaths = stage, 0
-
     def run_dense(self) -> None:
-        self.template, self.is_sure, self.tier = None, False, None
+        self.mode, self.tier = ComputeMode.DENSE, None
 
     def lose(self) -> None:
-        """The process that held it is gone."""
-        self.attempt += 1
-        self.num_deaths += 1
+        super().lose()
         self.step = 0
 
 
 class Ticket:
-    """What a client holds while its order is worked on."""
+    """A client's handle of an accepted edit."""
 
-    def __init__(self, entry: Entry, cancel: Callable[[Entry], None]) -> None:
+    def __init__(self, entry: EditEntry, cancel: Callable[[EditEntry], None]) -> None:
         self._entry = entry
         self._cancel = cancel
 
@@ -125,10 +149,10 @@ class Ticket:
         return self._entry.id
 
     def cancel(self) -> None:
-        """Takes effect at the next step; no further event comes."""
+        """Drop the edit at its next step; no further event comes."""
         self._cancel(self._entry)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Ends with Finished or Failed, unless it was cancelled."""
+        """Yield events up to Finished or Failed; a cancelled edit ends without either."""
         while (event := await self._entry.events.get()) is not None:
             yield event

@@ -1,10 +1,10 @@
-"""What entries are to the processes: each stage's message and its frames."""
+"""The message and the frames that send an entry to the process of its stage."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from instgenie.cluster import wire
-from instgenie.cluster.entries import Entry, Registering
+from instgenie.cluster.entries import ComputeMode, EditEntry, TemplateEntry
 from instgenie.cluster.processes import Process
 
 
@@ -12,35 +12,35 @@ class Send(Protocol):
     def __call__(self, process: Process, message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None: ...
 
 
-def prepare_message(entry: Entry) -> tuple[wire.Prepare, list[wire.Frame]]:
-    order = entry.edit
+def prepare_message(entry: EditEntry) -> tuple[wire.Prepare, list[wire.Frame]]:
+    order = entry.order
     message = wire.Prepare(entry.id, entry.attempt, order.wish, order.picture.shape[:2], order.trace)
     return message, wire.picture_frames(order.picture, order.mask)
 
 
-def denoising(entry: Entry, template: wire.TemplateHead | None) -> wire.Denoising:
+def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Denoising:
     assert entry.prepared is not None
     return wire.Denoising(
         id=entry.id,
         attempt=entry.attempt,
-        job=entry.prepared.job,
+        job=entry.prepared.message.job,
         template=template,
-        is_sure=entry.is_sure,
-        num_partials=entry.edit.num_partials,
-        trace=entry.edit.trace,
+        is_sure=entry.mode is ComputeMode.CACHED,
+        num_partials=entry.order.num_partials,
+        trace=entry.order.trace,
     )
 
 
 def finish_message(
-    entry: Entry, latents: wire.TensorHead, partial: int | None, frames: Sequence[wire.Frame]
+    entry: EditEntry, latents: wire.TensorHead, partial: int | None, frames: Sequence[wire.Frame]
 ) -> tuple[wire.Finish, list[wire.Frame]]:
     assert entry.prepared is not None
-    order = entry.edit
+    order = entry.order
     message = wire.Finish(
         id=entry.id,
         attempt=entry.attempt,
         latents=latents,
-        grid=entry.prepared.job.grid,
+        grid=entry.prepared.message.job.grid,
         size=order.picture.shape[:2],
         feather=order.wish.feather,
         output_format=order.output_format,
@@ -51,24 +51,25 @@ def finish_message(
     return message, [*frames, *wire.picture_frames(order.picture, order.mask)]
 
 
-def prepare_template_message(entry: Entry, order: Registering) -> tuple[wire.PrepareTemplate, list[wire.Frame]]:
+def prepare_template_message(entry: TemplateEntry) -> tuple[wire.PrepareTemplate, list[wire.Frame]]:
+    order = entry.order
     assert order.picture is not None
     message = wire.PrepareTemplate(entry.id, entry.attempt, order.steps, order.guidance, order.size)
     return message, wire.picture_frames(order.picture)
 
 
 def register_message(
-    entry: Entry, order: Registering, template: wire.TemplateHead, is_kept: bool
+    entry: TemplateEntry, template: wire.TemplateHead, is_kept: bool
 ) -> tuple[wire.Register, list[wire.Frame]]:
-    """With the picture, if it is to be kept beside the activations."""
+    """Includes the picture if it is to be kept beside the activations."""
     assert entry.prepared is not None
-    assert order.picture is not None
+    assert entry.order.picture is not None
     message = wire.Register(
         id=entry.id,
         attempt=entry.attempt,
         template=template,
-        job=entry.prepared.job,
+        job=entry.prepared.message.job,
         is_urgent=entry.is_urgent,
-        picture=order.size if is_kept else None,
+        picture=entry.order.size if is_kept else None,
     )
-    return message, [*entry.tensors, *(wire.picture_frames(order.picture) if is_kept else ())]
+    return message, [*entry.prepared.tensors, *(wire.picture_frames(entry.order.picture) if is_kept else ())]

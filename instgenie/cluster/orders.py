@@ -1,33 +1,60 @@
-"""What the HTTP process asks of a cluster and what it hears back. Knows no socket, no process and no torch."""
+"""What clients ask of a cluster and what they hear back. Knows no socket, no process and no torch."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from instgenie.cluster.wish import Wish
-from instgenie.types import PixelMask, Pixels
+from instgenie.types import PixelMask, Pixels, TierName
 
 OutputFormat = Literal["png", "jpeg", "webp"]
-Tier = Literal["gpu", "host", "disk", "remote"]
 FailureKind = Literal["bad_input", "out_of_memory", "crashed", "internal"]
+TemplateState = Literal["queued", "registering", "ready", "failed"]
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
     """One edit as a client asks for it."""
 
-    tenant: str  # digest of the client's key: templates and caches of one are invisible to another
+    tenant: str  # digest of the client's key: tenants never see each other's templates and caches
     picture: Pixels
     mask: PixelMask
     wish: Wish
     output_format: OutputFormat = "png"
     output_compression: int = 100
-    num_partials: int = 0  # pictures to show on the way
-    trace: str = ""  # traceparent; empty: none
+    num_partials: int = 0  # pictures to send before the final one
+    trace: str = ""  # traceparent; empty: not traced
+
+    @property
+    def can_reuse(self) -> bool:
+        """True if a template's activations would save any computation."""
+        return self.wish.quality != "exact" and not self.mask.all()
+
+
+@dataclass(frozen=True, eq=False)
+class TemplateOrder:
+    """A template to register."""
+
+    tenant: str
+    size: tuple[int, int]  # (height, width) of the picture
+    steps: int
+    guidance: float
+    digest: str  # of the picture
+    picture: Pixels | None  # None: only stored beside the activations
+
+    @property
+    def id(self) -> str:
+        return template_id(self.tenant, self.steps, self.guidance, self.digest)
+
+
+def template_id(tenant: str, steps: int, guidance: float, digest: str) -> str:
+    """The same for all edits that may share activations of a model; never the same for two tenants."""
+    return hashlib.sha256(repr((tenant, steps, float(guidance), digest)).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
 class Queued:
-    position: int  # edits that go first
+    position: int  # edits ahead of it
 
 
 @dataclass(frozen=True)
@@ -44,7 +71,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a client learns about its edit beside the picture."""
+    """What a client learns about its edit besides the picture."""
 
     seed: int
     width: int
@@ -52,15 +79,15 @@ class Facts:
     num_tokens: int
     num_masked_tokens: int
     num_computed_tokens: int
-    cache_tier: Tier | None  # where the template's activations were found
+    cache_tier: TierName | None  # where the template's activations were found; None: a miss
     worker: int
     num_attempts: int
     queue_seconds: float
     prepare_seconds: float
     denoise_seconds: float
-    dense_seconds: float  # predicted: what the steps would have taken with every token computed
+    dense_seconds: float  # predicted time of the steps if every token were computed
     finish_seconds: float
-    finish_thread_seconds: float  # of them, those of a thread, in which the next is being finished
+    finish_thread_seconds: float  # the part of finish_seconds during which the next picture is decoded
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +109,10 @@ Event: TypeAlias = Queued | Stepped | Partial | Finished | Failed
 @dataclass(frozen=True)
 class TemplateStatus:
     id: str
-    state: Literal["queued", "registering", "ready", "failed"]
+    state: TemplateState
     num_steps: int
     num_registered_steps: int
     width: int
     height: int
-    tier_bytes: dict[Tier, int]
-    message: str = ""  # of a failure
+    tier_bytes: dict[TierName, int]
+    message: str = ""  # why it failed

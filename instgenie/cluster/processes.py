@@ -1,52 +1,45 @@
-"""The processes of the workers, as the cluster sees them: started, watched, killed, started again. Knows what each one
-holds; what a message means is not its matter."""
+"""The workers and their processes as the cluster sees them: their state, the entries they hold, the entries that wait
+for them. Knows no message and no socket."""
 
-import asyncio
 import hashlib
-import os
-import signal
-import sys
 import time
 from bisect import insort
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import msgspec
-
-from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, ProcessConfig, Role
-from instgenie.cluster.entries import Entry
-from instgenie.cluster.orders import Order, Tier
+from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
+from instgenie.cluster.entries import EditEntry, Entry
+from instgenie.cluster.launch import LaunchedProcess
 from instgenie.cluster.status import ProcessState, ProcessStatus
-from instgenie.scheduling.router import Chore, Load, Pace
+from instgenie.scheduling.router import Pace, SideStage, WorkerLoad
+from instgenie.types import TierName
 
-NUM_AHEAD = 2  # entries that prepare and finish hold: one in work, one at hand; of finish its threads hold some more
-FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0  # seconds before a process that died is started again
-HEALTHY_SECONDS = 60.0  # a process that lived so long starts again at the first back-off
-PACKAGE_ROOT = Path(__file__).parent.parent.parent
+NUM_AHEAD = 2  # entries that prepare and finish hold, one in work and one at hand; finish adds one per encoder thread
+FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0  # seconds before a dead process is started again
+HEALTHY_SECONDS = 60.0  # a process that lived this long restarts after the first back-off
 
 
 @dataclass(eq=False)
 class Process:
-    """One role of one worker, over all its starts."""
+    """One role of one worker, across all its starts."""
 
     worker: int
     role: Role
     device: str
-    config: ClusterConfig
+    max_held: int  # edits that it holds at once
     state: ProcessState = "starting"
-    message: str = ""
+    message: str = ""  # why it is down
     num_starts: int = 0
     num_quick_deaths: int = 0
     started_at: float = 0.0
     heard_at: float = 0.0
-    child: asyncio.subprocess.Process | None = None
+    launched: LaunchedProcess | None = None
     queue: list[Entry] = field(default_factory=list)  # to be sent, the oldest first
-    held: dict[str, Entry] = field(default_factory=dict)  # sent and not answered
+    held: dict[str, Entry] = field(default_factory=dict)  # sent and not yet answered
 
     @property
     def name(self) -> str:
+        """Unique to its current start."""
         return f"{self.worker}.{self.role}.{self.num_starts}"
 
     @property
@@ -55,50 +48,24 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        return self.child is not None and self.child.returncode is None
+        return self.launched is not None and self.launched.is_alive
 
     @property
-    def max_held(self) -> int:
-        most: dict[Role, int] = {
-            "prepare": NUM_AHEAD,
-            "denoise": 2 * self.config.max_batch_size,
-            "finish": NUM_AHEAD + NUM_ENCODERS,
-        }
-        return most[self.role]
+    def status(self) -> ProcessStatus:
+        pid = self.launched.pid if self.launched is not None and self.is_alive else None
+        return ProcessStatus(self.role, pid, self.state, self.num_starts, self.message)
 
-    async def start(self, endpoint: str) -> None:
+    # starts
+
+    def begin(self) -> None:
+        """Enter a new start, under a new name."""
         self.num_starts += 1
-        self.state, self.message = "starting", ""
-        config = ProcessConfig(
-            name=self.name,
-            role=self.role,
-            parent=os.getpid(),
-            endpoint=endpoint,
-            model=self.config.model,
-            device=self.device,
-            dtype=self.config.dtype,
-            max_batch_size=self.config.max_batch_size,
-            batching=self.config.batching,
-            graphs=self.config.graphs,
-            cache=self.config.cache,
-            plan=self.config.plan,
-        )
+        self.state, self.message, self.launched = "starting", "", None
         self.started_at = self.heard_at = time.monotonic()
-        self.child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", f"instgenie.workers.{self.role}", msgspec.json.encode(config).decode()),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": python_path()},
-        )
-
-    async def ended(self) -> int:
-        assert self.child is not None
-        return await self.child.wait()
 
     def kill(self) -> None:
-        if self.child is not None and self.is_alive:
-            with suppress(ProcessLookupError):
-                self.child.send_signal(signal.SIGKILL)
+        if self.launched is not None:
+            self.launched.kill()
 
     def back_off(self) -> float:
         """Seconds to wait before the next start."""
@@ -106,6 +73,8 @@ class Process:
             self.num_quick_deaths = 0
         self.num_quick_deaths += 1
         return min(FIRST_BACK_OFF * 2.0 ** (self.num_quick_deaths - 1), LAST_BACK_OFF)
+
+    # entries
 
     def put(self, entry: Entry) -> None:
         insort(self.queue, entry, key=lambda entry: entry.number)
@@ -116,7 +85,8 @@ class Process:
             self.queue.remove(entry)
 
     def take(self) -> Iterator[list[Entry]]:
-        """What may be sent now: entries one by one, a group at once, a suspect only to a process that holds nothing."""
+        """Yield what may be sent now: entries one by one, a group at once, a suspect only to a process that holds
+        nothing."""
         while self.is_ready and self.queue and self.has_room():
             head = self.queue[0]
             together = [head] if head.is_suspect or head.stage != "denoise" else self.companions(head)
@@ -126,28 +96,37 @@ class Process:
             yield together
 
     def has_room(self) -> bool:
-        if self.queue[0].is_suspect or any(entry.is_suspect for entry in self.held.values()):
+        """True if the first entry of the queue may be sent. Templates need no room."""
+        head = self.queue[0]
+        if head.is_suspect or any(entry.is_suspect for entry in self.held.values()):
             return not self.held
-        num_edits = sum(isinstance(entry.order, Order) for entry in self.held.values())
-        return num_edits < self.max_held or not isinstance(self.queue[0].order, Order)
+        num_edits = sum(isinstance(entry, EditEntry) for entry in self.held.values())
+        return num_edits < self.max_held or not isinstance(head, EditEntry)
 
     def companions(self, head: Entry) -> list[Entry]:
+        """The queued entries that are sent together with the first one, which is among them."""
+        if not isinstance(head, EditEntry):
+            return [head]
         return [
-            entry
-            for entry in self.queue
-            if entry.group is head.group and entry.stage == head.stage and not entry.is_suspect
+            entry for entry in self.queue if entry in head.group and entry.stage == head.stage and not entry.is_suspect
         ]
 
+    def holding(self, id: str, attempt: int) -> Entry | None:
+        """The entry it works on, unless that attempt was abandoned."""
+        entry = self.held.get(id)
+        return entry if entry and entry.attempt == attempt else None
+
+    def take_back(self, id: str, attempt: int) -> Entry | None:
+        """The entry it has answered, which it no longer holds; None if that attempt was abandoned."""
+        if entry := self.holding(id, attempt):
+            del self.held[id]
+        return entry
+
     def empty(self) -> tuple[list[Entry], list[Entry]]:
-        """What it held and what it was to get; it has neither any more."""
+        """Remove all entries, and return those it held and those in its queue."""
         held, queue = list(self.held.values()), self.queue
         self.held, self.queue = {}, []
         return held, queue
-
-    @property
-    def status(self) -> ProcessStatus:
-        pid = self.child.pid if self.child is not None and self.is_alive else None
-        return ProcessStatus(self.role, pid, self.state, self.num_starts, self.message)
 
 
 @dataclass(eq=False)
@@ -157,14 +136,18 @@ class Worker:
     index: int
     device: str
     processes: dict[Role, Process]
-    load: Load
-    digests: dict[Role, str] = field(default_factory=dict)  # of the model, as far as each process has it
-    tier_bytes: dict[Tier, int] = field(default_factory=dict)
+    load: WorkerLoad
+    digests: dict[Role, str] = field(default_factory=dict)  # of the weights that each process has loaded
+    tier_bytes: dict[TierName, int] = field(default_factory=dict)
     num_steps: int = 0
     num_interruptions: int = 0
     last_step_seconds: float = 0.0
     steps_per_second: float = 0.0
     _stepped_at: float = 0.0
+
+    @property
+    def denoiser(self) -> Process:
+        return self.processes["denoise"]
 
     @property
     def state(self) -> ProcessState:
@@ -178,14 +161,15 @@ class Worker:
 
     @property
     def identity(self) -> str | None:
-        """Of the model: what prepares jobs and what takes their steps both enter the activations. None until both have
-        said which weights they have. Weights of another checkpoint under the same name have another identity."""
+        """Digest of the weights that enter the activations: those that prepare jobs and those that take their steps.
+        None until both processes have reported theirs. Other weights under the same name have another identity."""
         roles = [role for role in ("prepare", "denoise") if role in self.processes]
         if not self.digests.keys() >= set(roles):
             return None
         return hashlib.sha256(" ".join(self.digests[role] for role in roles).encode()).hexdigest()
 
     def step(self, seconds: float, predicted: float) -> None:
+        """Record one measured step."""
         now = time.monotonic()
         rate = 1 / max(now - self._stepped_at, 1e-6)
         is_first = now - self._stepped_at > 10 * max(seconds, 0.1)  # after a pause there is no rate yet
@@ -198,19 +182,18 @@ class Worker:
 
 def make_workers(config: ClusterConfig) -> list[Worker]:
     common = Pace()
-    chores: dict[Chore, float] = {}
+    side_seconds: dict[SideStage, float] = {}
+    max_held: dict[Role, int] = {
+        "prepare": NUM_AHEAD,
+        "denoise": 2 * config.max_batch_size,
+        "finish": NUM_AHEAD + NUM_ENCODERS,
+    }
     return [
         Worker(
             index=index,
             device=device,
-            processes={role: Process(index, role, device, config) for role in config.roles},
-            load=Load(index, config.max_batch_size, pace=Pace(common), chores=chores),
+            processes={role: Process(index, role, device, max_held[role]) for role in config.roles},
+            load=WorkerLoad(index, config.max_batch_size, pace=Pace(common), side_seconds=side_seconds),
         )
         for index, device in enumerate(config.devices)
     ]
-
-
-def python_path() -> str:
-    """The processes import this very package, wherever it was found."""
-    paths = [str(PACKAGE_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return os.pathsep.join(dict.fromkeys(paths))

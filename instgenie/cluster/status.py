@@ -1,9 +1,10 @@
-"""What a cluster says about itself: a snapshot for a page, facts for metrics. Knows no process."""
+"""What a cluster reports about itself: a snapshot for pages, events for metrics. Knows no process."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from instgenie.cluster.orders import Facts, FailureKind, Tier
+from instgenie.cluster.orders import Facts, FailureKind
+from instgenie.types import TierName
 
 ProcessState = Literal["starting", "ready", "down", "failed"]
 
@@ -15,17 +16,17 @@ class JobStatus:
     num_steps: int
     num_tokens: int
     num_masked_tokens: int
-    num_computed_tokens: int
-    plan: tuple[bool, ...]  # for each block, whether it is cached; empty: none is
+    num_computed_tokens: int  # per step
+    plan: tuple[bool, ...]  # per block, True if it is cached; empty: no block is
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
     role: str
-    pid: int | None
+    pid: int | None  # on its own node; None: not running
     state: ProcessState
     num_starts: int
-    message: str  # of why it is down
+    message: str  # why it is down
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,17 @@ class WorkerStatus:
     num_waiting: int
     steps_per_second: float
     last_step_seconds: float
-    num_steps: int  # taken since it started
+    num_steps: int  # since it started
     num_interruptions: int  # of the step loop, by other work while jobs were running
-    predicted_seconds: float  # until all it has is done
-    seconds_per_step: float  # a step takes so long, however many tokens it computes
-    seconds_per_token: float  # and so much longer for each of them
+    predicted_seconds: float  # until all its work is done
+    seconds_per_step: float  # fixed cost of a step
+    seconds_per_token: float  # additional cost of each computed token
     templates: tuple[str, ...]
-    tier_bytes: dict[Tier, int]
+    tier_bytes: dict[TierName, int]
 
     @property
     def pid(self) -> int | None:
-        """Of the process that takes the steps."""
+        """The pid of the denoise process."""
         return next(process.pid for process in self.processes if process.role == "denoise")
 
 
@@ -62,11 +63,11 @@ class ClusterStatus:
     num_cancelled: int
     num_restarts: int
     num_cache_queries: int
-    cache_hits: dict[Tier, int]
+    cache_hits: dict[TierName, int]
 
 
 class Observer:
-    """Told of facts as they happen; override what you want to hear."""
+    """Receives events as they happen; override the methods of interest."""
 
     def step(self, worker: int, seconds: float, batch_size: int) -> None:
         """A batch took a step."""
@@ -75,19 +76,19 @@ class Observer:
         """A job joined the running batch."""
 
     def left(self, worker: int, job: str) -> None:
-        """A job is out of the batch, finished or not."""
+        """A job left the batch, finished or not."""
 
     def accepted(self, mask_ratio: float) -> None:
-        """An order was accepted."""
+        """An edit was accepted."""
 
-    def cache_query(self, tier: Tier | None) -> None:
-        """An order looked for its template's activations; None is a miss."""
+    def cache_query(self, tier: TierName | None) -> None:
+        """An edit looked for its template's activations; None is a miss."""
 
     def finished(self, facts: Facts, seconds: float) -> None:
-        """An order was answered with a picture, so many seconds after it was accepted."""
+        """An edit was answered with a picture, `seconds` after it was accepted."""
 
     def failed(self, kind: FailureKind) -> None:
-        """An order was answered with a failure."""
+        """An edit was answered with a failure."""
 
     def cancelled(self) -> None:
-        """An order's client is gone."""
+        """An edit was cancelled by its client."""

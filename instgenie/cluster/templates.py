@@ -1,55 +1,58 @@
-"""What the cluster knows of templates: who asked for them, how far they are, which workers hold their activations."""
+"""What the cluster knows about one template: its progress, and the workers that hold its activations."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
-from instgenie.cluster.entries import Entry, Registering
-from instgenie.cluster.orders import TemplateStatus, Tier
+from instgenie.cluster.entries import EditEntry, TemplateEntry
+from instgenie.cluster.orders import TemplateOrder, TemplateState, TemplateStatus
+from instgenie.types import TierName
 
-SHARED: tuple[Tier, ...] = ("disk", "remote")  # by all workers
+SHARED: tuple[TierName, ...] = ("disk", "remote")  # tiers that all workers share
 
 
 @dataclass(eq=False)
-class Template:
+class TemplateRecord:
     id: str
-    registering: Registering
-    is_asked_for: bool = False  # by a client, and so registered again when it is lost
-    state: Literal["queued", "registering", "ready", "failed"] = "queued"
+    order: TemplateOrder
+    is_asked_for: bool = False  # by a client; such a template is registered again when it is lost
+    state: TemplateState = "queued"
     num_registered_steps: int = 0
-    message: str = ""
-    holders: dict[int, dict[Tier, int]] = field(default_factory=dict)  # bytes in the memory of each worker
-    shared: dict[Tier, int] = field(default_factory=dict)  # bytes where every worker finds them
-    entries: dict[int, Entry] = field(default_factory=dict)  # where it is being registered
-    parked: list[Entry] = field(default_factory=list)  # edits that wait for it
+    message: str = ""  # why it failed
+    holders: dict[int, dict[TierName, int]] = field(default_factory=dict)  # bytes in memory, by worker
+    shared: dict[TierName, int] = field(default_factory=dict)  # bytes in the shared tiers
+    entries: dict[int, TemplateEntry] = field(default_factory=dict)  # registrations in progress, by worker
+    parked: list[EditEntry] = field(default_factory=list)  # edits that wait for it
 
     @property
     def is_held(self) -> bool:
         return bool(self.holders or self.shared)
 
-    def tier_at(self, worker: int) -> Tier | None:
-        """The highest in which a worker has it; None if it has to register it."""
+    def tier_at(self, worker: int) -> TierName | None:
+        """The fastest tier in which a worker finds it; None if the worker has to register it."""
         found = self.holders.get(worker, {}) | self.shared
-        return next((tier for tier in get_args(Tier) if tier in found), None)
+        return next((tier for tier in get_args(TierName) if tier in found), None)
 
-    def keep(self, worker: int, tier_bytes: Mapping[Tier, int]) -> None:
-        """All there is of it, as far as this worker sees."""
+    def keep(self, worker: int, tier_bytes: Mapping[TierName, int]) -> None:
+        """Record all that one worker sees of it."""
         self.shared = {tier: tier_bytes[tier] for tier in SHARED if tier in tier_bytes}
         self.keep_in_memory(worker, {tier: num for tier, num in tier_bytes.items() if tier not in SHARED})
 
-    def keep_in_memory(self, worker: int, tier_bytes: dict[Tier, int]) -> None:
+    def keep_in_memory(self, worker: int, tier_bytes: dict[TierName, int]) -> None:
         self.holders.pop(worker, None)
         if tier_bytes:
             self.holders[worker] = tier_bytes
 
+    def fail(self, message: str) -> None:
+        self.state, self.message = "failed", message
+
     def status(self) -> TemplateStatus:
-        height, width = self.registering.size
+        height, width = self.order.size
         return TemplateStatus(
             id=self.id,
             state=self.state,
-            num_steps=self.registering.steps,
+            num_steps=self.order.steps,
             num_registered_steps=self.num_registered_steps,
             width=width,
             height=height,
@@ -58,17 +61,8 @@ class Template:
         )
 
 
-def add_up(all_bytes: Iterable[Mapping[Tier, int]]) -> dict[Tier, int]:
-    total: Counter[Tier] = Counter()
+def add_up(all_bytes: Iterable[Mapping[TierName, int]]) -> dict[TierName, int]:
+    total: Counter[TierName] = Counter()
     for tier_bytes in all_bytes:
         total.update(tier_bytes)
     return dict(total)
-
-
-def template_id(registering: Registering) -> str:
-    """The same for all that may share activations of a model; never for two tenants."""
-    assert registering.picture is not None
-    facts = (registering.tenant, registering.steps, registering.guidance, registering.picture.shape)
-    hashed = hashlib.sha256(repr(facts).encode())
-    hashed.update(registering.picture.tobytes())
-    return hashed.hexdigest()[:32]

@@ -1,5 +1,5 @@
-"""What a client asks of an edit beside its pixels, as it travels from the request to the process that prepares it.
-Knows edits; knows no model."""
+"""The parameters of an edit as a client gives them, on their way from the request to the prepare process. Knows edits;
+knows no model."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from instgenie.types import Edit, PixelMask, Pixels
 
 @dataclass(frozen=True)
 class Wish:
-    """What is None is chosen by the model."""
+    """Parameters of an edit; the model chooses those that are None."""
 
     prompt: str
     seed: int
@@ -22,7 +22,7 @@ class Wish:
     quality: Quality = DEFAULT
 
     def edit(self, picture: Pixels, mask: PixelMask, own_steps: int, own_guidance: float) -> Edit:
-        """The edit it comes to with a model of so many steps and such guidance."""
+        """The complete edit, for a model whose default steps and guidance are given."""
         edit = Edit(
             picture=picture,
             mask=mask,

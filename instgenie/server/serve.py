@@ -12,8 +12,8 @@ from typing import Any
 
 import uvicorn
 
-from instgenie.cluster.config import CacheConfig, ClusterConfig
-from instgenie.cluster.local import Cluster
+from instgenie.cluster.cluster import Cluster
+from instgenie.cluster.config import ResolvedCache, ResolvedConfig
 from instgenie.errors import ServeError
 from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
@@ -131,7 +131,7 @@ def catch_signals() -> asyncio.Event:
     return signalled
 
 
-def print_plan(http: HttpConfig, cluster: ClusterConfig, address: str, version: str) -> None:
+def print_plan(http: HttpConfig, cluster: ResolvedConfig, address: str, version: str) -> None:
     names = ", ".join(http.served_model_names)
     lines = {
         f"InstGenIE {version}": f"serves {names} on http://{address}/v1",
@@ -150,9 +150,8 @@ def print_plan(http: HttpConfig, cluster: ClusterConfig, address: str, version: 
         print("anyone who can reach this address may use it: set --api-key to require a key", flush=True)
 
 
-def describe_cache(cache: CacheConfig) -> str:
+def describe_cache(cache: ResolvedCache) -> str:
     """Describe the tiers, fastest first: those of each worker, then the shared ones."""
-    assert cache.host_bytes is not None  # the cluster has chosen it
     tiers = [f"{cache.dtype}, up to {cache.host_bytes / 2**30:.3g} GiB in main memory per worker"]
     if cache.disk:
         tiers.append(f"{cache.disk_bytes / 2**30:g} GiB in {cache.disk}")

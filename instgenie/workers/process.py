@@ -1,7 +1,7 @@
-"""What every process of a worker does: load its parts of the model, go round its loop, say that it lives, end with its
-parent. Knows messages and the socket; what is done with them is the role's matter.
+"""The common part of a worker's processes: load parts of the model, connect to the cluster, send signs of life, end
+with the parent if there is one. Knows messages and the socket; each role knows what to do with them.
 
-The loop says that it lives, not a thread beside it: a loop that hangs falls silent.
+Signs of life come from the loop of the process, not from a thread beside it, so a loop that hangs falls silent.
 """
 
 import ctypes
@@ -29,7 +29,8 @@ from instgenie.errors import (
     OutOfMemoryError,
     PictureError,
 )
-from instgenie.machine.device import is_out_of_memory
+from instgenie.machine.device_memory import is_out_of_memory
+from instgenie.models.family import PartKind
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.scheduling.names import ONE_PROCESS
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Line:
-    """A process's line to the cluster."""
+    """A process's connection to the cluster."""
 
     def __init__(self, config: ProcessConfig) -> None:
         self._context = zmq.Context()
@@ -65,7 +66,7 @@ class Line:
         self._socket.send_multipart([encode(message), *frames], copy=False)
 
     def receive(self, wait: bool) -> tuple[AnyMessage, list[Frame]] | None:
-        """The next message, if there is one; waiting for it takes no longer than a beat, and ends when woken."""
+        """Return the next message, if there is one. Waiting ends after one beat, or when the line is woken."""
         self._beat()
         ready = dict(self._poller.poll(MS_BETWEEN_BEATS if wait else 0))
         if self._woken in ready:
@@ -76,8 +77,8 @@ class Line:
         return decode(head.buffer), [frame.buffer for frame in frames]
 
     def wake(self) -> None:
-        """Ends the waiting for a message; may be called by any thread."""
-        with suppress(BlockingIOError):  # it is woken already
+        """End the wait for a message; any thread may call this."""
+        with suppress(BlockingIOError):  # it is already woken
             os.write(self._wake, b"!")
 
     def _beat(self) -> None:
@@ -86,8 +87,8 @@ class Line:
             return
         self._beat_at = now
         self.send(Beat())
-        if os.getppid() != self._parent:
-            sys.exit("the parent is gone")
+        if self._parent is not None:
+            check_parent(self._parent)
 
     def close(self) -> None:
         self._socket.close(linger=1000)
@@ -97,10 +98,13 @@ class Line:
 Serve = Callable[[ProcessConfig, Model, Line], None]
 
 
-def run_process(serve: Serve, parts: frozenset[str]) -> None:
-    """The life of a process; its config is the one argument. Parts are those whose weights the role needs."""
+def run_process(serve: Serve, parts: frozenset[PartKind]) -> None:
+    """Run a process from start to end. Its configuration is the one argument on the command line; `parts` are the
+    modules whose weights the role needs."""
     config = msgspec.json.decode(sys.argv[1], type=ProcessConfig)
-    die_with(config.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the cluster ends its processes in its own time
+    if config.parent is not None:
+        die_with(config.parent)
     log_to_stderr(worker_process=config.name)
     torch.set_grad_enabled(False)
     line = Line(config)
@@ -114,16 +118,19 @@ def run_process(serve: Serve, parts: frozenset[str]) -> None:
     finally:
         line.close()
         traces.close()
-    os._exit(0)  # taking torch apart would take seconds
+    os._exit(0)  # unloading torch would take seconds
 
 
 def die_with(parent: int) -> None:
-    """Interrupts are for the parent, which ends its workers in its own time."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Have the system kill this process when its parent dies, where it can; elsewhere the next beat notices."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before it could be asked for
-        sys.exit("the parent is gone")
+    check_parent(parent)  # it may have died before
+
+
+def check_parent(parent: int) -> None:
+    if os.getppid() != parent:
+        sys.exit("the parent process is gone")
 
 
 def facts_of(model: Model) -> ModelFacts:
@@ -144,7 +151,7 @@ def facts_of(model: Model) -> ModelFacts:
 
 
 def failure(id: str, attempt: int, error: BaseException) -> Failed:
-    """What a client is told; what only we can mend is logged, not told."""
+    """The failure to report. Clients get the details only of errors that they can fix; others are logged."""
     if isinstance(error, OutOfMemoryError | CacheError) or is_out_of_memory(error):
         log.warning("out of memory", extra={"job": id})
         return Failed(id, attempt, "out_of_memory", str(error).splitlines()[0])

@@ -1,8 +1,5 @@
-"""The store as a step loop sees it: nothing here waits. What takes time is done in threads; the loop is woken and hears
-of it when it next looks. Knows templates by their keys; no job.
-
-The `picture` of a key is the template's id, which is made of the picture.
-"""
+"""The store as a step loop uses it: no call here waits. Threads do what takes time; they wake the loop, which then
+sends what they report. Knows templates by their keys, and no jobs."""
 
 import logging
 from collections import OrderedDict
@@ -22,8 +19,7 @@ from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.remote import RemoteTier
 from instgenie.cache.store import Found, Handle, Lookup, Store
-from instgenie.cluster.config import CacheConfig
-from instgenie.cluster.orders import Tier
+from instgenie.cluster.config import ResolvedCache
 from instgenie.cluster.wire import (
     Forgotten,
     Frame,
@@ -32,60 +28,60 @@ from instgenie.cluster.wire import (
     Listing,
     Message,
     Recalled,
-    TemplateHead,
     picture_frames,
 )
 from instgenie.jobs.activations import Key
-from instgenie.machine.device import available_bytes
-from instgenie.types import Pixels
+from instgenie.machine.device_memory import available_bytes
+from instgenie.types import Pixels, TierName
+from instgenie.workers.keys import Keys
 
-MAX_FORESEEN = 1024  # jobs that are yet to come
+MAX_ANNOUNCED = 1024  # announced jobs that are remembered
 
 log = logging.getLogger(__name__)
 
 
 class Outcome(Enum):
-    """Of a fetch that has found nothing."""
+    """Outcomes of a fetch that has not brought anything."""
 
-    LOADING = "loading"  # yet
-    ABSENT = "absent"
-    REFUSED = "refused"  # it is there, and memory has no room for it
+    LOADING = "loading"
+    ABSENT = "absent"  # no tier has it
+    REFUSED = "refused"  # a tier has it, but memory has no room for it
 
 
 @dataclass(eq=False)
 class Fetching:
-    """A template on its way up for one job."""
+    """A template that is being brought into memory for one job."""
 
     key: Key
     outcome: Found | Outcome = Outcome.LOADING
 
 
 class Templates:
-    def __init__(self, store: Store, device: torch.device, wake: Callable[[], None]) -> None:
-        self.store, self.device, self.wake = store, device, wake
-        self._told: SimpleQueue[tuple[Message, Sequence[Frame]]] = SimpleQueue()  # what the loop is to send
-        self._changed: SimpleQueue[Key] = SimpleQueue()  # templates that came to a tier, or left one
-        self._foreseen: OrderedDict[str, Tier] = OrderedDict()  # where the activations of jobs to come were
-        self._reported: dict[Key, dict[Tier, int]] = {}
+    def __init__(self, store: Store, device: torch.device, keys: Keys, wake: Callable[[], None]) -> None:
+        self.store, self.device, self.keys, self.wake = store, device, keys, wake
+        self._reports: SimpleQueue[tuple[Message, Sequence[Frame]]] = SimpleQueue()  # for the loop to send
+        self._evicted: SimpleQueue[Key] = SimpleQueue()
+        self._announced: OrderedDict[str, TierName] = OrderedDict()  # tiers in which announced jobs had activations
+        self._reported: dict[Key, dict[TierName, int]] = {}  # bytes in memory as last reported
         self._num_unpinned = 0
         self._pinner = ThreadPoolExecutor(1, "templates-pin")
         self._clerk = ThreadPoolExecutor(1, "templates-clerk")
-        self._lister = ThreadPoolExecutor(1, "templates-list")  # a long list takes its time
-        store.on_evict = lambda _, key: self._changed.put(key)
+        self._lister = ThreadPoolExecutor(1, "templates-list")  # apart, because a long list takes a while
+        store.on_evict = lambda _, key: self._evicted.put(key)
         self._later(self._clerk, self._report, None)
 
-    # on their way up
+    # fetching
 
-    def foresee(self, job: str, key: Key) -> None:
-        """Starts to load what a job will ask for, and remembers where it was."""
+    def announce(self, job: str, key: Key) -> None:
+        """Start to load the activations that a job will use, and remember where they were."""
         if self.store.memory:
-            self.store.prefetch(key, self.device).add_done_callback(partial(self._foresaw, job))
-            while len(self._foreseen) > MAX_FORESEEN:
-                self._foreseen.popitem(last=False)
+            self.store.prefetch(key, self.device).add_done_callback(partial(self._note_tier, job))
+            while len(self._announced) > MAX_ANNOUNCED:
+                self._announced.popitem(last=False)
 
-    def where(self, job: str, found: Found) -> Tier:
-        """The tier in which a job's activations were when it was queued."""
-        return self._foreseen.pop(job, found.tier)
+    def where(self, job: str, found: Found) -> TierName:
+        """The tier in which a job's activations were when it was announced."""
+        return self._announced.pop(job, found.tier)
 
     def fetch(self, key: Key) -> Fetching:
         fetching = Fetching(key)
@@ -93,7 +89,7 @@ class Templates:
         return fetching
 
     def retry(self, fetching: Fetching) -> None:
-        """Behind whatever is to be unpinned first."""
+        """Try again, after all unpinning that was asked for before."""
         fetching.outcome = Outcome.LOADING
         self._pinner.submit(self._load, fetching, self._num_unpinned)
 
@@ -104,10 +100,10 @@ class Templates:
         self._num_unpinned += 1
         self._pinner.submit(self.store.unpin, key)
 
-    # the rest
+    # requests
 
     def missing(self, key: Key) -> Future[list[range]]:
-        """The spans that no tier has. Memory answers at once."""
+        """The spans that no tier has. The answer is there at once if all tiers are in memory."""
         future: Future[list[range]] = Future()
         if self.store.tiers == self.store.memory:
             future.set_result(self.store.missing(key))
@@ -116,45 +112,46 @@ class Templates:
             future.add_done_callback(lambda _: self.wake())
         return future
 
-    def memory_bytes(self, key: Key) -> dict[Tier, int]:
+    def memory_bytes(self, key: Key) -> dict[TierName, int]:
         return {tier.name: num_bytes for tier in self.store.memory if (num_bytes := tier.num_bytes(key))}
 
     def forget(self, key: Key) -> None:
         self._later(self._clerk, self._forget, key)
 
     def report(self, key: Key) -> None:
-        """Tells what has become of the template, and of those that made room for it."""
+        """Report the tiers of the template, and of those that were evicted to make room for it."""
         self._later(self._clerk, self._report, key)
 
     def keep_picture(self, key: Key, picture: Pixels) -> None:
-        """Beside the activations, when they are written."""
+        """Store the picture beside the activations, once they are written."""
         self._later(self._clerk, self._keep_picture, key, picture)
 
     def recall(self, key: Key) -> None:
         self._later(self._clerk, self._recall, key)
 
-    def list_all(self, model: str, make_key: Callable[[TemplateHead], Key]) -> None:
-        """Those of the model whose key is made of what a head says."""
-        self._later(self._lister, self._list, model, make_key)
+    def list_all(self, model: str) -> None:
+        """List the templates of a model, by the digest of its weights, that this worker could use."""
+        self._later(self._lister, self._list, model)
 
-    def told(self) -> Iterator[tuple[Message, Sequence[Frame]]]:
+    def reports(self) -> Iterator[tuple[Message, Sequence[Frame]]]:
+        """Messages that threads want to be sent."""
         while True:
             try:
-                yield self._told.get_nowait()
+                yield self._reports.get_nowait()
             except Empty:
                 return
 
     def close(self) -> None:
-        """Finishes what must not be lost: what is to be written, and what is to be forgotten."""
+        """Finish all writing and forgetting; give up listing."""
         self._lister.shutdown(wait=False, cancel_futures=True)
         self._clerk.shutdown()
         self.store.settle()
 
     # in threads
 
-    def _foresaw(self, job: str, handle: Handle) -> None:
+    def _note_tier(self, job: str, handle: Handle) -> None:
         if found := result_of(handle):
-            self._foreseen[job] = found.tier
+            self._announced[job] = found.tier
 
     def _load(self, fetching: Fetching, num_unpinned: int) -> None:
         handle = self.store.prefetch(fetching.key, self.device)
@@ -164,7 +161,7 @@ class Templates:
         found = result_of(handle)
         outcome = found or self._why_not(fetching.key)
         if outcome is Outcome.REFUSED and num_unpinned < self._num_unpinned:
-            self.retry(fetching)  # others have made room meanwhile
+            self.retry(fetching)  # room was made meanwhile
             return
         fetching.outcome = outcome
         if found and self._reported.get(fetching.key) != self.memory_bytes(fetching.key):
@@ -176,20 +173,20 @@ class Templates:
 
     def _forget(self, key: Key) -> None:
         self.store.forget(key)
-        self._tell(Forgotten(key.picture))
+        self._send(Forgotten(self.keys.id(key)))
         self._report(key)
 
     def _report(self, key: Key | None) -> None:
-        self.store.settle()  # and with what is written, others may go
+        self.store.settle()  # writing may evict templates
         changed = {key} if key else set()
-        while not self._changed.empty():
-            changed.add(self._changed.get())
-        tier_bytes: dict[Tier, int] = {name: status.num_bytes for name, status in self.store.status().items()}
-        self._tell(Kept(None, {}, tier_bytes))
+        while not self._evicted.empty():
+            changed.add(self._evicted.get())
+        tier_bytes: dict[TierName, int] = {name: status.num_bytes for name, status in self.store.status().items()}
+        self._send(Kept(None, {}, tier_bytes))
         for one in changed:
             self._reported[one] = self.memory_bytes(one)
             template_bytes = {tier.name: num for tier in self.store.tiers if (num := tier.num_bytes(one))}
-            self._tell(Kept(one.picture, template_bytes, tier_bytes))
+            self._send(Kept(self.keys.id(one), template_bytes, tier_bytes))
 
     def _keep_picture(self, key: Key, picture: Pixels) -> None:
         self.store.settle()
@@ -198,35 +195,31 @@ class Templates:
     def _recall(self, key: Key) -> None:
         picture = self.store.picture(key)
         if picture is None:
-            self._tell(Recalled(key.picture, None))
+            self._send(Recalled(self.keys.id(key), None))
         else:
             height, width, _ = picture.shape
-            self._tell(Recalled(key.picture, (height, width)), picture_frames(picture))
+            self._send(Recalled(self.keys.id(key), (height, width)), picture_frames(picture))
 
-    def _list(self, model: str, make_key: Callable[[TemplateHead], Key]) -> None:
+    def _list(self, model: str) -> None:
         listings = []
         for key, size in self.store.pictures().items():
-            head = head_of(key)
-            if key.model == model and make_key(head) == key:
+            head = self.keys.head(key)
+            if key.model == model and self.keys.make(head) == key:
                 num_missing = sum(map(len, self.store.missing(key)))
                 in_tiers = {tier.name: num for tier in self.store.lasting if (num := tier.num_bytes(key))}
                 listings.append(Listing(head, size, key.num_steps - num_missing, in_tiers))
-        self._tell(Listed(model, tuple(listings)))
+        self._send(Listed(model, tuple(listings)))
 
-    def _tell(self, message: Message, frames: Sequence[Frame] = ()) -> None:
-        self._told.put((message, frames))
+    def _send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
+        self._reports.put((message, frames))
         self.wake()
 
     def _later(self, thread: ThreadPoolExecutor, work: Callable[..., None], *given: Any) -> None:
         thread.submit(work, *given).add_done_callback(log_error)
 
 
-def head_of(key: Key) -> TemplateHead:
-    return TemplateHead(key.picture, key.tenant, key.model, key.size, key.num_steps, key.guidance)
-
-
 def result_of(handle: Handle) -> Found | None:
-    """What goes wrong on the way is a miss."""
+    """The result of a fetch; an error counts as a miss."""
     if error := handle.exception():
         log.error("a template was not loaded", exc_info=error)
         return None
@@ -235,12 +228,11 @@ def result_of(handle: Handle) -> Found | None:
 
 def log_error(future: Future[None]) -> None:
     if error := future.exception():
-        log.error("a chore failed", exc_info=error)
+        log.error("work on the template store failed", exc_info=error)
 
 
-def open_store(config: CacheConfig, device: torch.device) -> Store:
-    """The tiers that have any room. Raises a CacheError for a folder or a URL that cannot be used."""
-    assert config.host_bytes is not None  # the cluster has chosen it
+def open_store(config: ResolvedCache, device: torch.device) -> Store:
+    """Open the tiers that have any room. Raises a CacheError for a folder or a URL that cannot be used."""
     gpu_bytes = choose_gpu_bytes(config, device)
     return Store(
         gpu=GpuTier(device, gpu_bytes) if gpu_bytes else None,
@@ -250,7 +242,7 @@ def open_store(config: CacheConfig, device: torch.device) -> Store:
     )
 
 
-def choose_gpu_bytes(config: CacheConfig, device: torch.device) -> int:
+def choose_gpu_bytes(config: ResolvedCache, device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return int(available_bytes(device) / 2) if config.gpu_bytes is None else config.gpu_bytes

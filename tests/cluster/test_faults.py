@@ -25,9 +25,9 @@ from helpers.clusters import (
     until,
 )
 
-from instgenie.cluster import local
+from instgenie.cluster import supervisor
+from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import CacheConfig
-from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Event, Failed, Finished, Order
 
 SIZES = ((40, 48), (48, 40), (64, 64), (32, 96), (90, 33))
@@ -142,7 +142,7 @@ def test_what_kills_every_process_that_holds_it_fails_alone(run: Run, cluster: C
     num_restarts = cluster.status().num_restarts
     failed, *others = run(play())
     assert isinstance(failed, Failed)
-    assert (failed.kind, failed.message) == ("crashed", "3 processes died of it")
+    assert (failed.kind, failed.message) == ("crashed", "3 processes died while they worked on it")
     pictures(others)
     assert cluster.status().num_restarts + 1 >= num_restarts + 3  # the last may still wait for its start
 
@@ -164,7 +164,7 @@ def test_a_stop_leaves_time_to_write(
     """What is left of the timeout is for the activations, though no edit needs it."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK.replace("\n    ", "\n"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(local, "SECONDS_TO_END", 0.0)
+    monkeypatch.setattr(supervisor, "SECONDS_TO_END", 0.0)
     folder = tmp_path / "disk"
 
     async def play() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ClusterConfig
 from instgenie.cluster.entries import Ticket
-from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Event, Finished, Order
 from instgenie.cluster.wish import Wish
 from instgenie.types import Pixels
@@ -123,3 +123,8 @@ def pid_of(cluster: Cluster, role: str, worker: int = 0) -> int:
 
 def kill(cluster: Cluster, role: str, worker: int = 0) -> None:
     os.kill(pid_of(cluster, role, worker), signal.SIGKILL)
+
+
+def is_alive(pid: int | None) -> bool:
+    assert pid is not None
+    return Path(f"/proc/{pid}").exists()

@@ -33,6 +33,7 @@ class TemplateHead(Struct, frozen=True):
     """Everything needed to find a template's activations."""
 
     id: str
+    picture: str  # digest of the decoded picture
     tenant: str
     model: str  # digest of the weights
     size: tuple[int, int]  # (height, width) the model works at

@@ -9,10 +9,11 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from instgenie.cluster.local import Cluster
-from instgenie.cluster.orders import Facts, FailureKind, Tier
+from instgenie.cluster.cluster import Cluster
+from instgenie.cluster.orders import Facts, FailureKind
 from instgenie.cluster.status import Observer
 from instgenie.cluster.templates import SHARED
+from instgenie.types import TierName
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -47,7 +48,7 @@ class Metrics(Observer):
         self.http = counter("http_requests_total", "Answered HTTP requests.", "method", "route", "status")
         for reason in REASONS:
             self.success.labels(reason)
-        for tier in get_args(Tier):
+        for tier in get_args(TierName):
             self.cache_hits.labels(tier)
         cluster.observe(self)
 
@@ -58,7 +59,7 @@ class Metrics(Observer):
     def accepted(self, mask_ratio: float) -> None:
         self.mask_ratio.observe(mask_ratio)
 
-    def cache_query(self, tier: Tier | None) -> None:
+    def cache_query(self, tier: TierName | None) -> None:
         self.cache_queries.inc()
         if tier is not None:
             self.cache_hits.labels(tier).inc()
@@ -92,7 +93,7 @@ class ClusterCollector(Collector):
         yield gauge("num_requests_running", "Edits on workers.", status.num_running)
         yield gauge("num_requests_waiting", "Edits waiting for a worker.", status.num_waiting)
         usage = GaugeMetricFamily("instgenie:cache_usage_bytes", "Cached activations of all workers.", labels=["tier"])
-        for tier in get_args(Tier):
+        for tier in get_args(TierName):
             per_worker = [worker.tier_bytes.get(tier, 0) for worker in status.workers]
             usage.add_metric([tier], max(per_worker) if tier in SHARED else sum(per_worker))
         yield usage

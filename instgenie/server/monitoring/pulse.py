@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from instgenie.cluster.local import Cluster
+from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.orders import Facts
 from instgenie.cluster.status import JobStatus, Observer, WorkerStatus
 
@@ -66,7 +66,6 @@ class Pulse(Observer):
         """Return the whole state to show, with only those steps that ended after `since`."""
         now = time.monotonic()
         status, config, model = self.cluster.status(), self.cluster.config, self.cluster.model_facts
-        assert config.cache.host_bytes is not None  # the cluster has resolved it
         seconds = recent(self.latencies, now)
         return {
             "now": now,

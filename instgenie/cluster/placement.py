@@ -1,16 +1,16 @@
-"""Where entries are: which worker an entry belongs to, and which process of it has its stage. Knows no message."""
+"""The worker an entry belongs to, and the process that its stage runs in. Knows no message."""
 
 from collections.abc import Iterable, Sequence
 
 from instgenie.cluster.config import Role
-from instgenie.cluster.entries import Entry
-from instgenie.cluster.orders import Order
+from instgenie.cluster.entries import ComputeMode, EditEntry, Entry
 from instgenie.cluster.processes import Process, Worker
-from instgenie.scheduling.router import Policy, Router, Work
+from instgenie.scheduling.names import RoutingPolicy
+from instgenie.scheduling.router import Router, Work
 
 
-class Places:
-    def __init__(self, policy: Policy, workers: Sequence[Worker]) -> None:
+class Placement:
+    def __init__(self, policy: RoutingPolicy, workers: Sequence[Worker]) -> None:
         self.router = Router(policy)
         self.workers = workers
 
@@ -19,8 +19,8 @@ class Places:
         return [process for worker in self.workers for process in worker.processes.values()]
 
     def choose(self, works: Sequence[Work], holders: Iterable[int] = ()) -> Worker:
-        """For all of them together. Of the workers that are ready; if none is, of those that may be. Holders have the
-        template's activations in memory."""
+        """Choose one worker for all of the works: a ready one, or else one that may become ready. `holders` are workers
+        that have the template's activations in memory."""
         ready = [worker for worker in self.workers if worker.is_ready]
         hopeful = [worker for worker in self.workers if worker.state != "failed"]
         loads = [worker.load for worker in ready or hopeful or self.workers]
@@ -34,21 +34,23 @@ class Places:
         holding = [self.workers[index].load for index in holders if self.workers[index].is_ready]
         return self.workers[self.router.choose(total, loads, holding)]
 
-    def settle(self, entry: Entry, worker: Worker) -> None:
-        """The entry is the worker's, which has so much more to do."""
+    def settle(self, entry: EditEntry, worker: Worker) -> None:
+        """Assign an edit to a worker, and bring the worker's load up to date."""
         self.workers[entry.worker].load.remove(entry.id)
         entry.worker = worker.index
-        if isinstance(entry.order, Order) and entry.stage == "finish":
+        if entry.stage == "finish":
             worker.load.hand_over(entry.id)
-        elif isinstance(entry.order, Order):
-            tier = worker.load.templates.get(entry.template, "host") if entry.template and entry.is_sure else None
-            price = worker.load.costs.price(entry.num_tokens, entry.num_masked_tokens, tier)
-            worker.load.add(entry.id, entry.num_steps - entry.step, entry.num_computed_tokens, price)
+            return
+        is_cached = entry.mode is ComputeMode.CACHED
+        tier = worker.load.templates.get(entry.template or "", "host") if is_cached else None
+        price = worker.load.costs.price(entry.num_tokens, entry.num_masked_tokens, tier)
+        worker.load.add(entry.id, entry.num_steps - entry.step, entry.num_computed_tokens, price)
 
     def put(self, entry: Entry) -> None:
-        """Into the queue of its stage's process; an edit goes to another worker if its own is not ready and one is."""
+        """Queue an entry for its stage's process. An edit moves to another worker if its own is not ready and one is;
+        a template stays with its worker."""
         is_stranded = not self.process_of(entry).is_ready and any(worker.is_ready for worker in self.workers)
-        if is_stranded and isinstance(entry.order, Order):
+        if is_stranded and isinstance(entry, EditEntry):
             self.settle(entry, self.choose([entry.work]))
         self.process_of(entry).put(entry)
 

@@ -1,25 +1,21 @@
-"""The cluster with real processes and real sockets, on tiny models."""
+"""A cluster of real processes and real sockets, on tiny models."""
 
 import asyncio
 import io
-import os
-import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from helpers.clusters import (
-    TENANT,
     Run,
     are_equal,
     collect,
     edit,
     follow,
+    is_alive,
     kill,
     make_config,
     make_order,
@@ -31,9 +27,8 @@ from helpers.clusters import (
 )
 from PIL import Image
 
-from instgenie.cluster.config import CacheConfig
+from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.entries import Ticket
-from instgenie.cluster.local import Cluster
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped
 from instgenie.cluster.status import Observer
 from instgenie.editor import Editor
@@ -75,7 +70,7 @@ def edit_alone(order: Order, model: Model) -> Pixels:
 
 
 def test_the_parent_imports_no_torch() -> None:
-    code = "import sys, instgenie.cluster.local; sys.exit('torch' in sys.modules)"
+    code = "import sys, instgenie.cluster.cluster; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -262,11 +257,6 @@ def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
     assert max(event.facts.num_attempts for event in disturbed) > 1
 
 
-def is_alive(pid: int | None) -> bool:
-    assert pid is not None
-    return Path(f"/proc/{pid}").exists()
-
-
 @pytest.mark.parametrize(("batching", "first_picture"), [("naive", 80), ("static", 200)])
 def test_workers_of_one_process_and_the_drain(
     batching: Batching, first_picture: int, run: Run, cluster: Cluster, folders: dict[str, Path]
@@ -294,154 +284,5 @@ def test_workers_of_one_process_and_the_drain(
             other.submit([make_order()])
         assert not other.ready
         assert not any(is_alive(process.pid) for process in processes)
-
-    run(play())
-
-
-async def open_cluster(folder: Path, cache: CacheConfig, **fields: Any) -> Cluster:
-    cluster = Cluster(make_config(folder, cache=cache, **fields))
-    await cluster.start()
-    await until(lambda: all(worker.is_ready for worker in cluster.workers))
-    return cluster
-
-
-async def edit_one(cluster: Cluster, **fields: Any) -> Finished:
-    [event] = await edit(cluster, make_order(7, picture_seed=90, steps=8, **fields))
-    assert isinstance(event, Finished), event
-    return event
-
-
-def spans(cache: CacheConfig) -> list[Path]:
-    assert cache.disk
-    return sorted(Path(cache.disk).glob("*/0*.safetensors"))
-
-
-def test_templates_outlive_workers_and_clusters(
-    run: Run, folders: dict[str, Path], environment: None, tmp_path: Path
-) -> None:
-    cache = CacheConfig(disk=str(tmp_path / "disk"))
-    order = make_order(picture_seed=90, steps=8)
-
-    async def leave_behind() -> Finished:
-        cluster = await open_cluster(folders["sd"], cache, batching="static")
-        await register(cluster, TENANT, order)
-        await until(lambda: len(spans(cache)) == 2)  # of four steps each: all of them are written
-        finished = await edit_one(cluster)
-        assert await cluster.stop(60)
-        return finished
-
-    async def find(expected: Finished) -> None:
-        two = {"devices": ("cpu", "cpu"), "policy": "round_robin", "batching": "static"}
-        cluster = await open_cluster(folders["sd"], cache, **two)
-        others = [await edit_one(cluster, tenant="another"), await edit_one(cluster, quality="exact")]
-        assert [other.facts.cache_tier for other in others] == [None, None]
-        found = [await edit_one(cluster) for _ in range(4)]
-        assert sorted(event.facts.cache_tier or "" for event in found) == ["disk", "disk", "host", "host"]
-        assert {event.facts.worker for event in found} == {0, 1}
-        assert are_equal(pictures(found), pictures([expected] * 4))
-        [status] = cluster.templates(TENANT)
-        assert status.state == "ready"
-        await until(lambda: cluster.templates(TENANT)[0].tier_bytes.keys() == {"host", "disk"})
-        assert cluster.status().cache_hits == {"disk": 2, "host": 2}
-        assert all(worker.num_interruptions == 0 for worker in cluster.status().workers)
-        await lose_all_but_the_disk(cluster, expected, status.id)
-        assert await cluster.stop(60)
-
-    async def lose_all_but_the_disk(cluster: Cluster, expected: Finished, template: str) -> None:
-        for worker in cluster.status().workers:
-            assert worker.pid
-            os.kill(worker.pid, signal.SIGKILL)
-        await until(lambda: not any(worker.is_ready for worker in cluster.workers))
-        await until(lambda: all(worker.is_ready for worker in cluster.workers))
-        again = await edit_one(cluster)
-        assert again.facts.cache_tier == "disk"
-        assert are_equal(pictures([again]), pictures([expected]))
-        assert await cluster.forget(TENANT, template)
-        await until(lambda: not any(path.exists() for path in mine))
-        assert (await edit_one(cluster)).facts.cache_tier is None
-
-    expected = run(leave_behind())
-    assert expected.facts.cache_tier == "host"
-    assert {path.stat().st_mode & 0o777 for path in spans(cache)} == {0o600}
-    mine = spans(cache)
-    assert len(mine) == 2
-    run(find(expected))
-
-
-def test_what_is_damaged_on_disk_is_a_miss(
-    run: Run, folders: dict[str, Path], environment: None, tmp_path: Path
-) -> None:
-    """The cluster says that it is there, and so it is registered again before it is used: what is damaged, no more."""
-    cache = CacheConfig(disk=str(tmp_path / "disk"))
-    order = make_order(picture_seed=90, steps=8)
-
-    async def play() -> None:
-        cluster = await open_cluster(folders["sd"], cache, batching="static")
-        dense = await edit_one(cluster)
-        await until(lambda: [status.tier_bytes.get("disk") for status in cluster.templates(TENANT)])
-        await until(lambda: len(spans(cache)) == 2)
-        cached = await edit_one(cluster)
-        await cluster.stop(60)
-        damage(spans(cache)[1])
-        cluster = await open_cluster(folders["sd"], cache, batching="static")
-        await until(lambda: cluster.templates(TENANT))  # what is there is listed by its headers
-        first = await edit_one(cluster)
-        assert (dense.facts.cache_tier, cached.facts.cache_tier) == (None, "host")
-        assert first.facts.cache_tier is not None
-        assert are_equal(pictures([first]), pictures([cached]))
-        await until(lambda: "disk" in cluster.templates(TENANT)[0].tier_bytes)
-        await register(cluster, TENANT, order)
-        damage(spans(cache)[0])
-        kill(cluster, "denoise")
-        await until(lambda: not cluster.ready)
-        again = await edit_one(cluster)
-        assert again.facts.cache_tier is not None
-        assert are_equal(pictures([again]), pictures([cached]))
-        await cluster.stop(60)
-
-    run(play())
-
-
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-10] ^= 255
-    path.write_bytes(data)
-
-
-def test_workers_do_not_outlive_a_parent_that_is_killed(folders: dict[str, Path], environment: None) -> None:
-    code = f"""
-        import asyncio
-        from instgenie.cluster.local import Cluster
-        from instgenie.cluster.config import ClusterConfig
-
-        async def main():
-            cluster = Cluster(ClusterConfig(model={str(folders["sd"])!r}, devices=("cpu",), batching="naive"))
-            await cluster.start()
-            await cluster.until_ready()
-            print(cluster.status().workers[0].pid, flush=True)
-            await asyncio.sleep(600)
-
-        asyncio.run(main())
-    """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert is_alive(pid)
-        parent.kill()
-    asyncio.run(until(lambda: not is_alive(pid)))
-
-
-def test_a_model_that_is_not_there(run: Run, tmp_path: Path) -> None:
-    async def play() -> None:
-        cluster = Cluster(make_config(tmp_path, batching="naive"))
-        await cluster.start()
-        [ticket] = cluster.submit([make_order()])
-        [failed] = await collect([ticket])
-        assert isinstance(failed, Failed)
-        assert "model_index.json" in failed.message
-        assert not cluster.healthy
-        with pytest.raises(ClosedError, match=r"model_index\.json"):
-            await cluster.until_ready()
-        await cluster.stop(1)
 
     run(play())

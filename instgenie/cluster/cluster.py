@@ -1,0 +1,165 @@
+"""A cluster: many processes that work as one. Lives in the HTTP process and imports no torch.
+
+Its parts: a launcher starts processes, the supervisor keeps them running, the coordinator moves edits and templates
+through them.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from instgenie.cluster import wire
+from instgenie.cluster.config import ClusterConfig, resolve
+from instgenie.cluster.entries import Ticket
+from instgenie.cluster.launch import Launcher, LocalLauncher
+from instgenie.cluster.orders import Order, TemplateStatus
+from instgenie.cluster.processes import Worker, make_workers
+from instgenie.cluster.status import ClusterStatus, Observer, WorkerStatus
+from instgenie.cluster.supervisor import Supervisor
+from instgenie.errors import ClosedError
+from instgenie.pictures.picture import check_edit
+from instgenie.types import Pixels
+
+
+class Cluster:
+    def __init__(self, config: ClusterConfig, launcher: Launcher | None = None) -> None:
+        """Workers are child processes on this machine, unless another launcher is given."""
+        launcher = launcher or LocalLauncher()
+        self.config = resolve(config, launcher.worker_bytes(len(config.devices)))
+        self.workers = make_workers(self.config)
+        self._supervisor = Supervisor(self.config, launcher, self.workers)
+        self._coordinator = self._supervisor.coordinator
+        self._is_open = False
+
+    # life
+
+    async def start(self) -> None:
+        """Open the socket and return; workers load in the background."""
+        self._supervisor.start()
+        self._is_open = True
+
+    async def stop(self, timeout: float) -> bool:
+        """Take no more edits, finish the accepted ones within the timeout, end all processes. Return whether every edit
+        was worked on to its end. The rest of the timeout, and a few seconds always, is left to the processes, which
+        write what is worth keeping."""
+        self._is_open = False
+        end = time.monotonic() + timeout
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._supervisor.until(lambda: not self._coordinator.edits.entries)
+        is_drained = not self._coordinator.edits.entries
+        self._coordinator.recovery.give_up("the server stopped before the edit was done")
+        await self._supervisor.stop(end - time.monotonic())
+        return is_drained
+
+    @property
+    def ready(self) -> bool:
+        """True if an edit would be worked on at once."""
+        return self._is_open and any(worker.is_ready for worker in self.workers)
+
+    @property
+    def healthy(self) -> bool:
+        return self._supervisor.is_running and any(worker.state != "failed" for worker in self.workers)
+
+    @property
+    def failure(self) -> str:
+        """Why a worker cannot start; empty if all can."""
+        return next((process.message for process in self._supervisor.processes if process.state == "failed"), "")
+
+    @property
+    def model_facts(self) -> wire.ModelFacts | None:
+        """None until a worker is ready."""
+        return self._coordinator.naming.model_facts
+
+    async def until_ready(self) -> None:
+        """Wait for the first worker. Raises if none can start."""
+        await self._supervisor.until(lambda: self.ready or not self.healthy or not self._is_open)
+        self._check_open()
+
+    # edits
+
+    def submit(self, orders: Sequence[Order]) -> list[Ticket]:
+        """Accept the edits of one request; they share a worker and a batch. Raises if a parameter is out of range."""
+        self._check_open()
+        for order in orders:
+            check_edit(order.wish.edit(order.picture, order.mask, 1, 1.0))  # the model's own defaults are in range
+        return self._coordinator.accept(orders)
+
+    # templates
+
+    async def register(
+        self, tenant: str, picture: Pixels, steps: int | None = None, guidance: float | None = None
+    ) -> TemplateStatus:
+        """Queue a template; a worker registers it when it is idle. Waits until the model is known."""
+        await self.until_ready()
+        order = self._coordinator.naming.template_order(tenant, picture, steps, guidance)
+        return self._coordinator.register(order).status()
+
+    def templates(self, tenant: str) -> list[TemplateStatus]:
+        records = self._coordinator.library.templates.values()
+        return [record.status() for record in records if record.order.tenant == tenant]
+
+    def template(self, tenant: str, id: str) -> TemplateStatus | None:
+        return next((status for status in self.templates(tenant) if status.id == id), None)
+
+    async def picture(self, tenant: str, id: str) -> Pixels | None:
+        """The picture of a template; None if there is none. Raises if no worker can look for it now."""
+        record = self._coordinator.library.templates.get(id)
+        if record is None or record.order.tenant != tenant:
+            return None
+        if record.order.picture is not None:
+            return record.order.picture
+        return await asyncio.shield(self._coordinator.archive.recall(record))
+
+    async def forget(self, tenant: str, id: str) -> bool:
+        """Delete a template. Return whether there was one."""
+        if self.template(tenant, id) is None:
+            return False
+        self._coordinator.forget(self._coordinator.library.templates[id])
+        return True
+
+    # status
+
+    def observe(self, observer: Observer) -> None:
+        self._coordinator.reporter.observers.append(observer)
+
+    def status(self) -> ClusterStatus:
+        edits, reporter = self._coordinator.edits, self._coordinator.reporter
+        return ClusterStatus(
+            workers=tuple(self._worker_status(worker) for worker in self.workers),
+            num_waiting=edits.num_waiting,
+            num_running=edits.num_running,
+            num_finished=reporter.counts["finished"],
+            num_failed=reporter.counts["failed"],
+            num_cancelled=reporter.counts["cancelled"],
+            num_restarts=sum(max(process.num_starts - 1, 0) for process in self._supervisor.processes),
+            num_cache_queries=reporter.counts["queries"],
+            cache_hits=dict(reporter.cache_hits),
+        )
+
+    def _worker_status(self, worker: Worker) -> WorkerStatus:
+        entries = [entry for entry in self._coordinator.edits.entries.values() if entry.worker == worker.index]
+        return WorkerStatus(
+            index=worker.index,
+            device=worker.device,
+            state=worker.state,
+            processes=tuple(process.status for process in worker.processes.values()),
+            running=tuple(entry.status for entry in entries if entry.is_running),
+            num_waiting=sum(entry.is_waiting for entry in entries),
+            steps_per_second=worker.steps_per_second,
+            last_step_seconds=worker.last_step_seconds,
+            num_steps=worker.num_steps,
+            num_interruptions=worker.num_interruptions,
+            predicted_seconds=worker.load.seconds,
+            seconds_per_step=worker.load.pace.seconds(1, worker.load.costs.per_step),
+            seconds_per_token=worker.load.seconds_per_token,
+            templates=tuple(worker.load.templates),
+            tier_bytes=dict(worker.tier_bytes),
+        )
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ClosedError("the server is stopping: it takes no more edits")
+        if not self.healthy:
+            raise ClosedError(f"no worker can start: {self.failure}")

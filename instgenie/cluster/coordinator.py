@@ -1,0 +1,121 @@
+"""The coordinator of a cluster: every order, message, start and death passes through it. It hands each to the part that
+knows what to do, and then sends whatever can be sent. Knows no socket.
+
+    front      accepts and cancels edits
+    stages     prepare, gather, denoise, finish
+    recovery   deaths and restarts of processes
+    library    templates and their registrations
+    archive    templates in tiers that outlive the cluster
+    reporter   events for clients, observers and traces
+
+An edit's `ComputeMode` is decided once: when the edit is accepted, if the cluster knows about its template's
+activations; otherwise by its worker, which looks for them on disk and beyond. From then on the picture is the same
+wherever and however often the edit is run. A worker that lacks the activations of such an edit registers them first;
+the edit is computed in full only if that fails, or if the activations fit nowhere.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from instgenie.cluster import wire
+from instgenie.cluster.archive import Archive
+from instgenie.cluster.config import ClusterConfig
+from instgenie.cluster.edits import Edits
+from instgenie.cluster.entries import EditEntry, Entry, Ticket
+from instgenie.cluster.front import Front
+from instgenie.cluster.library import Library
+from instgenie.cluster.messages import Send
+from instgenie.cluster.naming import Naming
+from instgenie.cluster.orders import Order, TemplateOrder
+from instgenie.cluster.placement import Placement
+from instgenie.cluster.processes import Process, Worker
+from instgenie.cluster.recovery import Recovery
+from instgenie.cluster.reporter import Reporter
+from instgenie.cluster.stages import Stages
+from instgenie.cluster.templates import TemplateRecord
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    def __init__(self, config: ClusterConfig, workers: Sequence[Worker], send: Send) -> None:
+        self.naming = Naming(workers)
+        self.placement = Placement(config.policy, workers)
+        self.reporter = Reporter()
+        self.library = Library(config, self.naming, self.placement, send)
+        self.archive = Archive(self.library)
+        self.edits = Edits(self.placement, self.library, self.reporter)
+        self.front = Front(config, self.placement, self.library, self.edits, self.reporter, send)
+        self.stages = Stages(self.placement, self.library, self.edits, self.reporter, send)
+        self.recovery = Recovery(self.placement, self.library, self.archive, self.edits)
+        self._handlers: dict[type, Callable[[Process, Any, list[wire.Frame]], None]] = {
+            wire.Failed: self.stages.on_failed,
+            wire.Prepared: self.stages.on_prepared,
+            wire.Priced: self.stages.on_priced,
+            wire.Found: self.stages.on_found,
+            wire.Missing: self.stages.on_missing,
+            wire.Joined: self.stages.on_joined,
+            wire.Stepped: self.stages.on_stepped,
+            wire.Glimpsed: self.stages.on_glimpsed,
+            wire.Denoised: self.stages.on_denoised,
+            wire.Painted: self.stages.on_painted,
+            wire.Registered: self.library.on_registered,
+            wire.Kept: self.library.on_kept,
+            wire.Forgotten: self.library.forgetting.on_forgotten,
+            wire.Listed: self.archive.on_listed,
+            wire.Recalled: self.archive.on_recalled,
+        }
+
+    # clients
+
+    def accept(self, orders: Sequence[Order]) -> list[Ticket]:
+        """Accept the edits of one request; they share a worker and a batch."""
+        tickets = [Ticket(entry, self.cancel) for entry in self.front.accept(orders)]
+        self.pump()
+        return tickets
+
+    def cancel(self, entry: EditEntry) -> None:
+        if self.edits.entries.get(entry.id) is entry:
+            self.front.cancel(entry)
+            self.pump()
+
+    def register(self, order: TemplateOrder) -> TemplateRecord:
+        template = self.library.ask_for(order)
+        self.pump()
+        return template
+
+    def forget(self, template: TemplateRecord) -> None:
+        self.front.forget(template)
+        self.pump()
+
+    # processes
+
+    def handle(self, process: Process, message: wire.AnyMessage, frames: list[wire.Frame]) -> None:
+        self._handlers[type(message)](process, message, frames)
+        self.pump()
+
+    def ready(self, process: Process, facts: wire.ModelFacts, digest: str) -> None:
+        self.recovery.ready(process, facts, digest)
+        self.pump()
+
+    def died(self, process: Process) -> None:
+        self.recovery.died(process)
+        self.pump()
+
+    # sending
+
+    def pump(self) -> None:
+        """Send what can be sent, and tell waiting clients their positions."""
+        while taken := [(process, group) for process in self.placement.processes for group in process.take()]:
+            for process, entries in taken:  # one may put another entry into a queue
+                self._try_dispatch(process, entries)
+        self.reporter.positions(self.edits.entries.values())
+
+    def _try_dispatch(self, process: Process, entries: Sequence[Entry]) -> None:
+        try:
+            self.stages.dispatch(process, entries)
+        except Exception:
+            log.exception("not sent", extra={"job": entries[0].id})
+            for entry in entries:
+                self.edits.fail(entry, "internal", "the edit could not be sent to a worker")

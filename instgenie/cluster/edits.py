@@ -1,0 +1,75 @@
+"""The edits that are accepted and not yet answered: gathered into their groups, answered, failed, cancelled."""
+
+import logging
+
+from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
+from instgenie.cluster.library import Library
+from instgenie.cluster.orders import Event, Facts, Failed, FailureKind, Finished
+from instgenie.cluster.placement import Placement
+from instgenie.cluster.reporter import Reporter
+
+log = logging.getLogger(__name__)
+
+
+class Edits:
+    def __init__(self, placement: Placement, library: Library, reporter: Reporter) -> None:
+        self.placement = placement
+        self.library = library
+        self.reporter = reporter
+        self.entries: dict[str, EditEntry] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(entry.is_waiting for entry in self.entries.values())
+
+    @property
+    def num_running(self) -> int:
+        return len(self.entries) - self.num_waiting
+
+    def gather(self, group: list[EditEntry]) -> None:
+        """Send a group to be denoised together, once each of its edits is prepared."""
+        if any(entry.stage == "prepare" for entry in group):
+            return
+        gathered = [entry for entry in group if entry.stage == "gather"]
+        for entry in gathered:
+            entry.move("denoise")
+            self.placement.settle(entry, self.placement.workers[gathered[0].worker])
+            self.placement.put(entry)
+
+    def leave_batch(self, entry: EditEntry) -> None:
+        if entry.is_running:
+            entry.is_running = False
+            self.reporter.left(entry)
+
+    def finish(self, entry: EditEntry, picture: bytes, facts: Facts, seconds: float) -> None:
+        log.info("finished", extra={"job": entry.id, "seconds": round(seconds, 3), "worker": entry.worker})
+        self.reporter.finished(facts, seconds)
+        self._answer(entry, Finished(picture, facts))
+
+    def fail(self, entry: Entry, kind: FailureKind, message: str, param: str | None = None) -> None:
+        """Fail an edit, or a registration."""
+        log.warning("failed", extra={"job": entry.id, "kind": kind, "reason": message})
+        match entry:
+            case TemplateEntry():
+                self.library.fail(entry, message)
+            case EditEntry():
+                self.reporter.failed(kind)
+                self._answer(entry, Failed(kind, message, param))
+
+    def cancel(self, entry: EditEntry) -> None:
+        self.reporter.cancelled()
+        self._drop(entry)
+
+    def _answer(self, entry: EditEntry, event: Event) -> None:
+        entry.events.put_nowait(event)
+        self._drop(entry)
+
+    def _drop(self, entry: EditEntry) -> None:
+        self.entries.pop(entry.id, None)
+        self.leave_batch(entry)
+        self.placement.workers[entry.worker].load.remove(entry.id)
+        self.placement.process_of(entry).remove(entry)
+        self.library.drop(entry)
+        entry.group.remove(entry)
+        self.gather(entry.group)
+        self.reporter.ended(entry)

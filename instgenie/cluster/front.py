@@ -1,0 +1,93 @@
+"""The cluster's front: it accepts edits, chooses their worker, and decides whether they reuse activations."""
+
+import uuid
+from collections.abc import Sequence
+
+from instgenie.cluster import wire
+from instgenie.cluster.config import ClusterConfig
+from instgenie.cluster.edits import Edits
+from instgenie.cluster.entries import ComputeMode, EditEntry
+from instgenie.cluster.library import Library
+from instgenie.cluster.messages import Send
+from instgenie.cluster.orders import Order
+from instgenie.cluster.placement import Placement
+from instgenie.cluster.processes import Worker
+from instgenie.cluster.reporter import Reporter
+from instgenie.cluster.templates import TemplateRecord
+from instgenie.errors import QueueFullError
+
+
+class Front:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        placement: Placement,
+        library: Library,
+        edits: Edits,
+        reporter: Reporter,
+        send: Send,
+    ) -> None:
+        self.config = config
+        self.placement = placement
+        self.library = library
+        self.edits = edits
+        self.reporter = reporter
+        self.send = send
+
+    def accept(self, orders: Sequence[Order]) -> list[EditEntry]:
+        """Queue the edits of one request; they share a worker and a batch."""
+        num_waiting = self.edits.num_waiting
+        if num_waiting + len(orders) > self.config.max_queue:
+            raise QueueFullError(num_waiting, self.config.max_queue, self._retry_after())
+        group: list[EditEntry] = []
+        works = self.library.naming.works_of(orders)
+        for order, work in zip(orders, works, strict=True):
+            group.append(EditEntry(id=uuid.uuid4().hex, order=order, work=work, group=group))
+        worker = self.placement.choose(works, self.library.holders(works[0].template))
+        entries = list(group)
+        for entry in entries:
+            self.reporter.accepted(entry)
+            self._decide(entry, worker)
+            self.edits.entries[entry.id] = entry
+            self.placement.settle(entry, worker)
+            self._announce(entry)
+            self.placement.put(entry)
+        return entries
+
+    def cancel(self, entry: EditEntry) -> None:
+        holder = self.placement.process_of(entry)
+        if entry.id in holder.held and holder.role == "denoise":
+            self.send(holder, wire.Cancel(entry.id))
+        self.edits.cancel(entry)
+
+    def forget(self, template: TemplateRecord) -> None:
+        """Delete a template. Edits that do not yet use it compute every token."""
+        for entry in self.edits.entries.values():
+            if entry.template == template.id and not entry.is_running:
+                entry.run_dense()
+        self.library.forget(template)
+
+    def _decide(self, entry: EditEntry, worker: Worker) -> None:
+        """Decide whether an edit uses its template's activations, or leave it to the worker to look for them."""
+        name = entry.work.template
+        if not entry.order.can_reuse:
+            return
+        if name in worker.load.templates:
+            entry.mode = ComputeMode.CACHED
+        elif name and self.library.may_be_below(name):
+            entry.mode = ComputeMode.UNDECIDED
+        else:
+            self.reporter.cache_query(entry)
+        if name:
+            worker.load.expect(name)
+
+    def _announce(self, entry: EditEntry) -> None:
+        """Have the activations loaded now if the edit is among those its worker takes next."""
+        worker = self.placement.workers[entry.worker]
+        has_room = worker.denoiser.is_ready and worker.load.num_edits <= worker.denoiser.max_held
+        if has_room and (head := self.library.naming.head(entry)):
+            self.send(worker.denoiser, wire.Fetch(entry.id, head))
+
+    def _retry_after(self) -> float:
+        """Seconds until the first worker has done all its work."""
+        return max(min(worker.load.seconds for worker in self.placement.workers), 1.0)

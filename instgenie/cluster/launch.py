@@ -1,0 +1,126 @@
+"""Launching: the one place that knows how the processes of a cluster are started and where they run.
+
+A cluster asks its launcher for an address to bind, for processes, and for the memory a worker may use. It assumes no
+parent, no shared folder and no common memory limit. `LocalLauncher` starts child processes on this machine; a launcher
+for other machines implements the same protocol.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from instgenie.cluster.config import ProcessConfig, Role
+from instgenie.machine.memory import available_memory
+
+PACKAGE_ROOT = Path(__file__).parent.parent.parent
+
+
+class LaunchedProcess(Protocol):
+    """A process that was started."""
+
+    @property
+    def pid(self) -> int:
+        """Its id on its own node."""
+        ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    async def wait(self) -> int:
+        """Wait for its end, and return its exit code."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once; nothing happens if it has ended."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts processes. A launcher whose processes check no parent has to end them if the cluster itself dies."""
+
+    def worker_bytes(self, num_workers: int) -> float:
+        """Main memory that each of the workers may use on its node; infinity: unknown."""
+        ...
+
+    def open(self) -> str:
+        """Prepare for starts, and return the ZeroMQ address that the cluster binds; its port may be a wildcard."""
+        ...
+
+    def endpoint(self, bound: str) -> str:
+        """Return the address that processes connect to, given the bound one, in which wildcards are resolved."""
+        ...
+
+    async def start(self, worker: int, role: Role, config: ProcessConfig) -> LaunchedProcess:
+        """Start one process. Raises an OSError if that is not possible now; the cluster tries again later."""
+        ...
+
+    def close(self) -> None:
+        """Release what `open` made. All processes have ended."""
+        ...
+
+
+class LocalProcess:
+    def __init__(self, child: asyncio.subprocess.Process) -> None:
+        self._child = child
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child.returncode is None
+
+    async def wait(self) -> int:
+        return await self._child.wait()
+
+    def kill(self) -> None:
+        if self.is_alive:
+            with suppress(ProcessLookupError):
+                self._child.send_signal(signal.SIGKILL)
+
+
+class LocalLauncher:
+    """Child processes of this process. They share its memory, talk over a socket in a folder that only this user can
+    enter, and end with it."""
+
+    def worker_bytes(self, num_workers: int) -> float:
+        return available_memory() / num_workers
+
+    def open(self) -> str:
+        self._folder = Path(tempfile.mkdtemp(prefix="instgenie-"))
+        return f"ipc://{self._folder}/cluster"
+
+    def endpoint(self, bound: str) -> str:
+        return bound
+
+    async def start(self, worker: int, role: Role, config: ProcessConfig) -> LocalProcess:
+        child = await asyncio.create_subprocess_exec(
+            *process_command(role, replace(config, parent=os.getpid())),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=process_environment(),
+        )
+        return LocalProcess(child)
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def process_command(role: Role, config: ProcessConfig) -> list[str]:
+    """The command line of a process, on a machine where this Python and this package are installed."""
+    return [sys.executable, "-m", f"instgenie.workers.{role}", msgspec.json.encode(config).decode()]
+
+
+def process_environment() -> dict[str, str]:
+    """This process's environment, in which Python finds this very copy of the package."""
+    paths = [str(PACKAGE_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -1,0 +1,68 @@
+"""Which template an edit uses, and how workers find it. Derived from pictures and from the facts of the model; knows no
+registration and no process."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from instgenie.cluster.entries import EditEntry
+from instgenie.cluster.orders import Order, TemplateOrder
+from instgenie.cluster.processes import Worker
+from instgenie.cluster.wire import ModelFacts, TemplateHead
+from instgenie.pictures.digest import Digests
+from instgenie.pictures.picture import working_size
+from instgenie.scheduling.router import Work
+from instgenie.types import Pixels
+
+working_size_of = lru_cache(working_size)
+
+
+class Naming:
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+        self._digests = Digests()
+        self.model_facts: ModelFacts | None = None  # None until the first process is ready
+
+    def template_order(self, tenant: str, picture: Pixels, steps: int | None, guidance: float | None) -> TemplateOrder:
+        """Complete an order: parameters that are None, or that make no difference to the model, get its defaults."""
+        facts = self.model_facts
+        assert facts is not None
+        height, width, _ = picture.shape
+        steps = facts.steps if steps is None else steps
+        guidance = facts.guidance if guidance is None or not facts.embeds_guidance else guidance
+        return TemplateOrder(tenant, (height, width), steps, float(guidance), self._digests.of(picture), picture)
+
+    def template_order_of(self, order: Order) -> TemplateOrder:
+        """The template that an edit could use."""
+        return self.template_order(order.tenant, order.picture, order.wish.steps, order.wish.guidance)
+
+    def head(self, entry: EditEntry) -> TemplateHead | None:
+        """Address the template that an edit uses, if it uses one."""
+        if entry.template is None:
+            return None
+        return self.head_of(entry.template, self.template_order_of(entry.order), self.workers[entry.worker])
+
+    def head_of(self, template: str, order: TemplateOrder, worker: Worker) -> TemplateHead | None:
+        """Address a template on a worker; None until the worker's model is known."""
+        facts = self.model_facts
+        if facts is None or worker.identity is None:
+            return None
+        size = working_size_of(*order.size, facts.size_multiple, facts.own_size)
+        return TemplateHead(template, order.digest, order.tenant, worker.identity, size, order.steps, order.guidance)
+
+    def works_of(self, orders: Sequence[Order]) -> list[Work]:
+        """The work of each edit of a request. Edits of one request mostly share a picture, which is hashed once."""
+        facts = self.model_facts
+        if facts is None:  # no worker has ever been ready, so that any estimate will do
+            return [Work(order.wish.steps or 1, 1, 1) for order in orders]
+        names: dict[tuple[object, ...], str] = {}
+        works = []
+        for order in orders:
+            template = self.template_order_of(order)
+            key = id(order.picture), order.tenant, template.steps, template.guidance
+            if order.can_reuse and key not in names:
+                names[key] = template.id
+            height, width = working_size_of(*order.picture.shape[:2], facts.size_multiple, facts.own_size)
+            num_tokens = (height // facts.patch) * (width // facts.patch)
+            num_masked = max(round(num_tokens * float(order.mask.mean())), 1)
+            works.append(Work(template.steps, num_tokens, num_masked, names[key] if order.can_reuse else None))
+        return works

@@ -1,0 +1,65 @@
+"""Deaths and returns of processes. Their entries are run again; an entry that keeps killing processes fails alone."""
+
+import logging
+
+from instgenie.cluster import wire
+from instgenie.cluster.archive import Archive
+from instgenie.cluster.edits import Edits
+from instgenie.cluster.entries import MAX_DEATHS, EditEntry, Entry
+from instgenie.cluster.library import Library
+from instgenie.cluster.placement import Placement
+from instgenie.cluster.processes import Process
+
+log = logging.getLogger(__name__)
+
+
+class Recovery:
+    def __init__(self, placement: Placement, library: Library, archive: Archive, edits: Edits) -> None:
+        self.placement = placement
+        self.workers = placement.workers
+        self.library = library
+        self.archive = archive
+        self.edits = edits
+
+    def ready(self, process: Process, facts: wire.ModelFacts, digest: str) -> None:
+        """Bring a process into use. Entries that wait for processes which are down may go to those that are up."""
+        self.library.naming.model_facts = facts
+        worker = self.workers[process.worker]
+        worker.digests[process.role] = digest
+        if process.role == "denoise":
+            self.library.forgetting.send_all(worker)
+        if worker.denoiser.is_ready:
+            self.archive.ask(worker)
+        for other in self.placement.processes:
+            if not other.is_ready:
+                _, queue = other.empty()
+                for entry in queue:
+                    self.placement.put(entry)
+
+    def died(self, process: Process) -> None:
+        """Queue the entries of a dead process again, and fail those that cannot be run."""
+        held, queue = process.empty()
+        if process.role == "denoise":
+            worker = self.workers[process.worker]
+            self.archive.lose(worker)
+            self.library.lose_memory(worker)
+        for entry in held:
+            log.warning("run again", extra={"job": entry.id, "attempt": entry.attempt, "num_deaths": entry.num_deaths})
+            if isinstance(entry, EditEntry):
+                self.edits.leave_batch(entry)
+            entry.lose()
+        for entry in held + queue:
+            if entry.num_deaths >= MAX_DEATHS:
+                self.edits.fail(entry, "crashed", f"{MAX_DEATHS} processes died while they worked on it")
+            elif process.state == "failed" and self._is_lost(entry):
+                self.edits.fail(entry, "internal", process.message)
+            else:
+                self.placement.put(entry)
+
+    def _is_lost(self, entry: Entry) -> bool:
+        """True if no worker can run it. A template is tied to its worker; an edit may go to any other."""
+        return not isinstance(entry, EditEntry) or all(worker.state == "failed" for worker in self.workers)
+
+    def give_up(self, reason: str) -> None:
+        for entry in list(self.edits.entries.values()):
+            self.edits.fail(entry, "internal", reason)

@@ -1,0 +1,90 @@
+"""Tells clients and observers what happens to edits, and counts it."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from instgenie.cluster.entries import EditEntry
+from instgenie.cluster.orders import Facts, FailureKind, Partial, Queued, Stepped
+from instgenie.cluster.status import Observer
+from instgenie.telemetry import traces
+from instgenie.types import TierName
+
+
+class Reporter:
+    def __init__(self) -> None:
+        self.observers: list[Observer] = []
+        self.counts: Counter[str] = Counter()
+        self.cache_hits: Counter[TierName] = Counter()
+        self._queried: set[str] = set()  # edits whose cache query is counted
+
+    def accepted(self, entry: EditEntry) -> None:
+        for observer in self.observers:
+            observer.accepted(float(entry.order.mask.mean()))
+
+    def cache_query(self, entry: EditEntry) -> None:
+        """Count an edit once, however often it is run."""
+        if entry.id in self._queried:
+            return
+        self._queried.add(entry.id)
+        self.counts["queries"] += 1
+        if entry.tier:
+            self.cache_hits[entry.tier] += 1
+        for observer in self.observers:
+            observer.cache_query(entry.tier)
+
+    def waited(self, entry: EditEntry, stage: str, worked: float = 0.0) -> None:
+        """Trace how long an edit waited for a stage, which began `worked` seconds ago."""
+        now = time.monotonic()
+        facts = {"stage": stage, "worker": entry.worker, "attempt": entry.attempt}
+        traces.record(entry.order.trace, "queue", now - entry.waits_from - worked, worked, **facts)
+        entry.waits_from = now
+
+    def joined(self, entry: EditEntry) -> None:
+        for observer in self.observers:
+            observer.joined(entry.worker, entry.status)
+
+    def left(self, entry: EditEntry) -> None:
+        for observer in self.observers:
+            observer.left(entry.worker, entry.id)
+
+    def batch_stepped(self, worker: int, seconds: float, batch_size: int) -> None:
+        for observer in self.observers:
+            observer.step(worker, seconds, batch_size)
+
+    def stepped(self, entry: EditEntry) -> None:
+        entry.events.put_nowait(Stepped(entry.step, entry.num_steps))
+
+    def partial(self, entry: EditEntry, index: int, picture: bytes) -> None:
+        entry.events.put_nowait(Partial(index, picture))
+
+    def positions(self, entries: Iterable[EditEntry]) -> None:
+        """Tell each waiting edit how many edits are ahead of it on its worker, if that has changed."""
+        num_ahead: Counter[int] = Counter()
+        for entry in sorted(entries, key=lambda entry: entry.number):
+            if entry.is_waiting:
+                position = num_ahead[entry.worker]
+                num_ahead[entry.worker] += 1
+                if entry.position != position:
+                    entry.position = position
+                    entry.events.put_nowait(Queued(position))
+
+    def finished(self, facts: Facts, seconds: float) -> None:
+        self.counts["finished"] += 1
+        for observer in self.observers:
+            observer.finished(facts, seconds)
+
+    def failed(self, kind: FailureKind) -> None:
+        self.counts["failed"] += 1
+        for observer in self.observers:
+            observer.failed(kind)
+
+    def cancelled(self) -> None:
+        self.counts["cancelled"] += 1
+        for observer in self.observers:
+            observer.cancelled()
+
+    def ended(self, entry: EditEntry) -> None:
+        """Close the events of an edit: it was answered or cancelled."""
+        self._queried.discard(entry.id)
+        entry.events.put_nowait(None)

@@ -1,0 +1,201 @@
+"""The stages of an edit: prepare, gather, denoise, finish. Sends each edit to the process of its stage, and moves it on
+when the process answers. Knows no socket.
+
+An entry is with exactly one process at a time, and the result of a stage is kept until the next stage has answered, so
+the death of a process costs one stage and no more. An answer counts only if it comes from the process that holds the
+entry, for the current attempt.
+"""
+
+import time
+from collections.abc import Sequence
+
+from instgenie.cluster import wire
+from instgenie.cluster.edits import Edits
+from instgenie.cluster.entries import ComputeMode, DenoisedJob, EditEntry, Entry, PreparedJob, TemplateEntry
+from instgenie.cluster.library import Library
+from instgenie.cluster.messages import Send, denoising, finish_message, prepare_message
+from instgenie.cluster.orders import Facts
+from instgenie.cluster.placement import Placement
+from instgenie.cluster.processes import Process, Worker
+from instgenie.cluster.reporter import Reporter
+
+
+class Stages:
+    def __init__(self, placement: Placement, library: Library, edits: Edits, reporter: Reporter, send: Send) -> None:
+        self.placement = placement
+        self.workers = placement.workers
+        self.library = library
+        self.edits = edits
+        self.reporter = reporter
+        self.send = send
+
+    # from the cluster to a process
+
+    def dispatch(self, process: Process, entries: Sequence[Entry]) -> None:
+        """Send entries, which are at one stage, to the process of that stage."""
+        head = entries[0]
+        if isinstance(head, TemplateEntry):
+            self.library.dispatch(process, head)
+            return
+        edits = [entry for entry in entries if isinstance(entry, EditEntry)]
+        match head.stage:
+            case "prepare":
+                self.send(process, *prepare_message(edits[0]))
+            case "finish":
+                self._dispatch_finish(process, edits[0])
+            case _:
+                self._dispatch_jobs(process, edits)
+
+    def _dispatch_finish(self, process: Process, entry: EditEntry) -> None:
+        assert entry.denoised is not None
+        self.send(process, *finish_message(entry, entry.denoised.message.latents, None, entry.denoised.latents))
+
+    def _dispatch_jobs(self, process: Process, entries: Sequence[EditEntry]) -> None:
+        """Send jobs to be denoised, and park those that must use activations which the worker does not have."""
+        known = self.workers[process.worker].load.templates
+        missing = [entry for entry in entries if entry.mode is ComputeMode.CACHED and entry.template not in known]
+        for entry in missing:
+            self.library.park(entry)
+        if going := [entry for entry in entries if entry not in missing]:
+            frames = [frame for entry in going if entry.prepared for frame in entry.prepared.tensors]
+            jobs = tuple(denoising(entry, self.library.naming.head(entry)) for entry in going)
+            self.send(process, wire.Denoise(jobs), frames)
+
+    # prepare
+
+    def on_prepared(self, process: Process, message: wire.Prepared, frames: list[wire.Frame]) -> None:
+        entry = process.take_back(message.id, message.attempt)
+        if entry:
+            self.workers[process.worker].load.measure_side_stage("prepare", message.seconds)
+        match entry:
+            case TemplateEntry():
+                self.library.prepared(entry, PreparedJob(message, frames))
+            case EditEntry():
+                entry.prepared = PreparedJob(message, frames)
+                self.reporter.waited(entry, "prepare", message.seconds)
+                entry.move("gather")
+                self.edits.gather(entry.group)
+
+    # denoise
+
+    def on_priced(self, process: Process, message: wire.Priced, frames: list[wire.Frame]) -> None:
+        self.workers[process.worker].load.costs = message.costs
+
+    def on_found(self, process: Process, message: wire.Found, frames: list[wire.Frame]) -> None:
+        entry = held_edit(process, message.id, message.attempt)
+        if entry is None:
+            return
+        entry.tier = message.tier
+        self.reporter.cache_query(entry)
+        if message.tier is None:
+            entry.run_dense()
+        elif entry.template:
+            entry.mode = ComputeMode.CACHED
+            self.library.meet(entry.template, entry)
+        self.placement.settle(entry, self.workers[process.worker])
+
+    def on_missing(self, process: Process, message: wire.Missing, frames: list[wire.Frame]) -> None:
+        entry = process.take_back(message.id, message.attempt)
+        if isinstance(entry, EditEntry):
+            entry.attempt += 1
+            if not self.library.lacks(process.worker, message.template):  # it was forgotten
+                entry.run_dense()
+            self.placement.put(entry)
+
+    def on_joined(self, process: Process, message: wire.Joined, frames: list[wire.Frame]) -> None:
+        for told, plan in zip(message.jobs, message.plans, strict=True):
+            if entry := held_edit(process, told.id, told.attempt):
+                entry.is_running, entry.plan = True, plan
+                self.reporter.waited(entry, "denoise")
+                self.reporter.joined(entry)
+
+    def on_stepped(self, process: Process, message: wire.Stepped, frames: list[wire.Frame]) -> None:
+        worker = self.workers[process.worker]
+        worker.step(message.seconds, message.predicted_seconds)
+        worker.num_interruptions = message.num_interruptions
+        self.reporter.batch_stepped(worker.index, message.seconds, len(message.jobs))
+        for told in message.jobs:
+            if entry := held_edit(process, told.id, told.attempt):
+                entry.step = told.step
+                worker.load.step(entry.id)
+                self.reporter.stepped(entry)
+
+    def on_glimpsed(self, process: Process, message: wire.Glimpsed, frames: list[wire.Frame]) -> None:
+        """Have a partial picture finished, unless the finish process is down; it is not sent again."""
+        entry = held_edit(process, message.id, message.attempt)
+        finisher = self.workers[process.worker].processes.get("finish", process)
+        if entry and finisher.is_ready:
+            self.send(finisher, *finish_message(entry, message.latents, message.index, frames))
+
+    def on_denoised(self, process: Process, message: wire.Denoised, frames: list[wire.Frame]) -> None:
+        entry = process.take_back(message.id, message.attempt)
+        if isinstance(entry, EditEntry):
+            entry.denoised = DenoisedJob(message, frames)
+            entry.waits_from = time.monotonic()
+            self.edits.leave_batch(entry)
+            self.workers[process.worker].load.hand_over(entry.id)
+            entry.move("finish")
+            self.placement.put(entry)
+
+    # finish
+
+    def on_painted(self, process: Process, message: wire.Painted, frames: list[wire.Frame]) -> None:
+        [picture] = (bytes(frame) for frame in frames)
+        if message.partial is not None:
+            entry = self.edits.entries.get(message.id)
+            if entry and entry.attempt == message.attempt:
+                self.reporter.partial(entry, message.partial, picture)
+            return
+        answered = process.take_back(message.id, message.attempt)
+        if isinstance(answered, EditEntry):
+            worker = self.workers[process.worker]
+            self.reporter.waited(answered, "finish", message.seconds + message.thread_seconds)
+            worker.load.measure_side_stage("finish", message.period)
+            seconds = time.monotonic() - answered.accepted_at
+            self.edits.finish(answered, picture, facts_of(answered, message, worker), seconds)
+            self._register_template_of(answered)
+
+    def _register_template_of(self, entry: EditEntry) -> None:
+        """Register the picture of an edit that found no activations."""
+        naming = self.library.naming
+        is_wanted = self.library.config.reuse and entry.order.can_reuse and naming.model_facts is not None
+        if entry.mode is ComputeMode.DENSE and is_wanted:
+            order = naming.template_order_of(entry.order)
+            name = entry.work.template or order.id
+            self.library.register_unasked(name, order, self.workers[entry.worker])
+
+    def on_failed(self, process: Process, message: wire.Failed, frames: list[wire.Frame]) -> None:
+        if entry := process.take_back(message.id, message.attempt):
+            self.edits.fail(entry, message.kind, message.message, message.param)
+
+
+def held_edit(process: Process, id: str, attempt: int) -> EditEntry | None:
+    entry = process.holding(id, attempt)
+    return entry if isinstance(entry, EditEntry) else None
+
+
+def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
+    assert entry.prepared is not None
+    assert entry.denoised is not None
+    prepared, denoised = entry.prepared.message, entry.denoised.message
+    height, width, _ = entry.order.picture.shape
+    finish_seconds = painted.seconds + painted.thread_seconds
+    worked = prepared.seconds + denoised.seconds + finish_seconds
+    num_saved = prepared.num_steps * (prepared.num_tokens - denoised.num_computed_tokens)
+    return Facts(
+        seed=entry.order.wish.seed,
+        width=width,
+        height=height,
+        num_tokens=prepared.num_tokens,
+        num_masked_tokens=prepared.num_masked_tokens,
+        num_computed_tokens=denoised.num_computed_tokens,
+        cache_tier=entry.tier,
+        worker=entry.worker,
+        num_attempts=entry.attempt,
+        queue_seconds=max(time.monotonic() - entry.accepted_at - worked, 0.0),
+        prepare_seconds=prepared.seconds,
+        denoise_seconds=denoised.seconds,
+        dense_seconds=denoised.seconds + num_saved * worker.load.seconds_per_token,
+        finish_seconds=finish_seconds,
+        finish_thread_seconds=painted.thread_seconds,
+    )

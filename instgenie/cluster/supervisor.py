@@ -1,0 +1,153 @@
+"""Keeps the processes of a cluster running and carries their messages. Knows sockets and signs of life; the launcher
+knows where processes run, and the coordinator what messages mean."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+import zmq.asyncio
+
+from instgenie.cluster import wire
+from instgenie.cluster.config import ResolvedConfig, process_config
+from instgenie.cluster.coordinator import Coordinator
+from instgenie.cluster.launch import Launcher
+from instgenie.cluster.processes import Process, Worker
+
+SECONDS_TO_END = 5.0  # that processes get at least, to write what is worth keeping
+SECONDS_BETWEEN_LOOKS = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    def __init__(self, config: ResolvedConfig, launcher: Launcher, workers: Sequence[Worker]) -> None:
+        self.config = config
+        self.launcher = launcher
+        self.processes = [process for worker in workers for process in worker.processes.values()]
+        self.coordinator = Coordinator(config, workers, self._send)
+        self._by_name: dict[bytes, Process] = {}  # the current start of each process
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_ending = False
+
+    def start(self) -> None:
+        """Bind the socket, and start all processes in the background."""
+        address = self.launcher.open()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, 0)  # no limit: the edits that are accepted bound what is sent
+        self._socket.bind(address)
+        self._endpoint = self.launcher.endpoint(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._supervisions = [asyncio.create_task(self._supervise(process)) for process in self.processes]
+        self._tasks = [asyncio.create_task(self._hear()), asyncio.create_task(self._watch())]
+
+    async def stop(self, timeout: float) -> None:
+        """End all processes, and kill those that take longer than the timeout; a few seconds are granted always."""
+        self._is_ending = True
+        for process in self.processes:
+            if process.is_ready:
+                self._send(process, wire.Stop())
+            else:
+                process.kill()
+        _, late = await asyncio.wait(self._supervisions, timeout=max(timeout, SECONDS_TO_END))
+        for process in self.processes:
+            process.kill()
+        if late:
+            await asyncio.wait(late)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close(linger=0)
+        self._context.term()
+        self.launcher.close()
+
+    @property
+    def is_running(self) -> bool:
+        return not self._is_ending and not any(task.done() for task in self._tasks)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, which is looked at after every message and every death."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    # one process
+
+    async def _supervise(self, process: Process) -> None:
+        """Start a process, wait for its end, start it again."""
+        while not self._is_ending and process.state != "failed":
+            code = await self._run(process)
+            if not self._is_ending:
+                self._lost(process, code)
+                await asyncio.sleep(process.back_off())
+
+    async def _run(self, process: Process) -> int | None:
+        """Run a process from its start to its end. Return its exit code; None if it could not be started."""
+        self._by_name.pop(process.name.encode(), None)
+        process.begin()
+        self._by_name[process.name.encode()] = process
+        config = process_config(self.config, process.name, process.device, self._endpoint)
+        try:
+            process.launched = await self.launcher.start(process.worker, process.role, config)
+        except OSError as error:
+            process.message = f"could not be started: {error}"
+            return None
+        return await process.launched.wait()
+
+    def _lost(self, process: Process, code: int | None) -> None:
+        if process.state != "failed":
+            process.state, process.message = "down", process.message or f"ended with exit code {code}"
+        log.error("process ended", extra={"worker_process": process.name, "code": code, "reason": process.message})
+        self.coordinator.died(process)
+        self._changed.set()
+
+    # messages
+
+    def _send(self, process: Process, message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
+        self._socket.send_multipart([process.name.encode(), wire.encode(message), *frames], copy=False)
+
+    async def _hear(self) -> None:
+        while True:
+            name, head, *frames = await self._socket.recv_multipart(copy=False)
+            process = self._by_name.get(name.bytes)
+            if process is None:  # an earlier start of a process
+                continue
+            process.heard_at = time.monotonic()
+            try:
+                self._handle(process, wire.decode(head.buffer), [frame.buffer for frame in frames])
+            except Exception:
+                log.exception("message not handled", extra={"worker_process": process.name})
+            self._changed.set()
+
+    def _handle(self, process: Process, message: wire.AnyMessage, frames: list[wire.Frame]) -> None:
+        match message:
+            case wire.Beat():
+                pass
+            case wire.Ready(facts, digest):
+                process.state = "ready"
+                log.info("process ready", extra={"worker_process": process.name})
+                self.coordinator.ready(process, facts, digest)
+            case wire.Broken(reason):
+                process.state, process.message = "failed", reason
+            case _:
+                self.coordinator.handle(process, message, frames)
+
+    async def _watch(self) -> None:
+        """Kill processes that have been silent for too long. Time in which this loop itself was held up is not counted
+        against them."""
+        look_at = time.monotonic()
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            now = time.monotonic()
+            late = max(now - look_at - 2 * SECONDS_BETWEEN_LOOKS, 0.0)
+            look_at = now
+            for process in self.processes:
+                process.heard_at += late
+                limit = self.config.worker_timeout if process.is_ready else self.config.start_timeout
+                if process.is_alive and now - process.heard_at > limit:
+                    process.message = f"no sign of life for {limit:g} s"
+                    log.error("process hangs", extra={"worker_process": process.name, "seconds": limit})
+                    process.kill()

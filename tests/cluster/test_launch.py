@@ -1,0 +1,179 @@
+"""Launchers: child processes on this machine, and processes that are reached over TCP and have no parent to check."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from helpers.clusters import (
+    TENANT,
+    Run,
+    are_equal,
+    collect,
+    edit,
+    is_alive,
+    kill,
+    make_config,
+    make_order,
+    pictures,
+    register,
+    until,
+)
+
+from instgenie.cluster.cluster import Cluster
+from instgenie.cluster.config import ProcessConfig, Role
+from instgenie.cluster.launch import Launcher, LocalLauncher, process_command, process_environment
+from instgenie.cluster.orders import Event, Failed, Finished
+from instgenie.errors import ClosedError
+
+GIB = 2**30
+
+
+class TcpProcess:
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self.child = child
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.child.poll() is None
+
+    async def wait(self) -> int:
+        while self.is_alive:
+            await asyncio.sleep(0.01)
+        return self.child.returncode
+
+    def kill(self) -> None:
+        self.child.kill()
+
+
+class TcpLauncher:
+    """Starts processes as another machine would: over TCP, in sessions of their own, without a parent. The first start
+    fails."""
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+        self.num_failures = 1
+        self.is_closed = False
+
+    def worker_bytes(self, num_workers: int) -> float:
+        return 2.0 * GIB
+
+    def open(self) -> str:
+        return "tcp://127.0.0.1:*"
+
+    def endpoint(self, bound: str) -> str:
+        return bound.replace("127.0.0.1", "localhost")
+
+    async def start(self, worker: int, role: Role, config: ProcessConfig) -> TcpProcess:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("the node is away")
+        command = process_command(role, config)
+        self.commands.append(command)
+        return TcpProcess(subprocess.Popen(command, env=process_environment(), cwd="/", start_new_session=True))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_cluster_over_tcp_without_a_parent(run: Run, folders: dict[str, Path], environment: None) -> None:
+    """The same pictures as with local processes, from the cache and without it; a killed process costs no edit."""
+    orders = [make_order(seed, steps=12) for seed in range(3)]
+
+    async def play(launcher: Launcher) -> tuple[list[Event], list[int]]:
+        cluster = Cluster(make_config(folders["sd"]), launcher)
+        await cluster.start()
+        await until(lambda: cluster.ready)
+        dense = await edit(cluster, *orders[:1])
+        await register(cluster, TENANT, *orders[:1])
+        collecting = asyncio.create_task(edit(cluster, *orders[1:]))
+        await until(lambda: cluster.status().workers[0].running)
+        kill(cluster, "finish")
+        events = dense + await collecting
+        pids = [process.pid for process in cluster.status().workers[0].processes if process.pid]
+        assert await cluster.stop(60)
+        return events, pids
+
+    launcher = TcpLauncher()
+    events, pids = run(play(launcher))
+    local_events, _ = run(play(LocalLauncher()))
+    assert are_equal(pictures(events), pictures(local_events))
+    assert [event.facts.cache_tier for event in events if isinstance(event, Finished)] == [None, "host", "host"]
+    configs = [json.loads(command[-1]) for command in launcher.commands]
+    assert {config["parent"] for config in configs} == {None}
+    assert {config["endpoint"].rsplit(":", 1)[0] for config in configs} == {"tcp://localhost"}
+    assert {config["cache"]["host_bytes"] for config in configs} == {GIB}
+    assert launcher.is_closed
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(run: Run, folders: dict[str, Path], environment: None) -> None:
+    async def play() -> None:
+        launcher = TcpLauncher()
+        launcher.num_failures = 2
+        cluster = Cluster(make_config(folders["sd"], batching="naive"), launcher)
+        await cluster.start()
+        await until(lambda: cluster.status().workers[0].processes[0].message)
+        assert cluster.status().workers[0].processes[0].message == "could not be started: the node is away"
+        assert cluster.healthy
+        await cluster.until_ready()
+        assert cluster.status().workers[0].processes[0].num_starts == 3
+        await cluster.stop(0)
+
+    run(play())
+
+
+def test_local_sockets_are_in_a_private_folder() -> None:
+    launcher = LocalLauncher()
+    address = launcher.open()
+    folder = Path(address.removeprefix("ipc://")).parent
+    assert launcher.endpoint(address) == address
+    assert folder.stat().st_mode & 0o777 == 0o700
+    launcher.close()
+    assert not folder.exists()
+
+
+def test_workers_do_not_outlive_a_parent_that_is_killed(folders: dict[str, Path], environment: None) -> None:
+    code = f"""
+        import asyncio
+        from instgenie.cluster.cluster import Cluster
+        from instgenie.cluster.config import ClusterConfig
+
+        async def main():
+            cluster = Cluster(ClusterConfig(model={str(folders["sd"])!r}, devices=("cpu",), batching="naive"))
+            await cluster.start()
+            await cluster.until_ready()
+            print(cluster.status().workers[0].pid, flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        parent.kill()
+    asyncio.run(until(lambda: not is_alive(pid)))
+
+
+def test_a_model_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    async def play() -> None:
+        cluster = Cluster(make_config(tmp_path, batching="naive"))
+        await cluster.start()
+        [ticket] = cluster.submit([make_order()])
+        [failed] = await collect([ticket])
+        assert isinstance(failed, Failed)
+        assert "model_index.json" in failed.message
+        assert not cluster.healthy
+        with pytest.raises(ClosedError, match=r"model_index\.json"):
+            await cluster.until_ready()
+        await cluster.stop(1)
+
+    run(play())
