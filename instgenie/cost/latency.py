@@ -1,11 +1,11 @@
-"""Latency: how long a step takes, from what it computes and loads. Linear models, fitted to measurements of one device.
+"""Latency: predicts the seconds of a step from its FLOPs and bytes, by linear models fitted to one device.
 
-    compute of a block  = block + flop * FLOPs               (inside the blocks)
-    what is outside     = flop_outside * FLOPs               (convolutions, embeddings)
-    load of a block     = for each job: load + byte * bytes  (nothing for what is in GPU memory)
+    compute of a block    = block + flop * FLOPs
+    outside of the blocks = flop_outside * FLOPs               (convolutions, embeddings)
+    load of a block       = sum over jobs: load + byte * bytes (nothing for rows in GPU memory)
 
-Knows numbers alone, so that a process without torch can ask. Two streams run side by side, one loads and one computes:
-`makespan` says when the last compute ends.
+Knows numbers only, so that a process without torch can predict. Two streams run side by side, one loads and one
+computes: `makespan` is the time at which the last compute ends.
 """
 
 import json
@@ -33,33 +33,33 @@ from instgenie.errors import CalibrationError
 from instgenie.machine.files import complete_file
 
 VERSION = 1
-NO_LOADS = [0.0, 0.0], 0.0  # what is fitted where none was measured
+NO_LOADS = [0.0, 0.0], 0.0  # the fit if no load was measured
 
 
 class BlockCost(NamedTuple):
     """Seconds of one block, for all jobs of a batch."""
 
-    cached: float  # compute, with the rows of unmasked tokens at hand
-    dense: float  # compute
-    load: float  # of what a cached block reads
+    cached: float  # compute of the cached block, once its rows are loaded
+    dense: float  # compute of the dense block
+    load: float  # of the rows that the cached block reads
 
 
 @dataclass(frozen=True)
 class Latency:
-    """What was fitted, in seconds."""
+    """The fitted coefficients, in seconds."""
 
     device: str  # its name
     model: str
-    block: float  # for each block, whatever flows through it
-    flop: float
-    flop_outside: float
-    load: float  # for each transfer
-    byte: float
-    r2_compute: float = 0.0  # how much of the variance is explained; 0 where nothing was measured
+    block: float  # fixed, per block
+    flop: float  # per FLOP inside the blocks
+    flop_outside: float  # per FLOP outside the blocks
+    load: float  # fixed, per transfer
+    byte: float  # per byte transferred
+    r2_compute: float = 0.0  # R² of the fit; 0 if nothing was measured
     r2_load: float = 0.0
 
     def block_costs(self, network: NetworkShape, demands: Sequence[Demand]) -> list[BlockCost]:
-        """Blocks of one shape cost the same, unless the rows of some are there already."""
+        """The cost of each block. Blocks of one shape cost the same, unless some need no load."""
         seen: dict[object, BlockCost] = {}
         costs = []
         block = self.block * count_passes(network, demands)
@@ -86,13 +86,14 @@ class Latency:
     def predict_step(
         self, network: NetworkShape, demands: Sequence[Demand], plan: Sequence[bool], lead: float = 0.0
     ) -> float:
-        """Seconds of one step of these jobs, all with one plan; jobs without activations are dense in any plan."""
+        """Seconds of one step of these jobs with one plan; jobs without activations are dense in any plan."""
         return self.outside(network, demands) + makespan(plan, self.block_costs(network, demands), lead)
 
 
 def makespan(plan: Sequence[bool], costs: Sequence[BlockCost], lead: float = 0.0) -> float:
-    """When the last compute ends, if compute begins at 0 and loading began `lead` earlier. Loads run back to back, in
-    the order of the blocks; a block computes once the one before has and its own load has ended."""
+    """The time at which the last compute ends, if computing starts at 0 and loading `lead` seconds earlier. Loads run
+    back to back in the order of the blocks; a block starts to compute when the block before and its own load are done.
+    """
     loaded, computed = -lead, 0.0
     for cached, cost in zip(plan, costs, strict=True):
         if cached:
@@ -105,7 +106,7 @@ def makespan(plan: Sequence[bool], costs: Sequence[BlockCost], lead: float = 0.0
 
 @dataclass(frozen=True)
 class StepSample:
-    """A step that was measured, with nothing to load."""
+    """A measured step that loads nothing."""
 
     demands: tuple[Demand, ...]
     plan: tuple[bool, ...]
@@ -114,7 +115,7 @@ class StepSample:
 
 @dataclass(frozen=True)
 class LoadSample:
-    """A transfer that was measured."""
+    """A measured transfer."""
 
     num_bytes: int
     seconds: float
@@ -133,7 +134,8 @@ def fit_latency(
 
 
 def fit(columns: Sequence[Sequence[int]], seconds: Sequence[float]) -> tuple[list[float], float]:
-    """Seconds as a sum of columns, none of them negative, by least squares of the relative errors; and R²."""
+    """Fit seconds as a sum of columns with coefficients of at least 0, by least squares of the relative errors; return
+    the coefficients and R²."""
     table, measured = np.array(columns, float).T, np.array(seconds)  # [samples, columns], [samples]
     slopes = np.zeros(len(columns))
     used = [column for column in range(len(columns)) if table[:, column].any()]
@@ -162,19 +164,21 @@ def read_latency(path: Path) -> Latency:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CalibrationError(f"{path} does not read as a latency file: {error}") from error
+        raise CalibrationError(f"{path} cannot be read as a latency file: {error}") from error
     if not isinstance(found, dict) or found.pop("version", None) != VERSION:
-        raise CalibrationError(f"{path} is no latency file of version {VERSION}: run instgenie calibrate")
+        raise CalibrationError(f"{path} is not a latency file of version {VERSION}: run instgenie calibrate")
     kinds = {field.name: field.type for field in fields(Latency)}
     if found.keys() != kinds.keys():
-        raise CalibrationError(f"{path} has {', '.join(sorted(found))}: {', '.join(sorted(kinds))} are expected")
+        raise CalibrationError(
+            f"{path} has the fields {', '.join(sorted(found))}, but {', '.join(sorted(kinds))} are expected"
+        )
     for name, value in found.items():
         if not (isinstance(value, str) if kinds[name] is str else is_duration(value)):
-            raise CalibrationError(f"{path} has {name}={value!r}: {KINDS[kinds[name] is str]} is expected")
+            raise CalibrationError(f"{path} has {name}={value!r}, but {KINDS[kinds[name] is str]} is expected")
     return Latency(**found)
 
 
-KINDS = {True: "a text", False: "a number of at least 0"}
+KINDS = {True: "a string", False: "a number of at least 0"}
 
 
 def is_duration(value: object) -> bool:
@@ -182,7 +186,7 @@ def is_duration(value: object) -> bool:
 
 
 def find_latency(device: str, model: str, kind: str) -> Latency:
-    """What was measured of a device and a model; where nothing was, what is usual for its kind, cpu or cuda."""
+    """The latency measured for a device and a model, or else the default for the kind of device, cpu or cuda."""
     path = latency_path(device, model)
     return read_latency(path) if path.is_file() else replace(DEFAULTS[kind], device=device, model=model)
 

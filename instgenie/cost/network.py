@@ -1,7 +1,8 @@
-"""What a step computes and moves: FLOPs and bytes of every block, from numbers of tokens. Knows shapes; knows no time.
+"""The work of a step: FLOPs and bytes of every block, from numbers of tokens. Knows shapes; knows no time.
 
-A model describes its network once, as plain numbers, so that whoever asks what a step will cost needs neither torch nor
-the model. All tokens of a job flow through a dense block, the masked ones through a cached block; keys are of all.
+A model describes its network once, as plain numbers, so that a step can be priced without torch and without the model.
+All tokens of a job flow through a dense block, only the masked ones through a cached block; in both, attention has keys
+for all tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,63 +10,69 @@ from dataclasses import dataclass, replace
 
 from instgenie.types import NUM_PARTS, Kind
 
-NUM_BUCKETS = 32  # lists of masked tokens are padded to so many parts of all tokens, or fewer
-SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # of those, the ones that the lists of a batch are padded to together
+NUM_BUCKETS = 32  # lists of masked tokens are padded to a multiple of 1/32 of all tokens
+SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # the multiples to which the lists of a whole batch are padded
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """FLOPs of one block for one branch, where a product of m by k by n is 2mkn of them."""
+    """FLOPs of one block for one branch (a matrix product of m x k by k x n counts 2mkn), and what it caches."""
 
-    per_token: int  # for each image token that flows
-    per_text: int  # for each text token
-    per_rest: int  # for each unmasked token whose K and V are projected from its Y
-    per_pair: int  # for each query and each key
+    per_token: int  # per image token that flows
+    per_text: int  # per text token
+    per_rest: int  # per unmasked token whose K and V are projected from its Y
+    per_pair: int  # per query and key
     per_branch: int
-    width: int  # of a row of K, of V, of Y
-    width_behind: int = 0  # of the rows kept behind the last block of a UNet's transformer
-    side: int = 1  # of the square of tokens that one token of this level stands for
-    joint: bool = False  # text flows with the image, and the branches of a job share what activations keep
+    width: int  # of a row of K, V or Y
+    output_width: int = 0  # of the output rows that a UNet's transformer also caches after its last block
+    side: int = 1  # a token of this level covers side x side tokens of the finest level
+    joint: bool = False  # text flows with the image, and the branches of a job share one copy of the activations
 
 
 @dataclass(frozen=True)
 class NetworkShape:
+    """A network as plain numbers."""
+
     blocks: tuple[BlockShape, ...]
-    run_lengths: tuple[int, ...]  # numbers of blocks in the runs in which dropped tokens stay dropped
-    per_token: int  # FLOPs outside the blocks for each image token of each branch, masked or not
-    per_branch: int
-    pads: bool = False  # whether the lists of masked tokens of all jobs are padded together; see `common_share`
-    apart: bool = False  # whether jobs that compute every token pass through it apart from those that read activations
+    run_lengths: tuple[int, ...]  # blocks per run; tokens dropped in a run stay dropped to its end
+    per_token: int  # FLOPs outside the blocks per image token and branch, masked or not
+    per_branch: int  # FLOPs outside the blocks per branch
+    pads_lists: bool = False  # the lists of masked tokens of a batch are padded together; see `common_share`
+    dense_apart: bool = False  # dense jobs run in a pass of their own, apart from those that read activations
 
 
 @dataclass(frozen=True)
 class Demand:
-    """One job of a step, as numbers."""
+    """One job of a step, as plain numbers: the demand it makes on a network."""
 
     num_tokens: int
-    num_masked: dict[int, int]  # at every level: its side, and how many of its tokens are masked
+    num_masked: dict[int, int]  # by the side of each level: its masked tokens
     num_text: int
     num_branches: int = 1
-    kind: Kind | None = None  # of its template's activations; None = there are none, every block is dense
+    kind: Kind | None = None  # of its template's activations; None if it has none: every block is dense
     num_kept: int = 1  # branches that the activations keep
-    value_bytes: int = 2  # of one value in the activations
-    in_gpu: frozenset[int] = frozenset()  # blocks whose rows of this step are there already
-    loads_all: bool = False  # rows of masked tokens too
+    value_bytes: int = 2  # per value in the activations
+    in_gpu: frozenset[int] = frozenset()  # blocks whose rows of this step need no load
+    loads_masked: bool = False  # the rows of masked tokens are loaded, too
 
     def num_flowing(self, shape: BlockShape, cached: bool) -> int:
+        """Tokens that flow through a block."""
         return self.num_masked[shape.side] if cached and self.kind else self.num_tokens // shape.side**2
 
     def num_rest(self, shape: BlockShape) -> int:
+        """Tokens that are not masked."""
         return self.num_tokens // shape.side**2 - self.num_masked[shape.side]
 
 
 def count_passes(network: NetworkShape, demands: Sequence[Demand]) -> int:
-    return len({demand.kind is None for demand in demands}) if network.apart else 1
+    """Passes through the network that one step of these jobs takes."""
+    return len({demand.kind is None for demand in demands}) if network.dense_apart else 1
 
 
 def common_share(counts: Iterable[tuple[int, int]]) -> int | None:
-    """The share to which the lists of a batch are padded at every level, given as counts of masked tokens among all of
-    the batch: one of a few, so that few shapes serve all batches. None where there is no token to pad with."""
+    """The share of all tokens, in 1/NUM_BUCKETS, to which the lists of a batch are padded at every level. `counts` are
+    (masked tokens, all tokens) of the batch per level. The share is one of a few, so that few captured shapes serve all
+    batches. None if a level has no masked token to pad with."""
     pairs = list(counts)
     if not pairs or not all(count for count, _ in pairs):
         return None
@@ -78,16 +85,16 @@ def padded_count(share: int, num_all: int) -> int:
 
 
 def pad_demands(demands: Sequence[Demand]) -> list[Demand]:
-    """As they flow through a network that pads, where jobs of one size pass together. What their lists are filled up
-    with is counted as if it attended, too."""
+    """The demands with padding counted as masked tokens, for a network that pads lists; jobs of one size are padded
+    together. Padding is counted as if it attended, too."""
     sizes = {demand.num_tokens for demand in demands if demand.kind}
-    filling = {size: find_filling([one for one in demands if one.kind and one.num_tokens == size]) for size in sizes}
-    return [fill_up(demand, filling[demand.num_tokens]) if demand.kind else demand for demand in demands]
+    shares = {size: padding_shares([one for one in demands if one.kind and one.num_tokens == size]) for size in sizes}
+    return [pad_demand(demand, shares[demand.num_tokens]) if demand.kind else demand for demand in demands]
 
 
-def find_filling(demands: Sequence[Demand]) -> dict[int, float]:
-    """Of jobs of one size, at every level: how much of what is not masked flows all the same. Empty where nothing is
-    filled up."""
+def padding_shares(demands: Sequence[Demand]) -> dict[int, float]:
+    """For jobs of one size, by the side of each level: the share of unmasked tokens that flow as padding. Empty if
+    nothing is padded."""
     num_branches = sum(demand.num_branches for demand in demands)
     nums_all = {side: num_branches * (demands[0].num_tokens // side**2) for side in demands[0].num_masked}
     counts = {side: sum(demand.num_branches * demand.num_masked[side] for demand in demands) for side in nums_all}
@@ -100,18 +107,18 @@ def find_filling(demands: Sequence[Demand]) -> dict[int, float]:
     }
 
 
-def fill_up(demand: Demand, filling: Mapping[int, float]) -> Demand:
-    if not filling:
+def pad_demand(demand: Demand, shares: Mapping[int, float]) -> Demand:
+    if not shares:
         return demand
     counts = {
-        side: num + round(filling[side] * (demand.num_tokens // side**2 - num))
+        side: num + round(shares[side] * (demand.num_tokens // side**2 - num))
         for side, num in demand.num_masked.items()
     }
-    return replace(demand, num_masked=counts, loads_all=True)
+    return replace(demand, num_masked=counts, loads_masked=True)
 
 
 def block_flops(shape: BlockShape, demand: Demand, cached: bool) -> int:
-    """Of a job; a job without activations is never cached."""
+    """FLOPs of one job in a block; a job without activations is dense even if the plan caches the block."""
     num_flowing = demand.num_flowing(shape, cached)
     num_queries = num_flowing + demand.num_text * shape.joint
     num_keys = demand.num_tokens // shape.side**2 + demand.num_text
@@ -127,6 +134,7 @@ def block_flops(shape: BlockShape, demand: Demand, cached: bool) -> int:
 
 
 def outside_flops(network: NetworkShape, demand: Demand) -> int:
+    """FLOPs of one job outside the blocks: convolutions, embeddings."""
     return demand.num_branches * (network.per_token * demand.num_tokens + network.per_branch)
 
 
@@ -137,9 +145,10 @@ def step_flops(network: NetworkShape, demands: Sequence[Demand], plan: Sequence[
 
 
 def load_bytes(shape: BlockShape, demand: Demand) -> int:
-    """Rows of unmasked tokens that a cached block reads; the last of a UNet's transformer also reads what left it."""
+    """Bytes that a cached block loads for one job: the rows of unmasked tokens and, after the last block of a UNet's
+    transformer, its output rows."""
     if demand.kind is None:
         return 0
-    width = NUM_PARTS[demand.kind] * shape.width + shape.width_behind
-    num_rows = demand.num_tokens // shape.side**2 if demand.loads_all else demand.num_rest(shape)
+    width = NUM_PARTS[demand.kind] * shape.width + shape.output_width
+    num_rows = demand.num_tokens // shape.side**2 if demand.loads_masked else demand.num_rest(shape)
     return demand.num_kept * num_rows * width * demand.value_bytes

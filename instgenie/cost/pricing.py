@@ -1,4 +1,4 @@
-"""Makes the table of what steps cost, from the latency model and the planner. Knows shapes and plans; no model and no
+"""Makes the table of step costs from the latency model and the planner. Knows shapes and plans; knows no model and no
 worker."""
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from instgenie.cost.planner import plan_batch
 from instgenie.cost.table import Price, StepCosts
 from instgenie.types import Kind, PlanPolicy, TierName
 
-RATIOS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
-FETCH: dict[TierName, tuple[float, float]] = {  # usual seconds of a fetch, and of each of its bytes
+RATIOS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)  # mask ratios of the table
+FETCH: dict[TierName, tuple[float, float]] = {  # typical seconds of a fetch, fixed and per byte
     "disk": (0.01, 1 / 1e9),
     "remote": (0.2, 1 / 100e6),
 }
@@ -19,16 +19,16 @@ FETCH: dict[TierName, tuple[float, float]] = {  # usual seconds of a fetch, and 
 
 @dataclass(frozen=True)
 class JobShape:
-    """What the jobs of a model have in common."""
+    """The numbers that all jobs of a model share."""
 
     network: NetworkShape
     num_text: int
     num_branches: int = 1
-    value_bytes: int = 2  # of one value in the activations
+    value_bytes: int = 2  # per value in the activations
     kind: Kind = "kv"  # of the activations
 
     def demand(self, num_tokens: int, num_masked: int, in_gpu: bool) -> Demand:
-        """Of a job with activations."""
+        """The demand of a job with activations."""
         demand = Demand(
             num_tokens=num_tokens,
             num_masked={shape.side: -(-num_masked // shape.side**2) for shape in self.network.blocks},
@@ -38,7 +38,7 @@ class JobShape:
             value_bytes=self.value_bytes,
             in_gpu=frozenset(range(len(self.network.blocks))) if in_gpu else frozenset(),
         )
-        return pad_demands([demand])[0] if self.network.pads else demand
+        return pad_demands([demand])[0] if self.network.pads_lists else demand
 
     def dense_demand(self, num_tokens: int) -> Demand:
         everything = {shape.side: num_tokens // shape.side**2 for shape in self.network.blocks}
@@ -48,7 +48,7 @@ class JobShape:
 def make_costs(
     shape: JobShape, latency: Latency, policy: PlanPolicy, num_tokens: int, is_host_near: bool = False
 ) -> StepCosts:
-    """For jobs of so many tokens. Where the host's memory is near, steps read it as they compute: nothing is loaded."""
+    """The costs of jobs of `num_tokens` tokens. If `is_host_near`, steps read main memory directly and load nothing."""
 
     def column(in_gpu: bool) -> tuple[Price, ...]:
         demands = (shape.demand(num_tokens, round(ratio * num_tokens), in_gpu) for ratio in RATIOS)
@@ -69,7 +69,8 @@ def make_costs(
 
 
 def price(network: NetworkShape, demand: Demand, latency: Latency, policy: PlanPolicy) -> Price:
-    """Of the job as it is planned alone. What neither stream hides, a first load or a last block, counts in both."""
+    """The price of a job that is planned alone. Time that neither stream hides, such as the first load or the last
+    block, counts in both streams."""
     planned = plan_batch(network, [demand], latency, policy=policy)
     blocks = list(enumerate(latency.block_costs(network, [demand])))
     outside = latency.outside(network, [demand])

@@ -1,8 +1,8 @@
-"""What a step costs on one worker, as a small table: made once where the model is, read at every choice of a worker.
-Knows numbers; who makes the table knows the planner.
+"""The cost of a step on one worker, as a small table: made once where the model is, read whenever a worker is chosen
+or a job is admitted. Knows numbers only; `pricing` makes the table.
 
-A step has two streams, one computes and one loads, and takes as long as the longer one. What its jobs add to each is
-summed up; the constant of a step is paid once, however many jobs share it.
+A step has two streams, one that computes and one that loads, and takes as long as the longer of them. Each job adds its
+price to both streams; a step's fixed cost is paid once, however many jobs share it.
 """
 
 from bisect import bisect_right
@@ -28,25 +28,28 @@ class Price(NamedTuple):
 
 
 def mix(first: Price, second: Price, share: float) -> Price:
-    """So much of the first, and the rest of the second."""
+    """The weighted mean, `share` being the weight of the first."""
     rest = 1 - share
     return Price(share * first.compute + rest * second.compute, share * first.load + rest * second.load)
 
 
 class StepCosts(Struct, frozen=True):
-    """Of jobs of one size; others cost in proportion to their tokens."""
+    """Prices of jobs of one size; a job of another size is priced in proportion to its tokens."""
 
     num_tokens: int
-    per_step: float  # seconds, however many jobs share the step
-    ratios: tuple[float, ...]  # of masked tokens, rising from 0 to 1
-    gpu: tuple[Price, ...]  # of a job at each ratio whose activations are where it is computed
-    host: tuple[Price, ...]  # that reads them from the host's memory while it runs
-    dense: Price  # of a job without activations
-    bytes_per_token: float = 0.0  # that activations keep of a step
-    fetch: dict[TierName, tuple[float, float]] = {}  # into memory, by tier: seconds of each, and of each byte
+    per_step: float  # fixed seconds of a step
+    ratios: tuple[float, ...]  # mask ratios, rising from 0 to 1
+    gpu: tuple[Price, ...]  # per ratio: a job whose activations are in the memory of the device
+    host: tuple[Price, ...]  # per ratio: a job that reads its activations from main memory as it runs
+    dense: Price  # a job without activations
+    bytes_per_token: float = 0.0  # of the activations of one step
+    fetch: dict[
+        TierName, tuple[float, float]
+    ] = {}  # by tier: seconds to fetch a template into memory, fixed and per byte
 
     def price(self, num_tokens: float, num_masked: float, tier: TierName | None) -> Price:
-        """Of a job whose activations lie in a tier; None: it has none. What lies below memory is brought there."""
+        """Price of a step of a job whose activations are in a tier; None if it has none. Activations below memory are
+        fetched into main memory first, so they are priced as if they were there."""
         if tier is None or not num_tokens:
             return self.dense.times(num_tokens / self.num_tokens)
         column = self.gpu if tier == "gpu" else self.host
@@ -58,30 +61,30 @@ class StepCosts(Struct, frozen=True):
     def mean_price(
         self, num_tokens: float, num_masked: float, tier: TierName | None, num_dense: int, num_steps: int
     ) -> Price:
-        """Of a step of a job, in the mean over so many, of which the first are dense."""
+        """Mean price per step over `num_steps`, the first `num_dense` being dense."""
         dense, cached = self.price(num_tokens, num_tokens, None), self.price(num_tokens, num_masked, tier)
         return mix(dense, cached, num_dense / num_steps)
 
-    def step(self, prices: Iterable[Price]) -> float:
+    def step_seconds(self, prices: Iterable[Price]) -> float:
         """Seconds of one step of these jobs together."""
-        return self.total(1, *map(sum, zip((0.0, 0.0), *prices, strict=True)))
+        return self.total_seconds(1, *map(sum, zip((0.0, 0.0), *prices, strict=True)))
 
-    def total(self, num_steps: float, compute: float, load: float) -> float:
-        """Seconds of so many steps, in which jobs compute and load for so long."""
+    def total_seconds(self, num_steps: float, compute: float, load: float) -> float:
+        """Seconds of `num_steps` steps, given the sums of the prices of all their jobs."""
         return max(num_steps * self.per_step + compute, load)
 
     def fetch_seconds(self, num_tokens: float, num_steps: int, tier: TierName | None) -> float:
-        """Until a template's activations are in memory."""
+        """Seconds until a template's activations are in memory."""
         if tier is None or tier not in self.fetch:
             return 0.0
-        each, byte = self.fetch[tier]
-        return each + byte * self.bytes_per_token * num_tokens * num_steps
+        fixed, per_byte = self.fetch[tier]
+        return fixed + per_byte * self.bytes_per_token * num_tokens * num_steps
 
 
-def line_costs(per_step: float, per_token: float) -> StepCosts:
-    """Of steps that take so long, and so much longer for each token they compute; loads take no time."""
+def linear_costs(per_step: float, per_token: float) -> StepCosts:
+    """Costs of steps that take `per_step` seconds and `per_token` more for each token computed; loads are free."""
     dense = Price(per_token, 0.0)
     return StepCosts(1, per_step, (0.0, 1.0), (Price(0.0, 0.0), dense), (Price(0.0, 0.0), dense), dense)
 
 
-USUAL = line_costs(SECONDS_PER_STEP, SECONDS_PER_TOKEN)  # of a worker that has not said what its steps cost
+DEFAULT_COSTS = linear_costs(SECONDS_PER_STEP, SECONDS_PER_TOKEN)  # for a worker that has not reported its costs yet

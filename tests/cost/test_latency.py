@@ -27,7 +27,7 @@ from instgenie.errors import CalibrationError
 
 BLOCK = BlockShape(per_token=900, per_text=700, per_rest=100, per_pair=40, per_branch=30, width=10)
 NETWORK = NetworkShape(
-    blocks=(BLOCK, replace(BLOCK, side=2, width=20), replace(BLOCK, side=2, width=20, width_behind=8)),
+    blocks=(BLOCK, replace(BLOCK, side=2, width=20), replace(BLOCK, side=2, width=20, output_width=8)),
     run_lengths=(1, 2),
     per_token=5000,
     per_branch=100,
@@ -94,7 +94,7 @@ def test_costs_of_a_batch_are_sums() -> None:
 def test_jobs_that_pass_apart_pay_for_two_passes() -> None:
     latency = Latency("d", "m", block=1.0, flop=0.0, flop_outside=0.0, load=0.0, byte=0.0)
     cached, dense = demand(10), replace(demand(10), kind=None)
-    for network, num_passes in ((NETWORK, 1), (replace(NETWORK, apart=True), 2)):
+    for network, num_passes in ((NETWORK, 1), (replace(NETWORK, dense_apart=True), 2)):
         assert latency.predict_step(network, [cached, dense], (True,) * 3) == num_passes * len(NETWORK.blocks)
         assert latency.predict_step(network, [cached, cached], (True,) * 3) == len(NETWORK.blocks)
 
@@ -133,9 +133,9 @@ def test_devices_and_models_have_files_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "does not read"),
-        ("[1, 2]", "no latency file of version 1"),
-        ('{"version": 9}', "no latency file of version 1"),
+        ("{", "cannot be read"),
+        ("[1, 2]", "not a latency file of version 1"),
+        ('{"version": 9}', "not a latency file of version 1"),
         ('{"version": 1, "flop": 1}', "block, byte, device"),
     ],
 )

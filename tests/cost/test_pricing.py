@@ -40,7 +40,7 @@ def said(costs: StepCosts, ratios: list[float], num_dense: int, *, in_gpu: bool)
     """Seconds of a step, by the table."""
     tier: TierName = "gpu" if in_gpu else "host"
     prices = [costs.price(NUM_TOKENS, round(ratio * NUM_TOKENS), tier) for ratio in ratios]
-    return costs.step(prices + [costs.price(NUM_TOKENS, NUM_TOKENS, None)] * num_dense)
+    return costs.step_seconds(prices + [costs.price(NUM_TOKENS, NUM_TOKENS, None)] * num_dense)
 
 
 @pytest.mark.parametrize("policy", ["cached", "exact", "greedy", "naive", "dense"])
