@@ -19,7 +19,7 @@ def make_demands(jobs: Sequence[Job], network: NetworkShape) -> list[Demand]:
                 demand = replace(demand, in_gpu=frozenset(range(len(network.blocks))))
             loaded.add(shared_by(job))
         demands.append(demand)
-    return pad_demands(demands) if network.pads else demands
+    return pad_demands(demands) if network.pads_lists else demands
 
 
 def make_demand(job: Job, network: NetworkShape) -> Demand:

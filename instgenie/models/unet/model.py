@@ -81,7 +81,7 @@ class UnetModel(Model):
         return MAX_CAPTURED
 
     def describe(self) -> NetworkShape:
-        return replace(describe(self.unet), pads=self.device.type == "cuda", apart=True)
+        return replace(describe(self.unet), pads_lists=self.device.type == "cuda", dense_apart=True)
 
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule:
         if edit.steps > (most := self.scheduler.config.num_train_timesteps):

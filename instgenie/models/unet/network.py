@@ -430,7 +430,7 @@ def describe_transformer(transformer: Transformer2DModel, side: int) -> list[Blo
     blocks = [describe_block(block, side) for block in transformer.transformer_blocks]
     blocks[0] = replace(blocks[0], per_token=blocks[0].per_token + products(transformer.proj_in))
     per_token = blocks[-1].per_token + products(transformer.proj_out)
-    return [*blocks[:-1], replace(blocks[-1], per_token=per_token, width_behind=transformer.in_channels)]
+    return [*blocks[:-1], replace(blocks[-1], per_token=per_token, output_width=transformer.in_channels)]
 
 
 def describe_block(block: BasicTransformerBlock, side: int) -> BlockShape:
