@@ -9,12 +9,12 @@ from instgenie.server.bodies.schema import add_schema
 from instgenie.server.errors import ApiError, add_error_handlers, error_response
 from instgenie.server.guard.gate import Gate
 from instgenie.server.routes import images, operators, pages, templates
-from instgenie.server.service import Service
+from instgenie.server.service import HttpService
 
 ABOUT = "Mask-guided image editing behind OpenAI's images API. Pixels outside the mask stay bit-identical."
 
 
-def make_app(service: Service, version: str) -> ASGIApp:
+def make_app(service: HttpService, version: str) -> ASGIApp:
     app = FastAPI(title="InstGenIE", version=version, description=ABOUT, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     app.state.service = service

@@ -19,7 +19,7 @@ from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
 from instgenie.server.guard.connection import HEAD_TIMEOUT, Connection
 from instgenie.server.monitoring.log import say, set_up_log
-from instgenie.server.service import Service
+from instgenie.server.service import HttpService
 from instgenie.telemetry import traces
 
 KEEP_ALIVE = 65
@@ -67,7 +67,7 @@ def listen(config: HttpConfig) -> socket.socket:
 
 async def run(config: ServeConfig, listener: socket.socket, version: str) -> int:
     cluster = Cluster(config.cluster)
-    service = Service(config.http, cluster, with_traces=traces.are_wanted(os.environ))
+    service = HttpService(config.http, cluster, with_traces=traces.are_wanted(os.environ))
     server = Server(
         uvicorn.Config(
             make_app(service, version),

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from instgenie.cluster.local import Cluster
+from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.orders import Order
 from instgenie.cluster.wire import ModelFacts
 from instgenie.errors import ClosedError, QueueFullError
@@ -16,7 +16,7 @@ from instgenie.server.bodies.body import Intake
 from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
 from instgenie.server.errors import busy, closed, not_found
-from instgenie.server.guard.keys import Keys
+from instgenie.server.guard.keys import ApiKeys
 from instgenie.server.monitoring.metrics import Metrics
 from instgenie.server.monitoring.pulse import Pulse
 from instgenie.server.watch import EditWatch
@@ -25,12 +25,12 @@ SECONDS_TO_LOAD = 5
 BODIES_AT_ONCE = 8  # bodies of the largest size that may be in memory together
 
 
-class Service:
+class HttpService:
     def __init__(self, config: HttpConfig, cluster: Cluster, with_traces: bool = False) -> None:
         self.config = config
         self.with_traces = with_traces
         self.cluster = cluster
-        self.keys = Keys(config.api_keys)
+        self.keys = ApiKeys(config.api_keys)
         self.intake = Intake(config.max_body_bytes, BODIES_AT_ONCE * config.max_body_bytes, config.body_timeout)
         self.decoder = PictureDecoder(config.decode_threads, config.max_pixels)
         self.metrics = Metrics(cluster)
@@ -94,9 +94,9 @@ class Service:
         return True
 
 
-def service_of(request: Request) -> Service:
+def service_of(request: Request) -> HttpService:
     service = request.app.state.service
-    assert isinstance(service, Service)
+    assert isinstance(service, HttpService)
     return service
 
 

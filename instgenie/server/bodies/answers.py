@@ -16,18 +16,18 @@ from instgenie.server.errors import ApiError
 EventPrefix = Literal["image_edit", "image_generation"]
 
 
-class Answer(BaseModel):
+class AnswerBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Seconds(Answer):
+class Seconds(AnswerBody):
     queue: float
     prepare: float
     denoise: float
     finish: float
 
 
-class EditAnswer(Answer):
+class EditAnswer(AnswerBody):
     """Facts about one edit, without its picture."""
 
     seed: int
@@ -46,12 +46,12 @@ class PictureAnswer(EditAnswer):
     b64_json: str
 
 
-class TokenDetails(Answer):
+class TokenDetails(AnswerBody):
     image_tokens: int
     text_tokens: int
 
 
-class TokenUsage(Answer):
+class TokenUsage(AnswerBody):
     input_tokens: int
     input_tokens_details: TokenDetails
     output_tokens: int
@@ -59,7 +59,7 @@ class TokenUsage(Answer):
     total_tokens: int
 
 
-class ImagesAnswer(Answer):
+class ImagesAnswer(AnswerBody):
     created: int
     data: list[PictureAnswer]
     size: str
@@ -69,19 +69,19 @@ class ImagesAnswer(Answer):
     usage: TokenUsage
 
 
-class ModelAnswer(Answer):
+class ModelAnswer(AnswerBody):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
 
 
-class ModelsAnswer(Answer):
+class ModelsAnswer(AnswerBody):
     object: Literal["list"]
     data: list[ModelAnswer]
 
 
-class TemplateAnswer(Answer):
+class TemplateAnswer(AnswerBody):
     id: str
     object: Literal["template"]
     state: Literal["queued", "registering", "ready", "failed"]
@@ -92,18 +92,18 @@ class TemplateAnswer(Answer):
     message: str
 
 
-class TemplatesAnswer(Answer):
+class TemplatesAnswer(AnswerBody):
     object: Literal["list"]
     data: list[TemplateAnswer]
 
 
-class TemplateRemoved(Answer):
+class TemplateRemoved(AnswerBody):
     id: str
     object: Literal["template"]
     deleted: bool
 
 
-class State(Answer):
+class HealthState(AnswerBody):
     status: Literal["ok", "loading", "draining", "broken"]
 
 

@@ -9,10 +9,10 @@ from pydantic import BaseModel
 
 from instgenie.server.bodies.answers import (
     Error,
+    HealthState,
     ImagesAnswer,
     ModelAnswer,
     ModelsAnswer,
-    State,
     TemplateAnswer,
     TemplateRemoved,
     TemplatesAnswer,
@@ -115,7 +115,10 @@ TEMPLATES: dict[str, Any] = {"responses": answers(TemplatesAnswer, 401)}
 ONE_TEMPLATE: dict[str, Any] = {"responses": answers(TemplateAnswer, 401, 404)}
 REMOVED_TEMPLATE: dict[str, Any] = {"responses": answers(TemplateRemoved, 401, 404)}
 HEALTH: dict[str, Any] = {
-    "responses": {200: {"model": State, "description": "Yes."}, 503: {"model": State, "description": "No."}},
+    "responses": {
+        200: {"model": HealthState, "description": "Yes."},
+        503: {"model": HealthState, "description": "No."},
+    },
     "openapi_extra": {"security": []},
 }
 METRICS: dict[str, Any] = {

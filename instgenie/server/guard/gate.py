@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from instgenie.server.errors import ApiError, error_response
 from instgenie.server.monitoring.log import log, request_id, say
-from instgenie.server.service import Service
+from instgenie.server.service import HttpService
 from instgenie.telemetry.traces import RequestSpan
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/engine"})
@@ -20,7 +20,7 @@ STATUS_GONE = 499
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: HttpService) -> None:
         self.app = app
         self.service = service
 
@@ -71,7 +71,7 @@ class Visit:
         self.num_bytes += len(message.get("body", b""))
         await self._send(message)
 
-    def log(self, service: Service) -> None:
+    def log(self, service: HttpService) -> None:
         route = getattr(self.scope.get("route"), "path", "none")
         service.metrics.answered(self.scope["method"], route, self.status)
         say(

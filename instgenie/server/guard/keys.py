@@ -9,7 +9,7 @@ from instgenie.server.errors import ApiError
 PUBLIC = "public"  # the tenant of all clients if the server needs no key
 
 
-class Keys:
+class ApiKeys:
     def __init__(self, keys: Iterable[str]) -> None:
         self.digests = [digest(key) for key in keys]
 

@@ -11,7 +11,7 @@ from instgenie.cluster.orders import Event, Finished, Order, Partial, Queued, St
 from instgenie.server.bodies.answers import EventPrefix, completed_event, error_event, event, partial_event
 from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.errors import ApiError
-from instgenie.server.service import Service
+from instgenie.server.service import HttpService
 from instgenie.server.watch import EditWatch, unless_gone
 
 SECONDS_BETWEEN_KEEPALIVES = 10.0
@@ -20,7 +20,7 @@ KEEPALIVE = b": still working\n\n"
 
 class EventStream(Response):
     def __init__(
-        self, request: Request, service: Service, orders: Sequence[Order], fields: ImageFields, prefix: EventPrefix
+        self, request: Request, service: HttpService, orders: Sequence[Order], fields: ImageFields, prefix: EventPrefix
     ) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-store", "x-accel-buffering": "no"}

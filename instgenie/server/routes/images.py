@@ -15,7 +15,7 @@ from instgenie.server.bodies.pictures import blank_picture
 from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS
 from instgenie.server.errors import JsonResponse, bad, closed, from_user_error, not_found
 from instgenie.server.routes.events import EventStream
-from instgenie.server.service import SECONDS_TO_LOAD, Service, draw_seed, service_of, tenant_of, trace_of
+from instgenie.server.service import SECONDS_TO_LOAD, HttpService, draw_seed, service_of, tenant_of, trace_of
 from instgenie.server.watch import unless_gone
 from instgenie.types import PixelMask, Pixels
 
@@ -66,12 +66,12 @@ def describe_model(name: str) -> ModelAnswer:
     return ModelAnswer(id=name, object="model", created=0, owned_by="instgenie")
 
 
-def check_fields(service: Service, fields: ImageFields) -> None:
+def check_fields(service: HttpService, fields: ImageFields) -> None:
     service.check_model(fields.model)
     fields.check_together(service.model_facts.embeds_guidance)
 
 
-async def open_edit(service: Service, tenant: str, edit: EditForm) -> tuple[Pixels, PixelMask]:
+async def open_edit(service: HttpService, tenant: str, edit: EditForm) -> tuple[Pixels, PixelMask]:
     fields, decoder = edit.fields, service.decoder
     size = answer_size(fields.size, service.config.max_pixels)
     try:
@@ -85,7 +85,7 @@ async def open_edit(service: Service, tenant: str, edit: EditForm) -> tuple[Pixe
     return await decoder.fit(picture, mask, size)
 
 
-async def template_picture(service: Service, tenant: str, template: str | None) -> Pixels:
+async def template_picture(service: HttpService, tenant: str, template: str | None) -> Pixels:
     try:
         picture = await service.cluster.picture(tenant, template or "")
     except ClosedError:
@@ -119,7 +119,7 @@ def make_orders(request: Request, picture: Pixels, mask: PixelMask, fields: Imag
 
 
 async def run(
-    request: Request, service: Service, orders: Sequence[Order], fields: ImageFields, prefix: EventPrefix
+    request: Request, service: HttpService, orders: Sequence[Order], fields: ImageFields, prefix: EventPrefix
 ) -> Response:
     if fields.stream:
         return EventStream(request, service, orders, fields, prefix)

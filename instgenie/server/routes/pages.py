@@ -17,7 +17,7 @@ from instgenie.pictures.examples import EXAMPLES
 from instgenie.server.bodies.fields import MAX_EDITS
 from instgenie.server.errors import JsonResponse, not_found
 from instgenie.server.routes.suggestions import suggested_examples, suggested_prompts
-from instgenie.server.service import Service, service_of
+from instgenie.server.service import HttpService, service_of
 
 STATIC = Path(__file__).parent.parent / "static"
 SECONDS_BETWEEN_SNAPSHOTS = 0.5
@@ -112,7 +112,7 @@ async def engine_events(request: Request) -> Response:
     return StreamingResponse(snapshots(service_of(request)), media_type="text/event-stream", headers=headers)
 
 
-async def snapshots(service: Service) -> AsyncIterator[bytes]:
+async def snapshots(service: HttpService) -> AsyncIterator[bytes]:
     """Yield snapshots until the client disconnects or the server shuts down."""
     since = 0.0
     while not service.draining:

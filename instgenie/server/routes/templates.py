@@ -10,7 +10,7 @@ from instgenie.server.bodies.answers import TemplateAnswer, TemplateRemoved, Tem
 from instgenie.server.bodies.forms import read_template
 from instgenie.server.bodies.schema import ONE_TEMPLATE, REMOVED_TEMPLATE, TEMPLATE, TEMPLATES
 from instgenie.server.errors import NO_RETRY, ApiError, JsonResponse, closed, from_user_error, not_found
-from instgenie.server.service import SECONDS_TO_LOAD, Service, service_of, tenant_of
+from instgenie.server.service import SECONDS_TO_LOAD, HttpService, service_of, tenant_of
 
 MAX_BYTES = 2**31  # for the pixels of one tenant's templates
 
@@ -58,7 +58,7 @@ async def delete_template(request: Request, template: str) -> Response:
     return JsonResponse(TemplateRemoved(id=template, object="template", deleted=True).model_dump())
 
 
-def check_room(service: Service, tenant: str) -> None:
+def check_room(service: HttpService, tenant: str) -> None:
     if not service.cluster.config.reuse:
         raise ApiError(400, "This server runs with --no-reuse and registers no templates.", "no_reuse")
     num_bytes = sum(3 * status.width * status.height for status in service.cluster.templates(tenant))
