@@ -24,9 +24,9 @@ from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
 from instgenie.jobs.activations import Activations, Kind, Reader
 from instgenie.jobs.sampler import Schedule
-from instgenie.kernels.addresses import Addresses, Source, Sources
+from instgenie.kernels.addresses import Addresses, RowSource, RowSources
 from instgenie.kernels.gather import gather_rows
-from instgenie.kernels.heads import Places
+from instgenie.kernels.heads import HeadPlaces
 from instgenie.types import Edit
 
 
@@ -236,7 +236,7 @@ class Job:
 class Rows(Protocol):
     """Rows of activations for the branches, or jobs, of a batch."""
 
-    def at(self, place: int, wanted: Sequence[bool]) -> Sources:
+    def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
         """What is kept of a place of the pass; of those that do not want it, None or anything."""
 
 
@@ -246,7 +246,7 @@ class JobRows:
 
     readers: tuple[tuple[Job, int], ...]  # with the number of the branch
 
-    def at(self, place: int, wanted: Sequence[bool]) -> Sources:
+    def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
         return [
             job.recall(place, branch) if wants else None
             for (job, branch), wants in zip(self.readers, wanted, strict=True)
@@ -259,7 +259,7 @@ class TableRows:
 
     table: Tensor  # [places, readers], int64
 
-    def at(self, place: int, wanted: Sequence[bool]) -> Sources:
+    def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
         return Addresses(self.table[place])
 
 
@@ -312,9 +312,9 @@ class Layout:
     text_rows: Tensor  # [text tokens]
     image_rows: Tensor  # [image tokens]
     joint_rows: Tensor  # [joint tokens]
-    text_places: Places
-    image_places: Places
-    joint_places: Places
+    text_places: HeadPlaces
+    image_places: HeadPlaces
+    joint_places: HeadPlaces
 
     @cached_property
     def num_joint(self) -> tuple[int, ...]:
@@ -343,7 +343,7 @@ class Layout:
     def over(self, columns: Mapping[str, Tensor]) -> "Layout":
         """The same layout over other tensors."""
         own: dict[str, Any] = {name: columns[name] for name in LAYOUT_COLUMNS}
-        own |= {name: Places(columns[f"{name} joint"], columns[f"{name} keys"]) for name in LAYOUT_PLACES}
+        own |= {name: HeadPlaces(columns[f"{name} joint"], columns[f"{name} keys"]) for name in LAYOUT_PLACES}
         return replace(self, **own)
 
     def join(self, text: Tensor, image: Tensor) -> Tensor:
@@ -387,9 +387,9 @@ def lay_out_shapes(shapes: tuple[Shape, ...], cached: tuple[bool, ...]) -> Layou
         text_rows=text_rows,
         image_rows=image_rows,
         joint_rows=joint_rows,
-        text_places=Places(text_places, text_keys),
-        image_places=Places(image_places, image_keys),
-        joint_places=Places(joint_places, joint_keys),
+        text_places=HeadPlaces(text_places, text_keys),
+        image_places=HeadPlaces(image_places, image_keys),
+        joint_places=HeadPlaces(joint_places, joint_keys),
     )
 
 
@@ -498,7 +498,7 @@ class Batch:
         if turned is layout:
             return layout, image
         back = [before and not after for before, after in zip(layout.cached, turned.cached, strict=True)]
-        sources: Sources = self.rows.at(block, back) if any(back) else [None] * len(back)
+        sources: RowSources = self.rows.at(block, back) if any(back) else [None] * len(back)
         parts = iter(image.split(layout.num_image))
         return turned, concat([
             turn_one(next(parts), self.shapes[job], layout.cached[job], turned.cached[job], sources[job])
@@ -524,7 +524,7 @@ class Batch:
         ]
 
 
-def turn_one(image: Tensor, shape: Shape, before: bool, after: bool, source: Source) -> Tensor:
+def turn_one(image: Tensor, shape: Shape, before: bool, after: bool, source: RowSource) -> Tensor:
     if before == after:
         return image
     if after:

@@ -1,4 +1,4 @@
-"""The end of a residual block: what went around it, what came through it and the bias of its last layer, in one sum."""
+"""The end of a residual block: its input, its output and the bias of its last layer, in one sum."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ BLOCK_TOKENS, BLOCK_CHANNELS = 32, 64
 
 
 def add_bias(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
-    """Two of [pictures, channels, rows, columns], channels last in memory, and one of [channels]."""
+    """x + y + bias: x and y [pictures, channels, rows, columns] with channels last in memory, bias [channels]."""
     run = add_bias_fused if runs_fused(x) else add_bias_reference
     return run(x, y, bias)
 
@@ -33,7 +33,7 @@ def add_bias_fused(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
 def add_bias_kernel(  # type: ignore[no-untyped-def]
     x, y, bias, out, num_tokens, num_channels, block_tokens: tl.constexpr, block_channels: tl.constexpr
 ):
-    """One program for a few tokens and a block of channels."""
+    """One program per block of tokens and block of channels."""
     token = (tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)).to(tl.int64)[:, None]
     channel = (tl.program_id(1) * block_channels + tl.arange(0, block_channels))[None, :]
     inside = (token < num_tokens) & (channel < num_channels)

@@ -1,4 +1,4 @@
-"""Rows that are read wherever an address says: what is captured once reads, each time it runs, from another place."""
+"""Rows that are read from an address in a table: a captured graph reads from another place each time it runs."""
 
 import ctypes
 import math
@@ -11,8 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Addresses:
-    """Of each entry, where its rows [parts, tokens, width] lie in one piece when they are read: in the memory of the
-    device, or wherever that can read."""
+    """The address of each entry's contiguous rows [parts, tokens, width] at the time they are read: in the device's
+    memory, or in other memory that the device can read."""
 
     table: Tensor  # [entries], int64
 
@@ -22,15 +22,17 @@ class Addresses:
 
 @dataclass(frozen=True, eq=False)
 class Address:
+    """The address of one entry."""
+
     table: Tensor  # [1], int64
 
 
-Source: TypeAlias = Tensor | Address | None  # None: nothing is read of it
-Sources: TypeAlias = list[Source] | Addresses
+RowSource: TypeAlias = Tensor | Address | None  # None if its rows are not read
+RowSources: TypeAlias = list[RowSource] | Addresses
 
 
 def look_up(source: Tensor | Address, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The rows themselves, without a copy; an address is one in the memory of this process."""
+    """The rows themselves, without a copy; an address must be in the memory of this process."""
     if isinstance(source, Tensor):
         return source
     assert not source.table.is_cuda

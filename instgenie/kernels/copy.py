@@ -1,23 +1,22 @@
-"""Rows of activations, brought from page-locked memory to a device by the device itself: the rows that are needed and
-no others."""
+"""Copies chosen rows of activations from page-locked memory to a device; the device itself reads them."""
 
 import torch
 from torch import Tensor
 
 from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 
-NUM_PROGRAMS = 16  # enough to fill the bus; the other processors go on computing
-NUM_WORDS = 4096  # of four bytes, that one program has on their way at once
+NUM_PROGRAMS = 16  # enough to fill the bus, while the other multiprocessors go on computing
+NUM_WORDS = 4096  # words of four bytes that one program has in flight
 
 
 def can_copy_rows(source: Tensor, out: Tensor) -> bool:
-    """Whether the device can read the rows where they are."""
+    """True if the device can read the rows where they are."""
     return runs_fused(out) and source.shape[2] * source.element_size() % 4 == 0 and source.is_pinned()
 
 
 def copy_rows_reference(source: Tensor, index: Tensor, out: Tensor) -> None:
-    """Rows [parts, rows, width] at the index [chosen] to where they are in out [parts, rows, width]; what is in its
-    other rows stays there."""
+    """Copy the rows of source [parts, rows, width] at the index [chosen] to the same rows of out [parts, rows, width];
+    its other rows stay as they are."""
     chosen = index.to(source.device)
     out[:, index] = source[:, chosen].to(out.device)
 
@@ -44,7 +43,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     source, index, out, num_chosen, num_copied, num_rows,
     num_words: tl.constexpr, block: tl.constexpr, rows_at_once: tl.constexpr, num_programs: tl.constexpr,
 ):  # fmt: skip
-    """A few programs that take turns: each a few rows, of whatever part, at a time."""
+    """A few programs take turns, each copying a few rows of any part at a time."""
     word = tl.arange(0, block)[None, :]
     start = tl.program_id(0) * rows_at_once
     while start < num_copied:

@@ -1,23 +1,23 @@
-"""Pictures made whole: rows of tokens that flow, and between them rows of activations, for those that do not."""
+"""Completes pictures: rows of the tokens that flow and, between them, rows of activations for those that do not."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from instgenie.kernels.addresses import Addresses, Sources, look_up
+from instgenie.kernels.addresses import Addresses, RowSources, look_up
 from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 
 
-def fill_rows(sources: Sources, origin: Tensor, flowing: Sequence[Tensor], out: Tensor) -> None:
-    """Into out [parts, branches, tokens, width]: where the origin [branches, tokens] is no less than 0, that row of the
-    flowing [flowing tokens, width], of which there is one for each part; elsewhere the row of the branch's source
-    [parts, tokens, width] at the same place. What has no source stays as it is, or is anything."""
+def fill_rows(sources: RowSources, origin: Tensor, flowing: Sequence[Tensor], out: Tensor) -> None:
+    """Fill out [parts, branches, tokens, width]. Where origin [branches, tokens] is at least 0, it is the row to take
+    from flowing (per part: [flowing tokens, width]); elsewhere the row at the same place of the branch's source [parts,
+    tokens, width] is taken. Rows of a branch without a source are left as they are, or uninitialised."""
     run = fill_rows_fused if runs_fused(out) else fill_rows_reference
     run(sources, origin, flowing, out)
 
 
-def fill_rows_reference(sources: Sources, origin: Tensor, flowing: Sequence[Tensor], out: Tensor) -> None:
+def fill_rows_reference(sources: RowSources, origin: Tensor, flowing: Sequence[Tensor], out: Tensor) -> None:
     num_parts, num_branches, *shape = out.shape
     for branch in range(num_branches):
         whole, source = out[:, branch], sources[branch]
@@ -28,7 +28,7 @@ def fill_rows_reference(sources: Sources, origin: Tensor, flowing: Sequence[Tens
             torch.where(flows[:, None], rows[origin[branch].clamp(min=0)], part, out=part)
 
 
-def fill_rows_fused(sources: Sources, origin: Tensor, flowing: Sequence[Tensor], out: Tensor) -> None:
+def fill_rows_fused(sources: RowSources, origin: Tensor, flowing: Sequence[Tensor], out: Tensor) -> None:
     num_parts, num_branches, num_tokens, width = out.shape
     first, *others = (rows.contiguous() for rows in flowing)
     assert (len(others) + 1, origin.shape) == (num_parts, (num_branches, num_tokens))
@@ -58,7 +58,7 @@ def fill_kernel(  # type: ignore[no-untyped-def]
     num_parts: tl.constexpr, width: tl.constexpr, block: tl.constexpr, rows_at_once: tl.constexpr,
     by_address: tl.constexpr,
 ):  # fmt: skip
-    """One program for a few tokens of one branch, in all parts."""
+    """One program per block of tokens of a branch, for all parts."""
     branch = (first_branch + tl.program_id(1)).to(tl.int64)
     token = (tl.program_id(0) * rows_at_once + tl.arange(0, rows_at_once)).to(tl.int64)[:, None]
     channel = tl.arange(0, block)[None, :]

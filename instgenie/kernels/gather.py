@@ -1,4 +1,4 @@
-"""Rows of activations, gathered straight to where they are read."""
+"""Gathers rows of activations straight to where they are read."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 def gather_rows(
     source: Tensor | Address, index: Tensor, num_all: int, out: Tensor, places: Tensor | None = None
 ) -> None:
-    """Rows [parts, all rows, width] at the index [chosen] into out [parts, chosen, width], or into its rows at these
-    places [chosen]; parts may lie apart. Two that go to one place are equal."""
+    """Copy the rows of source [parts, all rows, width] at the index [chosen] into out [parts, chosen, width] or, with
+    places [chosen], into these rows of out. The parts of out need not be contiguous. Rows that go to one place must be
+    equal."""
     run = gather_rows_fused if runs_fused(out) else gather_rows_reference
     run(source, index, num_all, out, places)
 
@@ -49,7 +50,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     source, index, out, places, part_stride, out_part_stride,
     width: tl.constexpr, block: tl.constexpr, by_address: tl.constexpr, has_places: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row of each part."""
+    """One program per row and part."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, block)
     inside = channel < width

@@ -1,4 +1,4 @@
-"""The gate of a feed-forward: the first half of the channels, times the GELU of the second."""
+"""The gate of a feed-forward layer: the first half of the channels times the GELU of the second half."""
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +32,11 @@ def geglu_fused(x: Tensor) -> Tensor:
 
 @triton.jit()
 def geglu_kernel(x, out, width: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each block of channels of each token."""
+    """One program per token and block of channels."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < width
     value = tl.load(x + token * 2 * width + channel, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(x + token * 2 * width + width + channel, mask=inside, other=0.0).to(tl.float32)
-    gate = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))  # the inverse of the square root of 2
+    gate = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))  # 1 / sqrt(2)
     tl.store(out + token * width + channel, value * gate, mask=inside)

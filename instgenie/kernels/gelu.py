@@ -1,4 +1,4 @@
-"""GELU by its tanh approximation, written into a part of a wider tensor."""
+"""GELU (tanh approximation), written into part of a wider tensor."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,13 +9,13 @@ MAX_BLOCK = 4096
 
 
 def gelu_into(x: Tensor, out: Tensor) -> None:
-    """[tokens, channels]; rows of out may lie apart."""
+    """Write the GELU of x [tokens, channels] into out [tokens, channels], whose rows may be strided."""
     run = gelu_into_fused if runs_fused(x) else gelu_into_reference
     run(x, out)
 
 
 def gelu_into_reference(x: Tensor, out: Tensor) -> None:
-    out.copy_(F.gelu(x, approximate="tanh"))  # torch's own `out` stays unwritten on some CPUs where its rows lie apart
+    out.copy_(F.gelu(x, approximate="tanh"))  # on some CPUs torch leaves a strided `out` unwritten
 
 
 def gelu_into_fused(x: Tensor, out: Tensor) -> None:
@@ -29,11 +29,11 @@ def gelu_into_fused(x: Tensor, out: Tensor) -> None:
 
 @triton.jit()
 def gelu_kernel(x, out, out_stride, width: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each block of channels of each token."""
+    """One program per token and block of channels."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < width
     value = tl.load(x + token * width + channel, mask=inside, other=0.0).to(tl.float32)
-    # (1 + tanh(z)) / 2 is the sigmoid of 2 z; twice the square root of 2 / pi is in front
+    # (1 + tanh(z)) / 2 = sigmoid(2z); 1.59... is 2 * sqrt(2 / pi)
     activated = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
     tl.store(out + token * out_stride + channel, activated, mask=inside)

@@ -1,8 +1,9 @@
-"""Group norm of pictures whose channels lie last, with what comes right before and behind it: a column that is added to
-every token of a picture, SiLU, and the choice of the tokens that flow on. Statistics are each picture's own.
+"""Group norm of pictures in channels-last memory, fused with its neighbours: a vector added to every token of a picture
+before it, and after it SiLU and the selection of the tokens that flow on. Statistics are per picture.
 
-Three kernels: sums over a few tokens of each channel; from them, for each channel, a scale and a shift; and these,
-applied. Sums are of distances from the picture's first token, so nothing large cancels.
+Three kernels: the first sums each channel over pieces of a picture; the second makes a scale and a shift per channel
+from the sums; the third applies them. Sums are of differences from the picture's first token, so that no large values
+cancel.
 """
 
 import torch
@@ -12,15 +13,16 @@ from torch import Tensor, nn
 from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 
 BLOCK_TOKENS, BLOCK_CHANNELS = 32, 64
-NUM_PIECES = 64  # of a picture's tokens, for the first sums, at most; of a large picture more
+NUM_PIECES = 64  # a picture is summed in at most so many pieces, unless they exceed MAX_PIECE
 MAX_PIECE = 2048  # tokens
 
 
 def group_norm(
     x: Tensor, norm: nn.GroupNorm, added: Tensor | None = None, activates: bool = False, index: Tensor | None = None
 ) -> Tensor:
-    """[pictures, channels, rows, columns], channels last in memory. Added [pictures, channels] before. With an index of
-    tokens of all pictures, one picture after the other: those alone [tokens, channels]."""
+    """Group norm of x [pictures, channels, rows, columns] with channels last in memory, after `added` [pictures,
+    channels] is added to each token, and followed by SiLU if it activates. With an index into the tokens of all
+    pictures in sequence, only those tokens are returned: [tokens, channels]."""
     run = group_norm_fused if runs_fused(x) else group_norm_reference
     return run(x, norm, added, activates, index)
 
@@ -40,7 +42,7 @@ def group_norm_fused(
     x = x.contiguous(memory_format=torch.channels_last)
     num_pictures, num_channels, num_rows, num_columns = x.shape
     num_tokens, num_blocks = num_rows * num_columns, -(-num_channels // BLOCK_CHANNELS)
-    piece = min(max(power_of_two(-(-num_tokens // NUM_PIECES)), BLOCK_TOKENS), MAX_PIECE)  # few: each is compiled
+    piece = min(max(power_of_two(-(-num_tokens // NUM_PIECES)), BLOCK_TOKENS), MAX_PIECE)  # each is compiled
     num_pieces = -(-num_tokens // piece)
     added = added.contiguous() if added is not None else None
     assert added is None or added.shape == (num_pictures, num_channels)
@@ -79,7 +81,7 @@ def group_norm_fused(
 def sum_kernel(  # type: ignore[no-untyped-def]
     x, sums, num_tokens, num_channels, piece: tl.constexpr, block_tokens: tl.constexpr, block_channels: tl.constexpr
 ):
-    """One program for each piece of a picture and each block of channels: sums of distances and of their squares."""
+    """One program per piece of a picture and block of channels: sums of differences and of their squares."""
     at, picture = tl.program_id(0), tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
     inside = channel < num_channels
@@ -105,7 +107,7 @@ def column_kernel(  # type: ignore[no-untyped-def]
     x, sums, weight, bias, added, columns, num_tokens, num_pieces, num_channels, eps,
     group: tl.constexpr, block_pieces: tl.constexpr, block_group: tl.constexpr, has_added: tl.constexpr,
 ):  # fmt: skip
-    """One program for each group of a picture."""
+    """One program per group of a picture."""
     picture = tl.program_id(1).to(tl.int64)
     within = tl.arange(0, block_group)
     inside = within < group
@@ -136,7 +138,7 @@ def apply_kernel(  # type: ignore[no-untyped-def]
     x, columns, out, index, num_tokens, num_chosen, num_channels,
     block_tokens: tl.constexpr, block_channels: tl.constexpr, activates: tl.constexpr, has_index: tl.constexpr,
 ):  # fmt: skip
-    """One program for a few tokens and a block of channels."""
+    """One program per block of tokens and block of channels."""
     row = (tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)).to(tl.int64)[:, None]
     channel = (tl.program_id(1) * block_channels + tl.arange(0, block_channels))[None, :]
     chosen = row < num_chosen

@@ -1,7 +1,8 @@
-"""Heads: queries and keys normed, turned by their positions, and put with the values where attention reads them.
+"""Heads: normalises queries and keys, rotates them by their positions, and places them and the values where attention
+reads them.
 
-The order of queries is that of tokens in the batch; keys and values of one branch lie in one piece, so between those of
-tokens that flow through a block there is room for those of tokens that do not.
+Queries are in the order of the tokens in the batch. Keys and values of a branch are contiguous, so there is room among
+those of the tokens that flow through a block for those of the tokens that do not.
 """
 
 from dataclasses import dataclass
@@ -13,16 +14,16 @@ from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """Where tokens go."""
+class HeadPlaces:
+    """The destination of each token."""
 
-    joint: Tensor  # [tokens], among the queries and in the rotary table
-    keys: Tensor  # [tokens], among keys and values
+    joint: Tensor  # [tokens], its row among the queries and in the rotary table
+    keys: Tensor  # [tokens], its row among keys and values
 
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """What attention reads; written piece by piece."""
+    """The inputs of attention, written piece by piece."""
 
     q: Tensor | None  # [joint tokens, heads, head channels]
     keys: Tensor  # K and V [2, keys, heads, head channels]
@@ -30,7 +31,7 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Projected:
-    """Tokens as they leave the projections [tokens, width], and the norms of their heads."""
+    """Outputs of the projections [tokens, width], and the norms of their heads."""
 
     q: Tensor | None
     k: Tensor
@@ -39,14 +40,14 @@ class Projected:
     norm_k: nn.RMSNorm
 
 
-def place(tokens: Projected, rotary: Tensor, places: Places | None, heads: Heads) -> None:
-    """Writes into heads. The rotary table is complex [joint tokens, head channels / 2]; without places, tokens go where
-    they stand in it."""
+def place(tokens: Projected, rotary: Tensor, places: HeadPlaces | None, heads: Heads) -> None:
+    """Write tokens into heads. The rotary table is complex [joint tokens, head channels / 2]; without places, each
+    token keeps its index."""
     run = place_fused if runs_fused(tokens.k) else place_reference
     run(tokens, rotary, places, heads)
 
 
-def place_reference(tokens: Projected, rotary: Tensor, places: Places | None, heads: Heads) -> None:
+def place_reference(tokens: Projected, rotary: Tensor, places: HeadPlaces | None, heads: Heads) -> None:
     head_channels = heads.keys.shape[3]
     k_out, v_out = heads.keys
     turns = rotary if places is None else rotary[places.joint]
@@ -66,12 +67,12 @@ def put(x: Tensor, out: Tensor, places: Tensor | None) -> None:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turns neighbouring channels, as real and imaginary part, by each token's angles."""
+    """Rotate pairs of neighbouring channels, as real and imaginary parts, by each token's angles."""
     turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rotary[:, None]
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
-def place_fused(tokens: Projected, rotary: Tensor, places: Places | None, heads: Heads) -> None:
+def place_fused(tokens: Projected, rotary: Tensor, places: HeadPlaces | None, heads: Heads) -> None:
     _, _, num_heads, head_channels = heads.keys.shape
     k_out, v_out = heads.keys
     num_tokens = len(tokens.k)
@@ -94,7 +95,7 @@ def place_kernel(  # type: ignore[no-untyped-def]
     num_heads: tl.constexpr, head_channels: tl.constexpr, block_heads: tl.constexpr, block_channels: tl.constexpr,
     has_q: tl.constexpr, has_places: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token, with all its heads."""
+    """One program per token, for all its heads."""
     token = tl.program_id(0).to(tl.int64)
     place, key_place = token, token
     if has_places:
@@ -124,7 +125,7 @@ def norm(value, num_channels: tl.constexpr, eps):  # type: ignore[no-untyped-def
 
 @triton.jit()
 def turn(value, angles):  # type: ignore[no-untyped-def]
-    """Real and imaginary parts stand side by side, cosines and sines as well."""
+    """Real and imaginary parts are neighbours, and so are cosines and sines."""
     real, imaginary = tl.split(tl.reshape(value, (value.shape[0], value.shape[1] // 2, 2)))
     cos, sin = tl.split(tl.reshape(angles, (1, value.shape[1] // 2, 2)))
     return tl.reshape(tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos), value.shape)

@@ -1,4 +1,4 @@
-"""Layer norm with weights, alone or of a sum that is kept."""
+"""Layer norm with weights, of one tensor or of a sum that is returned, too."""
 
 import torch
 import torch.nn.functional as F
@@ -8,13 +8,13 @@ from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 
 
 def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    """[tokens, width]"""
+    """Layer norm of [tokens, width]."""
     run = layer_norm_fused if runs_fused(x) else layer_norm_reference
     return run(x, norm)
 
 
 def add_layer_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """The sum x + y, and its norm."""
+    """The sum x + y and its norm."""
     run = add_layer_norm_fused if runs_fused(x) else add_layer_norm_reference
     return run(x, y, norm)
 
@@ -58,7 +58,7 @@ def layer_norm_kernel(  # type: ignore[no-untyped-def]
     x, y, total, out, weight, bias, eps, width: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
     has_weight: tl.constexpr, has_bias: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token."""
+    """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, block)
     inside = channel < width
@@ -67,7 +67,7 @@ def layer_norm_kernel(  # type: ignore[no-untyped-def]
     if adds:
         value += tl.load(y + places, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + places, value, mask=inside)
-        value = value.to(total.dtype.element_ty).to(tl.float32)  # the norm is that of what is kept
+        value = value.to(total.dtype.element_ty).to(tl.float32)  # normalise the sum as it is stored
     value = tl.where(inside, value - tl.sum(value) / width, 0.0)
     value *= tl.rsqrt(tl.sum(value * value) / width + eps)
     if has_weight:

@@ -1,7 +1,7 @@
-"""Modulation: layer norm, shift and scale; gates. Shifts, scales and gates are those of a token's branch.
+"""Modulation: layer norm with shift and scale, and gated sums. Shift, scale and gate depend on a token's branch.
 
-A column is [branches, width], one row of it for each branch; `rows` says which branch a token belongs to. With a lone
-branch there is one row for all tokens.
+Each of them is [branches, width]; `rows` [tokens] is the branch of each token. With a single branch, its row applies to
+all tokens.
 """
 
 import torch
@@ -26,7 +26,7 @@ def add_gated(x: Tensor, gate: Tensor, y: Tensor, rows: Tensor | None) -> Tensor
 def add_norm_modulate(
     x: Tensor, gate: Tensor, y: Tensor, shift: Tensor, scale: Tensor, rows: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + gate * y, and (1 + scale) * norm(sum) + shift."""
+    """The sum x + gate * y and (1 + scale) * norm(sum) + shift."""
     run = add_norm_modulate_fused if runs_fused(x) else add_norm_modulate_reference
     return run(x, gate, y, shift, scale, rows, eps)
 
@@ -47,7 +47,7 @@ def add_norm_modulate_reference(
 
 
 def spread(column: Tensor, rows: Tensor | None) -> Tensor:
-    """[branches, width] -> [tokens, width], or [1, width] to broadcast over a lone branch."""
+    """[branches, width] -> [tokens, width], or [1, width] to broadcast if there is one branch."""
     return column if rows is None or len(column) == 1 else column[rows]
 
 
@@ -78,7 +78,7 @@ def launch(
     x: Tensor, gate: Tensor, y: Tensor, total: Tensor, out: Tensor, shift: Tensor, scale: Tensor,
     rows: Tensor | None, eps: float, adds: bool, norms: bool,
 ) -> None:  # fmt: skip
-    """Columns are views of one tensor and share its stride."""
+    """Gate, shift and scale are views of one tensor and share its stride."""
     num_tokens, width = x.shape
     assert gate.stride() == shift.stride() == scale.stride()
     if num_tokens:
@@ -94,7 +94,7 @@ def modulate_kernel(  # type: ignore[no-untyped-def]
     x, gate, y, total, out, shift, scale, rows, column_stride, eps,
     width: tl.constexpr, block: tl.constexpr, has_rows: tl.constexpr, adds: tl.constexpr, norms: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token."""
+    """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, block)
     inside = channel < width
@@ -108,7 +108,7 @@ def modulate_kernel(  # type: ignore[no-untyped-def]
             y + places, mask=inside, other=0.0
         ).to(tl.float32)
         tl.store(total + places, value, mask=inside)
-        value = value.to(total.dtype.element_ty).to(tl.float32)  # the norm is that of what is kept
+        value = value.to(total.dtype.element_ty).to(tl.float32)  # normalise the sum as it is stored
     if norms:
         value = tl.where(inside, value - tl.sum(value) / width, 0.0)
         value *= tl.rsqrt(tl.sum(value * value) / width + eps)

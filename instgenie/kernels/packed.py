@@ -1,9 +1,9 @@
-"""Rows in half the bytes of bfloat16: eight-bit floats (e4m3), and behind each row its scale.
+"""Rows in half the bytes of bfloat16: eight-bit floats (e4m3), each row followed by its scale.
 
-    [width values of one byte | scale, a float of four bytes | 12 bytes of zeros, which keep rows aligned]
+    [width values of one byte | scale, a float of four bytes | 12 zero bytes that keep rows aligned]
 
-A row is scaled so that its largest value is the largest that e4m3 has; what is 2^-9 of it or less rounds to zero or to
-the smallest steps there are. Packed rows are bytes to all who keep or move them.
+A row is scaled so that its largest value is the largest e4m3 value; values of at most 2^-9 of it round to zero or to
+the smallest steps of e4m3. Code that keeps or moves packed rows sees bytes.
 """
 
 import torch
@@ -13,7 +13,7 @@ from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-NUM_SCALE_BYTES = 16  # with those that align rows
+NUM_SCALE_BYTES = 16  # the scale and the bytes that align rows
 
 
 def pack_rows(rows: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def unpacked_shape(packed: Tensor) -> tuple[int, ...]:
 
 
 def unpack_rows(packed: Tensor, out: Tensor) -> None:
-    """Packed rows [parts, rows, bytes] into out [parts, rows, width]."""
+    """Unpack rows [parts, rows, bytes] into out [parts, rows, width]."""
     run = unpack_rows_fused if runs_fused(out) else unpack_rows_reference
     run(packed, out)
 
@@ -64,8 +64,8 @@ def unpack_kernel(  # type: ignore[no-untyped-def]
     packed, floats, out,
     width: tl.constexpr, row_bytes: tl.constexpr, scale_at: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row. The bits of an e4m3 are those of a float16 but for the bias of the exponent, so that
-    GPUs without such a type can read them too."""
+    """One program per row. The bits of an e4m3 value are those of a float16 except for the exponent's bias, so GPUs
+    without the type can read them, too."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, block)
     inside = channel < width

@@ -1,4 +1,5 @@
-"""Whether kernels run: one switch, and whether the machine can. Knows Triton; knows no kernel but one that tries it."""
+"""Decides whether kernels run: one switch, and a check that Triton works on the device. Knows no kernel but the one
+that tries it."""
 
 import contextlib
 import warnings
@@ -12,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HAS_TRITON = find_spec("triton") is not None  # it comes with the builds of torch for CUDA alone
+HAS_TRITON = find_spec("triton") is not None  # only CUDA builds of torch come with it
 triton: Any = import_module("triton") if HAS_TRITON else SimpleNamespace(jit=lambda: lambda kernel: kernel)
 tl: Any = import_module("triton.language") if HAS_TRITON else SimpleNamespace(constexpr=int)
 
-ENABLED = True  # False: references run everywhere
+ENABLED = True  # if False, references run everywhere
 
 
 def runs_fused(x: Tensor) -> bool:
-    """On the device in use alone: Triton runs nowhere else."""
+    """True if kernels run on this tensor: Triton runs on the current device only."""
     return ENABLED and x.is_cuda and x.device.index == torch.cuda.current_device() and compiles(x.device)
 
 
 @contextlib.contextmanager
 def kernels(enabled: bool) -> Iterator[None]:
-    """Turns all kernels on or off for a while."""
+    """Turn all kernels on or off inside the block."""
     global ENABLED
     before, ENABLED = ENABLED, enabled
     try:
@@ -37,14 +38,14 @@ def kernels(enabled: bool) -> Iterator[None]:
 
 @cache
 def compiles(device: torch.device) -> bool:
-    """Triton needs a C compiler and a GPU that it knows: found out by trying, once for each device."""
+    """True if Triton works on the device, which takes a C compiler and a supported GPU: tried once per device."""
     if not HAS_TRITON:
         return False
     x = torch.zeros(8, device=device)
     try:
         add_one[(1,)](x, num_values=8)
-    except Exception as error:  # whatever it is, the references do the work
-        warnings.warn(f"Triton does not run on {device}, steps will be slower: {error}", stacklevel=2)
+    except Exception as error:  # of any kind: the references do the work
+        warnings.warn(f"Triton does not run on {device}, so steps will be slower: {error}", stacklevel=2)
         return False
     return bool((x == 1).all())
 
@@ -56,5 +57,5 @@ def add_one(x, num_values: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def power_of_two(count: int) -> int:
-    """The smallest that is not less."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

@@ -19,7 +19,7 @@ from instgenie.kernels.gather import gather_rows_fused, gather_rows_reference
 from instgenie.kernels.geglu import geglu_fused, geglu_reference
 from instgenie.kernels.gelu import gelu_into_fused, gelu_into_reference
 from instgenie.kernels.group_norm import group_norm_fused, group_norm_reference
-from instgenie.kernels.heads import Heads, Places, Projected, place, place_fused, place_reference
+from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place, place_fused, place_reference
 from instgenie.kernels.layer_norm import add_layer_norm_fused, layer_norm_fused, layer_norm_reference
 
 SHAPES = [(2, 8), (3, 24), (5, 16), (24, 128)]  # heads, head channels
@@ -83,7 +83,7 @@ def test_places(device: str, dtype: torch.dtype, num_heads: int, head_channels: 
     q, k, v = random(3, 7, num_heads * head_channels)
     weights = 1 + 0.3 * random(2, head_channels)
     rotary = torch.polar(torch.ones(9, head_channels // 2), 7 * torch.randn(9, head_channels // 2)).to(device)
-    places = Places(torch.randperm(9)[:7].to(device), torch.randperm(20)[:7].to(device)) if has_places else None
+    places = HeadPlaces(torch.randperm(9)[:7].to(device), torch.randperm(20)[:7].to(device)) if has_places else None
     num_joint, num_keys = (9, 20) if has_places else (7, 7)
 
     def run(put: object, dtype: torch.dtype, has_q: bool) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def test_places(device: str, dtype: torch.dtype, num_heads: int, head_channels: 
         assert found[1].abs().sum() > 1
 
 
-def place_in_double(tokens: Projected, rotary: Tensor, places: Places | None, heads: Heads) -> None:
+def place_in_double(tokens: Projected, rotary: Tensor, places: HeadPlaces | None, heads: Heads) -> None:
     place_reference(tokens, rotary.to(torch.complex128), places, heads)
 
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Batch, Layout
-from instgenie.kernels.addresses import Source
+from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.gelu import gelu_into
-from instgenie.kernels.heads import Heads, Places, Projected, place
+from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place
 from instgenie.kernels.modulate import add_gated, add_norm_modulate, norm_modulate
 from instgenie.models.layers.products import products
 
@@ -177,7 +177,7 @@ def recall(block: Block, index: int, batch: Batch, layout: Layout) -> Heads:
     return heads
 
 
-def recall_one(block: Block, batch: Batch, job: int, source: Source, keys: Tensor) -> None:
+def recall_one(block: Block, batch: Batch, job: int, source: RowSource, keys: Tensor) -> None:
     """K and V [2, image tokens, heads, head channels] of a job's tokens that do not flow, each at its place: as they
     are, or projected from Y as they would have been at registration."""
     assert source is not None
@@ -189,7 +189,7 @@ def recall_one(block: Block, batch: Batch, job: int, source: Source, keys: Tenso
     y = keys.new_empty(1, len(rest), keys.shape[2] * keys.shape[3])
     gather_rows(source, rest, num_all, y)
     time, rotary = batch.template.time[job, None], batch.template.rotary[job]
-    project_keys(block, y[0], time, rotary, None, keys, Places(joint=rest, keys=rest))
+    project_keys(block, y[0], time, rotary, None, keys, HeadPlaces(joint=rest, keys=rest))
 
 
 def project_keys(
@@ -199,7 +199,7 @@ def project_keys(
     rotary: Tensor,
     image_rows: Tensor | None,
     keys: Tensor,
-    places: Places | None = None,
+    places: HeadPlaces | None = None,
 ) -> None:
     """Writes K and V [2, image tokens, heads, head channels] of image rows that go into a block."""
     attn = block.attn
