@@ -50,13 +50,13 @@ class Coordinator:
         self.stages = Stages(self.placement, self.library, self.edits, self.reporter, send)
         self.recovery = Recovery(self.placement, self.library, self.archive, self.edits)
         self._handlers: dict[type, Callable[[Process, Any, list[wire.Frame]], None]] = {
-            wire.Failed: self.stages.on_failed,
+            wire.JobFailed: self.stages.on_failed,
             wire.Prepared: self.stages.on_prepared,
             wire.Priced: self.stages.on_priced,
-            wire.Found: self.stages.on_found,
+            wire.TierFound: self.stages.on_found,
             wire.Missing: self.stages.on_missing,
             wire.Joined: self.stages.on_joined,
-            wire.Stepped: self.stages.on_stepped,
+            wire.BatchStepped: self.stages.on_stepped,
             wire.Glimpsed: self.stages.on_glimpsed,
             wire.Denoised: self.stages.on_denoised,
             wire.Painted: self.stages.on_painted,

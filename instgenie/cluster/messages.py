@@ -25,7 +25,7 @@ def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Deno
         attempt=entry.attempt,
         job=entry.prepared.message.job,
         template=template,
-        is_sure=entry.mode is ComputeMode.CACHED,
+        must_reuse=entry.mode is ComputeMode.CACHED,
         num_partials=entry.order.num_partials,
         trace=entry.order.trace,
     )

@@ -81,7 +81,7 @@ class Stages:
     def on_priced(self, process: Process, message: wire.Priced, frames: list[wire.Frame]) -> None:
         self.workers[process.worker].load.costs = message.costs
 
-    def on_found(self, process: Process, message: wire.Found, frames: list[wire.Frame]) -> None:
+    def on_found(self, process: Process, message: wire.TierFound, frames: list[wire.Frame]) -> None:
         entry = held_edit(process, message.id, message.attempt)
         if entry is None:
             return
@@ -109,7 +109,7 @@ class Stages:
                 self.reporter.waited(entry, "denoise")
                 self.reporter.joined(entry)
 
-    def on_stepped(self, process: Process, message: wire.Stepped, frames: list[wire.Frame]) -> None:
+    def on_stepped(self, process: Process, message: wire.BatchStepped, frames: list[wire.Frame]) -> None:
         worker = self.workers[process.worker]
         worker.step(message.seconds, message.predicted_seconds)
         worker.num_interruptions = message.num_interruptions
@@ -164,7 +164,7 @@ class Stages:
             name = entry.work.template or order.id
             self.library.register_unasked(name, order, self.workers[entry.worker])
 
-    def on_failed(self, process: Process, message: wire.Failed, frames: list[wire.Frame]) -> None:
+    def on_failed(self, process: Process, message: wire.JobFailed, frames: list[wire.Frame]) -> None:
         if entry := process.take_back(message.id, message.attempt):
             self.edits.fail(entry, message.kind, message.message, message.param)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instgenie.cluster.config import NUM_ENCODERS, ProcessConfig
-from instgenie.cluster.wire import Failed, Finish, Frame, Painted, Stop, read_mask, read_picture
+from instgenie.cluster.wire import Finish, Frame, JobFailed, Painted, Stop, read_mask, read_picture
 from instgenie.engine.finish import decode
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
@@ -70,11 +70,11 @@ class Painting:
 
     message: Finish
     seconds: float  # of decoding
-    encoded: Future[tuple[bytes, float]] | Failed
+    encoded: Future[tuple[bytes, float]] | JobFailed
 
     @property
     def is_done(self) -> bool:
-        return isinstance(self.encoded, Failed) or self.encoded.done()
+        return isinstance(self.encoded, JobFailed) or self.encoded.done()
 
 
 class Painter(Finisher):
@@ -87,7 +87,7 @@ class Painter(Finisher):
 
     def handle(self, message: Finish, frames: list[Frame]) -> None:
         start = time.perf_counter()
-        encoded: Future[tuple[bytes, float]] | Failed
+        encoded: Future[tuple[bytes, float]] | JobFailed
         try:
             encoded = self.pool.submit(self.decode(message, frames))
             encoded.add_done_callback(lambda _: self.line.wake())
@@ -103,7 +103,7 @@ class Painter(Finisher):
     def send_first(self) -> None:
         painting = self.paintings.popleft()
         message, encoded = painting.message, painting.encoded
-        if isinstance(encoded, Failed):
+        if isinstance(encoded, JobFailed):
             self.line.send(encoded)
         elif error := encoded.exception():
             self.line.send(failure(message.id, message.attempt, error))

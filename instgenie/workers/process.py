@@ -18,7 +18,18 @@ import torch
 import zmq
 
 from instgenie.cluster.config import ProcessConfig
-from instgenie.cluster.wire import AnyMessage, Beat, Broken, Failed, Frame, Message, ModelFacts, Ready, decode, encode
+from instgenie.cluster.wire import (
+    AnyMessage,
+    Beat,
+    Broken,
+    Frame,
+    JobFailed,
+    Message,
+    ModelFacts,
+    Ready,
+    decode,
+    encode,
+)
 from instgenie.errors import (
     CacheError,
     CalibrationError,
@@ -150,12 +161,12 @@ def facts_of(model: Model) -> ModelFacts:
     )
 
 
-def failure(id: str, attempt: int, error: BaseException) -> Failed:
+def failure(id: str, attempt: int, error: BaseException) -> JobFailed:
     """The failure to report. Clients get the details only of errors that they can fix; others are logged."""
     if isinstance(error, OutOfMemoryError | CacheError) or is_out_of_memory(error):
         log.warning("out of memory", extra={"job": id})
-        return Failed(id, attempt, "out_of_memory", str(error).splitlines()[0])
+        return JobFailed(id, attempt, "out_of_memory", str(error).splitlines()[0])
     if isinstance(error, EditError | PictureError | MaskError):
-        return Failed(id, attempt, "bad_input", str(error), PARAMS.get(type(error)))
+        return JobFailed(id, attempt, "bad_input", str(error), PARAMS.get(type(error)))
     log.error("job failed", exc_info=error, extra={"job": id})
-    return Failed(id, attempt, "internal", f"the edit failed: {type(error).__name__}")
+    return JobFailed(id, attempt, "internal", f"the edit failed: {type(error).__name__}")

@@ -48,7 +48,7 @@ def test_a_worker_says_whether_an_unknown_template_is_below(tier: TierName | Non
     cluster.prepare()
     [message] = cluster.take("denoise")
     [job] = message.jobs
-    assert (job.template, job.is_sure) == (fetch.template, False)
+    assert (job.template, job.must_reuse) == (fetch.template, False)
     assert cluster.reporter.counts["queries"] == 0
     cluster.found(job, tier)
     assert (cluster.reporter.counts["queries"], dict(cluster.reporter.cache_hits)) == (1, {tier: 1} if tier else {})
@@ -58,7 +58,7 @@ def test_a_worker_says_whether_an_unknown_template_is_below(tier: TierName | Non
         cluster.prepare()
         cluster.register()
     [message] = [message for message in cluster.take("denoise") if isinstance(message, wire.Denoise)]
-    assert [bool(job.template and job.is_sure) for job in message.jobs] == [tier is not None]
+    assert [bool(job.template and job.must_reuse) for job in message.jobs] == [tier is not None]
     cluster.denoised(message.jobs[0])
     cluster.finish()
     finished = events(ticket)[-2]

@@ -90,7 +90,7 @@ def test_a_template_that_does_not_fit_leaves_its_edits_dense() -> None:
     cluster.revive(cluster.process("denoise"))
     cluster.prepare()
     [register] = [m for m in cluster.take("denoise") if isinstance(m, wire.Register)]
-    failed = wire.Failed(register.id, register.attempt, "out_of_memory", "too large")
+    failed = wire.JobFailed(register.id, register.attempt, "out_of_memory", "too large")
     cluster.answer("denoise", 0, failed)
     assert (template.state, template.message) == ("failed", "too large")
     cluster.denoise()

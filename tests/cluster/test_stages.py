@@ -17,7 +17,7 @@ def test_an_order_goes_through_all_stages() -> None:
     [job] = message.jobs
     denoiser = cluster.process("denoise")
     cluster.coordinator.handle(denoiser, wire.Joined((wire.JobStep(job.id, 1, 0),), ((),)), [])
-    cluster.coordinator.handle(denoiser, wire.Stepped(0.1, 0.1, 0, (wire.JobStep(job.id, 1, 1),)), [])
+    cluster.coordinator.handle(denoiser, wire.BatchStepped(0.1, 0.1, 0, (wire.JobStep(job.id, 1, 1),)), [])
     cluster.coordinator.handle(denoiser, wire.Glimpsed(job.id, 1, 0, LATENTS), [b"\0" * 4])
     cluster.finish()
     cluster.denoised(job)
@@ -62,7 +62,7 @@ def test_a_group_does_not_wait_for_a_member_that_failed_or_left() -> None:
     cluster = FakeCluster()
     cluster.open()
     first, second, third = cluster.accept(*(make_order(seed) for seed in range(3)))
-    cluster.answer("prepare", 0, wire.Failed(first.id, 1, "bad_input", "no"))
+    cluster.answer("prepare", 0, wire.JobFailed(first.id, 1, "bad_input", "no"))
     second.cancel()
     cluster.sent = [sent for sent in cluster.sent if sent[1].id == third.id]  # type: ignore[attr-defined]
     cluster.prepare()

@@ -111,14 +111,14 @@ class FakeCluster:
                     self.denoised(job, worker)
 
     def found(self, job: Any, tier: TierName | None, worker: int = 0) -> None:
-        self.answer("denoise", worker, wire.Found(job.id, job.attempt, tier))
+        self.answer("denoise", worker, wire.TierFound(job.id, job.attempt, tier))
 
     def kept(self, template: str, worker: int = 0, **tier_bytes: int) -> None:
         message = wire.Kept(template, tier_bytes, tier_bytes)  # type: ignore[arg-type]
         self.answer("denoise", worker, message)
 
     def denoised(self, job: Any, worker: int = 0) -> None:
-        if job.template and job.is_sure:
+        if job.template and job.must_reuse:
             self.found(job, "host", worker)
         self.answer("denoise", worker, wire.Denoised(job.id, job.attempt, LATENTS, 16, 0.2), b"\0" * 4)
 

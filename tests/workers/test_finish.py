@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from helpers.families import make_edit
+from helpers.edits import make_edit
 
 from instgenie.cluster import wire
 from instgenie.engine.finish import finish
@@ -106,7 +106,7 @@ def test_what_cannot_be_finished_fails_alone(
     finisher.handle(message, breaks(frames))
     finisher.handle(*to_finish(models["sd"], "b"))
     finisher.close()
-    assert [type(message) for message, _ in line.sent] == [wire.Failed, wire.Painted]
+    assert [type(message) for message, _ in line.sent] == [wire.JobFailed, wire.Painted]
 
 
 @pytest.mark.parametrize("kind", [Finisher, Painter])

@@ -1,5 +1,4 @@
-"""Section 6.6: what serving costs beside the steps: choosing a worker, planning, joining a batch, registering,
-decoding."""
+"""Section 6.6: the cost of serving beside the steps: routing, planning, joining a batch, registering, decoding."""
 
 import statistics
 import time
@@ -14,7 +13,7 @@ from instgenie.bench.reproduce.fig4 import demand_of
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, ms, row
 from instgenie.bench.router import decide
-from instgenie.cluster.wire import JobStep, Stepped, decode, encode
+from instgenie.cluster.wire import BatchStepped, JobStep, decode, encode
 from instgenie.cost.network import Demand
 from instgenie.cost.planner import plan_batch
 from instgenie.engine.finish import decode as decode_picture
@@ -29,7 +28,7 @@ from instgenie.types import PixelMask
 NAME = "overheads"
 BATCH_SIZE = 8
 NUM_RUNS = 50
-SCHEDULING_BAR, BATCHING_BAR = 0.6e-3, 1.2e-3  # seconds: what the paper's take
+SCHEDULING_BAR, BATCHING_BAR = 0.6e-3, 1.2e-3  # seconds, as the paper reports them
 RATIOS = (0.05, 0.11, 0.2, 0.35)
 
 
@@ -37,31 +36,31 @@ def run(lab: Lab) -> Section:
     choosing = measure_choosing(lab)
     lab.tell("planning and packing")
     planning = median(lambda: plan_batch(lab.network, demands(lab), lab.calibration.latency), NUM_RUNS)
-    message = Stepped(0.1, 0.1, 0, tuple(JobStep(f"{job:032x}", 1, 3) for job in range(BATCH_SIZE)))
+    message = BatchStepped(0.1, 0.1, 0, tuple(JobStep(f"{job:032x}", 1, 3) for job in range(BATCH_SIZE)))
     telling = median(lambda: decode(encode(message)), NUM_RUNS)
     registering, num_bytes = measure_registering(lab)
     eight = next(seconds for policy, num, seconds in choosing if (policy, num) == ("mask_aware", lab.scale.workers[0]))
     rows = [
-        row(NAME, "scheduling: choose a worker", ms(eight), ms(SCHEDULING_BAR), key=("scheduling",)),
+        row(NAME, "scheduling: choosing a worker", ms(eight), ms(SCHEDULING_BAR), key=("scheduling",)),
         row(NAME, "planning a step of a full batch", ms(planning), "", key=("planning",)),
-        row(NAME, "telling the cluster of a step", ms(telling), "", key=("telling",)),
+        row(NAME, "encoding and decoding the report of a step", ms(telling), "", key=("telling",)),
     ]
-    if is_flux(lab.model):  # a UNet packs tokens inside every transformer
+    if is_flux(lab.model):  # a UNet packs tokens inside each of its transformers
         joining = ms(measure_joining(lab))
-        rows.append(row(NAME, "batching: a job joins a full batch", joining, ms(BATCHING_BAR), key=("batching",)))
+        rows.append(row(NAME, "batching: joining a full batch", joining, ms(BATCHING_BAR), key=("batching",)))
     about = f"{registering:.2f} s, {num_bytes / 1e6:.0f} MB for {lab.scale.steps} steps"
     return Section(
         name=NAME,
         title="Overheads",
         paper="Scheduling takes 0.6 ms and batching 1.2 ms.",
-        here="Medians. Choosing is timed among busy workers; joining is what the first step of a changed batch does "
-        "more than the next.",
+        here="Medians. Choosing is timed among busy workers; joining is the additional time that the first step of a "
+        "changed batch takes to pack its jobs.",
         tables=[
             Table("Beside the steps", ("what", "ms", "paper, ms"), rows),
             Table("Choosing a worker", ("policy", *(f"{num:,} workers, ms" for num in lab.scale.workers)),
                   [choice_row(policy, choosing) for policy in get_args(RoutingPolicy)]),
-            Table("Registering", ("what", "found"), [row(NAME, "a template", about, key=("registering",))]),
-            Table("Decoding what is composited", ("mask ratio", "ms"), decoding_rows(lab)),
+            Table("Registering", ("what", "cost"), [row(NAME, "a template", about, key=("registering",))]),
+            Table("Decoding the masked part of a picture", ("mask ratio", "ms"), decoding_rows(lab)),
         ],
         findings=[f"A worker is chosen in {ms(eight)} ms and a step of a full batch is planned in {ms(planning)} ms."],
     )  # fmt: skip
@@ -87,7 +86,7 @@ def demands(lab: Lab) -> list[Demand]:
 
 
 def measure_joining(lab: Lab) -> float:
-    """Seconds that packing a batch takes longer when it has changed."""
+    """Return the additional seconds of packing a batch that has changed."""
     job = reuse(lab.job, lab.activations)
     job.step = job.edit.dense_steps
     jobs = [replace(job) for _ in range(BATCH_SIZE)]

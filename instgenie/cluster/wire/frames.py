@@ -22,13 +22,13 @@ from instgenie.cluster.wire.commands import (
 )
 from instgenie.cluster.wire.heads import Frame, Message
 from instgenie.cluster.wire.reports import (
+    BatchStepped,
     Beat,
     Broken,
     Denoised,
-    Failed,
     Forgotten,
-    Found,
     Glimpsed,
+    JobFailed,
     Joined,
     Kept,
     Listed,
@@ -39,7 +39,7 @@ from instgenie.cluster.wire.reports import (
     Ready,
     Recalled,
     Registered,
-    Stepped,
+    TierFound,
 )
 from instgenie.types import PixelMask, Pixels
 
@@ -47,8 +47,8 @@ Command: TypeAlias = (
     Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | List | Recall | Finish
 )
 Report: TypeAlias = (
-    Ready | Broken | Beat | Failed | Prepared | Priced | Joined | Stepped | Glimpsed | Denoised | Registered | Found
-    | Missing | Kept | Forgotten | Listed | Recalled | Painted
+    Ready | Broken | Beat | JobFailed | Prepared | Priced | Joined | BatchStepped | Glimpsed | Denoised | Registered
+    | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
 )  # fmt: skip
 AnyMessage: TypeAlias = Command | Report
 

@@ -28,7 +28,7 @@ class Beat(Message, frozen=True):
     """Sign of life: the loop of the process is turning."""
 
 
-class Failed(Message, frozen=True):
+class JobFailed(Message, frozen=True):
     id: str
     attempt: int
     kind: FailureKind
@@ -73,7 +73,7 @@ class Joined(Message, frozen=True):
     plans: tuple[tuple[bool, ...], ...]  # one per job
 
 
-class Stepped(Message, frozen=True):
+class BatchStepped(Message, frozen=True):
     """A batch took one step."""
 
     seconds: float
@@ -111,7 +111,7 @@ class Registered(Message, frozen=True):
     tier_bytes: dict[TierName, int]  # in memory
 
 
-class Found(Message, frozen=True):
+class TierFound(Message, frozen=True):
     """The tier in which a job's activations were found; None: the job computes every token."""
 
     id: str
