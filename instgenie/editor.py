@@ -1,7 +1,8 @@
-"""Edit pictures from Python. Ties prepare, the step loop and finish together in one process."""
+"""Edit pictures from Python: prepare, the step loop and finish in one process."""
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -11,40 +12,43 @@ import torch
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.store import Found, Handle, Lookup, Store
+from instgenie.cost.table import DEFAULT_COSTS
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
+from instgenie.engine.pricing import SingleJob, priced
 from instgenie.engine.register import can_reuse, make_activations, make_key, may_reuse, register_in, reuse
 from instgenie.jobs.activations import NUM_PARTS, CacheDtype, Key, Kind
 from instgenie.jobs.job import Job
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
-from instgenie.machine.device import memory_guard
+from instgenie.machine.device_memory import memory_guard
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.picture import check_edit
-from instgenie.types import Edit, OnStep, PixelMask, Pixels, Registered, Result, Timings
+from instgenie.scheduling.scheduler import FILL
+from instgenie.types import Edit, OnStep, PixelMask, Pixels, RegisterResult, Result, Timings
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 
 @dataclass(frozen=True, eq=False)
-class Queued:
-    """An edit that waits. If its template is known, it is on its way meanwhile."""
+class QueuedEdit:
+    """A waiting edit. If its template is known, the activations are being loaded meanwhile."""
 
     edit: Edit
     loading: tuple[Key, Handle] | None
-    looking: float  # seconds
+    lookup_seconds: float
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A job that may start, and the seconds it took."""
+class PreparedEdit:
+    """A job that may start."""
 
     job: Job
-    found: Found | None
-    preparing: float
-    loading: float
+    found: Found | None  # activations of its template
+    prepare_seconds: float
+    load_seconds: float
 
 
 class Editor:
@@ -53,9 +57,9 @@ class Editor:
     result = editor.edit(picture, mask, "a ginger cat")
     save_picture(result.picture, "cat.png")
 
-    After `editor.register(picture)`, edits of that picture compute its masked tokens alone. With a cache, activations
-    are kept where its tiers are; without one, they stay in memory, next to the model. With cache_dtype fp8 they take
-    half the bytes of bfloat16, and are a little less exact.
+    After `editor.register(picture)`, edits of that picture compute only its masked tokens. Activations are kept in the
+    tiers of `cache`, or without one in memory, next to the model. With cache_dtype fp8 they take half the bytes of
+    bfloat16 and are a little less exact.
     """
 
     cache_dtype: CacheDtype = "model"
@@ -74,8 +78,8 @@ class Editor:
         self.store = cache or make_store(self.model.device)
 
     def edit(self, picture: Pixels, mask: PixelMask, prompt: str, quality: Quality = DEFAULT, **options: Any) -> Result:
-        """Options are the other fields of `Edit`; steps and guidance default to what suits the model, dense steps and
-        halo to what the quality says."""
+        """Edit one picture. Options are the other fields of `Edit`; steps and guidance default to those of the model,
+        dense steps and halo to those of the quality."""
         suited = {"steps": self.model.steps, "guidance": self.model.guidance}
         edit = Edit(picture, mask, prompt, **(suited | options))
         check_edit(edit)
@@ -91,61 +95,68 @@ class Editor:
         guidance: float | None = None,
         kind: Kind = "kv",
         on_step: OnStep | None = None,
-    ) -> Registered:
-        """Keeps the picture's activations; edits that match in size, steps and guidance will use them. Steps that are
-        kept already are not computed again."""
+    ) -> RegisterResult:
+        """Compute and keep the picture's activations. Edits with the same size, steps and guidance will use them. Steps
+        that are already kept are not computed again."""
         with memory_guard("the activations of a template"):
             return register_in(self.store, picture, self.model, size, steps, guidance, kind, self.cache_dtype, on_step)
 
     def edit_many(self, edits: Sequence[Edit], on_step: OnStep | None = None) -> list[Result]:
-        """Edits that differ in anything take their steps together; results come in the order of the edits."""
+        """Edit several pictures. Edits take their steps together, however they differ. Results are in the order of the
+        edits."""
         with memory_guard(f"a batch of {len(edits)} edits"):
             queued = [self._queue(edit) for edit in edits]
             prepared = [self._prepare(one) for one in queued]
-            denoising = self._denoise([one.job for one in prepared], on_step)
-            return [self._result(one, denoising[one.job]) for one in prepared]
+            seconds = self._denoise([one.job for one in prepared], on_step)
+            return [self._result(one, seconds[one.job]) for one in prepared]
 
-    def _queue(self, edit: Edit) -> Queued:
-        """Loading starts now, so that it is done, or well under way, when the job may start."""
+    def _queue(self, edit: Edit) -> QueuedEdit:
+        """Queue an edit and start to load its activations, so that they are there when the job may start."""
         check_edit(edit)
         if self.store.is_empty or not may_reuse(edit):
-            return Queued(edit, None, 0.0)
-        key, looking = self._timed(self._find, edit)
-        return Queued(edit, (key, self.store.prefetch(key, self.model.device)) if key else None, looking)
+            return QueuedEdit(edit, None, 0.0)
+        key, seconds = self._timed(self._find, edit)
+        return QueuedEdit(edit, (key, self.store.prefetch(key, self.model.device)) if key else None, seconds)
 
     def _find(self, edit: Edit, model: Model) -> Key | None:
-        """Where both kinds are registered, the first: it computes less."""
+        """Find the edit's template in the store. If both kinds are there, `kv` is taken because it computes less."""
         key = make_key(edit, model, "kv", self.cache_dtype)
         keys = (replace(key, kind=kind) for kind in NUM_PARTS)
         return next((key for key in keys if self.store.find(key) is not Lookup.MISS), None)
 
-    def _prepare(self, queued: Queued) -> Prepared:
-        job, preparing = self._timed(prepare, queued.edit)
+    def _prepare(self, queued: QueuedEdit) -> PreparedEdit:
+        job, seconds = self._timed(prepare, queued.edit)
         if not queued.loading or not can_reuse(job):
-            return Prepared(job, None, preparing, queued.looking)
+            return PreparedEdit(job, None, seconds, queued.lookup_seconds)
         key, handle = queued.loading
-        found, waiting = self._timed(lambda handle, _: handle.result(), handle)
+        found, load_seconds = self._timed(lambda handle, _: handle.result(), handle)
         if found:
             job = reuse(job, make_activations(key, found.span, self.model))
-        return Prepared(job, found, preparing, queued.looking + waiting)
+        return PreparedEdit(job, found, seconds, queued.lookup_seconds + load_seconds)
 
     def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:
-        """Runs the jobs to their end; for each, the seconds until it was handed over."""
-        engine = Engine(self.model)
-        for job in jobs:
-            engine.join(job)
+        """Run the jobs to their end. Returns the seconds until each was handed over."""
+        engine, waiting = Engine(self.model), deque(map(SingleJob, jobs))
         seconds: dict[Job, float] = {}
         start = self._now()
-        while engine.jobs:
-            if finished := engine.step():
+        while waiting or engine.jobs:
+            self._join(waiting, engine)
+            if finished := engine.step().finished:
                 seconds |= dict.fromkeys(finished, self._now() - start)
             if on_step:
                 on_step(sum(job.step for job in jobs), sum(job.num_steps for job in jobs))
         return seconds
 
-    def _result(self, prepared: Prepared, denoising: float) -> Result:
+    def _join(self, waiting: deque[SingleJob], engine: Engine) -> None:
+        """Let jobs join while there is room. Prices make no difference to that, so the default costs will do."""
+        if waiting:
+            running = [priced(job, DEFAULT_COSTS) for job in engine.jobs]
+            for _ in FILL.decide(waiting, len(waiting), running, engine.max_jobs, DEFAULT_COSTS).joining:
+                engine.join(waiting.popleft().job)
+
+    def _result(self, prepared: PreparedEdit, denoise_seconds: float) -> Result:
         job, found = prepared.job, prepared.found
-        picture, finishing = self._timed(finish, job)
+        picture, finish_seconds = self._timed(finish, job)
         return Result(
             picture=picture,
             seed=job.edit.seed,
@@ -154,7 +165,7 @@ class Editor:
             num_computed_tokens=job.num_computed_tokens,
             can_reuse=can_reuse(job),
             cache_tier=found.tier if found else None,
-            seconds=Timings(prepared.preparing, prepared.loading, denoising, finishing),
+            seconds=Timings(prepared.prepare_seconds, prepared.load_seconds, denoise_seconds, finish_seconds),
         )
 
     def _timed(self, work: Callable[[In, Model], Out], given: In) -> tuple[Out, float]:
@@ -168,7 +179,7 @@ class Editor:
 
 
 def make_store(device: torch.device) -> Store:
-    """All there is of memory, next to the model."""
+    """Make a store of unlimited size in the memory next to the model."""
     if device.type == "cuda":
         return Store(gpu=GpuTier(device, sys.maxsize))
     return Store(host=HostTier(sys.maxsize))

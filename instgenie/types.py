@@ -1,4 +1,4 @@
-"""The words of the system: what a user asks for and what comes back. Knows no model and no device."""
+"""The types that users and all layers share: what a user asks for and gets back. Knows no model and no device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 PixelMask = NDArray[np.bool_]  # [height, width], True = masked
-TierName = Literal["gpu", "host", "disk", "remote"]  # of the places where activations live
-OnStep = Callable[[int, int], None]  # steps taken so far, steps to take
-Kind = Literal["kv", "y"]  # of activations: K and V of every block, or the rows that go into it
-CacheDtype = Literal["model", "fp8"]  # of activations: as the model computes them, or packed into half of bfloat16
-PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # of who plans; see `planner`
+TierName = Literal["gpu", "host", "disk", "remote"]  # the places where activations are kept
+OnStep = Callable[[int, int], None]  # called with the steps taken so far and the steps in all
+Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or the rows that go into it
+CacheDtype = Literal["model", "fp8"]  # activations in the model's dtype, or packed into half the bytes of bfloat16
+PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # how blocks are planned; see `cost.planner`
 NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
 
 
 class Box(NamedTuple):
-    """A part of a picture."""
+    """A rectangle of a picture."""
 
     rows: range
     cols: range
@@ -26,21 +26,21 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """What a user asks for: change the masked pixels of a picture into what the prompt says."""
+    """A request to change the masked pixels of a picture into what the prompt describes."""
 
     picture: Pixels
     mask: PixelMask
     prompt: str
     seed: int = 0
     steps: int = 28
-    guidance: float = 3.5  # fed to Flux's guidance embedding, where it has one; true guidance for UNets
+    guidance: float = 3.5  # input of Flux's guidance embedding, if it has one; classifier-free guidance for UNets
     true_guidance: float = 1.0  # > 1: classifier-free guidance against the negative prompt, two branches
     negative_prompt: str = ""
-    strength: float = 1.0  # share of the trajectory that is run; < 1 keeps traces of what was there
+    strength: float = 1.0  # share of the trajectory that is run; < 1 keeps traces of the original
     feather: int = 0  # width in pixels of the soft edge, inside the mask
     size: tuple[int, int] | None = None  # (height, width) the model works at; None = the model's own
-    dense_steps: int = 0  # leading steps that compute every token, though the template's activations are there
-    halo: int = 0  # tokens around the masked ones that are computed with them; they stay what they are
+    dense_steps: int = 0  # leading steps that compute every token even if the template has activations
+    halo: int = 0  # width in tokens of the rim around the mask that is computed too, but keeps its content
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Timings:
     """Seconds spent on each part of an edit."""
 
     prepare: float
-    load: float  # of the template's activations
+    load: float  # looking up and loading the template's activations
     denoise: float
     finish: float
 
@@ -61,9 +61,9 @@ class Result:
     seed: int
     num_tokens: int
     num_masked_tokens: int
-    num_computed_tokens: int  # image tokens computed, in the mean over steps and blocks
-    can_reuse: bool  # whether the template's activations spare such an edit anything
-    cache_tier: TierName | None  # where they were found; None is a miss
+    num_computed_tokens: int  # image tokens computed, mean over steps and blocks
+    can_reuse: bool  # True if the template's activations can save such an edit any work
+    cache_tier: TierName | None  # where the activations were found; None is a miss
     seconds: Timings
 
     @property
@@ -76,9 +76,9 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Registered:
-    """What a registration came to."""
+class RegisterResult:
+    """The outcome of a registration."""
 
     num_steps: int
-    num_computed_steps: int  # the others were there
+    num_computed_steps: int  # the other steps were already kept
     num_bytes: int

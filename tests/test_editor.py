@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.families import make_edit
+from helpers.edits import make_edit
 
 from instgenie import Editor
 from instgenie.errors import EditError, MaskError
@@ -72,6 +72,6 @@ def test_bad_edits(editor: Editor, monkeypatch: pytest.MonkeyPatch) -> None:
         editor.edit(edit.picture, np.zeros_like(edit.mask), "sky")
     with pytest.raises(EditError, match="size"):
         editor.edit(edit.picture, edit.mask, "sky", size=(33, 48))
-    monkeypatch.setattr(type(editor.model), "unit", 32)
+    monkeypatch.setattr(type(editor.model), "size_multiple", 32)
     with pytest.raises(EditError, match=r"\(64, 48\): multiples of 32"):
         editor.edit(edit.picture, edit.mask, "sky", size=(64, 48))

@@ -1,6 +1,8 @@
 """The step loop: the one place where jobs, their activations and the model meet. Knows no picture and no prompt."""
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,15 +11,27 @@ from instgenie.engine.graphs import Graphs
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.planning import Planning
 from instgenie.jobs.job import Job
+from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
 
 MAX_JOBS = 8
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """The outcome of one step."""
+
+    jobs: list[Job]  # picked for the step
+    finished: list[Job]  # took their last step and left
+    failed: dict[Job, Exception]  # could not take the step and left
+
 
 class Engine:
     """Jobs join and leave between steps; at most `max_jobs` of them take a step together, the oldest first. Jobs keep
-    the plans they come with, unless there is somebody who plans. Graphs, where there are any, bring the rows of
-    captured passes by themselves; all others come through the loader."""
+    the plans they come with, unless `planning` is given. Captured graphs load the rows they read themselves; for all
+    other passes the loader does."""
 
     def __init__(
         self,
@@ -28,7 +42,8 @@ class Engine:
         graphs: Graphs | None = None,
     ) -> None:
         self.model = model
-        self.max_jobs = max_jobs
+        self.full_size = max_jobs
+        self.max_jobs = max_jobs  # lower after memory ran out, until the engine is empty
         self.planning = planning
         self.loader = loader or Loader(model)
         self.graphs = graphs
@@ -40,12 +55,23 @@ class Engine:
     def leave(self, job: Job) -> None:
         self.jobs.remove(job)
         if not self.jobs:
+            self.max_jobs = self.full_size
             self.loader.start(())
 
-    def step(self) -> list[Job]:
-        """Pick jobs, plan, load, run the model, advance, hand over the finished."""
-        self.advance(self.pick())
-        return self.hand_over()
+    def step(self, isolate_failures: bool = False) -> StepResult:
+        """Pick jobs, plan, load, run the model, advance, hand over the finished.
+
+        With `isolate_failures`, a batch that fails is tried again in halves, so that only the jobs that cannot take the
+        step alone fail; they leave. Without it, the error is raised. Nothing here waits for the device."""
+        jobs = self.pick()
+        failed: dict[Job, Exception] = {}
+        if isolate_failures:
+            failed = self.advance_in_halves(jobs)
+        else:
+            self.advance(jobs)
+        for job in failed:
+            self.leave(job)
+        return StepResult(jobs, self.hand_over(), failed)
 
     @torch.inference_mode()
     def advance(self, jobs: Sequence[Job]) -> None:
@@ -53,6 +79,23 @@ class Engine:
         for job, predictions in zip(jobs, self.predict(jobs), strict=True):
             job.advance(predictions)
         self.load_ahead([job for job in jobs if not job.done])
+
+    def advance_in_halves(self, jobs: Sequence[Job]) -> dict[Job, Exception]:
+        """Advance the jobs together, or in halves where that fails. Returns the jobs that failed alone."""
+        steps = {job: job.step for job in jobs}
+        try:
+            self.advance(jobs)
+        except Exception as error:
+            left = [job for job in jobs if job.step == steps[job]]
+            if len(left) <= 1:
+                return dict.fromkeys(left, error)
+            half = len(left) // 2
+            if is_out_of_memory(error):
+                log.warning("out of memory: the batch is halved", extra={"num_jobs": len(left)})
+                self.max_jobs = half
+                free_memory(self.model.device)
+            return self.advance_in_halves(left[:half]) | self.advance_in_halves(left[half:])
+        return {}
 
     def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
         if self.graphs and self.graphs.takes(jobs):
@@ -65,7 +108,7 @@ class Engine:
             self.planning.plan(jobs)
 
     def load_ahead(self, jobs: Sequence[Job]) -> None:
-        """For the next step, if these are the jobs that take it."""
+        """Start to load for the next step, which these jobs are expected to take."""
         self.plan(jobs)
         if not self.graphs or not self.graphs.takes(jobs):
             self.loader.start(jobs)
@@ -76,4 +119,12 @@ class Engine:
     def hand_over(self) -> list[Job]:
         finished = [job for job in self.jobs if job.done]
         self.jobs = [job for job in self.jobs if not job.done]
+        if not self.jobs:
+            self.max_jobs = self.full_size
         return finished
+
+
+def free_memory(device: torch.device) -> None:
+    """Give memory that torch keeps for later use back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

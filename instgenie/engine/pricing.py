@@ -1,5 +1,9 @@
-"""What steps of a model cost on its device, for the router. Knows models; `instgenie.cost.pricing` makes the
-table."""
+"""Prices of jobs: what a step of a job costs on the model's device. Knows models and jobs; `instgenie.cost.pricing`
+makes the table that prices are read from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -7,15 +11,17 @@ from instgenie.cost.latency import find_latency
 from instgenie.cost.pricing import JobShape, make_costs
 from instgenie.cost.table import Price, StepCosts
 from instgenie.jobs.job import Job
-from instgenie.machine.names import device_name
+from instgenie.machine.device import device_name
 from instgenie.models.model import Model
+from instgenie.scheduling.scheduler import PricedJob
 from instgenie.types import CacheDtype, Edit, PlanPolicy, TierName
 
 NO_PICTURE, NO_MASK = np.empty((0, 0, 3), np.uint8), np.empty((0, 0), np.bool_)
 
 
 def price_steps(model: Model, name: str, policy: PlanPolicy, dtype: CacheDtype) -> StepCosts:
-    """With what was measured of this device and this model, by its name, or with what is usual."""
+    """Make the cost table of a model from its calibration on this device, or from default latencies without one. The
+    calibration is found by the `name` the model was loaded by."""
     latency = find_latency(device_name(model.device), name, model.device.type)
     shape = job_shape(model, 1 if dtype == "fp8" else model.dtype.itemsize)
     num_tokens = (model.own_size // model.patch) ** 2
@@ -23,7 +29,7 @@ def price_steps(model: Model, name: str, policy: PlanPolicy, dtype: CacheDtype) 
 
 
 def job_shape(model: Model, value_bytes: int) -> JobShape:
-    """Of edits that ask for nothing but what the model gives."""
+    """Describe jobs that use the model's defaults."""
     edit = Edit(NO_PICTURE, NO_MASK, "", guidance=model.guidance)
     return JobShape(
         network=model.describe(),
@@ -34,20 +40,33 @@ def job_shape(model: Model, value_bytes: int) -> JobShape:
 
 
 def price_of(job: Job, costs: StepCosts) -> Price:
-    """Of its present step."""
+    """Price of the job's current step."""
     tier = None if job.in_dense_steps else tier_of(job)
     return costs.price(len(job.masked), num_computed(job, tier), tier)
 
 
-def mean_price(job: Job, costs: StepCosts) -> Price:
-    """Of a step, in the mean over those that are left."""
+def priced(job: Job, costs: StepCosts) -> PricedJob:
+    """The job as the scheduler sees it, with the mean price of its remaining steps."""
     tier, num_left = tier_of(job), job.num_steps - job.step
     num_dense = min(max(job.edit.dense_steps - job.step, 0), num_left)
-    return costs.mean_price(len(job.masked), num_computed(job, tier), tier, num_dense, num_left)
+    price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, num_dense, num_left)
+    return PricedJob(price, num_left)
+
+
+@dataclass(frozen=True, eq=False)
+class SingleJob:
+    """A waiting job as a group of its own, which is ready to join."""
+
+    job: Job
+    is_ready: ClassVar[bool] = True
+    num_jobs: ClassVar[int] = 1
+
+    def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
+        return [priced(self.job, costs)]
 
 
 def tier_of(job: Job) -> TierName | None:
-    """Where its activations are, if it has any."""
+    """The memory tier that holds its activations; None if it has none."""
     if job.activations is None:
         return None
     return "gpu" if job.activations.rows[0].device == job.masked.device else "host"

@@ -28,15 +28,15 @@ from instgenie.jobs.activations import (
     Key,
     Kind,
     Span,
-    digest,
     join,
     split_steps,
 )
 from instgenie.jobs.job import Job
 from instgenie.kernels.packed import pack_rows
 from instgenie.models.model import Model
+from instgenie.pictures.digest import digest
 from instgenie.pictures.picture import check_edit
-from instgenie.types import Edit, OnStep, Pixels, Registered
+from instgenie.types import Edit, OnStep, Pixels, RegisterResult
 
 
 def register(
@@ -72,7 +72,7 @@ def register_in(
     kind: Kind = "kv",
     cache_dtype: CacheDtype = "model",
     on_step: OnStep | None = None,
-) -> Registered:
+) -> RegisterResult:
     """Computes the spans that are missing and puts each into the store at once."""
     edit = edit_of_nothing(picture, model, size, steps, guidance)
     check_registration(kind, NUM_STEPS_AT_ONCE)
@@ -82,7 +82,7 @@ def register_in(
         num_missing = sum(map(len, missing))
         for span in told(observe(edit, model, key, missing), edit.steps - num_missing, edit.steps, on_step):
             store.put(key, span)
-    return Registered(edit.steps, num_missing, store.num_bytes(key))
+    return RegisterResult(edit.steps, num_missing, store.num_bytes(key))
 
 
 def make_activations(key: Key, span: Span, model: Model) -> Activations:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from instgenie.kernels.packed import unpack_rows, unpacked_shape
-from instgenie.types import NUM_PARTS, CacheDtype, Kind, Pixels
+from instgenie.types import NUM_PARTS, CacheDtype, Kind
 
-__all__ = ["NUM_PARTS", "Activations", "CacheDtype", "Key", "Kind", "digest"]
+__all__ = ["NUM_PARTS", "Activations", "CacheDtype", "Key", "Kind"]
 
 ALIGNMENT = 16  # bytes, of rows that kernels find by their address
 NUM_STEPS_AT_ONCE = 4  # steps that a registration takes in one pass, and that are kept and moved together
@@ -233,9 +233,3 @@ def join(num_steps: int, spans: Iterable[Span], device: torch.device) -> Span:
 def grown(part: Tensor, dim: int, length: int) -> list[int]:
     """The part's shape, longer in one dimension."""
     return [*part.shape[:dim], length, *part.shape[dim + 1 :]]
-
-
-def digest(picture: Pixels) -> str:
-    hashed = hashlib.sha256(str(picture.shape).encode())
-    hashed.update(picture.tobytes())
-    return hashed.hexdigest()

@@ -1,1 +1,1 @@
-"""Decides which worker runs an edit and when a job joins a batch. Imports no torch and opens no socket."""
+"""Which worker runs an edit, and when a job joins a batch. Imports no torch and opens no socket."""

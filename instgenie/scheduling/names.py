@@ -1,8 +1,8 @@
-"""The names of the ways in which a worker forms batches, and what each implies for its processes."""
+"""Names that users choose from: how a worker forms batches, and how the router picks a worker."""
 
 from typing import Literal
 
 Batching = Literal["continuous", "static", "static-pipelined", "naive"]
+RoutingPolicy = Literal["mask_aware", "tokens", "requests", "round_robin"]
 
-ONE_PROCESS: frozenset[Batching] = frozenset({"static", "naive"})  # the step loop's process prepares and finishes too
-ONE_BATCH: frozenset[Batching] = frozenset({"static", "static-pipelined"})  # no job joins until the batch is done
+ONE_PROCESS: frozenset[Batching] = frozenset({"static", "naive"})  # the denoise process also prepares and finishes

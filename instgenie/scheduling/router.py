@@ -1,8 +1,8 @@
-"""Which worker gets an edit. Arithmetic over loads: no sockets, no processes, no clock.
+"""The router picks the worker that runs an edit. It is arithmetic over loads: no sockets, no processes, no clock.
 
-Each worker says what its steps cost, by the planner. Measured steps correct what was predicted. A worker's jobs take
-their steps together, so the constant of a step is paid once, however many jobs share it. Edits are prepared and
-finished one by one, beside the steps; where that takes longer, it is what an edit waits for.
+Each worker reports what its steps cost, as its planner predicts, and measured steps correct the predictions. The jobs
+of a worker take their steps together, so the fixed cost of a step is paid once for all of them. Edits are prepared and
+finished one by one, beside the steps; where these side stages take longer than the steps, they set the pace.
 """
 
 import random
@@ -10,43 +10,44 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from instgenie.cost.table import USUAL, Price, StepCosts
+from instgenie.cost.table import DEFAULT_COSTS, Price, StepCosts
+from instgenie.scheduling.names import RoutingPolicy
 from instgenie.types import TierName
 
-Chore = Literal["prepare", "finish"]
-Policy = Literal["mask_aware", "tokens", "requests", "round_robin"]
+SideStage = Literal["prepare", "finish"]  # stages of an edit that run beside the steps
 
-MADE_UP = 0.1  # seconds of a step that nobody measured
-MEMORY = 0.98  # of a measured step, after one more
-CHORE_MEMORY = 0.8  # of a measured chore: the first of a process takes longer than all others
+PRIOR_SECONDS = 0.1  # length of the invented step that the fit starts with
+DECAY = 0.98  # weight of a measured step after one more
+SIDE_DECAY = 0.8  # the same for side stages; lower, because the first one of a process is slow
 NUM_KNOWN = 50  # steps after which a worker is judged by its own pace
-MAX_SCANNED = 64  # workers among which a choice looks at every one
-NUM_SAMPLED = 32  # of more workers; and as many of those that hold the template
+MAX_SCANNED = 64  # up to this many workers, a choice looks at each of them
+NUM_SAMPLED = 32  # workers drawn where there are more, and holders of the template drawn besides
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an edit asks of a worker; or several edits of one size and template, that go together."""
+    """The work of an edit, or of several edits of one size and template that go to one worker."""
 
     num_steps: int
     num_tokens: int
     num_masked_tokens: int
-    template: str | None = None  # whose activations save the unmasked tokens, where they are
+    template: str | None = None  # id; where its activations are, only masked tokens are computed
     num_edits: int = 1
 
 
 class Pace:
-    """Seconds of a step, as a line over those that were predicted: a fit to what was measured, old steps fading out.
-    Two made-up steps, as predicted, stand for what is not yet known. Workers of a cluster share a common pace: one that
-    has taken few steps is judged by it, else it would look faster, or slower, than those that are known, and get all
-    edits or none.
+    """Measured seconds of a step as a linear function of the predicted seconds. It is a least-squares fit in which old
+    steps fade out and which starts from two invented steps that took as long as predicted.
+
+    The workers of a cluster share a common pace. A worker that has taken few steps is judged by it; otherwise the
+    worker would look faster or slower than the others and get all edits or none.
     """
 
     def __init__(self, common: "Pace | None" = None) -> None:
         self.common = common
         self._num_measured = -2
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        for seconds in (0.0, MADE_UP):
+        for seconds in (0.0, PRIOR_SECONDS):
             self._fit(seconds, seconds)
 
     def measure(self, predicted: float, seconds: float) -> None:
@@ -56,71 +57,72 @@ class Pace:
 
     def _fit(self, predicted: float, seconds: float) -> None:
         self._num_measured += 1
-        self._weight = MEMORY * self._weight + 1
-        self._x = MEMORY * self._x + predicted
-        self._y = MEMORY * self._y + seconds
-        self._xx = MEMORY * self._xx + predicted * predicted
-        self._xy = MEMORY * self._xy + predicted * seconds
+        self._weight = DECAY * self._weight + 1
+        self._x = DECAY * self._x + predicted
+        self._y = DECAY * self._y + seconds
+        self._xx = DECAY * self._xx + predicted * predicted
+        self._xy = DECAY * self._xy + predicted * seconds
         spread = self._weight * self._xx - self._x * self._x
         slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-9 * self._xx else 0.0
         mean = self._y / self._weight
-        # neither more work nor more steps save time: what noise says otherwise is cut off
+        # neither more work nor more steps save time, whatever noise in the measurements says
         self.per_second = min(max(slope, 0.0), mean * self._weight / self._x if self._x else 0.0)
         self.per_step = max(mean - self.per_second * self._x / self._weight, 0.0)
 
     def seconds(self, num_steps: float, predicted: float) -> float:
-        """Of so many steps, which were predicted to take so long together."""
+        """Expected seconds of `num_steps` steps that were predicted to take `predicted` seconds together."""
         if self.common and self._num_measured < NUM_KNOWN:
             return self.common.seconds(num_steps, predicted)
         return num_steps * self.per_step + predicted * self.per_second
 
 
-class Left(NamedTuple):
-    """Of an edit."""
+class Remaining(NamedTuple):
+    """The rest of an edit."""
 
     num_steps: int
-    num_tokens: int  # that a step computes
-    price: Price  # of a step
+    num_tokens: int  # computed per step
+    price: Price  # per step
 
 
 @dataclass
-class Load:
-    """What a worker still has to do. Sums are kept, so that a choice looks at every worker once."""
+class WorkerLoad:
+    """The work that a worker still has to do. It is kept as sums, so that a choice is cheap."""
 
     worker: int
     max_batch_size: int
     pace: Pace = field(default_factory=Pace)
-    costs: StepCosts = USUAL
-    templates: dict[str, TierName] = field(default_factory=dict)  # the highest tier it has each in
+    costs: StepCosts = DEFAULT_COSTS
+    templates: dict[str, TierName] = field(default_factory=dict)  # the fastest tier of each, by id
     num_edits: int = 0
     num_steps: int = 0  # over all edits
     num_token_steps: int = 0  # over all edits
     compute: float = 0.0  # seconds, over all steps of all edits
-    loading: float = 0.0  # likewise
-    chores: dict[Chore, float] = field(default_factory=dict)  # seconds of one edit; workers of a cluster share them
-    turn: int = 0  # of the router, when it chose this worker last
-    _left: dict[str, Left] = field(default_factory=dict)  # of each edit
+    loading: float = 0.0  # seconds, over all steps of all edits
+    side_seconds: dict[SideStage, float] = field(default_factory=dict)  # per edit; shared by the workers of a cluster
+    turn: int = 0  # turn of the router at which it last chose this worker
+    _remaining: dict[str, Remaining] = field(default_factory=dict)  # by edit
     _finishing: set[str] = field(default_factory=set)  # edits that have taken all their steps
 
     def add(self, edit: str, num_steps: int, num_tokens: int, price: Price) -> None:
-        """Or what is left of it now, if it is there already. Tokens and price are of one step."""
+        """Add an edit, or correct what remains of it. Tokens and price are per step."""
         self.remove(edit)
-        self._left[edit] = Left(num_steps, num_tokens, price)
+        self._remaining[edit] = Remaining(num_steps, num_tokens, price)
         self.num_edits += 1
         self._count(num_steps, num_tokens, price)
 
     def step(self, edit: str) -> None:
-        if (left := self._left.get(edit)) and left.num_steps:
-            self._left[edit] = Left(left.num_steps - 1, left.num_tokens, left.price)
-            self._count(-1, left.num_tokens, left.price)
+        if (rest := self._remaining.get(edit)) and rest.num_steps:
+            self._remaining[edit] = Remaining(rest.num_steps - 1, rest.num_tokens, rest.price)
+            self._count(-1, rest.num_tokens, rest.price)
 
     def hand_over(self, edit: str) -> None:
-        """It has taken its steps, and is to be finished."""
+        """Note that an edit has taken its steps and is being finished."""
         self.remove(edit)
         self._finishing.add(edit)
 
-    def measure_chore(self, chore: Chore, seconds: float) -> None:
-        self.chores[chore] = CHORE_MEMORY * self.chores.get(chore, seconds) + (1 - CHORE_MEMORY) * seconds
+    def measure_side_stage(self, stage: SideStage, seconds: float) -> None:
+        known = self.side_seconds.get(stage, seconds)
+        self.side_seconds[stage] = SIDE_DECAY * known + (1 - SIDE_DECAY) * seconds
 
     @property
     def num_unfinished(self) -> int:
@@ -128,27 +130,27 @@ class Load:
 
     def remove(self, edit: str) -> None:
         self._finishing.discard(edit)
-        if left := self._left.pop(edit, None):
+        if rest := self._remaining.pop(edit, None):
             self.num_edits -= 1
-            self._count(-left.num_steps, left.num_tokens, left.price)
+            self._count(-rest.num_steps, rest.num_tokens, rest.price)
 
     def _count(self, num_steps: int, num_tokens: int, price: Price) -> None:
         self.num_steps += num_steps
         self.num_token_steps += num_steps * num_tokens
         self.compute += num_steps * price.compute
         self.loading += num_steps * price.load
-        if not self.num_steps:  # nothing is left of what rounding made
+        if not self.num_steps:  # drop accumulated rounding errors
             self.compute = self.loading = 0.0
 
     @property
     def seconds(self) -> float:
-        """Until all of it is done."""
+        """Seconds until all of it is done."""
         num_steps = self.num_steps / self.max_batch_size
-        return self.pace.seconds(num_steps, self.costs.total(num_steps, self.compute, self.loading))
+        return self.pace.seconds(num_steps, self.costs.total_seconds(num_steps, self.compute, self.loading))
 
     @property
     def seconds_per_token(self) -> float:
-        """That a step takes longer for each token it computes."""
+        """Seconds that each computed token adds to a step."""
         none, *_, every = self.costs.gpu
         return self.pace.seconds(0, (every.compute - none.compute) / self.costs.num_tokens)
 
@@ -156,43 +158,43 @@ class Load:
         return self.templates.get(work.template) if work.template else None
 
     def tokens_of(self, work: Work) -> int:
-        """That a step of it computes here."""
+        """Tokens that a step of this work computes on this worker."""
         return work.num_tokens if self.tier_of(work) is None else work.num_masked_tokens
 
     def price_of(self, work: Work) -> Price:
-        """Of a step of it here."""
+        """Price of a step of this work on this worker."""
         return self.costs.price(work.num_tokens, work.num_masked_tokens, self.tier_of(work))
 
     def fetch_seconds(self, work: Work) -> float:
-        """Until its template is in memory, if it is anywhere."""
+        """Seconds until its template is in memory; 0 if no tier has it."""
         return self.costs.fetch_seconds(work.num_tokens / work.num_edits, work.num_steps, self.tier_of(work))
 
     def expect(self, template: str) -> None:
-        """It is on its way into memory for an edit: those behind find it there."""
+        """Note that a template is being fetched into memory for an edit, where later edits will find it."""
         if self.templates.get(template) in ("disk", "remote"):
             self.templates[template] = "host"
 
 
-def predicted_finish(work: Work, load: Load) -> float:
-    """Seconds until the edit would be done: what is there already and the edit itself, sharing the steps; or one by one
-    through what takes longer."""
+def predicted_finish(work: Work, load: WorkerLoad) -> float:
+    """Seconds until the edit would be done: the time for all steps, shared with the worker's other edits, or the time
+    in the slower side stage, which takes edits one by one, whichever is longer."""
     price = load.price_of(work)
     num_steps = max(work.num_steps, (load.num_steps + work.num_edits * work.num_steps) / load.max_batch_size)
     compute, loading = load.compute + work.num_steps * price.compute, load.loading + work.num_steps * price.load
-    steps = load.fetch_seconds(work) + load.pace.seconds(num_steps, load.costs.total(num_steps, compute, loading))
-    chores = (load.num_unfinished + work.num_edits) * max(load.chores.values(), default=0.0)
-    return max(steps, chores)
+    steps = load.fetch_seconds(work) + load.pace.seconds(num_steps, load.costs.total_seconds(num_steps, compute, loading))
+    side = (load.num_unfinished + work.num_edits) * max(load.side_seconds.values(), default=0.0)
+    return max(steps, side)
 
 
-def fewest_tokens(work: Work, load: Load) -> float:
+def fewest_tokens(work: Work, load: WorkerLoad) -> float:
     return load.num_token_steps + work.num_steps * work.num_tokens
 
 
-def fewest_requests(work: Work, load: Load) -> float:
+def fewest_requests(work: Work, load: WorkerLoad) -> float:
     return load.num_unfinished
 
 
-COSTS: Mapping[str, Callable[[Work, Load], float]] = {
+COSTS: Mapping[RoutingPolicy, Callable[[Work, WorkerLoad], float]] = {
     "mask_aware": predicted_finish,
     "tokens": fewest_tokens,
     "requests": fewest_requests,
@@ -200,19 +202,19 @@ COSTS: Mapping[str, Callable[[Work, Load], float]] = {
 
 
 class Router:
-    """Up to `MAX_SCANNED` workers are all looked at. Of more, a sample is: so many drawn at random and so many of those
-    that hold the template. The best of a few is nearly the best of all, and a choice takes as long among twenty
-    thousand workers as among a few dozen."""
+    """Chooses among all workers, up to `MAX_SCANNED` of them. Where there are more, it chooses among a random sample
+    of them and a random sample of those that hold the template. The best of a few dozen is nearly the best of all, and
+    the choice takes no longer among twenty thousand workers than among a hundred."""
 
-    def __init__(self, policy: Policy = "mask_aware") -> None:
+    def __init__(self, policy: RoutingPolicy = "mask_aware") -> None:
         self.policy = policy
         self._turn = 0
         self._random = random.Random(0)
 
-    def choose(self, work: Work, loads: Sequence[Load], holders: Sequence[Load] = ()) -> int:
-        """The worker of the cheapest load; of equals, the one that was chosen least recently: its edits are nearest to
-        their end. Holders are those of the loads that have the template's activations in memory, as far as they are
-        known."""
+    def choose(self, work: Work, loads: Sequence[WorkerLoad], holders: Sequence[WorkerLoad] = ()) -> int:
+        """Return the worker with the cheapest load. Among equals it is the one that was chosen least recently, because
+        its edits are nearest to their end. `holders` are the loads of workers known to have the template's activations
+        in memory."""
         self._turn += 1
         if self.policy == "round_robin":
             return loads[self._turn % len(loads)].worker
@@ -221,10 +223,10 @@ class Router:
         chosen.turn = self._turn
         return chosen.worker
 
-    def _candidates(self, loads: Sequence[Load], holders: Sequence[Load]) -> Iterable[Load]:
+    def _candidates(self, loads: Sequence[WorkerLoad], holders: Sequence[WorkerLoad]) -> Iterable[WorkerLoad]:
         return loads if len(loads) <= MAX_SCANNED else [*self._sample(loads), *self._sample(holders)]
 
-    def _sample(self, loads: Sequence[Load]) -> list[Load]:
+    def _sample(self, loads: Sequence[WorkerLoad]) -> list[WorkerLoad]:
         if len(loads) <= NUM_SAMPLED:
             return list(loads)
         draw, num_loads = self._random.random, len(loads)

@@ -1,1 +1,1 @@
-"""A cluster in simulated time: the router, the planner and the admission that serve edits, with latency models."""
+"""A cluster in simulated time. Router, scheduler and planner are the real ones; steps take what latency models say."""

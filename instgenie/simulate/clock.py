@@ -1,4 +1,4 @@
-"""Simulated time: what is to happen, the earliest first; of what happens at one time, in the order it was foreseen."""
+"""Simulated time: events run in the order of their times, and those of one time in the order they were added."""
 
 import heapq
 from collections.abc import Callable
@@ -11,13 +11,14 @@ class Clock:
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._number = 0
 
-    def at(self, time: float, happen: Callable[[Any], None], what: Any) -> None:
+    def at(self, time: float, action: Callable[[Any], None], argument: Any) -> None:
+        """Call `action(argument)` at the given time."""
         self._number += 1
-        heapq.heappush(self._events, (time, self._number, happen, what))
+        heapq.heappush(self._events, (time, self._number, action, argument))
 
     def run(self) -> None:
-        """Until nothing more is to happen."""
+        """Run all events, and those they add, until none is left."""
         events, pop = self._events, heapq.heappop
         while events:
-            self.now, _, happen, what = pop(events)
-            happen(what)
+            self.now, _, action, argument = pop(events)
+            action(argument)

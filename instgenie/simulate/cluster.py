@@ -1,15 +1,15 @@
-"""A simulated cluster: jobs arrive, the router chooses, workers work. The router and its loads are the real ones."""
+"""A simulated cluster: jobs arrive, the router picks a worker, workers run them. The router is the real one."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from instgenie.scheduling.names import Batching
-from instgenie.scheduling.router import Chore, Load, Pace, Policy, Router, Work
+from instgenie.scheduling.names import Batching, RoutingPolicy
+from instgenie.scheduling.router import Pace, Router, SideStage, Work, WorkerLoad
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service
-from instgenie.simulate.worker import Job, Memory, Worker
+from instgenie.simulate.worker import SimulatedJob, SimulatedWorker, TemplateMemory
 from instgenie.types import TierName
 
 
@@ -17,21 +17,21 @@ from instgenie.types import TierName
 class ClusterShape:
     num_workers: int
     max_batch_size: int = 8
-    policy: Policy = "mask_aware"
+    policy: RoutingPolicy = "mask_aware"
     batching: Batching = "continuous"
-    reuse: bool = True  # whether templates have activations: all of them then, and every worker can get at them
-    max_templates: int | None = None  # that a worker's memory holds; None: all there are
-    fetch: float = 0.0  # seconds until a template that memory lacks is there
+    reuse: bool = True  # True if all templates have activations, which every worker can fetch
+    max_templates: int | None = None  # templates that fit into a worker's memory; None: all
+    fetch: float = 0.0  # seconds to fetch a template into memory
 
 
 def simulate(
-    shape: ClusterShape, service: Service, jobs: Iterable[Job], on_finished: Callable[[], None] = lambda: None
-) -> list[Job]:
-    """All jobs, with their times, in the order they finish. They are to come in the order of their arrival."""
+    shape: ClusterShape, service: Service, jobs: Iterable[SimulatedJob], on_finished: Callable[[], None] = lambda: None
+) -> list[SimulatedJob]:
+    """Run the jobs, which must be in the order of arrival. Returns them with their times, in the order they finish."""
     clock, router = Clock(), Router(shape.policy)
-    finished: list[Job] = []
+    finished: list[SimulatedJob] = []
 
-    def finish(job: Job) -> None:
+    def finish(job: SimulatedJob) -> None:
         finished.append(job)
         on_finished()
 
@@ -40,25 +40,32 @@ def simulate(
     if first is None:
         return []
     costs = replace(service.costs(first.work.num_tokens), fetch={"disk": (shape.fetch, 0.0)})
-    shared: dict[str, TierName] = {}  # templates of workers that hold all there are
+    shared: dict[str, TierName] = {}  # used by workers whose memory holds all templates
     common = Pace()
-    chores: dict[Chore, float] = {"prepare": service.chores.prepare}  # the other is measured
+    side_seconds: dict[SideStage, float] = {"prepare": service.side.prepare}  # finishing is measured
     workers = []
     for index in range(shape.num_workers):
-        memory = None if shape.max_templates is None else Memory(shape.max_templates, shape.fetch)
-        load = Load(index, shape.max_batch_size, Pace(common), costs, memory.tiers if memory else shared, chores=chores)
-        workers.append(Worker(load, service, clock, finish, shape.batching, memory))
+        memory = None if shape.max_templates is None else TemplateMemory(shape.max_templates, shape.fetch)
+        load = WorkerLoad(
+            index,
+            shape.max_batch_size,
+            Pace(common),
+            costs,
+            memory.tiers if memory else shared,
+            side_seconds=side_seconds,
+        )
+        workers.append(SimulatedWorker(load, service, clock, finish, shape.batching, memory))
     loads = [worker.load for worker in workers]
     known: set[str] = set()  # templates that have activations
 
     def learn(template: str) -> None:
-        """Every worker can get at it; those with a memory of their own fetch it first."""
+        """Make a template available to every worker; those with limited memory must fetch it first."""
         known.add(template)
         shared[template] = "host"
         for worker in workers if shape.max_templates is not None else ():
             worker.load.templates[template] = "disk"
 
-    def arrive(job: Job) -> None:
+    def arrive(job: SimulatedJob) -> None:
         template = job.work.template
         if shape.reuse and template and template not in known:
             learn(template)
@@ -77,5 +84,5 @@ def simulate(
 
 def make_job(
     index: int, at: float, num_steps: int, num_tokens: int, num_masked: int, template: str, num_dense_steps: int = 0
-) -> Job:
-    return Job(str(index), at, Work(num_steps, num_tokens, num_masked, template), num_dense_steps)
+) -> SimulatedJob:
+    return SimulatedJob(str(index), at, Work(num_steps, num_tokens, num_masked, template), num_dense_steps)

@@ -1,7 +1,7 @@
-"""How long the parts of an edit take. Knows latency models and the planner; knows no time of day.
+"""Service times: how long the parts of an edit take. Knows latency models and the planner, and no clock.
 
-The seconds of a step depend on its jobs through sums alone: of one size, so many cached jobs with so many masked tokens
-together and so many dense ones. So equal sums are planned once.
+The seconds of a step depend on its jobs only through sums per picture size: the number of cached jobs, their masked
+tokens, and the number of dense jobs. So a step is planned once for equal sums.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,21 +14,21 @@ from instgenie.cost.latency import Latency
 from instgenie.cost.network import Demand
 from instgenie.cost.planner import plan_batch
 from instgenie.cost.pricing import JobShape, make_costs
-from instgenie.cost.table import USUAL, StepCosts, line_costs
+from instgenie.cost.table import DEFAULT_COSTS, StepCosts, linear_costs
 from instgenie.types import PlanPolicy
 
-Sums = tuple[tuple[int, int, int, int], ...]  # of each size: tokens of a job; cached jobs, their masked tokens; others
-NUM_GRAINS = 256  # masked tokens are counted in this share of a picture
+Sums = tuple[tuple[int, int, int, int], ...]  # per size: tokens of a job, cached jobs, their masked tokens, dense jobs
+NUM_GRAINS = 256  # masked tokens are rounded to this fraction of a picture
 
 
 @dataclass(frozen=True)
-class Chores:
-    """Seconds of what comes before and after the steps of an edit."""
+class SideSeconds:
+    """Seconds of the stages before and after the steps of an edit."""
 
     prepare: float = 0.0
     decode: float = 0.0
-    decode_token: float = 0.0  # more for each masked token: what is masked is decoded, with what is around it
-    finish_thread: float = 0.0  # after them, of a thread, in which the next edit can be decoded
+    decode_token: float = 0.0  # added per masked token: only the masked part, with its surroundings, is decoded
+    finish_thread: float = 0.0  # after decoding, in a thread, while the next edit can be decoded
 
     def decode_seconds(self, num_masked: int) -> float:
         return self.decode + self.decode_token * num_masked
@@ -37,48 +37,48 @@ class Chores:
         return self.decode_seconds(num_masked) + self.finish_thread
 
     def period(self, num_masked: int) -> float:
-        """From one finished edit to the next, where there are many with so many masked tokens."""
+        """Seconds from one finished edit to the next in a long queue of edits with `num_masked` masked tokens each."""
         return finish_period(self.decode_seconds(num_masked), self.finish_thread)
 
 
-NO_CHORES = Chores()
+NO_SIDE_SECONDS = SideSeconds()
 
 
 class Service(Protocol):
     @property
-    def chores(self) -> Chores:
-        """Of every edit."""
+    def side(self) -> SideSeconds:
+        """Times of the stages beside the steps, the same for every edit."""
 
     def step(self, sums: Sums) -> float:
         """Seconds of one step of a batch."""
 
     def costs(self, num_tokens: int) -> StepCosts:
-        """What the router is told of steps of jobs of so many tokens."""
+        """Step costs that the router is told, for jobs of `num_tokens` tokens."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """A step that takes so long, and so much longer for each token it computes."""
+class LinearService:
+    """A step takes `per_step` seconds and `per_token` more for each token it computes."""
 
     per_step: float
     per_token: float
-    chores: Chores = NO_CHORES
+    side: SideSeconds = NO_SIDE_SECONDS
 
     def step(self, sums: Sums) -> float:
         tokens = sum(masked + num_tokens * num_dense for num_tokens, _, masked, num_dense in sums)
         return self.per_step + self.per_token * tokens
 
     def costs(self, num_tokens: int) -> StepCosts:
-        return line_costs(self.per_step, self.per_token)
+        return linear_costs(self.per_step, self.per_token)
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A step that takes what was measured for so many jobs, whatever is masked; between two numbers, and beyond the
-    last, along the line through the two that are next."""
+class MeasuredService:
+    """A step takes the seconds measured for its number of jobs, whatever is masked. Between measured numbers, and
+    beyond the last, it is on the line through the two nearest."""
 
     seconds: Mapping[int, float]  # by number of jobs
-    chores: Chores = NO_CHORES
+    side: SideSeconds = NO_SIDE_SECONDS
 
     def step(self, sums: Sums) -> float:
         num_jobs = sum(num_cached + num_dense for _, num_cached, _, num_dense in sums)
@@ -91,22 +91,23 @@ class Measured:
         return (1 - share) * self.seconds[below] + share * self.seconds[above]
 
     def costs(self, num_tokens: int) -> StepCosts:
-        """Measured steps say nothing of masks: what is usual is scaled by what happens."""
-        return USUAL
+        """The default costs, which the router corrects by measured steps: the measurements say nothing about masks."""
+        return DEFAULT_COSTS
 
 
-class Planned:
-    """A step as the planner plans it on a device, for what is loaded from memory meanwhile or is there already."""
+class PlannedService:
+    """A step takes as long as the planner predicts for a device, with activations loaded from main memory during the
+    step or, if `in_gpu`, already there."""
 
     def __init__(
         self,
         latency: Latency,
         shape: JobShape,
-        chores: Chores = NO_CHORES,
+        side: SideSeconds = NO_SIDE_SECONDS,
         policy: PlanPolicy = "exact",
         in_gpu: bool = False,
     ) -> None:
-        self.latency, self.shape, self.chores, self.policy, self.in_gpu = latency, shape, chores, policy, in_gpu
+        self.latency, self.shape, self.side, self.policy, self.in_gpu = latency, shape, side, policy, in_gpu
         self._seconds = lru_cache(maxsize=None)(self.plan)
 
     def step(self, sums: Sums) -> float:
@@ -118,7 +119,7 @@ class Planned:
         return planned.seconds + self.latency.outside(self.shape.network, demands)
 
     def demands(self, num_tokens: int, num_cached: int, num_masked: int, num_dense: int) -> Iterable[Demand]:
-        """Jobs with an equal share of the masked tokens each; what they compute is the same in all."""
+        """Demands of jobs that share the masked tokens equally; their total is that of the real jobs."""
         for job in range(num_cached):
             yield self.shape.demand(num_tokens, (num_masked + job) // num_cached, self.in_gpu)
         for _ in range(num_dense):

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.families import make_edit
+from helpers.edits import make_edit
 
-from instgenie.cache import store as cache
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.store import CPU, Handle, Store
@@ -177,7 +176,7 @@ def test_an_edit_survives_a_cache_it_cannot_use(
 ) -> None:
     editor = Editor(str(folders["fill"]), "cpu", cache=store)
     editor.register(EDIT.picture, **TEMPLATE)
-    monkeypatch.setattr(cache, "available_bytes", lambda _: 1000)
+    monkeypatch.setattr("instgenie.cache.ladder.available_bytes", lambda _: 1000)
     [result] = editor.edit_many([EDIT])
     assert not result.cache_hit
     assert "cpu has 1.0 kB available" in caplog.text

@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers.families import apart, close, far, make_edit, mixed_edits, quiet_pipeline, run, stock_arguments
+from helpers.edits import apart, close, far, make_edit, mixed_edits, quiet_pipeline, run, stock_arguments
 from helpers.names import FLUX_FAMILIES
 from PIL import Image
 from torch import Tensor
@@ -153,7 +153,7 @@ def test_law_5_independent_of_arrival_and_of_others(model: Model, order: list[in
     while engine.jobs:
         if (arrival := next(arrivals, None)) is not None:
             engine.join(jobs[arrival])
-        finished += engine.step()
+        finished += engine.step().finished
         if gives_up.step == 2 and gives_up in engine.jobs:
             engine.leave(gives_up)
     assert set(finished) == set(jobs)

@@ -2,20 +2,21 @@
 
 import pytest
 
-from instgenie.scheduling.router import MAX_SCANNED, NUM_KNOWN, Load, Pace, Policy, Router, Work
+from instgenie.scheduling.names import RoutingPolicy
+from instgenie.scheduling.router import MAX_SCANNED, NUM_KNOWN, Pace, Router, Work, WorkerLoad
 
 WORK = Work(num_steps=10, num_tokens=1000, num_masked_tokens=100, template="cat")
 
 
-def make_load(worker: int, *edits: tuple[int, int], templates: tuple[str, ...] = ()) -> Load:
+def make_load(worker: int, *edits: tuple[int, int], templates: tuple[str, ...] = ()) -> WorkerLoad:
     """Edits are (steps, tokens of a step)."""
-    load = Load(worker, max_batch_size=4, templates=dict.fromkeys(templates, "host"))
+    load = WorkerLoad(worker, max_batch_size=4, templates=dict.fromkeys(templates, "host"))
     for index, edit in enumerate(edits):
         add(load, f"{worker}-{index}", *edit)
     return load
 
 
-def add(load: Load, edit: str, num_steps: int, num_tokens: int) -> None:
+def add(load: WorkerLoad, edit: str, num_steps: int, num_tokens: int) -> None:
     load.add(edit, num_steps, num_tokens, load.costs.price(num_tokens, num_tokens, None))
 
 
@@ -45,8 +46,8 @@ def test_what_is_finished_one_by_one_is_waited_for() -> None:
     router = Router()
     assert {router.choose(WORK, loads) for _ in range(2)} == {0, 1}  # nobody knows
     for load in loads:
-        load.measure_chore("finish", 2.0)
-        load.measure_chore("prepare", 0.1)
+        load.measure_side_stage("finish", 2.0)
+        load.measure_side_stage("prepare", 0.1)
     assert {router.choose(WORK, loads) for _ in range(2)} == {1}
     for index in range(4):
         loads[0].remove(f"0-{index}")
@@ -74,7 +75,7 @@ def test_round_robin_takes_turns() -> None:
 
 
 @pytest.mark.parametrize("policy", ["mask_aware", "tokens", "requests", "round_robin"])
-def test_equal_workers_share(policy: Policy) -> None:
+def test_equal_workers_share(policy: RoutingPolicy) -> None:
     loads = [make_load(worker) for worker in range(3)]
     router = Router(policy)
     assert {router.choose(WORK, loads) for _ in range(9)} == {0, 1, 2}
@@ -127,7 +128,7 @@ def test_pace_never_promises_negative_time(measured: list[tuple[float, float]]) 
 
 
 @pytest.mark.parametrize("policy", ["mask_aware", "tokens", "requests"])
-def test_of_many_workers_the_best_of_a_sample_is_taken(policy: Policy) -> None:
+def test_of_many_workers_the_best_of_a_sample_is_taken(policy: RoutingPolicy) -> None:
     """Nine in ten are busy: one of 32 drawn is idle, but for one draw in thirty."""
     loads = [make_load(worker, *[(10, 1000)] * (worker % 10)) for worker in range(2000)]
     router = Router(policy)
@@ -146,7 +147,7 @@ def test_of_many_workers_those_that_hold_the_template_are_looked_at() -> None:
 
 def test_a_worker_that_took_no_step_is_judged_by_the_others() -> None:
     common = Pace()
-    known, new = Load(0, 4, pace=Pace(common)), Load(1, 4, pace=Pace(common))
+    known, new = WorkerLoad(0, 4, pace=Pace(common)), WorkerLoad(1, 4, pace=Pace(common))
     for predicted in (0.01, 0.05, 0.1) * 100:
         known.pace.measure(predicted, 1.0 + 100 * predicted)
     for load in (known, new):

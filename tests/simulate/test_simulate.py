@@ -9,24 +9,21 @@ from instgenie.bench.workload import Recipe, draw_workload
 from instgenie.cost.latency import DEFAULTS
 from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.cost.pricing import JobShape
-from instgenie.cost.table import Price, line_costs
-from instgenie.scheduling.admission import Asking, num_joining, pays
-from instgenie.scheduling.names import Batching
-from instgenie.scheduling.router import Policy
+from instgenie.scheduling.names import Batching, RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
-from instgenie.simulate.service import Chores, Line, Planned, Sums
-from instgenie.simulate.worker import Job, Memory
+from instgenie.simulate.service import LinearService, PlannedService, SideSeconds, Sums
+from instgenie.simulate.worker import SimulatedJob, TemplateMemory
 
-SECOND = Line(per_step=1.0, per_token=0.0, chores=Chores(prepare=0.5, decode=0.25))
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+SECOND = LinearService(per_step=1.0, per_token=0.0, side=SideSeconds(prepare=0.5, decode=0.25))
+POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 BATCHINGS: tuple[Batching, ...] = get_args(Batching)
 
 
-def jobs_at(*times: float, num_steps: int = 2) -> list[Job]:
+def jobs_at(*times: float, num_steps: int = 2) -> list[SimulatedJob]:
     return [make_job(index, at, num_steps, 100, 10, "cat") for index, at in enumerate(times)]
 
 
-def finish_times(shape: ClusterShape, jobs: list[Job], service: Line = SECOND) -> list[float]:
+def finish_times(shape: ClusterShape, jobs: list[SimulatedJob], service: LinearService = SECOND) -> list[float]:
     simulate(shape, service, jobs)
     return [job.finished for job in jobs]
 
@@ -58,7 +55,7 @@ def test_a_static_batch_lets_nobody_join() -> None:
 def test_threads_encode_while_the_next_is_decoded() -> None:
     """A worker of one process decodes and encodes what is denoised at 3.0, one after the other; with threads, two that
     are denoised at 4.5 are decoded by 4.75 and 5.0, and encoded half a second later."""
-    service = Line(1.0, 0.0, Chores(prepare=0.5, decode=0.25, finish_thread=0.5))
+    service = LinearService(1.0, 0.0, SideSeconds(prepare=0.5, decode=0.25, finish_thread=0.5))
     jobs = jobs_at(0.0, 0.0)
     assert finish_times(ClusterShape(1, batching="static", max_batch_size=2), jobs, service) == [3.75, 4.5]
     shape = ClusterShape(1, batching="static-pipelined", max_batch_size=2)
@@ -67,7 +64,7 @@ def test_threads_encode_while_the_next_is_decoded() -> None:
 
 def test_threads_may_be_what_edits_wait_for() -> None:
     """Four of them encode a picture every second."""
-    service = Line(1.0, 0.0, Chores(decode=0.25, finish_thread=4.0))
+    service = LinearService(1.0, 0.0, SideSeconds(decode=0.25, finish_thread=4.0))
     finished = finish_times(ClusterShape(1, batching="static-pipelined"), jobs_at(0.0, 0.0, 0.0, num_steps=1), service)
     assert finished == [5.25, 6.25, 7.25]
 
@@ -75,7 +72,7 @@ def test_threads_may_be_what_edits_wait_for() -> None:
 @pytest.mark.parametrize(("batching", "finished"), [("static-pipelined", [1.3, 2.6, 2.9]), ("static", [1.3, 2.9, 3.2])])
 def test_large_masks_take_longer_to_finish(batching: Batching, finished: list[float]) -> None:
     """The first is alone in its batch; the others share one, and the last waits for the large mask of the second."""
-    service = Line(1.0, 0.0, Chores(decode=0.2, decode_token=0.01))
+    service = LinearService(1.0, 0.0, SideSeconds(decode=0.2, decode_token=0.01))
     jobs = [make_job(index, 0.0, 1, 100, num_masked, "cat") for index, num_masked in enumerate((10, 40, 10))]
     assert finish_times(ClusterShape(1, batching=batching), jobs, service) == pytest.approx(finished)
 
@@ -100,7 +97,7 @@ def test_a_naive_worker_prepares_and_finishes_between_steps() -> None:
 
 
 def test_tokens_cost_what_they_cost_and_dense_steps_more() -> None:
-    service = Line(per_step=1.0, per_token=0.01)
+    service = LinearService(per_step=1.0, per_token=0.01)
     cached, leading, dense = (make_job(0, 0.0, 3, 100, 10, "cat", num_dense_steps=num) for num in (0, 1, 3))
     assert finish_times(ClusterShape(1), [cached], service) == pytest.approx([3.3])
     assert finish_times(ClusterShape(1), [leading], service) == pytest.approx([2.0 + 1.1 + 1.1])
@@ -109,7 +106,7 @@ def test_tokens_cost_what_they_cost_and_dense_steps_more() -> None:
 
 
 def test_jobs_of_all_sizes_step_together() -> None:
-    service = Line(per_step=1.0, per_token=0.01)
+    service = LinearService(per_step=1.0, per_token=0.01)
     jobs = [make_job(0, 0.0, 1, 100, 10, "cat"), make_job(1, 0.0, 1, 400, 40, "dog")]
     assert finish_times(ClusterShape(1), jobs, service) == pytest.approx([1.1, 1.1 + 1.4])
 
@@ -120,7 +117,7 @@ def test_who_waits_for_its_template_lets_others_go_first() -> None:
     arrivals = [(0.0, "cat"), (6.0, "dog"), (6.2, "cat")]
     jobs = [make_job(index, at, 2, 100, 10, template) for index, (at, template) in enumerate(arrivals)]
     assert finish_times(shape, jobs) == [5.0 + 2 + 0.25, 11.0 + 2 + 0.25, 7.0 + 2 + 0.25]
-    memory = Memory(max_templates=1, fetch=5.0)
+    memory = TemplateMemory(max_templates=1, fetch=5.0)
     assert [memory.use(name, now) for name, now in (("a", 0.0), ("a", 2.0), ("a", 9.0), ("b", 9.0), ("a", 10.0))] == [
         5.0, 5.0, 9.0, 14.0, 15.0,
     ]  # fmt: skip
@@ -148,7 +145,7 @@ def test_two_workers_take_one_each() -> None:
 
 @pytest.mark.parametrize("batching", BATCHINGS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_edit_is_finished_once_and_in_order(policy: Policy, batching: Batching) -> None:
+def test_every_edit_is_finished_once_and_in_order(policy: RoutingPolicy, batching: Batching) -> None:
     workload = draw_workload(Recipe(num_edits=300, rate=8.0, num_templates=7))
     jobs = [
         make_job(
@@ -158,7 +155,7 @@ def test_every_edit_is_finished_once_and_in_order(policy: Policy, batching: Batc
     ]
     shape = ClusterShape(5, max_batch_size=3, policy=policy, batching=batching, max_templates=3, fetch=0.02)
     told: list[None] = []
-    finished = simulate(shape, Line(0.05, 1e-4, Chores(0.01, 0.02)), jobs, lambda: told.append(None))
+    finished = simulate(shape, LinearService(0.05, 1e-4, SideSeconds(0.01, 0.02)), jobs, lambda: told.append(None))
     assert Counter(job.id for job in finished) == Counter(job.id for job in jobs)
     assert all(job.num_finished == 1 and job.step == job.work.num_steps for job in jobs)
     assert all(job.arrived < job.prepared <= job.joined < job.denoised < job.finished for job in jobs)
@@ -175,7 +172,7 @@ def test_the_same_load_ends_the_same() -> None:
 def test_a_planned_step_is_as_long_as_the_planner_says() -> None:
     shape = BlockShape(per_token=100, per_text=10, per_rest=0, per_pair=2, per_branch=0, width=8, joint=True)
     network = NetworkShape((shape,) * 3, (3,), per_token=1, per_branch=0)
-    service = Planned(DEFAULTS["cpu"], JobShape(network, num_text=4), in_gpu=True)
+    service = PlannedService(DEFAULTS["cpu"], JobShape(network, num_text=4), in_gpu=True)
 
     def seconds(*sums: tuple[int, int, int, int]) -> float:
         return service.step(Sums(sums))
@@ -186,71 +183,14 @@ def test_a_planned_step_is_as_long_as_the_planner_says() -> None:
     assert seconds((64, 1, 4, 0), (128, 1, 8, 1)) > seconds((64, 1, 4, 0), (128, 1, 8, 0))
 
 
-SHARED = line_costs(per_step=1.0, per_token=0.0)  # a step takes as long, however many jobs share it
-FREE = Asking(Price(0.0, 0.0), 4)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_running", "batching", "expected"),
-    [
-        ([1, 1, 1], 0, "continuous", 3),
-        ([1, 1, 1], 2, "continuous", 2),
-        ([1, 1, 1], 4, "continuous", 0),
-        ([2, 3, 1], 0, "continuous", 1),  # nobody overtakes a group for which there is no room
-        ([9, 1], 0, "continuous", 1),  # larger than a batch: alone
-        ([9, 1], 1, "continuous", 0),
-        ([1, 1], 1, "static", 0),
-        ([1, 1], 1, "static-pipelined", 0),
-        ([1, 1, 3], 0, "static", 2),
-        ([], 0, "naive", 0),
-    ],
-)
-def test_who_joins(sizes: list[int], num_running: int, batching: Batching, expected: int) -> None:
-    groups = [[FREE] * size for size in sizes]
-    assert num_joining(groups, sum(sizes), [FREE] * num_running, 4, batching, SHARED) == expected
-
-
-@pytest.mark.parametrize(
-    ("compute", "load", "num_left", "num_waiting", "expected"),
-    [
-        (1.0, 0.0, 4, 1, True),  # as much as the constant of a step
-        (5.0, 0.0, 4, 1, False),
-        (5.0, 0.0, 4, 2, True),  # the longer the queue, the larger the batch
-        (50.0, 0.0, 4, 9, False),
-        (50.0, 0.0, 7, 1, False),
-        (50.0, 0.0, 8, 1, True),  # done in half of what it would wait for
-        (5.0, 50.0, 4, 1, False),  # a load of its own
-    ],
-)
-def test_a_batch_grows_while_that_pays(
-    compute: float, load: float, num_left: int, num_waiting: int, expected: bool
-) -> None:
-    """One job runs, one of four steps waits first."""
-    price = Price(compute, load)
-    assert pays([Asking(price, 4)], [Asking(price, num_left)], num_waiting, SHARED) == expected
-
-
-def test_who_loads_nothing_computes_beside_loads_for_nothing() -> None:
-    near, far = Asking(Price(5.0, 0.0), 4), Asking(Price(5.0, 50.0), 4)
-    assert pays([near], [far], 1, SHARED)
-    assert not pays([far], [near], 1, SHARED)
-
-
-def test_a_naive_batch_takes_everybody() -> None:
-    dear = Asking(Price(50.0, 0.0), 4)
-    assert num_joining([[dear]] * 3, 3, [dear], 8, "naive", SHARED) == 3
-    assert num_joining([[dear]] * 3, 3, [dear], 8, "continuous", SHARED) == 0
-    assert num_joining([[dear]] * 3, 3, [], 8, "continuous", SHARED) == 1
-
-
 def test_who_is_soon_done_does_not_wait() -> None:
     jobs = [make_job(0, 0.0, 100, 100, 100, "cat"), make_job(1, 0.5, 2, 100, 100, "cat")]
-    simulate(ClusterShape(1), Line(per_step=1e-3, per_token=1e-2), jobs)
+    simulate(ClusterShape(1), LinearService(per_step=1e-3, per_token=1e-2), jobs)
     assert [round(job.finished) for job in jobs] == [102, 5]
 
 
 def test_jobs_that_share_nothing_take_turns() -> None:
     """Together both would end at 20; one after the other, one of them ends at 10."""
     jobs = [make_job(index, 0.0, 10, 100, 100, "cat") for index in range(2)]
-    simulate(ClusterShape(1), Line(per_step=1e-3, per_token=1e-2), jobs)
+    simulate(ClusterShape(1), LinearService(per_step=1e-3, per_token=1e-2), jobs)
     assert sorted(round(job.finished) for job in jobs) == [10, 20]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.families import make_edit
+from helpers.edits import make_edit
 from helpers.workers import SHARED, SIZE, batches, head_of, jobs, make_denoiser, registering
 
 from instgenie.cluster import wire
@@ -37,7 +37,7 @@ def test_what_steps_cost_is_told_before_any_is_taken(small: Model) -> None:
     num_tokens, num_masked = len(job.masked), int(job.masked.sum())
     cached, dense = (first.costs.price(num_tokens, num_masked, tier) for tier in ("host", None))
     prices = {"a": cached, "b": dense}
-    for step in tape.of(wire.Stepped):
+    for step in tape.of(wire.BatchStepped):
         expected = first.costs.step_seconds(prices[told.id] for told in step.jobs)
         assert step.predicted_seconds == pytest.approx(expected), step
     assert cached.compute < dense.compute

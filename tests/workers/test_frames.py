@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from helpers.families import make_edit
+from helpers.edits import make_edit
 
 from instgenie.cluster.wire import Denoise, Denoising, decode, encode
 from instgenie.engine.loop import Engine

@@ -1,0 +1,157 @@
+"""The scheduler decides, before every step, which waiting jobs join the running batch.
+
+It sees plain numbers: the groups that wait, the price and the remaining steps of each job, and the cost of a step.
+The step loop of a worker, the single-process editor and the simulator ask the same object. Jobs that arrive together
+form a group and join together. A group whose activations are still loading is passed over.
+
+A joining job amortises the step's fixed cost but lengthens the step for the others. Two jobs that share nothing take
+as long together as one after the other, except that the first one ends later. So a batch grows while that pays, and it
+pays more the longer the queue is.
+
+No scheduler preempts running jobs. One that does names the jobs that leave in a further field of `Decision`, which the
+step loop then applies before the joins.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from instgenie.cost.table import Price, StepCosts
+from instgenie.scheduling.names import Batching
+
+PATIENCE = 0.35  # weight of a running job's loss against a waiting job's gain
+
+
+class PricedJob(NamedTuple):
+    """A job as the scheduler sees it, running or waiting."""
+
+    price: Price  # mean over the remaining steps
+    num_steps: int  # remaining
+
+
+class WaitingGroup(Protocol):
+    """Jobs that join a batch together."""
+
+    @property
+    def is_ready(self) -> bool:
+        """False while the activations of one of its jobs are loading."""
+
+    @property
+    def num_jobs(self) -> int: ...
+
+    def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
+        """Price the jobs. Called only for groups that may join, so that a long queue costs nothing."""
+
+
+class Split(NamedTuple):
+    """A waiting group is cut in two; the second part waits behind the first."""
+
+    position: int  # in the queue
+    num_first: int  # jobs of the first part
+
+
+class Decision(NamedTuple):
+    joining: Sequence[int] = ()  # positions in the queue, after the split; all others wait
+    split: Split | None = None
+
+
+class Scheduler(Protocol):
+    def decide(
+        self,
+        waiting: Iterable[WaitingGroup],
+        num_ready: int,
+        running: Sequence[PricedJob],
+        max_jobs: int,
+        costs: StepCosts,
+    ) -> Decision:
+        """Decide which groups join. `waiting` is in the order of arrival, `num_ready` counts the jobs of its ready
+        groups, and a batch has room for `max_jobs`. A group larger than that joins an empty batch alone."""
+
+
+Admit = Callable[[Sequence[PricedJob], Sequence[PricedJob], int, StepCosts], bool]
+
+
+@dataclass(frozen=True)
+class FirstCome:
+    """Ready groups join in the order of arrival while there is room and `admit` agrees. None overtakes another."""
+
+    admit: Admit
+
+    def decide(
+        self,
+        waiting: Iterable[WaitingGroup],
+        num_ready: int,
+        running: Sequence[PricedJob],
+        max_jobs: int,
+        costs: StepCosts,
+    ) -> Decision:
+        batch, joining, split = list(running), list[int](), None
+        for position, group in enumerate(waiting):
+            if not group.is_ready:
+                continue
+            room = max_jobs - len(batch)
+            fits = not batch or group.num_jobs <= room
+            if not fits and (joining or room <= 0):
+                break
+            jobs = group.priced(costs)
+            if not fits:
+                if not waits_too_long(jobs, running, room):
+                    break
+                split, jobs = Split(position, room), jobs[:room]
+            if batch and not self.admit(jobs, batch, num_ready, costs):
+                break
+            batch += jobs
+            joining.append(position)
+            num_ready -= len(jobs)
+            if split:
+                break
+        return Decision(joining, split)
+
+
+@dataclass(frozen=True)
+class OneBatch:
+    """No job joins before the running batch is done; the next batch takes all there is room for."""
+
+    def decide(
+        self,
+        waiting: Iterable[WaitingGroup],
+        num_ready: int,
+        running: Sequence[PricedJob],
+        max_jobs: int,
+        costs: StepCosts,
+    ) -> Decision:
+        if running:
+            return Decision()
+        return FILL.decide(waiting, num_ready, running, max_jobs, costs)
+
+
+def waits_too_long(group: Sequence[PricedJob], running: Sequence[PricedJob], room: int) -> bool:
+    """Return whether a group that does not fit would wait for room longer than it runs. It is then split, so that its
+    first jobs join as soon as that pays."""
+    remaining = sorted(job.num_steps for job in running)
+    num_leaving = min(len(group) - room, len(remaining))
+    return remaining[num_leaving - 1] > max(job.num_steps for job in group)
+
+
+def pays(group: Sequence[PricedJob], batch: Sequence[PricedJob], num_waiting: int, costs: StepCosts) -> bool:
+    """Return whether the waiting jobs, the group among them, gain more than the batch loses if the group joins. A group
+    that needs at most half the steps of the batch's shortest job always joins."""
+    if 2 * max(job.num_steps for job in group) <= min(job.num_steps for job in batch):
+        return True
+    alone, before, together = (costs.step_seconds(job.price for job in jobs) for jobs in (group, batch, (*batch, *group)))
+    lost = together - before
+    return num_waiting * (alone - lost) >= PATIENCE * len(batch) * lost
+
+
+def always(group: Sequence[PricedJob], batch: Sequence[PricedJob], num_waiting: int, costs: StepCosts) -> bool:
+    return True
+
+
+FILL = FirstCome(always)  # every job joins as soon as there is room
+
+SCHEDULERS: dict[Batching, Scheduler] = {
+    "continuous": FirstCome(pays),
+    "static": OneBatch(),
+    "static-pipelined": OneBatch(),
+    "naive": FILL,
+}

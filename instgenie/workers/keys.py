@@ -1,0 +1,35 @@
+"""Keys of templates from the heads that messages carry, and back."""
+
+from functools import lru_cache
+
+from instgenie.cluster.orders import template_id
+from instgenie.cluster.wire import TemplateHead
+from instgenie.engine.pricing import NO_MASK, NO_PICTURE
+from instgenie.engine.register import name_key
+from instgenie.jobs.activations import CacheDtype, Key, Kind
+from instgenie.models.model import Model
+from instgenie.types import Edit
+
+KIND: Kind = "kv"
+MAX_KEYS = 1024  # remembered
+
+
+class Keys:
+    def __init__(self, model: Model, cache_dtype: CacheDtype) -> None:
+        self.model, self.cache_dtype = model, cache_dtype
+        self.find = lru_cache(MAX_KEYS)(self.make)
+
+    def make(self, head: TemplateHead) -> Key:
+        """Make the key of a template. `find` remembers it."""
+        edit = Edit(NO_PICTURE, NO_MASK, "", steps=head.steps, guidance=head.guidance, size=head.size)
+        return name_key(head.picture, head.model, edit, self.model, KIND, self.cache_dtype, head.tenant)
+
+    def head(self, key: Key) -> TemplateHead:
+        """Describe a template by its key. A guidance that does not enter the network is the model's own, as it is in
+        the heads that the cluster makes."""
+        guidance = key.guidance if self.model.embeds_guidance else float(self.model.guidance)
+        id = template_id(key.tenant, key.num_steps, guidance, key.picture)
+        return TemplateHead(id, key.picture, key.tenant, key.model, key.size, key.num_steps, guidance)
+
+    def id(self, key: Key) -> str:
+        return self.head(key).id

@@ -1,0 +1,55 @@
+"""The mailbox of a step loop: hands messages that arrive to their handlers, and reports on jobs."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from instgenie.cluster.wire import BatchStepped, Denoised, Frame, Glimpsed, Joined
+from instgenie.telemetry import traces
+from instgenie.workers.frames import tensor_frame, tensor_head
+from instgenie.workers.process import Line, failure
+from instgenie.workers.queue import JobGroup, TrackedJob
+
+Handler = Callable[[Any, list[Frame]], None]
+
+
+class Mailbox:
+    def __init__(self, line: Line, handlers: Mapping[type, Handler]) -> None:
+        self.line = line
+        self.handlers = handlers
+
+    def read_all(self, wait: bool) -> None:
+        """Handle all messages that are there; with `wait`, wait for the first."""
+        while received := self.line.receive(wait):
+            message, frames = received
+            self.handlers[type(message)](message, frames)
+            wait = False
+
+    def report_joined(self, group: JobGroup) -> None:
+        plans = tuple(tracked.job.plan for tracked in group.jobs)
+        self.line.send(Joined(tuple(tracked.progress for tracked in group.jobs), plans))
+
+    def report_step(self, jobs: Sequence[TrackedJob], seconds: float, predicted: float, num_interruptions: int) -> None:
+        steps = tuple(tracked.progress for tracked in jobs)
+        self.line.send(BatchStepped(seconds, predicted, num_interruptions, steps))
+
+    def report_failure(self, tracked: TrackedJob, error: Exception) -> None:
+        self.line.send(failure(tracked.id, tracked.attempt, error))
+
+    def send_partial(self, tracked: TrackedJob, before: Tensor) -> None:
+        """Send a prediction of the job's result, made from its latents before and after the last step."""
+        job = tracked.job
+        latents = job.schedule.foreseen(before, job.latents, job.step - 1)
+        index = tracked.partials.index(job.step)
+        self.line.send(Glimpsed(tracked.id, tracked.attempt, index, tensor_head(latents)), [tensor_frame(latents)])
+
+    def send_latents(self, tracked: TrackedJob) -> None:
+        """Hand over a job that has taken all its steps."""
+        job, seconds = tracked.job, time.perf_counter() - tracked.joined_at
+        head = tensor_head(job.latents)
+        message = Denoised(tracked.id, tracked.attempt, head, job.num_computed_tokens, seconds)
+        self.line.send(message, [tensor_frame(job.latents)])
+        facts = {"num_steps": job.num_steps, "num_computed_tokens": job.num_computed_tokens}
+        traces.record(tracked.trace, "denoise", seconds, attempt=tracked.attempt, **facts)

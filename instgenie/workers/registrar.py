@@ -1,0 +1,88 @@
+"""The registrar of a worker: registers templates between steps, a few steps of one template at a time."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from instgenie.cluster.wire import Frame, Register, Registered, read_picture
+from instgenie.engine.loop import free_memory
+from instgenie.engine.register import Registration
+from instgenie.jobs.activations import Key
+from instgenie.jobs.job import Job
+from instgenie.models.model import Model
+from instgenie.types import Pixels
+from instgenie.workers.frames import read_job
+from instgenie.workers.process import Line, failure
+from instgenie.workers.templates import Templates
+
+
+@dataclass(eq=False)
+class PendingTemplate:
+    """A template that is to be registered, or is being registered."""
+
+    id: str
+    attempt: int
+    key: Key
+    job: Job
+    is_urgent: bool  # True if an edit waits for it
+    missing: Future[list[range]]  # spans that no tier has
+    picture: Pixels | None  # to keep beside the activations
+    registration: Registration | None = None  # None until the missing spans are known
+
+
+class Registrar:
+    def __init__(self, model: Model, templates: Templates, line: Line) -> None:
+        self.model, self.templates, self.line = model, templates, line
+        self.pending: dict[str, PendingTemplate] = {}  # by template id
+
+    def accept(self, message: Register, frames: list[Frame]) -> None:
+        known = self.pending.get(message.id)
+        if known and known.attempt == message.attempt:
+            known.is_urgent |= message.is_urgent
+            return
+        self.cancel(message.id)  # an older attempt
+        try:
+            key = self.templates.keys.find(message.template)
+            job = read_job(message.job, frames[: len(message.job.tensors)], self.model.device)
+            picture = read_picture(frames[-1], message.picture) if message.picture else None
+        except Exception as error:
+            self.line.send(failure(message.id, message.attempt, error))
+            return
+        self.templates.pin(key)
+        missing = self.templates.missing(key)
+        self.pending[message.id] = PendingTemplate(
+            message.id, message.attempt, key, job, message.is_urgent, missing, picture
+        )
+
+    def cancel(self, id: str) -> None:
+        if pending := self.pending.pop(id, None):
+            self.templates.unpin(pending.key)
+
+    def next(self, is_idle: bool) -> PendingTemplate | None:
+        """The template to work on now: an urgent one, or any one if the worker is idle. Templates whose missing spans
+        are not yet known are passed over."""
+        known = (pending for pending in self.pending.values() if pending.missing.done())
+        return next((pending for pending in known if is_idle or pending.is_urgent), None)
+
+    def advance(self, pending: PendingTemplate) -> None:
+        """Register the next span of a template."""
+        key = pending.key
+        try:
+            registration = self.registration_of(pending)
+            registration.advance(self.model, self.templates.store)
+        except Exception as error:
+            self.cancel(pending.id)
+            free_memory(self.model.device)
+            self.line.send(failure(pending.id, pending.attempt, error))
+            return
+        if registration.done:
+            self.cancel(pending.id)
+            if pending.picture is not None:
+                self.templates.keep_picture(key, pending.picture)
+            self.templates.report(key)
+        progress = registration.num_registered_steps, key.num_steps
+        self.line.send(Registered(pending.id, pending.attempt, *progress, self.templates.memory_bytes(key)))
+
+    def registration_of(self, pending: PendingTemplate) -> Registration:
+        if pending.registration is None:
+            pending.registration = Registration(key=pending.key, job=pending.job, missing=pending.missing.result())
+        return pending.registration
