@@ -1,1 +1,1 @@
-"""Pixels and files. Imports no torch."""
+"""Pictures and masks: pixels and files. Imports no torch."""

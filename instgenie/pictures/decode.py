@@ -1,4 +1,4 @@
-"""Opens picture files that come from strangers. Knows files and Pillow; not what the picture is for."""
+"""Opens picture files from untrusted sources. Knows files and Pillow; does not know what the picture is for."""
 
 import io
 import warnings
@@ -15,8 +15,8 @@ MIN_SIDE = 16
 
 
 def decode(source: str | Path | bytes, error: type[InstGenieError], max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The upright, fully decoded image: L or RGB, or RGBA where the file has any kind of transparency. Whatever is
-    wrong with the file is raised as `error`, in our own words."""
+    """The upright, fully decoded image: L or RGB, or RGBA if the file has any kind of transparency. Any defect of the
+    file is raised as `error`, with a message that quotes nothing of Pillow's."""
     name = "the data" if isinstance(source, bytes) else str(source)
     if not isinstance(source, bytes):
         _check_file(Path(source), error)
@@ -28,7 +28,7 @@ def decode(source: str | Path | bytes, error: type[InstGenieError], max_pixels: 
             raise error(f"{name} is too large: at most {max_pixels:,} pixels are accepted") from None
         except PermissionError:
             raise error(f"{name} cannot be read: permission denied") from None
-        except Exception:  # Pillow lets every kind of error out of a hostile header; its text may carry addresses
+        except Exception:  # a hostile header makes Pillow raise anything, with text that may carry addresses
             raise error(f"{name} is not a readable picture: PNG, JPEG or WebP is expected") from None
         with image:
             _check_size(image, name, error, max_pixels)
@@ -40,7 +40,7 @@ def decode(source: str | Path | bytes, error: type[InstGenieError], max_pixels: 
 
 def _plain(image: Image.Image) -> Image.Image:
     image.load()
-    if image.mode.startswith("I"):  # 16 bits of grey
+    if image.mode.startswith("I"):  # 16-bit grey
         plain = Image.fromarray(np.rint(np.asarray(image) / 257).clip(0, 255).astype(np.uint8))
         plain.info = image.info
         return plain
@@ -61,7 +61,7 @@ def _check_file(path: Path, error: type[InstGenieError]) -> None:
         if path.is_file():
             return
         found = "it is not a file" if path.exists() else "there is no such file"
-    except (OSError, ValueError):  # a name too long, a folder that may not be entered
+    except (OSError, ValueError):  # a name that is too long, a folder without permission
         found = "it cannot be reached"
     raise error(f"{path} cannot be read: {found}")
 

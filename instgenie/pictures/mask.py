@@ -1,4 +1,4 @@
-"""Masks: read from a file or a box, and turned into masked tokens. Knows pixels and patches; no model, no device."""
+"""Masks: read from a file or a box, and turned into masked tokens. Knows pixels and patches; knows no model."""
 
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ MaskMode = Literal["alpha", "luma"]
 
 
 def token_mask(mask: PixelMask, patch: int, halo: int = 0) -> NDArray[np.bool_]:
-    """[rows, cols]: a token is masked if any pixel of its patch is, or if one within `halo` tokens is."""
+    """The masked tokens [rows, cols]: a token is masked if any pixel of its patch is, or any token within `halo`."""
     height, width = mask.shape
     assert height % patch == 0, (height, patch)
     assert width % patch == 0, (width, patch)
@@ -23,7 +23,7 @@ def token_mask(mask: PixelMask, patch: int, halo: int = 0) -> NDArray[np.bool_]:
 
 
 def _dilate(tokens: NDArray[np.bool_], reach: int) -> NDArray[np.bool_]:
-    """Spreads what is True by `reach` rows up and down."""
+    """Spread True by `reach` rows up and down."""
     spread = tokens.copy()
     for shift in range(1, min(reach, len(tokens) - 1) + 1):
         spread[shift:] |= tokens[:-shift]
@@ -34,7 +34,7 @@ def _dilate(tokens: NDArray[np.bool_], reach: int) -> NDArray[np.bool_]:
 def read_mask(
     source: str | Path | bytes, size: tuple[int, int], mode: MaskMode = "alpha", max_pixels: int = MAX_PIXELS
 ) -> PixelMask:
-    """Reads the mask of a picture of `size` (height, width). alpha: 0 = masked; luma: 128 and above = masked."""
+    """Read the mask of a picture of `size` (height, width). alpha: 0 is masked; luma: 128 and above is masked."""
     name = "the mask" if isinstance(source, bytes) else f"the mask {source}"
     image = decode(source, MaskError, max_pixels)
     if (image.height, image.width) != size:
@@ -72,7 +72,7 @@ def box_mask(box: tuple[int, int, int, int], size: tuple[int, int]) -> PixelMask
 
 
 def check_mask(mask: PixelMask, size: tuple[int, int]) -> None:
-    """Raises unless this is a mask with something in it for a picture of `size` (height, width)."""
+    """Raise a MaskError unless this is a mask of `size` (height, width) with at least one masked pixel."""
     if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
         found = mask.dtype if isinstance(mask, np.ndarray) else type(mask).__name__
         raise MaskError(f"the mask is {found}: a bool array [height, width] is expected")

@@ -24,7 +24,7 @@ MAX_HALO = 256
 MAX_PROMPT = 32_000
 MAX_SEED = 2**63 - 1
 SIZE_MULTIPLE = 16
-LANCZOS_REACH = 3  # pixels of the coarser of two pictures, to each side
+LANCZOS_REACH = 3  # pixels of the coarser of the two pictures, on each side
 MIN_SIZE, MAX_SIZE = 32, 4096
 
 FORMAT_OF_SUFFIX = {".png": "PNG", ".webp": "WEBP", ".jpg": "JPEG", ".jpeg": "JPEG"}
@@ -32,7 +32,7 @@ MAX_SIDE = {"PNG": 2**31 - 1, "WEBP": 16_383, "JPEG": 65_500}
 
 
 def open_picture(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Pixels:
-    """Decodes PNG, JPEG or WebP, upright, as RGB; transparent parts lie on white."""
+    """Decode PNG, JPEG or WebP to RGB, upright; transparent parts are put on white."""
     image = decode(source, PictureError, max_pixels)
     if image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -40,8 +40,9 @@ def open_picture(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Pi
 
 
 def working_size(height: int, width: int, patch: int, own_size: int) -> tuple[int, int]:
-    """The (height, width) the model works at: whole patches, no more of them than own_size x own_size has, at least
-    two a side; of these the one that best keeps both the picture's aspect and the area."""
+    """The (height, width) the model works at: whole patches, at least two per side, and in all no more than
+    `own_size` x `own_size` has. Among these, it is the size that best keeps both the picture's aspect ratio and the
+    area of `own_size`."""
     max_tokens = (own_size // patch) ** 2
     assert max_tokens >= 4, (own_size, patch)
 
@@ -66,7 +67,7 @@ def resize_picture(picture: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def resize_mask(mask: PixelMask, size: tuple[int, int]) -> PixelMask:
-    """A pixel of the result is masked if any pixel of the source that it overlaps is."""
+    """Resize a mask; a pixel of the result is masked if it overlaps any masked pixel of the source."""
     height, width = size
     return _any_under(_any_under(mask, height).T, width).T
 
@@ -95,18 +96,19 @@ def composite(original: Pixels, edited: Pixels, mask: PixelMask, feather: int = 
 
 
 def composited(mask: PixelMask, size: tuple[int, int]) -> Box:
-    """What `composite` reads of an edited picture of `size`: a box around the mask, with what resizing looks at."""
+    """The box of an edited picture of `size` that `composite` reads: around the mask, with the pixels that resizing
+    needs."""
     rows, cols = _masked_lines(mask)
     return Box(_read(rows, mask.shape[0], size[0]), _read(cols, mask.shape[1], size[1]))
 
 
 def _masked_lines(mask: PixelMask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Rows and columns that have masked pixels."""
+    """The rows and the columns that have masked pixels."""
     return np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
 
 
 def _read(masked: NDArray[np.intp], own_length: int, length: int) -> range:
-    """Of a side of `length` pixels, that is resized to `own_length`, of which these are masked."""
+    """The pixels read of a side of `length` pixels that is resized to `own_length`, given the masked pixels there."""
     scale = length / own_length
     around = 0 if length == own_length else LANCZOS_REACH * max(scale, 1.0) + 1
     start, stop = masked[0] * scale - around, (masked[-1] + 1) * scale + around
@@ -114,13 +116,13 @@ def _read(masked: NDArray[np.intp], own_length: int, length: int) -> range:
 
 
 def edge_distance(mask: PixelMask, limit: int) -> NDArray[np.float32]:
-    """How far each masked pixel is from the nearest unmasked one, at most `limit`; 0 where unmasked. The picture's
-    own border is no edge."""
+    """Distance of each masked pixel from the nearest unmasked one, at most `limit`; 0 for unmasked pixels. The border
+    of the picture is not an edge."""
     distance = np.zeros(mask.shape, np.float32)
     if not mask.any():
         return distance
     rows, cols = _masked_lines(mask)
-    # one pixel around the mask is enough: whatever is unmasked beyond it is farther away
+    # one pixel around the mask is enough: unmasked pixels beyond it are farther away
     window = slice(max(rows[0] - 1, 0), rows[-1] + 2), slice(max(cols[0] - 1, 0), cols[-1] + 2)
     inside = mask[window]
     height, width = inside.shape
@@ -137,7 +139,7 @@ def edge_distance(mask: PixelMask, limit: int) -> NDArray[np.float32]:
 
 
 def check_edit(edit: Edit) -> None:
-    """Raises a typed error for the first field that is out of range."""
+    """Raise a typed error for the first field that is out of range."""
     picture = edit.picture
     if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
         is_array = isinstance(picture, np.ndarray)
@@ -200,10 +202,10 @@ def _check_working_size(size: tuple[int, int]) -> None:
 
 
 def check_target(path: str | Path) -> None:
-    """Raises unless a picture can be saved under this name."""
+    """Raise a PictureError unless a picture can be saved under this name."""
     path = Path(path)
     if path.suffix.lower() not in FORMAT_OF_SUFFIX:
-        raise PictureError(f"{path} has no known picture suffix: {', '.join(FORMAT_OF_SUFFIX)} are")
+        raise PictureError(f"{path} has no known picture suffix: {', '.join(FORMAT_OF_SUFFIX)} are known")
     if not os.path.isdir(path.parent):
         raise PictureError(f"{path} cannot be saved: there is no folder {path.parent}")
     if os.path.isdir(path):
@@ -211,8 +213,8 @@ def check_target(path: str | Path) -> None:
 
 
 def encode_picture(picture: Pixels, file_format: str, quality: int = 100, is_quick: bool = False) -> bytes:
-    """PNG always exactly, WebP at a quality of 100; a JPEG's quality ends at 95, above which it only gets larger. A
-    quick PNG takes half the time and a few percent more bytes."""
+    """Encode a picture. PNG is lossless, and so is WebP at a quality of 100. JPEG's quality is capped at 95, above
+    which files only get larger. A quick PNG takes half the time and a few percent more bytes."""
     file_format = file_format.upper()
     height, width, _ = picture.shape
     if max(height, width) > MAX_SIDE[file_format]:
@@ -229,7 +231,7 @@ def encode_picture(picture: Pixels, file_format: str, quality: int = 100, is_qui
 
 
 def save_picture(picture: Pixels, path: str | Path) -> None:
-    """Saves in the format of the suffix, PNG and WebP exactly; the name appears only when the file is complete."""
+    """Save in the format of the suffix, PNG and WebP without loss. The file appears only when it is complete."""
     path = Path(path)
     check_target(path)
     encoded = encode_picture(picture, FORMAT_OF_SUFFIX[path.suffix.lower()])

@@ -1,4 +1,4 @@
-"""Logs as JSON lines on stderr: time, level, logger, message, and the fields an entry was given."""
+"""Logs as JSON lines on stderr: time, level, logger, message, and the extra fields of a record."""
 
 import json
 import logging
@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}  # attributes of any record
 
 
 class JsonFormatter(logging.Formatter):
@@ -18,14 +18,14 @@ class JsonFormatter(logging.Formatter):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {"time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "logger": record.name}
         line |= self.fields | {"message": record.getMessage()}
-        line |= {name: value for name, value in vars(record).items() if name not in PLAIN}
+        line |= {name: value for name, value in vars(record).items() if name not in STANDARD}
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
 def log_to_stderr(level: str = "INFO", **fields: Any) -> None:
-    """Every line carries the fields."""
+    """Log the package's records to stderr; every line carries the given fields."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(**fields))
     logger = logging.getLogger("instgenie")

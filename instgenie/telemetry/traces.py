@@ -1,8 +1,7 @@
-"""Traces of edits across the processes, for OpenTelemetry. Knows spans; nothing of OpenTelemetry is imported before the
-first of them.
+"""Traces of edits across processes, for OpenTelemetry, which is imported when the first span is made.
 
-A trace travels as text, W3C's traceparent. The empty text is no trace: whoever gets it does nothing. Collector, service
-name and sampling are those of OpenTelemetry's own environment variables.
+A trace travels as text, a W3C traceparent. An empty text means no trace, and nothing is recorded. Collector, service
+name and sampling are set by OpenTelemetry's own environment variables.
 """
 
 import os
@@ -18,17 +17,18 @@ ENDPOINTS = (ENDPOINT, "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 def are_wanted(environment: Mapping[str, str]) -> bool:
+    """True if the environment names a collector and does not turn traces off."""
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_off |= environment.get("OTEL_TRACES_EXPORTER", "otlp") == "none"
     return not is_off and any(environment.get(name) for name in ENDPOINTS)
 
 
 def check() -> None:
-    """Raises if traces cannot be sent."""
+    """Raise a ConfigError if traces cannot be sent."""
     try:
         provider()
     except ImportError:
-        raise ConfigError("traces need OpenTelemetry: pip install 'instgenie[otel]' brings it") from None
+        raise ConfigError("traces need OpenTelemetry: install it with pip install 'instgenie[otel]'") from None
 
 
 @cache
@@ -45,7 +45,7 @@ def provider() -> Any:
 
 
 def start_span(name: str, trace: str, **facts: Any) -> Any:
-    """A child of the trace; of none, if it is not a traceparent."""
+    """Start a child span of the trace, or a root span if the text is not a traceparent."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     context = TraceContextTextMapPropagator().extract({"traceparent": trace})
@@ -53,7 +53,7 @@ def start_span(name: str, trace: str, **facts: Any) -> Any:
 
 
 class RequestSpan:
-    """From when a request comes to when it is answered; what its edits do are its children."""
+    """A span from the arrival of a request to its answer; the spans of its edits are its children."""
 
     def __init__(self, trace: str) -> None:
         from opentelemetry.trace import SpanKind
@@ -71,7 +71,7 @@ class RequestSpan:
 
 
 def record(trace: str, name: str, seconds: float, ended_ago: float = 0.0, **attributes: Any) -> None:
-    """A span of so many seconds that ended just now, or a while ago."""
+    """Record a span of `seconds` that ended now, or `ended_ago` seconds ago."""
     if not trace:
         return
     end = time.time_ns() - round(ended_ago * 1e9)
@@ -84,6 +84,6 @@ def named(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def close() -> None:
-    """Sends what is still here."""
+    """Send the spans that are still buffered."""
     if provider.cache_info().currsize:
         provider().shutdown()

@@ -7,7 +7,7 @@ import time
 from contextvars import ContextVar
 from typing import Any, Literal
 
-from instgenie.telemetry.logs import PLAIN, JsonFormatter
+from instgenie.telemetry.logs import STANDARD, JsonFormatter
 
 LogFormat = Literal["json", "text"]
 
@@ -17,7 +17,7 @@ log = logging.getLogger("instgenie.server")
 
 class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        facts = {name: value for name, value in vars(record).items() if name not in PLAIN}
+        facts = {name: value for name, value in vars(record).items() if name not in STANDARD}
         shown = " ".join(f"{name}={value}" for name, value in facts.items())
         line = f"{time.strftime('%H:%M:%S')} {record.levelname:<7} {record.getMessage()} {shown}".rstrip()
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
