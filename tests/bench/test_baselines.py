@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.families import make_edit
+from helpers.edits import make_edit
 from torch import Tensor
 
 from instgenie.bench.baselines import (

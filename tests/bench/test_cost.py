@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers.families import make_edit
+from helpers.edits import make_edit
 
 from instgenie.bench.cost import job_flops, square_flops
 from instgenie.engine.prepare import prepare

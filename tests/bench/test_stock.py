@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.families import make_edit
+from helpers.edits import make_edit
 
 from instgenie.bench.stock import compiled_system, stock_system
 from instgenie.models.model import Model

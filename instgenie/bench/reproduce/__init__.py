@@ -1,1 +1,1 @@
-"""The tables and figures of the InstGenIE paper, measured here: one file for each, and one report of all."""
+"""The tables and figures of the InstGenIE paper, measured again: one file per part, and one report of all."""

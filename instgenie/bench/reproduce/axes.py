@@ -1,4 +1,4 @@
-"""Axes that suit the points drawn over them. Knows numbers."""
+"""Axes that fit the values drawn along them."""
 
 import math
 from collections.abc import Iterable
@@ -13,20 +13,20 @@ def linear(name: str, values: Iterable[float]) -> Axis:
 
 
 def at_values(name: str, values: Iterable[float]) -> Axis:
-    """A tick at each."""
+    """Put a tick at each value."""
     known = sorted(set(values))
     margin = 0.06 * (known[-1] - known[0] or 1)
     return Axis(name, known, known[0] - margin, known[-1] + margin)
 
 
 def doubling(name: str, values: Iterable[float]) -> Axis:
-    """A logarithmic axis with a tick at each."""
+    """Make a logarithmic axis with a tick at each value."""
     known = sorted(set(values))
     return Axis(name, known, known[0] / 1.15, known[-1] * 1.15, log=True)
 
 
 def decades(name: str, values: Iterable[float]) -> Axis:
-    """A logarithmic axis from a round number to another."""
+    """Make a logarithmic axis between two round numbers."""
     known = [value for value in values if value > 0 and math.isfinite(value)] or [1.0]
     low, high = (10.0 ** math.floor(math.log10(min(known))), 10.0 ** math.ceil(math.log10(max(known) * 1.001)))
     marks = [power * part for power in powers(low, high) for part in (1, 2, 5)]

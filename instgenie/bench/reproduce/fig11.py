@@ -19,18 +19,19 @@ def run(lab: Lab) -> Section:
     return Section(
         name=NAME,
         title="Latency models",
-        paper="Compute is linear in FLOPs and loading in bytes, with R² close to 1: the planner may trust them.",
-        here="Steps of several batches, cached at five mask ratios, half dense and dense; transfers of several sizes; "
-        "of a few rounds the fastest. As instgenie calibrate does it.",
+        paper="Compute time is linear in FLOPs and loading time in bytes, with R² close to 1, so the planner can rely "
+        "on linear models.",
+        here="Steps of several batches (cached at five mask ratios, half dense, and dense) and transfers of several "
+        "sizes, as instgenie calibrate measures them; the fastest of a few rounds counts.",
         tables=[fit_table(found.latency), step_table(found.cases, measured, predicted)],
         charts=[step_chart(found.cases, measured, predicted), load_chart(found.latency, found.loads)],
-        findings=[f"R² is {found.latency.r2_compute:.3f} of compute and {found.latency.r2_load:.3f} of loading."],
+        findings=[f"R² is {found.latency.r2_compute:.3f} for compute and {found.latency.r2_load:.3f} for loading."],
     )
 
 
 def fit_table(latency: Latency) -> Table:
-    compute = f"{latency.block * 1e3:.3g} ms a block + {latency.flop * 1e12:.3g} ms a GFLOP"
-    load = f"{latency.load * 1e6:.3g} µs + {latency.byte * 1e12:.3g} µs a MB"
+    compute = f"{latency.block * 1e3:.3g} ms per block + {latency.flop * 1e12:.3g} ms per GFLOP"
+    load = f"{latency.load * 1e6:.3g} µs + {latency.byte * 1e12:.3g} µs per MB"
     rows = [
         row(NAME, "compute", compute, f"{latency.r2_compute:.4f}"),
         row(NAME, "load", load, f"{latency.r2_load:.4f}"),
@@ -43,7 +44,7 @@ def step_table(cases: Sequence[Case], measured: Sequence[float], predicted: Sequ
     for case, one, other in zip(cases, measured, predicted, strict=True):
         key = case.name, len(case.jobs), f"{case.mask_ratio:.2f}"
         rows.append(row(NAME, *key, ms(one), ms(other), f"{other / one - 1:+.0%}", key=key))
-    return Table("Steps", ("plan", "jobs", "masked", "measured ms", "predicted ms", "off by"), rows)
+    return Table("Steps", ("plan", "jobs", "masked", "measured ms", "predicted ms", "error"), rows)
 
 
 def step_chart(cases: Sequence[Case], measured: Sequence[float], predicted: Sequence[float]) -> Chart:
@@ -51,8 +52,8 @@ def step_chart(cases: Sequence[Case], measured: Sequence[float], predicted: Sequ
     for case, one, other in zip(cases, measured, predicted, strict=True):
         points.setdefault(case.name, []).append((1000 * one, 1000 * other))
     every = [1000 * value for value in (*measured, *predicted)]
-    x, y = decades("measured, ms a step", every), decades("predicted", every)
-    agree = Series("they agree", [(x.low, x.low), (x.high, x.high)])
+    x, y = decades("measured, ms per step", every), decades("predicted, ms per step", every)
+    agree = Series("equal", [(x.low, x.low), (x.high, x.high)])
     return Chart("Steps", x, y, [*(Series(name, own, line=False) for name, own in points.items()), agree])
 
 

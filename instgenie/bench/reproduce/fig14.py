@@ -28,9 +28,9 @@ def run(lab: Lab) -> Section:
     return Section(
         name=NAME,
         title="Engine throughput against batch size",
-        paper="Up to three times the throughput of diffusers; FISEdit takes edits with different masks one by one.",
-        here=f"Denoising alone, {lab.scale.engine_steps} steps, masks drawn from a distribution, so that no two of a "
-        "batch are alike; steps of single jobs in a second.",
+        paper="Up to three times the throughput of diffusers; FISEdit runs edits with different masks one by one.",
+        here=f"Denoising alone, {lab.scale.engine_steps} steps; masks are drawn from a distribution, so that those of "
+        "a batch differ. Steps of single jobs are counted: a step of a batch of four counts four times.",
         tables=[table(rows)],
         charts=[chart(rows)],
         findings=[f"{times(best.faster)} the throughput of diffusers at batch {best.batch} with production masks."],
@@ -53,8 +53,8 @@ def table(rows: dict[str, list[EngineRow]]) -> Table:
         for masks, own in rows.items()
         for one in own
     ]
-    columns = ("system", "masks", "batch", "ms a step", "steps/s", "against diffusers")
-    return Table("Steps of single jobs in a second", columns, lines)
+    columns = ("system", "masks", "batch", "ms per step", "steps/s", "against diffusers")
+    return Table("Steps of single jobs per second", columns, lines)
 
 
 def chart(rows: dict[str, list[EngineRow]]) -> Chart:
@@ -69,5 +69,5 @@ def chart(rows: dict[str, list[EngineRow]]) -> Chart:
     most = [y for one in series for _, y in one.points]
     batches = [x for one in series for x, _ in one.points]
     return Chart(
-        "Throughput", doubling("jobs in a batch", batches), linear("steps of single jobs a second", most), series
+        "Throughput", doubling("jobs per batch", batches), linear("steps of single jobs per second", most), series
     )

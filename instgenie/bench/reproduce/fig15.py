@@ -1,4 +1,4 @@
-"""Figure 15: latency against mask ratio, of a block and of a whole edit, beside diffusers and what others do."""
+"""Figure 15: latency of a block and of a whole edit against mask ratio, beside diffusers and other systems."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from instgenie.models.flux.model import as_flux, is_flux
 from instgenie.models.flux.network import Block, double_block, embed_time, recall, single_block
 
 NAME = "fig15"
-NUM_RUNS = 8  # of a block
+NUM_RUNS = 8  # per block
 
 
 def run(lab: Lab) -> Section:
@@ -34,20 +34,21 @@ def run(lab: Lab) -> Section:
     return Section(
         name=NAME,
         title="Latency against mask ratio",
-        paper="Time grows with the masked share, of the kernels of a block and of a whole picture.",
-        here=f"Blocks alone; then whole edits of {lab.scale.steps} steps up to the final latents, one at a time, in "
-        "the default quality (balanced: the first steps compute every token). What sees no masks is measured once.",
+        paper="The time of a block's kernels and of a whole picture grows with the masked share.",
+        here=f"Single blocks, then whole edits of {lab.scale.steps} steps up to the final latents, one at a time, in "
+        "the default quality (balanced: the first steps compute every token). Systems that ignore masks are measured "
+        "once.",
         tables=tables,
         charts=charts,
         findings=[
-            f"At mask ratio {ratio:g} an edit takes {1 / pictures[CACHED, ratio] * pictures[DIFFUSERS, 0.0]:.2f} times "
-            "less than through diffusers."
+            f"At mask ratio {ratio:g} an edit is {1 / pictures[CACHED, ratio] * pictures[DIFFUSERS, 0.0]:.2f} times as "
+            "fast as through diffusers."
         ],
     )
 
 
 def measure_blocks(lab: Lab) -> Iterator[tuple[str, float, float, float]]:
-    """Of each kind of block and mask ratio: the ratio, seconds cached and seconds dense."""
+    """Yield the kind of block, the mask ratio, and the seconds cached and dense."""
     transformer = as_flux(lab.model).transformer
     kinds: dict[str, tuple[Block, int]] = {
         "double": (transformer.transformer_blocks[-1], len(transformer.transformer_blocks) - 1),
@@ -80,7 +81,7 @@ def time_block(lab: Lab, block: Block, index: int, job: Job) -> float:
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """The median of a few runs; the first warms up."""
+    """Return the median seconds of a few calls after a warm-up."""
     call()
     seconds = []
     for _ in range(NUM_RUNS):
@@ -91,7 +92,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_pictures(lab: Lab) -> dict[tuple[str, float], float]:
-    """Seconds of an edit, by system and mask ratio; 0 stands for any ratio."""
+    """Return the seconds of an edit by system and mask ratio; 0 stands for any ratio."""
     names = [name for name in suiting(NAMES, lab.model) if name != COMPILED or lab.scale.compiled]
     tuning = [lab.edit(lab.scale.mask_ratios[0])]
     lab.tell("making the systems")
@@ -111,8 +112,8 @@ def measure_pictures(lab: Lab) -> dict[tuple[str, float], float]:
 
 
 def is_cold(system: System, lab: Lab, is_first: bool) -> bool:
-    """Whether it is to run once before it is timed: on a CUDA device, where a shape is captured when it comes for the
-    second time, all are at every ratio; elsewhere those that make something of their own, at the first."""
+    """True if the system has to run once before it is timed: on a CUDA device every system at every ratio, because
+    each shape is captured; on a CPU the first of each implementation, at the first ratio."""
     return lab.model.device.type == "cuda" or (is_first and system.name in (DIFFUSERS, CACHED))
 
 

@@ -1,22 +1,21 @@
-"""Figure 16: batching strategies on real clusters, and policies of the router on simulated ones."""
+"""Figure 16: ways of batching on real clusters, and routing policies on simulated ones."""
 
 from dataclasses import replace
 from typing import get_args
 
 from instgenie.bench.reproduce.lab import Lab
-from instgenie.bench.reproduce.section import Section, Table, row
+from instgenie.bench.reproduce.section import Section
 from instgenie.bench.reproduce.serving import Run
-from instgenie.bench.reproduce.sweeps import Found, sweep_chart, sweep_table
-from instgenie.bench.reproduce.traffic import (
-    SHARES,
-    Latencies,
-    capacity,
-    drawn_jobs,
-    mean_shares,
-    recipe,
-    served,
-    service_of,
+from instgenie.bench.reproduce.sweeps import (
+    NUM_EDITS,
+    Found,
+    SimulatedSystem,
+    real_table,
+    sweep,
+    sweep_chart,
+    sweep_table,
 )
+from instgenie.bench.reproduce.traffic import Latencies, capacity, drawn_jobs, recipe, served, service_of
 from instgenie.bench.workload import draw_workload
 from instgenie.scheduling.names import Batching, RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape, simulate
@@ -27,12 +26,11 @@ REAL: tuple[Batching, ...] = ("continuous", "static", "naive")
 BATCHINGS: tuple[Batching, ...] = get_args(Batching)
 POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 LOADS = (0.3, 0.5, 0.7, 0.85)
-NUM_EDITS = 300
 NUM_WORKERS = 8
 
 
 def run(lab: Lab) -> Section:
-    real = {batching: served(lab, batching) for batching in REAL}
+    real: dict[str, Run] = {batching: served(lab, batching) for batching in REAL}
     service = service_of(lab, real["continuous"])
     batching, policies = sweep_batching(lab, service), sweep_policies(lab, service)
     ours = Latencies.of_run(real["continuous"]).p95
@@ -42,14 +40,20 @@ def run(lab: Lab) -> Section:
         title="Batching and load balancing",
         paper="P95 falls by 35 % against static batching and by 40 % against naive continuous batching; routing that "
         "sees masks beats routing by requests and by tokens.",
-        here="Batching: real clusters of one worker that all reuse activations, under the same edits at "
-        f"{lab.scale.load:.0%} of what continuous batching can do. A static worker prepares, denoises and finishes a "
-        "batch before it takes the next, a naive one prepares and finishes between steps, both in one process. Lines "
-        "are simulated; there, static-pipelined has processes for preparing and finishing, as continuous has. "
-        "Balancing: eight simulated workers, half of the edits with production and half with inpainting masks, a third "
-        "of them with twice the steps.",
+        here="Batching: real clusters of one worker, all of which reuse activations, get the same edits at "
+        f"{lab.scale.load:.0%} of the rate that continuous batching sustains. A static worker prepares, denoises and "
+        "finishes a batch before it takes the next; a naive one prepares and finishes between steps; both do so in one "
+        "process. The lines are simulated; there, static-pipelined has processes of its own for preparing and "
+        "finishing, as continuous has. Balancing: eight simulated workers; half of the edits have production masks and "
+        "half inpainting masks, and a third of them have twice the steps.",
         tables=[
-            real_table(real),
+            real_table(
+                NAME,
+                "Batching, real clusters: seconds, and the mean seconds per stage",
+                "batching",
+                real,
+                has_shares=True,
+            ),
             sweep_table(NAME, "Batching, simulated: P95 in seconds", "batching", batching),
             sweep_table(NAME, "Balancing, simulated: P95 in seconds", "policy", policies),
         ],
@@ -64,15 +68,10 @@ def run(lab: Lab) -> Section:
 
 def sweep_batching(lab: Lab, service: Service) -> Found:
     most = capacity(lab, service)
-    found: Found = {}
-    for load in LOADS:
-        for batching in BATCHINGS:
-            lab.tell(f"simulating {batching} at {load:.0%}")
-            workload = draw_workload(recipe(lab, NUM_EDITS, load * most, seed=4))
-            jobs = drawn_jobs(lab, workload)
-            simulate(ClusterShape(1, batching=batching), service, jobs)
-            found[batching, load * most] = Latencies.of([job.latency for job in jobs])
-    return found
+    systems: dict[str, SimulatedSystem] = {
+        batching: (ClusterShape(1, batching=batching), service) for batching in BATCHINGS
+    }
+    return sweep(lab, systems, [load * most for load in LOADS], seed=4)
 
 
 def sweep_policies(lab: Lab, service: Service) -> Found:
@@ -91,13 +90,3 @@ def sweep_policies(lab: Lab, service: Service) -> Found:
             simulate(ClusterShape(NUM_WORKERS, policy=policy), service, jobs)
             found[policy, rate] = Latencies.of([job.latency for job in jobs])
     return found
-
-
-def real_table(real: dict[Batching, Run]) -> Table:
-    rows = []
-    for name, run in real.items():
-        latencies = Latencies.of_run(run)
-        figures = (f"{value:.2f}" for value in (latencies.mean, latencies.p50, latencies.p95))
-        rows.append(row(NAME, name, len(run.served), *figures, *mean_shares(run), key=("real", name)))
-    columns = ("batching", "edits", "mean s", "median s", "P95 s", *SHARES)
-    return Table("Batching, real clusters: seconds, and what they went into in the mean", columns, rows)

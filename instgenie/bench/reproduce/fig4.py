@@ -1,4 +1,4 @@
-"""Figure 4: what waiting costs without continuous batching, and what loading costs without a plan."""
+"""Figure 4: the cost of queueing without continuous batching, and of loading without a plan."""
 
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ from instgenie.scheduling.names import Batching
 NAME = "fig4"
 BATCHINGS: tuple[Batching, ...] = ("static", "naive", "continuous")
 ABOUT = {
-    "naive": "sequential: load, then compute",
-    "cached": "cache everything, loads hidden",
+    "naive": "load, then compute",
+    "cached": "cache everything, overlap loads",
     "greedy": "Algorithm 1 of the paper",
     "exact": "exact plan",
     "dense": "cache nothing",
 }
-SLOWER = 4.0  # loading from a place that is so much slower than memory
+SLOWER = 4.0  # loads come from storage that is this many times slower than memory
 
 
 def run(lab: Lab) -> Section:
@@ -31,15 +31,15 @@ def run(lab: Lab) -> Section:
     return Section(
         name=NAME,
         title="Queueing and loading",
-        paper="Edits wait for whole batches under static batching; loading activations one after the other takes back "
-        "much of what they save.",
-        here="Waiting: real clusters under the same edits. Loading: a step of one job with all its activations a tier "
-        f"below, {SLOWER:g} times slower to load than memory here, as the latency model of this run predicts it for "
-        "every way of planning.",
+        paper="Under static batching edits wait for whole batches; loading activations without overlap takes back much "
+        "of what they save.",
+        here="Waiting: real clusters that get the same edits. Loading: a step of one job whose activations all lie in "
+        f"storage {SLOWER:g} times slower than this machine's memory, as the latency model of this run predicts it for "
+        "every planning policy.",
         tables=[
-            Table("Where the time of an edit goes, seconds in the mean",
+            Table("Mean seconds of an edit by stage",
                   ("batching", *SHARES), waiting),
-            Table("A step under loads, predicted ms", ("plan", *(f"mask {r:g}" for r in lab.scale.mask_ratios)),
+            Table("A step that loads, predicted ms", ("plan", *(f"mask {r:g}" for r in lab.scale.mask_ratios)),
                   [step_row(name, steps, lab) for name in ABOUT]),
         ],
         charts=[chart(steps, lab)],
@@ -48,7 +48,7 @@ def run(lab: Lab) -> Section:
 
 
 def plan_steps(lab: Lab) -> dict[tuple[str, float], float]:
-    """Seconds of a step, by policy and mask ratio."""
+    """Predict the seconds of a step by policy and mask ratio."""
     latency = lab.calibration.latency
     slow = replace(latency, byte=SLOWER * latency.byte)
     found: dict[tuple[str, float], float] = {}
@@ -74,7 +74,7 @@ def chart(steps: dict[tuple[str, float], float], lab: Lab) -> Chart:
     ratios = lab.scale.mask_ratios
     series = [Series(name, [(ratio, 1000 * steps[name, ratio]) for ratio in ratios]) for name in ABOUT]
     return Chart(
-        "A step under loads",
+        "A step that loads",
         at_values("mask ratio", ratios),
         linear("ms, predicted", [1000 * seconds for seconds in steps.values()]),
         series,

@@ -1,4 +1,4 @@
-"""Figure 6: unmasked tokens of a template look alike in all its edits; where the attention of tokens goes."""
+"""Figure 6: how similar unmasked tokens are across edits of one template, and where attention goes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from instgenie.pictures.samples import MIDDLE, mask_around
 from instgenie.types import Edit
 
 NAME = "fig6"
-PLACES = (0.25, 0.5, 0.75)  # of the steps at which we look
+PLACES = (0.25, 0.5, 0.75)  # shares of the steps after which tokens are compared
 PROMPTS = "a photo of a tulip", "a photo of a pug dog"
 RATIO = 0.2
 SHARES = ("masked on masked", "masked on unmasked", "unmasked on masked", "unmasked on unmasked")
@@ -31,13 +31,13 @@ SHARES = ("masked on masked", "masked on unmasked", "unmasked on masked", "unmas
 
 @dataclass(frozen=True)
 class Look:
-    """One step: for each block, how alike tokens are and where attention goes."""
+    """The similarity of tokens and the shares of attention at one step, per block."""
 
     step: int
-    masked: list[float]  # cosine of two edits
-    unmasked: list[float]
-    registered: list[float]  # cosine of an edit and the registration, unmasked tokens
-    shares: list[list[float]]  # of attention on image tokens, as `SHARES` names them
+    masked: list[float]  # cosine between two edits, masked tokens
+    unmasked: list[float]  # the same, unmasked tokens
+    registered: list[float]  # cosine between an edit and the registration, unmasked tokens
+    shares: list[list[float]]  # of the attention on image tokens, in the order of `SHARES`
 
 
 def run(lab: Lab) -> Section:
@@ -53,15 +53,15 @@ def run(lab: Lab) -> Section:
     return Section(
         name=NAME,
         title="Why reuse works: similarity and attention",
-        paper="Activations of unmasked tokens are alike in all edits of a template, those of masked tokens are not; "
+        paper="Activations of unmasked tokens are similar in all edits of a template, those of masked tokens are not; "
         "masked and unmasked tokens attend mostly to their own kind.",
-        here="Two dense edits of one picture with one mask, other prompts and seeds: cosine of what goes into each "
-        "block, in the mean over tokens. Attention: of what falls on image tokens, the share on each kind, where "
-        f"{RATIO:g} of the tokens are masked.",
+        here="Two dense edits of one picture with one mask and different prompts and seeds: the cosine similarity of "
+        "the inputs of each block, averaged over tokens. Attention: the shares of the attention on image tokens that "
+        f"fall on masked and on unmasked ones, with {RATIO:g} of the tokens masked.",
         tables=[similarity_table(looks), attention_table(looks)],
         charts=[similarity_chart(looks), attention_chart(looks)],
         findings=[
-            f"Cosine of two edits in the mean: {unmasked:.3f} for unmasked tokens, {masked:.3f} for masked ones.",
+            f"Mean cosine similarity of two edits: {unmasked:.3f} for unmasked tokens, {masked:.3f} for masked ones.",
             f"Masked tokens spend {mean[0]:.0%} of their attention on masked ones, unmasked tokens {mean[2]:.0%}.",
         ],
     )
@@ -114,8 +114,8 @@ def alike(a: Tensor, b: Tensor) -> float:
     return float(F.cosine_similarity(a.float(), b.float(), dim=1).mean())
 
 
-class Attention(TorchFunctionMode):
-    """Hears every call of attention."""
+class AttentionRecorder(TorchFunctionMode):
+    """Records the attention weights of every attention call."""
 
     def __init__(self, num_text: int, masked: Tensor) -> None:
         super().__init__()
@@ -124,10 +124,10 @@ class Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            self.hear(args[0], args[1])
+            self.record(args[0], args[1])
         return func(*args, **(kwargs or {}))
 
-    def hear(self, q: Tensor, k: Tensor) -> None:  # [1, heads, tokens, head channels]
+    def record(self, q: Tensor, k: Tensor) -> None:  # [1, heads, tokens, head channels]
         scores = (q.float() @ k.float().transpose(2, 3)) / q.shape[3] ** 0.5
         weights = scores.softmax(3)[0, :, self.num_text :, self.num_text :].mean(0)  # image tokens on image tokens
         weights = weights / weights.sum(1, keepdim=True)
@@ -137,10 +137,10 @@ class Attention(TorchFunctionMode):
 
 def attention(model: FluxModel, job: Job) -> list[list[float]]:
     batch = pack([job])
-    heard = Attention(len(job.branches[0].text), job.masked[:, 0])
-    with heard:
+    recorder = AttentionRecorder(len(job.branches[0].text), job.masked[:, 0])
+    with recorder:
         velocity(model.transformer, batch)
-    return heard.shares
+    return recorder.shares
 
 
 def similarity_table(looks: Sequence[Look]) -> Table:
@@ -175,7 +175,9 @@ def similarity_chart(looks: Sequence[Look]) -> Chart:
     low = min(0.0, *(value for values in lines.values() for value in values))
     ticks = [tick / 4 for tick in range(int(4 * low) - (low < 0), 5)]
     x = at_values("block", range(len(middle.masked)))
-    return Chart(f"Cosine of two edits, step {middle.step}", x, Axis("cosine", ticks, ticks[0], 1.02), series)
+    return Chart(
+        f"Cosine similarity of two edits, step {middle.step}", x, Axis("cosine", ticks, ticks[0], 1.02), series
+    )
 
 
 def attention_chart(looks: Sequence[Look]) -> Chart:

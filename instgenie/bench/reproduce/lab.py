@@ -1,4 +1,4 @@
-"""What the parts of the report share: one model, how much is measured, and what was measured already."""
+"""The state shared by the parts of the report: the model, the scale of the measurements, and their results so far."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,29 +22,29 @@ from instgenie.types import Edit
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """The amount of work in every measurement."""
 
-    steps: int  # of an edit whose latency is measured
-    engine_steps: int  # of a batch whose throughput is measured
+    steps: int  # per edit whose latency is measured
+    engine_steps: int  # per batch whose throughput is measured
     mask_ratios: tuple[float, ...]
     batches: tuple[int, ...]
-    serve_steps: int  # of the edits sent to real servers
-    serve_edits: int  # to each of them, for every worker
-    num_burst: int  # edits at once, which tell what a server can do
-    load: float  # share of that, at which servers are compared
-    num_templates: int  # that the edits are of
-    checked: tuple[int, ...]  # numbers of workers of real clusters that the simulator is compared with
+    serve_steps: int  # per edit sent to real clusters
+    serve_edits: int  # sent to each cluster, per worker
+    num_burst: int  # edits sent at once, to measure the rate a cluster sustains
+    load: float  # share of that rate at which clusters are compared
+    num_templates: int  # different pictures that are edited
+    checked: tuple[int, ...]  # worker counts of the real clusters that the simulator is compared with
     calibration_seconds: float
     edits_per_worker: int  # simulated
     min_edits: int  # simulated
-    num_pictures: int  # that are judged
-    compiled: bool  # whether diffusers compiled is among the systems
-    serve_seconds: float = 22.0  # in which edits are sent; a slow machine gets fewer of them
-    all_practise: bool = False  # before they are compared, so that their passes are captured
-    gpu_bytes: int | None = None  # of activations next to a real server's model; None: its own choice
+    num_pictures: int  # edited and judged
+    compiled: bool  # True if compiled diffusers is among the systems
+    serve_seconds: float = 22.0  # time in which edits are sent; a slow machine gets fewer of them
+    all_practise: bool = False  # every cluster warms up on other edits first, so that CUDA graphs are captured
+    gpu_bytes: int | None = None  # for activations in GPU memory; None: the cluster's default
     repeats: int = 2
     workers: tuple[int, ...] = (8, 64, 1024, 20_000)  # simulated
-    loads: tuple[float, ...] = (0.5, 0.8, 0.95)  # simulated, as shares of what the workers can do
+    loads: tuple[float, ...] = (0.5, 0.8, 0.95)  # simulated, as shares of the workers' capacity
 
 
 SCALES = {
@@ -93,8 +93,8 @@ class Lab:
     name: str
     model: Model
     scale: Scale
-    tell: Callable[[str], None] = field(default=lambda _: None)  # what is done now
-    runs: dict[str, Run] = field(default_factory=dict)  # of real clusters, by what they are
+    tell: Callable[[str], None] = field(default=lambda _: None)  # reports what is being done
+    runs: dict[str, Run] = field(default_factory=dict)  # of real clusters, by a name for their settings
 
     @property
     def device(self) -> str:
@@ -118,18 +118,18 @@ class Lab:
 
     @cached_property
     def activations(self) -> Activations:
-        """Of the sample picture, for the steps of an edit."""
+        """The activations of the sample picture."""
         self.tell("registering the sample picture")
         return register(sample_picture(self.size), self.model, self.size, self.scale.steps)
 
     @cached_property
     def calibration(self) -> Calibration:
-        """Of this device with this model, nothing else running."""
+        """The latency model of this device with this model, measured while nothing else runs."""
         self.tell("calibrating")
         return calibrate(self.model, self.name, self.size, self.scale.calibration_seconds)
 
     def edit(self, ratio: float, steps: int | None = None) -> Edit:
-        """Of the sample picture, as users get it unless they ask for another quality."""
+        """Make an edit of the sample picture in the default quality."""
         mask = mask_around(MIDDLE, self.size, self.model.patch, ratio)
         steps = steps or self.scale.steps
         edit = Edit(sample_picture(self.size), mask, PROMPT, 0, steps, self.model.guidance, size=self.size)
@@ -137,11 +137,11 @@ class Lab:
 
     @cached_property
     def job(self) -> Job:
-        """An edit of the sample picture, to count tokens and branches by."""
+        """A job for the sample picture; it gives the number of tokens and branches."""
         return prepare(self.edit(0.2), self.model)
 
     @cached_property
     def shape(self) -> JobShape:
-        """Of jobs like this one."""
+        """The shape of jobs like `job`, for pricing."""
         branches = self.job.branches
         return JobShape(self.network, len(branches[0].text), len(branches), self.model.dtype.itemsize)

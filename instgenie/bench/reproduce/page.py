@@ -1,4 +1,4 @@
-"""Sections as one HTML page: no script, no file beside it, light and dark. Every row of every table has an anchor."""
+"""Renders sections as one HTML page without scripts or other files, light and dark. Every table row has an anchor."""
 
 from collections.abc import Sequence
 from html import escape
@@ -35,7 +35,7 @@ details summary { cursor: pointer; color: var(--pale) }
 
 
 def write_page(sections: Sequence[tuple[Section, float]], machine: Machine, path: Path) -> None:
-    """Sections come with the seconds they took."""
+    """Write sections, each with the seconds it took, as one page."""
     anchors = [anchor for section, _ in sections for anchor in section.anchors]
     twice = sorted({anchor for anchor in anchors if anchors.count(anchor) > 1})
     assert not twice, twice
@@ -55,8 +55,8 @@ def render(sections: Sequence[tuple[Section, float]], machine: Machine) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1"><title>InstGenIE, measured</title>',
         f"<style>{style()}</style></head><body>",
         "<h1>InstGenIE, measured</h1>",
-        '<p class="pale">The tables and figures of the paper, run again with this software: '
-        f"<code>instgenie bench reproduce all</code>. {facts}. {minutes:.1f} minutes in all.</p>",
+        '<p class="pale">The tables and figures of the paper, measured again with this software: '
+        f"<code>instgenie bench reproduce all</code>. {facts}. It took {minutes:.1f} minutes.</p>",
         f"<nav><ul>{links}</ul></nav>",
         *(render_section(section, seconds) for section, seconds in sections),
         "</body></html>\n",
@@ -100,7 +100,7 @@ def render_table(table: Table) -> str:
 
 
 def themed(svg: str) -> str:
-    """A chart in the page's colours."""
+    """Replace the fixed colours of a chart by the page's own."""
     swaps = {INK: "--ink", PALE: "--pale", GRID: "--grid", PAPER: "--paper"}
     swaps |= {colour: f"--c{index}" for index, colour in enumerate(COLOURS)}
     for colour, name in swaps.items():

@@ -1,4 +1,4 @@
-"""Runs parts of the report, one after the other, and writes what they found."""
+"""Runs parts of the report one after the other and writes the results."""
 
 import json
 import time
@@ -44,8 +44,8 @@ PARTS: dict[str, Part] = {
     "overheads": overheads.run,
     "simulator": simulator.run,
 }
-# seconds of each part with the built-in model on two quiet cores, all parts in this order: what is measured once counts
-# with the first part that asks for it
+# seconds of each part with the built-in model on two idle cores, all parts run in this order: a shared measurement
+# counts with the first part that needs it
 BUDGETS: dict[str, float] = {
     "fig4": 205,
     "fig6": 10,
@@ -71,15 +71,15 @@ def reproduce(names: Sequence[str], model: str, device: str, out: Path | None, j
         left_out = [name for name in chosen if name in FLUX_ONLY]
         chosen = [name for name in chosen if name not in FLUX_ONLY]
         if left_out:
-            console.print(f"left out, for they are written for Flux: {', '.join(left_out)}", highlight=False)
+            console.print(f"left out, because they need a Flux model: {', '.join(left_out)}", highlight=False)
         if not chosen:
-            raise InstGenieError(f"{' and '.join(names)} are written for Flux: the model {model!r} is none")
+            raise InstGenieError(f"{' and '.join(names)} need a Flux model: {model!r} is not one")
     lab = Lab(model, loaded, SCALES[loaded.device.type])
     sections: list[tuple[Section, float]] = []
     for section, seconds in run_parts(chosen, lab, console):
         sections.append((section, seconds))
         print_section(section)
-        if json_path:  # what is measured is not lost if a later part fails
+        if json_path:  # so that no result is lost if a later part fails
             write_text(as_json(sections, lab.machine), json_path)
     if out:
         page = f"{chosen[0]}.html" if len(chosen) == 1 else "index.html"
@@ -89,12 +89,12 @@ def reproduce(names: Sequence[str], model: str, device: str, out: Path | None, j
 def choose_parts(names: Sequence[str]) -> list[str]:
     for name in names:
         if name != "all" and name not in PARTS:
-            raise InstGenieError(f"there is no part {name!r}: all, {', '.join(PARTS)} are known")
+            raise InstGenieError(f"unknown part {name!r}: the parts are all, {', '.join(PARTS)}")
     return [name for name in PARTS if name in names or "all" in names]
 
 
 def run_parts(names: Sequence[str], lab: Lab, console: Console) -> Iterator[tuple[Section, float]]:
-    """Each with the seconds it took."""
+    """Run the parts, and yield each section with the seconds it took."""
     with Progress(console) as progress:
         total = sum(BUDGETS[name] for name in names)
         task = progress.add(f"about {max(total / 60, 1):.0f} minutes", total, is_counted=False)
@@ -126,7 +126,7 @@ def printed(table: Table, title: str) -> Printed:
 
 
 def as_json(sections: Sequence[tuple[Section, float]], machine: Machine) -> str:
-    """Tables and findings; charts are drawn from them."""
+    """Return tables and findings; charts are drawn from the same figures."""
     parts = {
         section.name: {
             "title": section.title,

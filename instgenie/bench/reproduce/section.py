@@ -1,4 +1,4 @@
-"""What a part of the report is made of: tables whose rows can be linked to, charts, and what they show."""
+"""A part of the report: tables whose rows can be linked to, charts and findings."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from instgenie.bench.plots import Chart, Strips
 
 @dataclass(frozen=True)
 class Row:
-    anchor: str  # of the row, unique in the report
+    anchor: str  # unique in the report
     cells: Sequence[str]
 
 
@@ -24,11 +24,11 @@ class Table:
 class Section:
     name: str
     title: str
-    paper: str  # what the paper shows there
-    here: str  # what is measured here, and how
+    paper: str  # the paper's finding
+    here: str  # how it is measured here
     tables: Sequence[Table]
     charts: Sequence[Chart | Strips] = ()
-    findings: Sequence[str] = field(default=())  # what the figures say, with the figures in it
+    findings: Sequence[str] = field(default=())  # sentences with the main figures
 
     @property
     def anchors(self) -> list[str]:
@@ -36,7 +36,7 @@ class Section:
 
 
 def row(name: str, *cells: object, key: Sequence[object] | None = None) -> Row:
-    """A row of a part; its anchor is the part's name and the key, by default the first cell."""
+    """Make a row of a part. Its anchor is the part's name and the key, which is the first cell by default."""
     parts = [name, *(cells[:1] if key is None else key)]
     return Row("-".join(slug(str(part)) for part in parts), [text(cell) for cell in cells])
 

@@ -1,7 +1,7 @@
-"""A real cluster under a workload, in this process, and all that can be learnt from it: latencies, facts, every step.
+"""Runs a workload on a real cluster from this process and records latencies, facts and every step.
 
-Knows the cluster's own interface; no HTTP. Where there are several workers they share a folder of activations, so that
-all of them find what one registered. On a CPU every process computes with one thread.
+Uses the cluster's own interface, without HTTP. Several workers share a folder of activations, so that each finds what
+another registered. On a CPU every process computes with one thread.
 """
 
 import asyncio
@@ -33,16 +33,16 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True)
 class Step:
-    """One that a worker took."""
+    """One step of a worker."""
 
     worker: int
     seconds: float
-    jobs: tuple[tuple[JobStatus, int], ...]  # each with the number of steps it had taken
+    jobs: tuple[tuple[JobStatus, int], ...]  # each with the number of steps it had taken before
 
 
 @dataclass(frozen=True)
 class Served:
-    """One edit of a workload."""
+    """One edit of a workload and its answer."""
 
     arrival: Arrival
     latency: float
@@ -51,10 +51,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Run:
-    """A cluster that was sent a workload at a rate; before it, where it is simulated too, another for practice."""
+    """A cluster's answers to a workload, and to the practice workload before it, if there was one."""
 
     config: ClusterConfig
-    rate: float  # edits a second
+    rate: float  # edits per second
     practice: list[Served]
     practice_steps: list[Step]
     served: list[Served]
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(eq=False)
 class Watch(Observer):
-    """Writes down every step and who took it."""
+    """Records every step and its jobs."""
 
     steps: list[Step] = field(default_factory=list)
     running: dict[int, dict[str, JobStatus]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Session:
     watch: Watch
 
     async def register(self, workload: Sequence[Arrival]) -> None:
-        """Every picture of the workload; then an edit for each worker warms them up."""
+        """Register every picture of the workload, then warm up each worker with an edit."""
         wanted = {(arrival.template, arrival.size, arrival.steps): arrival for arrival in workload}
         names = []
         if self.cluster.config.reuse:
@@ -107,7 +107,9 @@ class Session:
         await self.run([replace(arrival, at=0.0) for arrival in list(wanted.values())[:1] * len(self.cluster.workers)])
 
     async def run(self, workload: Sequence[Arrival], on_answer: Callable[[], None] = lambda: None) -> list[Served]:
-        orders = [make_order(arrival) for arrival in workload]  # takes longer than some of them are apart
+        orders = [
+            make_order(arrival) for arrival in workload
+        ]  # made ahead: that takes longer than the gaps between arrivals
         start = time.perf_counter()
 
         async def send(arrival: Arrival, order: Order) -> Served:
@@ -135,7 +137,7 @@ def picture_of(seed: int, size: tuple[int, int]) -> Pixels:
     return open_picture(make_picture(seed, size))
 
 
-mask_of = lru_cache(maxsize=256)(draw_mask)  # every cluster gets the same edits
+mask_of = lru_cache(maxsize=256)(draw_mask)  # cached, because every cluster gets the same edits
 
 
 async def answer(ticket: Ticket) -> Facts:
@@ -148,7 +150,7 @@ async def answer(ticket: Ticket) -> Facts:
 
 
 def in_session(config: ClusterConfig, work: Callable[[Session], Awaitable[Out]]) -> Out:
-    """Starts a cluster, waits for all its workers, does the work, stops it."""
+    """Start a cluster, wait for all its workers, do the work, and stop the cluster."""
 
     async def run(config: ClusterConfig) -> Out:
         cluster, watch = Cluster(config), Watch()
@@ -171,7 +173,7 @@ def in_session(config: ClusterConfig, work: Callable[[Session], Awaitable[Out]])
 
 @contextmanager
 def one_thread(config: ClusterConfig) -> Iterator[None]:
-    """For processes that are started on a CPU."""
+    """Make processes that are started for a CPU compute with one thread."""
     before = os.environ.get("OMP_NUM_THREADS")
     if all(device.startswith("cpu") for device in config.devices):
         os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,4 +1,4 @@
-"""Table 2: quality, against the dense edit of the same seed; and what happens outside the mask."""
+"""Table 2: quality against the dense edit of the same seed, and changes outside the mask."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,21 +40,21 @@ def run(lab: Lab) -> Section:
     return Section(
         name=NAME,
         title="Quality",
-        paper="Edits keep the quality of those that compute everything, where others lose it.",
-        here=f"Edits of {len(samples)} pictures, {lab.scale.steps} steps, each method against the dense edit of the "
-        "same seed, over the picture and in the mask's box. docs/quality.md has the study over photographs.",
+        paper="Edits keep the quality of edits that compute everything; other methods lose quality.",
+        here=f"Edits of {len(samples)} pictures, {lab.scale.steps} steps, each method compared with the dense edit of "
+        "the same seed, over the whole picture and in the mask's box. docs/quality.md has the study over photographs.",
         tables=[
             Table(
                 "Against the dense edit", ("method", "operations", "SSIM in the box", "SSIM", "PSNR in the box"), rows
             ),
-            Table("Outside the mask", ("method", "pixels changed", "by at most, of 255"), outside),
+            Table("Outside the mask", ("method", "pixels changed", "largest change, of 255"), outside),
         ],
         findings=[finding(rows, balanced)],
     )
 
 
 def make_samples(lab: Lab) -> list[Sample]:
-    """The examples, or drawn pictures where the package has none."""
+    """Take the examples, or draw pictures if the package has none."""
     num, steps, guidance = lab.scale.num_pictures, lab.scale.steps, lab.model.guidance
     if EXAMPLES.is_dir():
         found = [(one.picture, one.mask, one.prompts[0], one.seed) for one in read_examples(EXAMPLES)]
@@ -71,7 +71,7 @@ def drawn(seed: int, size: tuple[int, int]) -> tuple[Pixels, PixelMask, str, int
 
 
 def edit_stock(edit: Edit, model: FluxModel) -> Pixels:
-    """What diffusers' own pipeline makes of it."""
+    """Run the edit through diffusers' own pipeline."""
     pipeline = stock_pipeline(model)
     pipeline.set_progress_bar_config(disable=True)
     height, width = (max(side // model.size_multiple, 1) * model.size_multiple for side in edit.picture.shape[:2])
@@ -123,4 +123,4 @@ def outside_row(name: str, pictures: Sequence[Pixels], edits: Sequence[Edit]) ->
 def finding(rows: Sequence[Row], balanced: Reuse) -> str:
     own = next(line for line in rows if line.anchor == f"{NAME}-balanced")
     _, cost, box, *_ = own.cells
-    return f"The default quality has an SSIM of {box} in the mask's box at {cost} of the operations."
+    return f"The default quality has an SSIM of {box} in the mask's box with {cost} of the operations."

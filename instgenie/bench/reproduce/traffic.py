@@ -1,8 +1,8 @@
-"""Workloads on real clusters and on simulated ones: the same edits, the same clocks, side by side.
+"""The same workloads on real clusters and on simulated ones.
 
-A real cluster is first sent a burst, which tells what it can do, and then edits for practice, at the times at which it
-is measured, so that its processes take as much from each other. What their steps took is fitted to a latency model, and
-that model is all that the simulator knows of the cluster when it predicts how other edits fare.
+A real cluster first gets a burst, which measures the rate it sustains, and then practice edits that arrive at the same
+times as the measured ones, so that its processes compete for the machine in the same way. A latency model is fitted to
+the practice steps, and that model is all the simulator knows of the cluster when it predicts the measured edits.
 """
 
 import statistics
@@ -26,12 +26,12 @@ MAX_QUEUE = 10_000
 MIN_EDITS = 4
 MAX_BATCH_SIZE = ClusterConfig.max_batch_size
 MASKS = "production"
-SHARES = ("waiting", "preparing", "steps", "finishing")  # of the time of an edit
+SHARES = ("waiting", "preparing", "steps", "finishing")  # stages of an edit
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """Of many edits, in seconds."""
+    """Latencies of many edits, in seconds."""
 
     mean: float
     p50: float
@@ -60,8 +60,8 @@ def recipe(lab: Lab, num_edits: int, rate: float, seed: int) -> Recipe:
 
 
 def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_workers: int = 1) -> Run:
-    """A real cluster under a load; each is run once. Those of one worker get the same edits; several workers, which on
-    one machine can do less than as many times what one can, get a share of what they can do."""
+    """Run a real cluster under load, once per setting. Clusters of one worker all get the same edits. Several workers
+    on one machine sustain less than as many times the rate of one, so they get a share of their own measured rate."""
     name = f"{batching} {'reuse' if reuse else 'dense'} {num_workers}"
     if name not in lab.runs:
         is_ours = batching == "continuous" and reuse
@@ -80,8 +80,8 @@ def served(lab: Lab, batching: Batching = "continuous", reuse: bool = True, num_
 
 
 async def send(lab: Lab, session: Session, rate: float | None) -> Run:
-    """Where there is no rate, a burst tells the one that clusters are compared at. Those that are simulated too
-    practise, and all where passes are captured."""
+    """Send the workload at `rate`, or at a share of the rate that a burst reached. Clusters that are also simulated get
+    practice edits first; with CUDA graphs all clusters do."""
     config, num_workers = session.cluster.config, len(session.cluster.workers)
     await session.register(draw_workload(recipe(lab, 10 * lab.scale.num_templates, 1.0, seed=0)))
     if rate is None:
@@ -103,7 +103,7 @@ async def send(lab: Lab, session: Session, rate: float | None) -> Run:
     return replace(run, served=answers, steps=list(session.watch.steps))
 
 
-# what a run says about its parts
+# figures of a run
 
 
 def fitted(lab: Lab, run: Run) -> Latency:
@@ -135,7 +135,7 @@ def chores_of(run: Run) -> SideSeconds:
 
 
 def fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Start and slope of the line through the means that is nearest to all points; none of them negative."""
+    """Fit a line by least squares; neither its start nor its slope is negative."""
     x, y = statistics.fmean(xs), statistics.fmean(ys)
     spread = sum((one - x) ** 2 for one in xs)
     slope = sum((one - x) * (other - y) for one, other in zip(xs, ys, strict=True)) / spread if spread else 0.0
@@ -144,7 +144,7 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
 
 
 def mean_shares(run: Run) -> list[str]:
-    """See `SHARES`; in seconds."""
+    """Return the mean seconds of each stage, in the order of `SHARES`."""
     facts = [one.facts for one in run.served]
     columns = (
         [one.queue_seconds for one in facts],
@@ -156,11 +156,11 @@ def mean_shares(run: Run) -> list[str]:
 
 
 def service_of(lab: Lab, run: Run) -> PlannedService:
-    """Everything that has activations is cached and at hand, as on the cluster that was run."""
+    """Model the service of the cluster: everything that can be cached is, with activations in GPU memory."""
     return PlannedService(fitted(lab, run), lab.shape, chores_of(run), policy="cached", in_gpu=True)
 
 
-# the same edits, simulated
+# simulated edits
 
 
 def dense_steps(lab: Lab) -> int:
@@ -168,7 +168,7 @@ def dense_steps(lab: Lab) -> int:
 
 
 def jobs_of(lab: Lab, answers: Sequence[Served]) -> list[SimulatedJob]:
-    """Edits that were served, as they arrived."""
+    """Make simulated jobs of served edits, with their arrival times."""
     return [
         make_job(
             index=index,
@@ -199,8 +199,8 @@ def drawn_jobs(lab: Lab, workload: Sequence[Arrival]) -> list[SimulatedJob]:
 
 
 def capacity(lab: Lab, service: Service) -> float:
-    """Edits a second of a worker that always has a full batch of average masks, and of who prepares and finishes them
-    one by one."""
+    """Return the edits per second that a worker sustains: with a full batch of average masks, or as fast as one edit
+    after the other can be prepared and finished, if that is slower."""
     mean = statistics.fmean(one.mask_ratio for one in draw_workload(recipe(lab, 2000, 1.0, seed=0)))
     masked, num_dense = round(mean * lab.num_tokens), dense_steps(lab)
     cached = service.step(((lab.num_tokens, MAX_BATCH_SIZE, MAX_BATCH_SIZE * masked, 0),))
