@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.families import apart, close, make_edit, run
+from helpers.edits import apart, close, make_edit, run
 from helpers.names import FAMILIES
 
 from instgenie.cache.host import HostTier

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import make_edit
+from helpers.edits import make_edit
 from helpers.names import FAMILIES
 
 from instgenie.bench.ours import move_to_host

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.families import make_edit
+from helpers.edits import make_edit
 
 from instgenie.jobs.activations import Activations, Key
 from instgenie.jobs.job import Branch, Job, Template, guide, pack, rows, spread

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.families import make_edit
+from helpers.edits import make_edit
 
 from instgenie.editor import Editor, make_store
 from instgenie.errors import EditError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.cached import KINDS, feasible, make_cached, on_trajectory, predict, register_for
-from helpers.families import CLOSE, apart, close, far, make_edit, run
+from helpers.edits import CLOSE, apart, close, far, make_edit, run
 
 from instgenie.bench.metrics import psnr, ssim
 from instgenie.cache.disk import DiskTier

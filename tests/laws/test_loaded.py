@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.cached import KINDS, feasible, on_trajectory, predict
-from helpers.families import apart, close, make_edit, run
+from helpers.edits import apart, close, make_edit, run
 from torch import Tensor
 
 from instgenie.bench.ours import move_to_host

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers.families import make_edit
+from helpers.edits import make_edit
 from helpers.names import FLUX_FAMILIES
 from torch import Tensor
 

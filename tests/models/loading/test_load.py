@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import make_edit
+from helpers.edits import make_edit
 from helpers.names import FAMILIES, FLUX_FAMILIES, UNET_FAMILIES
 
 from instgenie.engine.finish import finish

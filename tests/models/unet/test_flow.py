@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.families import apart, close, make_edit
+from helpers.edits import apart, close, make_edit
 from torch import Tensor
 
 from instgenie.engine.prepare import prepare

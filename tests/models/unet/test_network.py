@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import CLOSE, apart, close, far, make_edit, quiet_pipeline, run, stock_arguments
+from helpers.edits import CLOSE, apart, close, far, make_edit, quiet_pipeline, run, stock_arguments
 from helpers.names import UNET_FAMILIES
 from PIL import Image
 from torch import Tensor

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
-from helpers.families import make_edit
+from helpers.edits import make_edit
 
 from instgenie.engine.finish import finish, finish_many, to_pixels
 from instgenie.engine.prepare import prepare
