@@ -1,1 +1,1 @@
-"""Many processes as one: orders go in, events come out."""
+"""Many processes that work as one: orders go in, events come out."""

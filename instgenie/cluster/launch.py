@@ -45,7 +45,8 @@ class LaunchedProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes. A launcher whose processes check no parent has to end them if the cluster itself dies."""
+    """Starts processes. If they check no parent, the launcher has to end them when the cluster itself dies. Messages
+    are not authenticated, so only the cluster's own processes may reach the address."""
 
     def worker_bytes(self, num_workers: int) -> float:
         """Main memory that each of the workers may use on its node; infinity: unknown."""

@@ -19,7 +19,7 @@ working_size_of = lru_cache(working_size)
 class Naming:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = workers
-        self._digests = Digests()
+        self._digests = Digests()  # edits of one request mostly share a picture, which is hashed once
         self.model_facts: ModelFacts | None = None  # None until the first process is ready
 
     def template_order(self, tenant: str, picture: Pixels, steps: int | None, guidance: float | None) -> TemplateOrder:
@@ -50,19 +50,16 @@ class Naming:
         return TemplateHead(template, order.digest, order.tenant, worker.identity, size, order.steps, order.guidance)
 
     def works_of(self, orders: Sequence[Order]) -> list[Work]:
-        """The work of each edit of a request. Edits of one request mostly share a picture, which is hashed once."""
+        """The work of each edit of a request."""
         facts = self.model_facts
         if facts is None:  # no worker has ever been ready, so that any estimate will do
             return [Work(order.wish.steps or 1, 1, 1) for order in orders]
-        names: dict[tuple[object, ...], str] = {}
         works = []
         for order in orders:
-            template = self.template_order_of(order)
-            key = id(order.picture), order.tenant, template.steps, template.guidance
-            if order.can_reuse and key not in names:
-                names[key] = template.id
             height, width = working_size_of(*order.picture.shape[:2], facts.size_multiple, facts.own_size)
             num_tokens = (height // facts.patch) * (width // facts.patch)
             num_masked = max(round(num_tokens * float(order.mask.mean())), 1)
-            works.append(Work(template.steps, num_tokens, num_masked, names[key] if order.can_reuse else None))
+            num_steps = facts.steps if order.wish.steps is None else order.wish.steps
+            template = self.template_order_of(order).id if order.can_reuse else None
+            works.append(Work(num_steps, num_tokens, num_masked, template))
         return works

@@ -14,6 +14,7 @@ from helpers.clusters import (
     are_equal,
     collect,
     edit,
+    edit_alone,
     follow,
     is_alive,
     kill,
@@ -32,13 +33,9 @@ from instgenie.cluster.entries import Ticket
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped
 from instgenie.cluster.status import Observer
 from instgenie.editor import Editor
-from instgenie.engine.finish import finish
-from instgenie.engine.loop import Engine
-from instgenie.engine.prepare import prepare
 from instgenie.errors import ClosedError, MaskError
 from instgenie.models.model import Model
 from instgenie.scheduling.names import Batching
-from instgenie.types import Pixels
 
 
 class Recorder(Observer):
@@ -58,18 +55,7 @@ def cluster(run: Run, folders: dict[str, Path], environment: None) -> Iterator[C
     run(cluster.stop(0))
 
 
-def edit_alone(order: Order, model: Model) -> Pixels:
-    """By the engine in this process."""
-    edit = order.wish.edit(order.picture, order.mask, model.steps, model.guidance)
-    job = prepare(edit, model)
-    engine = Engine(model)
-    engine.join(job)
-    while engine.jobs:
-        engine.step()
-    return finish(job, model)
-
-
-def test_the_parent_imports_no_torch() -> None:
+def test_a_cluster_imports_no_torch() -> None:
     code = "import sys, instgenie.cluster.cluster; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -171,7 +157,7 @@ def test_a_batch_that_does_not_fit_is_halved(run: Run, cluster: Cluster) -> None
     assert recorder.batch_sizes[1:] == [1] * len(recorder.batch_sizes[1:])
 
 
-def test_what_is_wrong_with_an_order_is_said_at_once(run: Run, cluster: Cluster) -> None:
+def test_an_invalid_order_is_refused_at_once(run: Run, cluster: Cluster) -> None:
     order = make_order()
     with pytest.raises(MaskError, match="empty"):
         cluster.submit([make_order(mask=np.zeros_like(order.mask))])
@@ -200,7 +186,7 @@ def test_templates(run: Run, cluster: Cluster, folders: dict[str, Path]) -> None
         expected = editor.edit(order.picture, order.mask, order.wish.prompt, seed=7, steps=4)
         assert expected.cache_hit
         assert are_equal(pictures([hit]), [expected.picture])
-        await until(lambda: cluster.templates("two") and cluster.templates("two")[0].state == "ready")  # unasked
+        await until(lambda: [status.state for status in cluster.templates("two")] == ["ready"])  # registered unasked
         assert (await edit_of("two")).facts.cache_tier == "host"
         assert await cluster.forget("one", template)
         assert (await edit_of("one")).facts.cache_tier is None
@@ -226,7 +212,7 @@ def mixed(tenant: str) -> list[Order]:
 
 
 def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
-    """Each role dies once on the way; cached and dense edits alike come out as in the undisturbed run."""
+    """Each role is killed once; cached and dense edits come out as in the undisturbed run."""
 
     async def play(tenant: str, roles: Sequence[str]) -> list[Event]:
         orders = mixed(tenant)
@@ -261,7 +247,7 @@ def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
 def test_workers_of_one_process_and_the_drain(
     batching: Batching, first_picture: int, run: Run, cluster: Cluster, folders: dict[str, Path]
 ) -> None:
-    """Same pictures; naive steps are interrupted; a cluster that is stopped finishes what it has accepted."""
+    """The pictures are the same, naive steps are interrupted, and a stopped cluster finishes the edits it accepted."""
     orders = [make_order(seed, picture_seed=first_picture + seed, steps=(30, 3, 3, 3, 3)[seed]) for seed in range(5)]
 
     async def play() -> None:

@@ -1,4 +1,4 @@
-"""What happens to two workers, and what does not happen to the edits."""
+"""Two workers whose processes die, hang or are killed, and edits that come out all the same."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ SIZES = ((40, 48), (48, 40), (64, 64), (32, 96), (90, 33))
 def cluster(
     run: Run, folders: dict[str, Path], environment: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """Two workers that share a disk, so that both find what either has registered."""
+    """Two workers that share a disk tier, so that both find what either has registered."""
     cache = CacheConfig(disk=str(tmp_path_factory.mktemp("shared")))
     cluster = Cluster(make_config(folders["sd"], devices=("cpu", "cpu"), cache=cache))
     run(cluster.start())
@@ -59,7 +59,7 @@ def sized(size: tuple[int, int], seed: int, share: float) -> dict[str, Any]:
 
 
 def is_registered(index: int) -> bool:
-    """No two of the others share a picture: the second would find what the first has left, if it came late enough."""
+    """The others have pictures of their own: a shared one might be registered by its first edit before the second."""
     return index % 20 < 4
 
 
@@ -107,8 +107,8 @@ def test_thirty_edits_while_processes_are_killed_at_random(run: Run, cluster: Cl
     assert max(event.facts.num_attempts for event in disturbed) > 1
 
 
-def test_nobody_waits_for_a_worker_that_died_or_hangs_while_another_is_there(run: Run, cluster: Cluster) -> None:
-    """One loses the process that takes the steps, then the other has it stopped: found by its silence, and replaced."""
+def test_edits_leave_a_worker_that_dies_or_hangs_for_another(run: Run, cluster: Cluster) -> None:
+    """One denoise process is killed; then the other is stopped, noticed by its silence, and replaced."""
 
     async def play(number: int) -> tuple[int, int, list[Event]]:
         await until(lambda: is_whole(cluster))
@@ -131,8 +131,8 @@ def all_pids(cluster: Cluster) -> Sequence[int | None]:
     return [process.pid for worker in cluster.status().workers for process in worker.processes]
 
 
-def test_what_kills_every_process_that_holds_it_fails_alone(run: Run, cluster: Cluster) -> None:
-    """Those that were in its batch run again, and are answered."""
+def test_an_edit_that_kills_every_process_fails_alone(run: Run, cluster: Cluster) -> None:
+    """The other edits of its batch run again, and are answered."""
 
     async def play() -> list[Event]:
         await until(lambda: is_whole(cluster))
@@ -144,7 +144,7 @@ def test_what_kills_every_process_that_holds_it_fails_alone(run: Run, cluster: C
     assert isinstance(failed, Failed)
     assert (failed.kind, failed.message) == ("crashed", "3 processes died while they worked on it")
     pictures(others)
-    assert cluster.status().num_restarts + 1 >= num_restarts + 3  # the last may still wait for its start
+    assert cluster.status().num_restarts + 1 >= num_restarts + 3  # the last restart may not have begun
 
 
 SLOW_DISK = """
@@ -161,7 +161,7 @@ SLOW_DISK = """
 def test_a_stop_leaves_time_to_write(
     run: Run, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left of the timeout is for the activations, though no edit needs it."""
+    """The rest of the timeout is left to the worker, which writes activations to disk."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK.replace("\n    ", "\n"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(supervisor, "SECONDS_TO_END", 0.0)
@@ -179,7 +179,7 @@ def test_a_stop_leaves_time_to_write(
 
 
 def test_a_cluster_with_a_broken_clock(run: Run, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that waits looks at the time of day."""
+    """No timeout depends on the time of day."""
     moments = iter(range(0, 10**9, 86_400))
     monkeypatch.setattr("time.time", lambda: float(1e9 * (next(moments) % 2)))
     [event] = run(edit(cluster, make_order()))

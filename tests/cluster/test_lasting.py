@@ -50,7 +50,7 @@ def test_templates_outlive_workers_and_clusters(
     async def leave_behind() -> Finished:
         cluster = await open_cluster(folders["sd"], cache, batching="static")
         await register(cluster, TENANT, order)
-        await until(lambda: len(spans(cache)) == 2)  # of four steps each: all of them are written
+        await until(lambda: len(spans(cache)) == 2)  # of four steps each: all steps are written
         finished = await edit_one(cluster)
         assert await cluster.stop(60)
         return finished
@@ -93,10 +93,10 @@ def test_templates_outlive_workers_and_clusters(
     run(find(expected))
 
 
-def test_what_is_damaged_on_disk_is_a_miss(
+def test_damaged_activations_are_registered_again(
     run: Run, folders: dict[str, Path], environment: None, tmp_path: Path
 ) -> None:
-    """The cluster says that it is there, and so it is registered again before it is used: what is damaged, no more."""
+    """The cluster lists the template, so edits must use it: its worker registers the damaged part again first."""
     cache = CacheConfig(disk=str(tmp_path / "disk"))
     order = make_order(picture_seed=90, steps=8)
 
@@ -109,7 +109,7 @@ def test_what_is_damaged_on_disk_is_a_miss(
         await cluster.stop(60)
         damage(spans(cache)[1])
         cluster = await open_cluster(folders["sd"], cache, batching="static")
-        await until(lambda: cluster.templates(TENANT))  # what is there is listed by its headers
+        await until(lambda: cluster.templates(TENANT))  # listed by the headers of its files
         first = await edit_one(cluster)
         assert (dense.facts.cache_tier, cached.facts.cache_tier) == (None, "host")
         assert first.facts.cache_tier is not None

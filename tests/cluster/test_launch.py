@@ -14,20 +14,23 @@ from helpers.clusters import (
     are_equal,
     collect,
     edit,
+    edit_alone,
     is_alive,
     kill,
     make_config,
     make_order,
     pictures,
+    pid_of,
     register,
     until,
 )
 
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ProcessConfig, Role
-from instgenie.cluster.launch import Launcher, LocalLauncher, process_command, process_environment
+from instgenie.cluster.launch import LocalLauncher, process_command, process_environment
 from instgenie.cluster.orders import Event, Failed, Finished
 from instgenie.errors import ClosedError
+from instgenie.models.model import Model
 
 GIB = 2**30
 
@@ -54,12 +57,12 @@ class TcpProcess:
 
 
 class TcpLauncher:
-    """Starts processes as another machine would: over TCP, in sessions of their own, without a parent. The first start
-    fails."""
+    """Starts processes as another machine would: over TCP, in sessions of their own, without a parent. The first two
+    starts fail."""
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
-        self.num_failures = 1
+        self.num_failures = 2
         self.is_closed = False
 
     def worker_bytes(self, num_workers: int) -> float:
@@ -83,41 +86,13 @@ class TcpLauncher:
         self.is_closed = True
 
 
-def test_a_cluster_over_tcp_without_a_parent(run: Run, folders: dict[str, Path], environment: None) -> None:
-    """The same pictures as with local processes, from the cache and without it; a killed process costs no edit."""
-    orders = [make_order(seed, steps=12) for seed in range(3)]
+def test_a_cluster_over_tcp_without_a_parent(
+    run: Run, folders: dict[str, Path], environment: None, models: dict[str, Model]
+) -> None:
+    """Starts that fail are tried again, edits come out as the engine makes them, and a killed process costs no edit."""
+    order, launcher = make_order(steps=12), TcpLauncher()
 
-    async def play(launcher: Launcher) -> tuple[list[Event], list[int]]:
-        cluster = Cluster(make_config(folders["sd"]), launcher)
-        await cluster.start()
-        await until(lambda: cluster.ready)
-        dense = await edit(cluster, *orders[:1])
-        await register(cluster, TENANT, *orders[:1])
-        collecting = asyncio.create_task(edit(cluster, *orders[1:]))
-        await until(lambda: cluster.status().workers[0].running)
-        kill(cluster, "finish")
-        events = dense + await collecting
-        pids = [process.pid for process in cluster.status().workers[0].processes if process.pid]
-        assert await cluster.stop(60)
-        return events, pids
-
-    launcher = TcpLauncher()
-    events, pids = run(play(launcher))
-    local_events, _ = run(play(LocalLauncher()))
-    assert are_equal(pictures(events), pictures(local_events))
-    assert [event.facts.cache_tier for event in events if isinstance(event, Finished)] == [None, "host", "host"]
-    configs = [json.loads(command[-1]) for command in launcher.commands]
-    assert {config["parent"] for config in configs} == {None}
-    assert {config["endpoint"].rsplit(":", 1)[0] for config in configs} == {"tcp://localhost"}
-    assert {config["cache"]["host_bytes"] for config in configs} == {GIB}
-    assert launcher.is_closed
-    assert not any(is_alive(pid) for pid in pids)
-
-
-def test_a_process_that_cannot_be_started_is_tried_again(run: Run, folders: dict[str, Path], environment: None) -> None:
-    async def play() -> None:
-        launcher = TcpLauncher()
-        launcher.num_failures = 2
+    async def play() -> tuple[list[Event], int]:
         cluster = Cluster(make_config(folders["sd"], batching="naive"), launcher)
         await cluster.start()
         await until(lambda: cluster.status().workers[0].processes[0].message)
@@ -125,9 +100,28 @@ def test_a_process_that_cannot_be_started_is_tried_again(run: Run, folders: dict
         assert cluster.healthy
         await cluster.until_ready()
         assert cluster.status().workers[0].processes[0].num_starts == 3
-        await cluster.stop(0)
+        dense = await edit(cluster, order)
+        await register(cluster, TENANT, order)
+        cached = await edit(cluster, order)
+        collecting = asyncio.create_task(edit(cluster, order))
+        await until(lambda: cluster.status().workers[0].running)
+        kill(cluster, "denoise")
+        events = dense + cached + await collecting
+        pid = pid_of(cluster, "denoise")
+        assert await cluster.stop(60)
+        return events, pid
 
-    run(play())
+    events, pid = run(play())
+    dense, cached, again = pictures(events)
+    assert are_equal([dense, again], [edit_alone(order, models["sd"]), cached])
+    facts = [event.facts for event in events if isinstance(event, Finished)]
+    assert [(one.cache_tier, one.num_attempts) for one in facts] == [(None, 1), ("host", 1), ("host", 2)]
+    configs = [json.loads(command[-1]) for command in launcher.commands]
+    assert {config["parent"] for config in configs} == {None}
+    assert {config["endpoint"].rsplit(":", 1)[0] for config in configs} == {"tcp://localhost"}
+    assert {config["cache"]["host_bytes"] for config in configs} == {GIB}
+    assert launcher.is_closed
+    assert not is_alive(pid)
 
 
 def test_local_sockets_are_in_a_private_folder() -> None:

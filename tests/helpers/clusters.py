@@ -1,5 +1,5 @@
-"""Clusters of real processes, on tiny models. Where faults are needed, a `sitecustomize` on the path of the worker
-processes makes them: the package itself has no switch for them."""
+"""Clusters of real processes, on tiny models. Faults come from a `sitecustomize` module on the path of the worker
+processes; the package itself has no switch for them."""
 
 import asyncio
 import io
@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -19,6 +19,9 @@ from instgenie.cluster.entries import Ticket
 from instgenie.cluster.orders import Event, Finished, Order
 from instgenie.cluster.wish import Wish
 from instgenie.types import Pixels
+
+if TYPE_CHECKING:
+    from instgenie.models.model import Model
 
 FAULTS = """
     import os, signal, sys
@@ -44,7 +47,7 @@ FAULTS = """
                 raise ValueError("poison")
             job = make_job(edit, *others)
             if edit.prompt == "poison of finish":
-                job.latents = job.latents[:, :1]  # of a shape that cannot be decoded
+                job.latents = job.latents[:, :1]  # this shape cannot be decoded
             return job
 
         loop.Engine.advance, prepare.make_job = faulty_advance, faulty_make_job
@@ -75,13 +78,27 @@ async def follow(ticket: Ticket) -> list[Event]:
 
 
 async def collect(tickets: Sequence[Ticket]) -> list[Event]:
-    """The last event of each."""
+    """Return the last event of each ticket."""
     return [events[-1] for events in await asyncio.gather(*map(follow, tickets))]
 
 
 async def edit(cluster: Cluster, *orders: Order) -> list[Event]:
-    """The last event of each order of a request."""
+    """Submit one request, and return the last event of each of its orders."""
     return await collect(cluster.submit(orders))
+
+
+def edit_alone(order: Order, model: "Model") -> Pixels:
+    """Compute an order with the engine, in this process."""
+    from instgenie.engine.finish import finish
+    from instgenie.engine.loop import Engine
+    from instgenie.engine.prepare import prepare
+
+    job = prepare(order.wish.edit(order.picture, order.mask, model.steps, model.guidance), model)
+    engine = Engine(model)
+    engine.join(job)
+    while engine.jobs:
+        engine.step()
+    return finish(job, model)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -100,7 +117,7 @@ def pictures(events: Sequence[Event]) -> list[Pixels]:
 
 
 def are_equal(pictures: Sequence[Pixels], others: Sequence[Pixels]) -> bool:
-    """Who else is in a batch decides how floats are rounded, and so a value may fall on the other side."""
+    """True if pictures are equal up to rounding, which depends on the other jobs in a batch."""
     apart = [np.abs(a.astype(int) - b) for a, b in zip(pictures, others, strict=True)]
     return all(a.max() <= 1 and (a > 0).mean() < 0.01 for a in apart)
 
