@@ -1,13 +1,13 @@
-"""What makes a model the model it is: one digest over weights, configs and tokenizers. Knows no name and no folder.
+"""The identity of a model: one digest of its weights, configs and tokenizers. Knows no name and no folder.
 
-Every weight counts, and none leaves its device: bytes are read as whole numbers and added up along rows and columns, at
-the speed of memory, and the sums alone are hashed. Whole numbers add up to the same in any order, so the digest is the
-same on every device. It tells checkpoints apart, whatever was trained, merged or rounded; it does not withstand a
-forger.
+Every weight counts, and none leaves its device: the bytes are read as integers and summed along rows and columns at the
+speed of memory, and only the sums are hashed. Integers have the same sum in any order, so the digest is the same on
+every device. It distinguishes checkpoints that were trained, merged or rounded differently; it does not withstand
+deliberate forgery.
 
-Of a part without weights the shape alone counts. A process that has only some of the weights says so much of what the
-model is; processes that together have all of them, together say which model it is. So it is always what was loaded that
-counts, not what lies under the same name by now.
+Only the shape counts of a part without weights. So the digest of a process covers the weights that it has loaded, and
+the digests of processes that together have all weights identify the model. A digest describes loaded weights, not the
+files that have the same name now.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from transformers import PreTrainedTokenizerBase
 
 WORD = torch.int64
 ROW = 1024  # words
-VERSION = "transformers_version"  # of the library that wrote a config; says nothing about the model
+VERSION = "transformers_version"  # the library that wrote a config; not a property of the model
 
 
 def identify(parts: Mapping[str, Any]) -> str:
-    """Parts of a model by name: modules, tokenizers, plain values."""
+    """Digest the parts of a model, given by name: modules, tokenizers, plain values."""
     hashed = hashlib.sha256()
     for name, part in sorted(parts.items()):
         hashed.update(f"{name} {describe(part)}\n".encode())
@@ -49,8 +49,8 @@ def describe(part: Any) -> str:
 
 
 def add_up(tensor: Tensor) -> Iterator[Tensor]:
-    """A change of any word changes its row's sum; words that change places change their columns'. Few bytes are left
-    over, and are taken as they are."""
+    """Sums along columns and rows, and the few bytes left over. Any changed word changes the sum of its row; swapped
+    words change the sums of their columns."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     if flat.storage_offset() % WORD.itemsize:
         flat = flat.clone()

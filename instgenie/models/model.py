@@ -1,120 +1,51 @@
-"""A model: the parts of a diffusers pipeline on one device, and what the engine asks of any family.
+"""A model: the interface between the engine and the families.
 
-Everything in which families differ is behind these methods, so that preparing, stepping, registering and finishing know
-no family.
+Everything in which families differ is behind these methods, so preparing, stepping, registering and finishing know no
+family.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from diffusers import AutoencoderKL, AutoencoderTiny
 from torch import Tensor
-from transformers import CLIPTextModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from instgenie.cost.network import NetworkShape
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.sampler import Schedule
-from instgenie.models.identity import identify
+from instgenie.models.parts import PipelineParts
 from instgenie.types import Edit
 
-Keep = Callable[[Tensor], None]  # takes what activations keep [branches, 2 or 1, tokens, width], place after place
-CIRCUMSTANCES = ("name", "device", "dtype", "scheduler")  # no part of a model's identity; keys have the last two
+Keep = Callable[[Tensor], None]  # receives what activations keep of a block [branches, 2 or 1, tokens, width]
 
 
 @dataclass(frozen=True, eq=False)
-class Model(ABC):
-    family: ClassVar[str]  # a key of `FAMILIES`
-    network_name: ClassVar[str]  # of the part that denoises: transformer or unet
-    is_convolutional: ClassVar[bool]  # the network convolves, so on CUDA its weights are in channels-last order
-    latents_per_token: ClassVar[int]  # side of a token's patch in latents
-
-    name: str
-    vae: AutoencoderKL | AutoencoderTiny
-    text_encoder: CLIPTextModel
-    tokenizer: PreTrainedTokenizerBase
-    scheduler: Any
-    device: torch.device
-    dtype: torch.dtype
-    own_size: int  # side in pixels of the square it works at best
-    steps: int  # what an edit gets that does not say
-    guidance: float  # what an edit gets that does not say
-
-    @property
-    def network(self) -> torch.nn.Module:
-        """The part that denoises, diffusers' transformer or UNet."""
-        network: torch.nn.Module = getattr(self, self.network_name)
-        return network
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """The parts of the diffusers pipeline, by name."""
-        names = ("vae", "text_encoder", "tokenizer", "scheduler", self.network_name)
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    @abstractmethod
-    def stock_pipeline_name(self) -> str:
-        """The class of diffusers' inpainting pipeline that computes the same edits."""
-
-    @property
-    def stock_parts(self) -> dict[str, Any]:
-        """The arguments that construct the stock pipeline."""
-        return self.parts
-
-    @property
-    def stock_arguments(self) -> dict[str, Any]:
-        """Arguments of a call of the stock pipeline that are the same for every edit."""
-        return {"strength": 1.0}
-
-    @property
-    def num_text_tokens(self) -> int:
-        """Tokens of a prompt as the network sees it; every prompt is padded to this length."""
-        return int(self.tokenizer.model_max_length)
-
-    @cached_property
-    def digest(self) -> str:
-        """Says which weights these are; taken once, when first asked for."""
-        names = [field.name for field in fields(self)]
-        return identify({name: getattr(self, name) for name in names if name not in CIRCUMSTANCES})
-
-    @property
-    def latent_channels(self) -> int:
-        return int(self.vae.config.latent_channels)
-
-    @property
-    def pixels_per_latent(self) -> int:
-        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
-
-    @property
-    def patch(self) -> int:
-        """Side of a token's patch in pixels."""
-        return self.latents_per_token * self.pixels_per_latent
+class Model(PipelineParts):
+    """Pipeline parts with the passes through their network."""
 
     @property
     @abstractmethod
     def size_multiple(self) -> int:
-        """Working sizes are multiples of this."""
+        """Divisor of the sides in pixels of every working size."""
 
     @property
     @abstractmethod
     def is_fill(self) -> bool:
-        """Fill models see the clean picture around the hole and the mask as channels beside the latents."""
+        """True if the network sees the clean picture around the hole and the mask, as channels beside the latents."""
 
     @property
     @abstractmethod
     def run_lengths(self) -> tuple[int, ...]:
-        """Numbers of blocks in the runs in which dropped tokens stay dropped."""
+        """Numbers of blocks in each run of blocks. Tokens dropped in a run stay dropped to its end."""
 
     @property
     @abstractmethod
     def max_captured(self) -> int:
-        """Readers of a pass, branches or jobs, up to which launching takes longer than computing, so that capturing it
-        pays."""
+        """The largest number of readers in a pass, branches or jobs, for which capturing pays: up to it, launching
+        kernels takes longer than running them."""
 
     @property
     def num_blocks(self) -> int:
@@ -122,37 +53,37 @@ class Model(ABC):
 
     @abstractmethod
     def describe(self) -> NetworkShape:
-        """What its blocks compute and what activations keep of them, as plain numbers."""
+        """Describe as plain numbers what the blocks compute and what activations keep of them."""
 
     @abstractmethod
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule: ...
 
     @abstractmethod
     def guidance_scale(self, edit: Edit) -> float:
-        """Of classifier-free guidance; above 1 an edit has two branches."""
+        """The scale of classifier-free guidance; an edit has two branches if it is above 1."""
 
     @property
     @abstractmethod
     def embeds_guidance(self) -> bool:
-        """Whether the guidance of an edit enters the network."""
+        """True if the guidance of an edit is an input of the network."""
 
     def embedded_guidance(self, edit: Edit) -> float:
-        """The guidance that enters the network; 0 where none does."""
+        """The guidance as an input of the network; 0 if it is none."""
         return float(edit.guidance) if self.embeds_guidance else 0.0
 
     @abstractmethod
     def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
-        """The prompt's, then the negative prompt's where guidance is true."""
+        """The branch of the prompt, and with classifier-free guidance that of the negative prompt."""
 
     @abstractmethod
     def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
-        """What a registration sees: the prompt's, then the empty negative prompt's where that is another thing; no
-        text at all where it is isolated."""
+        """The branches of a registration: that of the prompt, and that of the empty negative prompt if it differs. An
+        isolated registration has one branch without text."""
 
     @abstractmethod
     def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:
-        """Tokens of a clean picture and pixels of a mask [1, 1, height, width] -> what fill models see beside the
-        latents [tokens, channels]."""
+        """The channels that fill models see beside the latents [tokens, channels], from the tokens of a clean picture
+        and the pixels of a mask [1, 1, height, width]."""
 
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Jobs that go through the network together, one pass after the other."""

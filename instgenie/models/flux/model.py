@@ -1,4 +1,4 @@
-"""The Flux family: FluxPipeline, FluxInpaintPipeline and FluxFillPipeline. Knows prompts; `flux` knows the network."""
+"""A Flux model: prompts, sizes and schedules. `flux.network` knows the transformer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +27,8 @@ from instgenie.models.flux.network import (
 from instgenie.models.model import Keep, Model, pack_latents, tokenize
 from instgenie.types import Edit
 
-CAPTURED_AREA = 2 * 3072**2  # branches times squared width, up to which launching takes longer than computing
-MAX_TEXT_TOKENS = 512  # of the Flux pipelines, for tokenizers that know no limit
+CAPTURED_AREA = 2 * 3072**2  # branches times squared width; below it, launching kernels takes longer than running them
+MAX_TEXT_TOKENS = 512  # the stock pipelines' limit; a tokenizer may have none
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class FluxModel(Model):
         return pooled.to(self.dtype)
 
     def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:
-        """A latent's channels are the mask's pixels under it; then packed as latents are."""
+        """The pixels of the mask under a latent become its channels, which are packed like latents."""
         return torch.cat([tokens, pack_latents(pixel_unshuffle(pixels, self.pixels_per_latent))], dim=1)
 
     def pack(self, jobs: Sequence[Job], pads: bool = False) -> Batch:

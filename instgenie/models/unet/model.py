@@ -1,7 +1,8 @@
-"""The Stable Diffusion families: 1.5, 2.1 and XL, with four channels or nine. Knows prompts; `unet` knows the network.
+"""Stable Diffusion 1.5, 2.1 and XL, with four channels or nine: prompts, sizes and schedules. `unet.network` knows the
+UNet.
 
-UNets have no guidance embedding: `guidance` is the scale of classifier-free guidance here, as it is in the stock
-pipelines, and 1 or less turns it off. `true_guidance`, where it is above 1, says the same and goes first.
+UNets have no guidance embedding: `guidance` is the scale of classifier-free guidance, as in the stock pipelines, and a
+value of 1 or less turns it off. A `true_guidance` above 1 means the same and takes precedence.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +38,8 @@ from instgenie.models.unet.network import (
 from instgenie.types import Edit
 
 MAX_CAPTURED = 16
-# cuDNN's attention clears a word of memory before every call: of few branches that takes longer than it gains, and
-# several times as long while activations are on their way to the device
+# cuDNN's attention clears a word of memory before every call. With few branches this costs more than cuDNN gains, and
+# several times more while activations are being copied to the device.
 MAX_FLASH = 4  # branches
 FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -65,7 +66,7 @@ class UnetModel(Model):
 
     @property
     def size_multiple(self) -> int:
-        """Every level halves the picture."""
+        """Every level halves the sides of the picture."""
         return int(self.patch * 2**self.unet.num_upsamplers)
 
     @property
@@ -85,7 +86,7 @@ class UnetModel(Model):
 
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule:
         if edit.steps > (most := self.scheduler.config.num_train_timesteps):
-            raise EditError(f"the number of steps is {edit.steps}: at most {most}, for this model, are expected")
+            raise EditError(f"the number of steps is {edit.steps}: this model has at most {most}")
         if isinstance(self.scheduler, DDIMScheduler):
             return ddim_schedule(self.scheduler, edit.steps, edit.strength)
         return euler_schedule(self.scheduler, edit.steps, edit.strength)
@@ -116,7 +117,7 @@ class UnetModel(Model):
         return Branch(text=text, pooled=text[0, :0], rotary=text[:0])
 
     def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:
-        """The mask first, and of the pixels under a latent the first, as the stock pipelines do."""
+        """The mask first, sampled at the first pixel under each latent, as the stock pipelines do."""
         mask = interpolate(pixels, scale_factor=1 / self.pixels_per_latent)
         return torch.cat([pack_latents(mask, self.latents_per_token), tokens], dim=1)
 
@@ -126,7 +127,7 @@ class UnetModel(Model):
 
     @cached_property
     def cross(self) -> Callable[[tuple[Branch, ...]], tuple[Tensor, ...]]:
-        """K and V of prompts; those of jobs that stay together are computed once."""
+        """K and V of the prompts of a batch, cached: the same jobs usually stay together for many steps."""
         return lru_cache(maxsize=4)(partial(cross, self.unet))
 
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
@@ -157,7 +158,7 @@ class UnetXlModel(UnetModel):
 
     text_encoder_2: CLIPTextModelWithProjection
     tokenizer_2: PreTrainedTokenizerBase
-    empty_is_zero: bool  # whether an empty negative prompt stands for zeros
+    empty_is_zero: bool  # embeddings of an empty negative prompt are zeros
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""diffusers' autoencoders, between pictures and latents: walks the sub-modules of AutoencoderKL, so that its norms are
-fused with what stands around them. Autoencoders of other blocks, and the tiny ones, run as they are.
+"""Pictures to latents and back, through diffusers' autoencoders. The sub-modules of an AutoencoderKL are called one by
+one, so that its norms are fused with the layers around them. Tiny autoencoders, and those with other blocks, run as
+they are.
 """
 
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ def decode_latents(vae: AutoencoderKL | AutoencoderTiny, latents: Tensor) -> Ten
 
 
 def encode_pictures(vae: AutoencoderKL | AutoencoderTiny, pictures: Tensor) -> Tensor:
-    """[pictures, 3, height, width] in [-1, 1] -> [pictures, channels, rows, columns], the most likely latents"""
+    """[pictures, 3, height, width] in [-1, 1] -> [pictures, channels, rows, columns], the modes of the latents"""
     if isinstance(vae, AutoencoderTiny):
         latents: Tensor = vae.encode(pictures).latents
     elif not is_known(vae):
@@ -35,7 +36,7 @@ def encode_pictures(vae: AutoencoderKL | AutoencoderTiny, pictures: Tensor) -> T
 
 
 def is_known(vae: nn.Module) -> bool:
-    """Whether it has no blocks but those of every Stable Diffusion and Flux."""
+    """True if it consists of the blocks that Stable Diffusion and Flux use, and neither tiles nor slices."""
     if not isinstance(vae, AutoencoderKL) or vae.use_tiling or vae.use_slicing:
         return False
     plain = (DownEncoderBlock2D, UpDecoderBlock2D, UNetMidBlock2D)

@@ -1,8 +1,8 @@
-"""Decodes a box of a picture, with diffusers' tiny autoencoder: it is convolutions and nothing else, so a pixel depends
-on no more of the picture than they reach. Other decoders, whose norms and attention see everything, decode all of it.
+"""Decodes a box of a picture with diffusers' tiny autoencoder. It consists of convolutions only, so a pixel depends on
+the latents within their reach. Other decoders have norms and attention that see everything; they decode whole pictures.
 
-A stage of the decoder computes what is needed of it: the box at its resolution, and around it as many pixels as
-convolutions follow.
+Each stage of the decoder computes the box at its own resolution with a margin as wide as the reach of the convolutions
+that follow.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,11 +17,11 @@ from instgenie.types import Box
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers of one resolution."""
+    """Consecutive layers of one resolution."""
 
     layers: nn.Sequential
-    scale: int  # of what comes out to what goes in
-    reach: int  # pixels that what comes out depends on, to each side
+    scale: int  # of the output to the input
+    reach: int  # pixels to each side that an output depends on
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module]) -> "Stage":
@@ -39,7 +39,7 @@ def can_decode_boxes(vae: nn.Module) -> bool:
 
 
 def decode_box(vae: AutoencoderTiny, latents: Tensor, box: Box) -> Tensor:
-    """`vae.decode`, of a box of the pictures: [pictures, 3, rows, cols]."""
+    """Decode a box of the pictures: `vae.decode` of that box, [pictures, 3, rows, cols]."""
     stages = list(split(vae.decoder.layers))
     height, width = latents.shape[2:]
     needed = zip(needs(stages, box.rows, height), needs(stages, box.cols, width), strict=True)
@@ -52,7 +52,7 @@ def decode_box(vae: AutoencoderTiny, latents: Tensor, box: Box) -> Tensor:
 
 
 def split(layers: Iterable[nn.Module]) -> Iterator[Stage]:
-    """At each change of resolution."""
+    """Split the layers at each change of resolution."""
     gathered: list[nn.Module] = []
     for layer in layers:
         if isinstance(layer, nn.Upsample):
@@ -63,7 +63,7 @@ def split(layers: Iterable[nn.Module]) -> Iterator[Stage]:
 
 
 def needs(stages: Sequence[Stage], needed: range, length: int) -> list[range]:
-    """What each stage has to be given of a side of so many latents, for what is needed of the last one's pixels."""
+    """The input that each stage needs along a side of `length` latents, for the `needed` pixels of the last stage."""
     for stage in stages:
         length *= stage.scale
     given: list[range] = []
@@ -80,7 +80,7 @@ def magnify(span: range, scale: int) -> range:
 
 
 def cut(values: Tensor, there: Box, box: Box) -> Tensor:
-    """The box out of what is there."""
+    """Cut the box out of values that cover the box `there`."""
     rows, cols = (
         slice(part.start - whole.start, part.stop - whole.start) for part, whole in zip(box, there, strict=True)
     )

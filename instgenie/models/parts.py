@@ -1,0 +1,85 @@
+"""The parts of a diffusers pipeline on one device: modules, tokenizers and a scheduler, and facts about them."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKL, AutoencoderTiny
+from transformers import CLIPTextModel, PreTrainedTokenizerBase
+
+from instgenie.models.identity import identify
+
+NOT_IDENTITY = ("name", "device", "dtype", "scheduler")  # keys of activations contain the last two on their own
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineParts(ABC):
+    family: ClassVar[str]  # a key of `FAMILIES`
+    network_name: ClassVar[str]  # the part that denoises: transformer or unet
+    is_convolutional: ClassVar[bool]  # the network convolves, so on CUDA its weights are in channels-last order
+    latents_per_token: ClassVar[int]  # side of a token's patch in latents
+
+    name: str  # as the user gave it
+    vae: AutoencoderKL | AutoencoderTiny
+    text_encoder: CLIPTextModel
+    tokenizer: PreTrainedTokenizerBase
+    scheduler: Any
+    device: torch.device
+    dtype: torch.dtype
+    own_size: int  # side in pixels of the square it works best at
+    steps: int  # of edits that ask for no number of steps
+    guidance: float  # of edits that ask for no guidance
+
+    @property
+    def network(self) -> torch.nn.Module:
+        """The part that denoises: diffusers' transformer or UNet."""
+        network: torch.nn.Module = getattr(self, self.network_name)
+        return network
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The parts of the pipeline by name."""
+        names = ("vae", "text_encoder", "tokenizer", "scheduler", self.network_name)
+        return {name: getattr(self, name) for name in names}
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all weights, configs and tokenizers; computed once."""
+        names = [field.name for field in fields(self)]
+        return identify({name: getattr(self, name) for name in names if name not in NOT_IDENTITY})
+
+    @property
+    @abstractmethod
+    def stock_pipeline_name(self) -> str:
+        """The class of diffusers' inpainting pipeline that computes the same edits."""
+
+    @property
+    def stock_parts(self) -> dict[str, Any]:
+        """The arguments that construct the stock pipeline."""
+        return self.parts
+
+    @property
+    def stock_arguments(self) -> dict[str, Any]:
+        """Arguments of a call of the stock pipeline that are the same for every edit."""
+        return {"strength": 1.0}
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Tokens of every prompt in the network; prompts are padded to this length."""
+        return int(self.tokenizer.model_max_length)
+
+    @property
+    def latent_channels(self) -> int:
+        return int(self.vae.config.latent_channels)
+
+    @property
+    def pixels_per_latent(self) -> int:
+        """Side in pixels of a latent's square."""
+        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+
+    @property
+    def patch(self) -> int:
+        """Side of a token's patch in pixels."""
+        return self.latents_per_token * self.pixels_per_latent
