@@ -1,1 +1,1 @@
-"""Tiers: where activations outlive the process that computed them. Knows keys and bytes; knows no model."""
+"""The cache of activations: tiers of memory and files, and the store over them. Knows keys and bytes, no model."""

@@ -1,13 +1,13 @@
-"""The disk tier: activations as safetensors files, one for each template and span of steps. Knows bytes, not models.
+"""The disk tier: activations as safetensors files, one per template and span of steps. Knows bytes, not models.
 
     FOLDER/<digest of the key>/0000-0003.safetensors    steps 0 to 3; header: format, key, steps, checksum
-    FOLDER/<digest of the key>/picture.safetensors      of the template, where somebody will ask for it
-    FOLDER/<digest of the key>/used                     when the template was last used; locked while it is
+    FOLDER/<digest of the key>/picture.safetensors      the template's picture, if it was given
+    FOLDER/<digest of the key>/used                     its time is the template's last use; locked while in use
 
-A file appears under its name when it is complete and on the disk, so a process that dies leaves whole files and, at
-most, a partial one that the next to use the template removes. What is found is believed only if it is what was asked
-for, to the last byte: a file that is torn, altered, or another's is reported, removed, and a miss. Several processes
-may share a folder: each pins what it uses with a shared lock, and evicts only what nobody has pinned.
+A file appears under its name when it is complete and on the disk. A process that dies leaves complete files and at most
+one partial file, which the next process to use the template removes. A file is trusted only if header and checksum are
+as expected: a torn, altered or foreign file is logged, removed, and counts as a miss. Several processes may share a
+folder: each pins the templates it uses with a shared lock, and evicts only templates that no process has pinned.
 
 A template is a hit when no span is missing, a miss when all are; in between its registration is pending.
 """
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """Holds at most `max_bytes`; the template that was used least recently goes first, and goes whole."""
+    """Holds at most `max_bytes`; whole templates are evicted, the least recently used first."""
 
     name: TierName = "disk"
 
@@ -60,21 +60,23 @@ class DiskTier:
         self.max_bytes = max_bytes
         self.num_evictions = 0
         self.spill: Spill = keep_nothing
-        self._storing = threading.RLock()  # one at a time, so that together they do not take more room than there is
+        self._storing = (
+            threading.RLock()
+        )  # one writer at a time, so that they do not share one estimate of the room left
 
     def missing(self, key: Key, spans: Sequence[range]) -> list[range]:
-        """Those of the spans that are not there. Reads headers alone: `load` looks closer."""
+        """The spans that are not there. Reads headers only; `load` checks the data, too."""
         return [steps for steps in spans if not self._find(key, steps)]
 
     def load(self, key: Key, steps: range) -> Span | None:
-        """The span, if it is there and whole. Its tensors are views of the file, which may vanish meanwhile."""
+        """The span, if it is there and undamaged. Its tensors are views of the file and outlive its removal."""
         path = self._path(key, steps)
-        with self._reported(path):
+        with self._damage_removed(path):
             return read_file(path, key, steps)
         return None
 
     def reserve(self, key: Key, num_bytes: int) -> None:
-        """Makes room for a whole template before much is computed for it."""
+        """Make room for a whole template before much is computed for it."""
         with self._storing:
             self._make_room(key, num_bytes - self.num_bytes(key))
 
@@ -86,7 +88,7 @@ class DiskTier:
 
     def load_picture(self, key: Key) -> Pixels | None:
         path = self._template(key) / PICTURE
-        with self._reported(path):
+        with self._damage_removed(path):
             return read_picture(path, key)
         return None
 
@@ -110,7 +112,7 @@ class DiskTier:
 
     @contextlib.contextmanager
     def pin(self, key: Key) -> Iterator[None]:
-        """Until the block ends nobody evicts the template, in this process or in another."""
+        """Keep the template from being evicted, by this process or another, until the block ends."""
         template = self._template(key)
         try:
             descriptor = hold(template)
@@ -119,7 +121,7 @@ class DiskTier:
         try:
             yield
         finally:
-            os.close(descriptor)  # and with it goes the lock
+            os.close(descriptor)  # releases the lock
             if not spans_of(template):
                 evict(template, if_empty=True)
 
@@ -130,7 +132,7 @@ class DiskTier:
         except OSError as error:
             raise CacheError(f"{template} cannot be removed: {error.strerror}") from None
         if template.exists():
-            evict(template, if_empty=True)  # or, if it is pinned, whoever unpins it last
+            evict(template, if_empty=True)  # a pinned template is removed when it is unpinned last
 
     def num_bytes(self, key: Key) -> int:
         return measure(self._template(key)).num_bytes
@@ -140,9 +142,9 @@ class DiskTier:
         return Usage(len(stored), total(stored))
 
     def stored(self) -> list[Stored]:
-        """The least recently used first. What else lies in the folder is none of ours."""
-        ours = [path for path in self.folder.iterdir() if is_template(path.name)]
-        return sorted((measure(folder) for folder in ours), key=lambda template: template.used)
+        """All templates, the least recently used first. Other files in the folder are ignored."""
+        folders = [path for path in self.folder.iterdir() if is_template(path.name)]
+        return sorted((measure(folder) for folder in folders), key=lambda template: template.used)
 
     def _template(self, key: Key) -> Path:
         return self.folder / key.name
@@ -152,25 +154,25 @@ class DiskTier:
 
     def _find(self, key: Key, steps: range) -> bool:
         path = self._path(key, steps)
-        with self._reported(path):
+        with self._damage_removed(path):
             check_file(path, key, steps)
             return True
         return False
 
     @contextlib.contextmanager
-    def _reported(self, path: Path) -> Iterator[None]:
-        """A file that is not there is a miss; so is one that is not as it should be, but that is worth a word."""
+    def _damage_removed(self, path: Path) -> Iterator[None]:
+        """Treat a missing file as a miss, and a damaged one too, after logging and removing it."""
         try:
             yield
         except FileNotFoundError:
             pass
         except (OSError, SafetensorError, DamagedError) as error:
-            logger.warning("%s is removed, its steps will be registered again: %s", path, error)
+            logger.warning("%s is removed and its steps will be registered again: %s", path, error)
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def _make_room(self, key: Key, num_bytes: int) -> None:
-        """For so many bytes more, within the limit and on the disk. Nothing is evicted where that would not help."""
+        """Evict templates until `num_bytes` fit within the limit and on the disk; none if that would not suffice."""
         stored, free = self.stored(), shutil.disk_usage(self.folder).free
         others = [template for template in stored if template.name != key.name]
         lacking = max(total(stored) + num_bytes - self.max_bytes, num_bytes - free)
@@ -197,7 +199,7 @@ class DiskTier:
 
 
 def find_key(template: Path) -> Key | None:
-    """Whose folder it is, if any file in it says so."""
+    """The key of a template's folder, if a file in it has a readable header."""
     for path in files_of(template, SUFFIX):
         with contextlib.suppress(OSError, SafetensorError, ValueError):
             key = read_key(path)
@@ -206,8 +208,8 @@ def find_key(template: Path) -> Key | None:
 
 
 def hold(template: Path) -> int:
-    """A descriptor with a shared lock on the template, which is made if need be and counts as used now. Who is alone
-    with it removes what a process that died has left half-written."""
+    """A descriptor with a shared lock on the template, whose folder is made if necessary and which counts as used now.
+    If no other process has it locked, partial files that a dead process left are removed."""
     while True:
         try:
             template.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
@@ -226,7 +228,7 @@ def hold(template: Path) -> int:
 
 
 def lock_alone(descriptor: int) -> bool:
-    """A file that was removed meanwhile locks nobody out."""
+    """Take the exclusive lock if it is free; a lock on a file that was removed meanwhile does not count."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -246,7 +248,7 @@ def is_pinned(template: Path) -> bool:
 
 
 def evict(template: Path, if_empty: bool = False) -> bool:
-    """Whether the template is gone; one that is pinned stays, and with `if_empty` one that has come to have spans."""
+    """Remove a template and return whether it is gone. A pinned template stays, and with `if_empty` one with spans."""
     try:
         descriptor = os.open(template / USED, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:
@@ -257,7 +259,7 @@ def evict(template: Path, if_empty: bool = False) -> bool:
             remove([template / USED])
             template.rmdir()
     except OSError as error:
-        if template.exists() and not (template / USED).exists():  # else it is gone, or somebody uses it anew
+        if template.exists() and not (template / USED).exists():  # else it is gone, or in use again
             logger.warning("%s cannot be removed: %s", template, error)
     finally:
         os.close(descriptor)
@@ -265,7 +267,7 @@ def evict(template: Path, if_empty: bool = False) -> bool:
 
 
 def files_of(template: Path, *suffixes: str) -> list[Path]:
-    """None, if somebody has removed the template."""
+    """The template's files with these suffixes; none if the template was removed meanwhile."""
     try:
         return [path for path in template.iterdir() if path.suffix in suffixes]
     except FileNotFoundError:
@@ -282,7 +284,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def measure(template: Path) -> Stored:
-    """Files may vanish while they are looked at."""
+    """Bytes and last use of a template. Files may vanish meanwhile."""
     num_bytes, used = 0, 0.0
     with contextlib.suppress(OSError):
         for file in os.scandir(template):

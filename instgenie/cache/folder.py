@@ -1,15 +1,15 @@
-"""The folder of the disk tier: where it is, and whether it can be used. Knows paths; imports no torch."""
+"""The folder of the disk tier: its default place, and the check that it can be used. Knows paths; imports no torch."""
 
 import os
 from pathlib import Path
 
 from instgenie.errors import CacheError
 
-PRIVATE = 0o700
+PRIVATE = 0o700  # mode of folders that only their owner may enter
 
 
 def default_folder() -> Path:
-    """Inside the user's cache folder, as the XDG base directory specification has it."""
+    """The folder inside the user's cache folder, by the XDG base directory specification."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         home = named if named.is_absolute() else Path.home() / ".cache"
@@ -19,7 +19,7 @@ def default_folder() -> Path:
 
 
 def make_folder(folder: Path) -> Path:
-    """The folder, made if need be, for its owner's eyes only."""
+    """Return the folder, made if necessary, with access for its owner only."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=PRIVATE, exist_ok=True)

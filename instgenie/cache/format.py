@@ -1,8 +1,7 @@
-"""Spans as safetensors, in files and in bytes, written so that whatever befalls them later is noticed. Knows one span
-at a time; where it is kept is not its matter.
+"""Spans and pictures as safetensors, in files and in bytes, written so that any later damage is noticed. Knows one span
+at a time; does not know where it is kept.
 
-The header has format, key, steps and checksum. What is read is believed only if it is what was asked for, to the last
-byte.
+The header has format, key, steps and checksum. Data is trusted only if all of them are as expected.
 """
 
 import json
@@ -22,14 +21,14 @@ from torch import Tensor
 from instgenie.jobs.activations import Key, Span, parse_key
 from instgenie.types import Pixels
 
-FORMAT = "1"  # of what a file holds; another is a miss
+FORMAT = "1"  # version of the layout; a file of another version is a miss
 SUFFIX, USED = ".safetensors", "used"
 PICTURE = f"picture{SUFFIX}"
-HEAD_BYTES = 2**17  # in which the header of a picture ends
+HEAD_BYTES = 2**17  # the header of a picture ends within these
 
 
 class DamagedError(Exception):
-    """What was read is not what its name says."""
+    """The data does not match its name or its checksum."""
 
 
 def file_name(steps: range) -> str:
@@ -37,7 +36,7 @@ def file_name(steps: range) -> str:
 
 
 def is_template(name: str) -> bool:
-    """Whether it can be the name of a key."""
+    """True if this can be the name of a key."""
     return bool(re.fullmatch(r"[0-9a-f]{64}", name))
 
 
@@ -56,7 +55,7 @@ def write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> Non
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """safe_open looks for the file twice, and who evicts may have come in between."""
+    """Open a file; if it is evicted between the two times that safe_open looks for it, that is a FileNotFoundError."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -65,7 +64,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_file(path: Path, key: Key, steps: range) -> Span:
-    """Its tensors are views of the file."""
+    """The span, whose tensors are views of the file."""
     return make_span(steps, read(path, describe(key, steps)))
 
 
@@ -77,23 +76,23 @@ def read(path: Path, expected: Mapping[str, str]) -> dict[str, Tensor]:
     with opened(path) as file:
         header = file.metadata()
         check_header(header, expected)
-        return whole(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        return verified(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
 def check_file(path: Path, key: Key, steps: range) -> None:
-    """Looks at the header alone."""
+    """Check the header only."""
     with opened(path) as file:
         check_header(file.metadata(), describe(key, steps))
 
 
 def read_key(path: Path) -> Key:
-    """Whose file it is; a ValueError if it does not say so."""
+    """The key in the header. Raise a ValueError if there is none."""
     with opened(path) as file:
         return parse_key((file.metadata() or {}).get("key", ""))
 
 
 def read_head(data: bytes) -> tuple[Key, tuple[int, int]]:
-    """Whose picture it is and its (height, width), by the first bytes of its file; a ValueError if they do not say."""
+    """The key of a picture and its (height, width), from the first bytes of its file. May raise a ValueError."""
     head = parse_head(data)
     try:
         height, width, _ = head["pixels"]["shape"]
@@ -134,7 +133,7 @@ def from_bytes(data: bytes, expected: Mapping[str, str]) -> dict[str, Tensor]:
     except (SafetensorError, ValueError, KeyError) as error:
         raise DamagedError(str(error)) from None
     check_header(header, expected)
-    return whole(header or {}, tensors)
+    return verified(header or {}, tensors)
 
 
 def name_tensors(span: Span) -> dict[str, Tensor]:
@@ -157,10 +156,10 @@ def describe_picture(key: Key) -> dict[str, str]:
 def check_header(header: Mapping[str, str] | None, expected: Mapping[str, str]) -> None:
     for name, value in expected.items():
         if (header or {}).get(name) != value:
-            raise DamagedError(f"its {name} is another")
+            raise DamagedError(f"its {name} is not the expected one")
 
 
-def whole(header: Mapping[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def verified(header: Mapping[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if checksum(tensors) != header.get("checksum"):
         raise DamagedError("its checksum is wrong")
     return tensors
@@ -177,8 +176,9 @@ def make_picture(tensors: Mapping[str, Tensor]) -> Pixels:
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """CRC-32 of names, shapes and bytes. It guards against accidents, not against forgers, who cannot write here; and
-    it is several times as fast as a cryptographic digest, so that reading the file remains what takes the time."""
+    """CRC-32 of names, shapes and bytes. It guards against accidents, not against attackers, who have no access to
+    these files. It is several times as fast as a cryptographic digest, so reading a file takes longer than checking it.
+    """
     total = 0
     for name, tensor in sorted(tensors.items()):
         total = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)

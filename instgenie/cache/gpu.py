@@ -8,7 +8,7 @@ from instgenie.jobs.activations import Span
 
 
 class GpuTier(MemoryTier):
-    """Copies go through a stream of their own, beside the steps of running jobs."""
+    """Copies run on a stream of their own, beside the steps of running jobs."""
 
     name = "gpu"
 
@@ -22,10 +22,9 @@ class GpuTier(MemoryTier):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _copy(self, source: Span, target: Span) -> None:
-        """Memory may come from a template that was evicted while steps that read it are still under way: they go
-        first."""
+        """Copy after the steps under way: the memory may have belonged to an evicted template that they still read."""
         self._stream.wait_stream(torch.cuda.default_stream(self.device))
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # of whoever computed the source
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # on which the source was computed
         with torch.cuda.stream(self._stream):
             for one, other in pairs(source, target):
                 other.copy_(one, non_blocking=True)

@@ -1,5 +1,5 @@
-"""The host tier: templates in main memory. Where there is a CUDA device the pages are locked, so that it can read them
-by itself."""
+"""The host tier: templates in main memory. With a CUDA device the pages are locked, so that the device can read them
+directly."""
 
 import contextlib
 import ctypes
@@ -29,27 +29,29 @@ def empty(num_bytes: int) -> Tensor:
 
 @torch.inference_mode(False)
 def lock_pages(num_bytes: int) -> Tensor:
-    """Page-locked memory of that very size: torch's own would round it up to a power of two. It stays locked as long as
-    anything views it; where the system does not allow to lock it, loading from it is slower and no more."""
+    """Page-locked memory of exactly this size, which torch's own allocator would round up to a power of two. It stays
+    locked as long as a tensor views it. If the system refuses to lock it, loading from it is slower."""
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    viewed = (ctypes.c_uint8 * len(pages)).from_buffer(pages)  # goes before the pages do
+    viewed = (ctypes.c_uint8 * len(pages)).from_buffer(pages)  # must be freed before the pages
     memory = torch.frombuffer(viewed, dtype=torch.uint8)
     status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if status:
         logger.warning("%d bytes of the host tier cannot be page-locked (CUDA error %d)", num_bytes, status)
         forget_error()
     else:
-        weakref.finalize(viewed, unlock_pages, memory.data_ptr()).atexit = False  # the end of the process does it
+        weakref.finalize(
+            viewed, unlock_pages, memory.data_ptr()
+        ).atexit = False  # the end of the process unlocks them anyway
     return memory[:num_bytes]
 
 
 def forget_error() -> None:
-    """CUDA reports the last error once more at the next launch, whoever's that is: let it be this one."""
+    """Launch a kernel here, because CUDA reports its last error once more at the next launch."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
 def unlock_pages(address: int) -> None:
-    """Before they go back to the system: a device would go on reading the old ones under the same address."""
-    torch.cuda.synchronize()  # copies out of it may be under way
+    """Unlock pages before they are freed; else a device would go on reading the old pages at this address."""
+    torch.cuda.synchronize()  # copies from these pages may be under way
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,8 +1,8 @@
-"""Tiers in memory: a pool of slots, each one piece of memory that holds one template, filled span by span. Knows bytes
-and keys; which memory it is, the tiers themselves say.
+"""Tiers in memory: slots, each a piece of memory that holds one template and is filled span by span. Knows bytes and
+keys; subclasses know which memory it is.
 
-Step lies behind step, and in each of them place behind place, so that what a step reads is one piece and moves as one.
-A span, or the whole, is a view and is handed out without a copy.
+A slot is laid out step by step, and place by place within a step, so that the rows of a step are contiguous and move in
+one copy. Spans and whole templates are handed out as views, without a copy.
 """
 
 import contextlib
@@ -24,13 +24,15 @@ from instgenie.types import TierName
 
 @dataclass(eq=False)
 class Slot:
+    """The memory of one template."""
+
     memory: Tensor  # [bytes]
-    whole: Span  # views of it
+    whole: Span  # views of the memory
     filled: set[int] = field(default_factory=set)  # steps
 
 
 class MemoryTier:
-    """Holds at most `max_bytes`; the template that was used least recently goes first."""
+    """Holds at most `max_bytes`; the least recently used template is evicted first."""
 
     name: TierName
 
@@ -40,8 +42,8 @@ class MemoryTier:
         self.spill: Spill = keep_nothing
         self._slots: OrderedDict[Key, Slot] = OrderedDict()  # the least recently used first
         self._pins: Counter[Key] = Counter()
-        self._lock = threading.RLock()  # over all of these; held for moments
-        self._reserving = threading.RLock()  # held while others are spilled to make room
+        self._lock = threading.RLock()  # guards slots and pins; never held while data moves
+        self._reserving = threading.RLock()  # held while templates are spilled to make room
 
     def missing(self, key: Key, spans: Sequence[range]) -> list[range]:
         with self._lock:
@@ -49,7 +51,7 @@ class MemoryTier:
             return [steps for steps in spans if not slot or not slot.filled.issuperset(steps)]
 
     def load(self, key: Key, steps: range) -> Span | None:
-        """A view: nothing is copied."""
+        """A view of the span, if it is there."""
         with self._lock:
             if self.missing(key, [steps]):
                 return None
@@ -57,7 +59,7 @@ class MemoryTier:
             return cut(self._slots[key].whole, steps)
 
     def reserve(self, key: Key, num_bytes: int) -> None:
-        """Others go until there is room; where they cannot make enough, none goes."""
+        """Evict templates until there is room; if that would not be enough, raise a CacheError and evict none."""
         with self._reserving:
             while victim := self._next_victim(key, num_bytes):
                 with self.pin(victim):
@@ -82,7 +84,7 @@ class MemoryTier:
         finally:
             with self._lock:
                 self._pins[key] -= 1
-                self._pins += Counter()  # keeps those that are above 0
+                self._pins += Counter()  # drops zeros
 
     def drop(self, key: Key) -> None:
         with self._lock:
@@ -97,11 +99,11 @@ class MemoryTier:
             return Usage(len(self._slots), self._used())
 
     def _allocate(self, num_bytes: int) -> Tensor:
-        """Memory [bytes]."""
+        """New memory [bytes]."""
         raise NotImplementedError
 
     def _copy(self, source: Span, target: Span) -> None:
-        """Done when this returns."""
+        """Copy a span and wait until it is done."""
         for one, other in pairs(source, target):
             other.copy_(one)
 
@@ -115,10 +117,10 @@ class MemoryTier:
                 with self._lock:
                     self._slots[key] = slot
             with self._lock:
-                return self._slots.get(key) or self._slot(key, span)  # dropped meanwhile
+                return self._slots.get(key) or self._slot(key, span)  # if it was dropped meanwhile
 
     def _next_victim(self, key: Key, num_bytes: int) -> Key | None:
-        """The next that must go to make room for a template; raises if all that may go is not enough."""
+        """The next template to evict to make room; raise a CacheError if evicting all that may go is not enough."""
         with self._lock:
             lacking = num_bytes + self._used() - self.num_bytes(key) - self.max_bytes
             if lacking <= 0:
@@ -143,12 +145,12 @@ class MemoryTier:
 
 
 def step_specs(span: Span) -> list[TensorSpec]:
-    """Of the tensors of a step, told by some of them; time comes last."""
+    """The tensors of one step of a template, given a span of it: rows per place, then time."""
     rows = [TensorSpec((rows.shape[0], *rows.shape[2:]), rows.dtype) for rows in span.rows]
     return [*rows, TensorSpec(tuple(span.time.shape[1:]), span.time.dtype)]
 
 
-@torch.inference_mode(False)  # its tensors are written to by whoever comes, in that mode or not
+@torch.inference_mode(False)  # callers in and out of inference mode write to its tensors
 def make_slot(key: Key, specs: Sequence[TensorSpec], memory: Tensor) -> Slot:
     *rows, time = carve(memory.view(key.num_steps, -1), specs)
     return Slot(memory, Span(key.steps, tuple(by_step.transpose(0, 1) for by_step in rows), time))
@@ -160,7 +162,7 @@ def cut(whole: Span, steps: range) -> Span:
 
 
 def pairs(source: Span, target: Span) -> Iterator[tuple[Tensor, Tensor]]:
-    """What is copied, step by step, and where to: in a slot, each in one piece."""
+    """Pairs of tensors to copy, step by step; in a slot each is contiguous."""
     for step in range(len(source.steps)):
         for one, other in zip(source.rows, target.rows, strict=True):
             yield one[:, step], other[:, step]

@@ -1,24 +1,23 @@
-"""The remote tier: the files of the disk tier behind any fsspec URL, such as `s3://bucket/templates`. Knows bytes and
-patience; knows no protocol by itself.
+"""The remote tier: the files of the disk tier behind any fsspec URL, such as `s3://bucket/templates`. Knows bytes, not
+models; fsspec knows the protocols.
 
     URL/<digest of the key>/0000-0003.safetensors    as on disk
     URL/<digest of the key>/picture.safetensors      as on disk
     URL/<digest of the key>/used                     as old as the template's last use
 
-Object stores show an object when it is complete; elsewhere it is written under a temporary name and moved. A server
-that refuses, or does not answer in time, is reported and left alone for a while, which grows as it stays away;
-meanwhile everything is a miss. Nobody waits for an answer longer than the tier's patience, and what its bytes take.
+Object stores show an object when it is complete; with other protocols it is written under a temporary name and moved. A
+server that fails or does not answer in time is logged and left alone for a while, and everything is a miss meanwhile.
+No caller waits longer than the tier's patience plus the time its bytes take.
 
-Several machines may share a URL: their own pins hold for themselves alone, and what vanishes is a miss.
+Several machines may share a URL. A pin holds for its own machine only; a template that another machine removes is a
+miss.
 """
 
 import contextlib
 import logging
 import os
-import queue
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -29,6 +28,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from rich.filesize import decimal
 
+from instgenie.cache.backoff import Backoff, GoneError
 from instgenie.cache.format import (
     HEAD_BYTES,
     PICTURE,
@@ -49,23 +49,23 @@ from instgenie.jobs.activations import Key, Span
 from instgenie.machine.files import PARTIAL
 from instgenie.types import Pixels, TierName
 
-OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "memory"}  # of these protocols
-SLOWEST = 10e6  # bytes per second; a server that is slower is as good as gone
-FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0  # seconds for which a server that failed is left alone
-TIMES = ("LastModified", "mtime", "last_modified", "updated", "created")  # what protocols call an object's age
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "memory"}  # protocols
+TIMES = (
+    "LastModified",
+    "mtime",
+    "last_modified",
+    "updated",
+    "created",
+)  # names that protocols have for an object's age
 
 Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
 
-class GoneError(Exception):
-    """The server cannot be asked at present."""
-
-
 class RemoteTier:
-    """Holds at most `max_bytes`; the template that was used least recently goes first, and goes whole. Options are
-    those of the protocol: endpoint, credentials."""
+    """Holds at most `max_bytes`; whole templates are evicted, the least recently used first. `options` are those of the
+    protocol: endpoint, credentials."""
 
     name: TierName = "remote"
 
@@ -74,19 +74,18 @@ class RemoteTier:
     ) -> None:
         self.url = url
         self.max_bytes = max_bytes
-        self.patience = patience
         self.num_evictions = 0
         self.spill: Spill = keep_nothing
         self._files, self._root = open_url(url, options or {})
+        self._server = Backoff(url, patience)
         self._pins: Counter[str] = Counter()
-        self._room = 0  # known to be left, by the last look at what is there
-        self._usage = Usage(0, 0)  # at the last look
-        self._pause, self._silent_until = FIRST_PAUSE, 0.0
-        self._lock = threading.Lock()  # over pins and pause
+        self._room = 0  # bytes known to be left at the last listing
+        self._usage = Usage(0, 0)  # at the last listing
+        self._lock = threading.Lock()  # guards the pins
         self._storing = threading.RLock()
 
     def missing(self, key: Key, spans: Sequence[range]) -> list[range]:
-        """Those of the spans that are not there; all, if the server cannot be asked. Looks at names alone."""
+        """The spans that are not there; all of them if the server cannot be asked. Looks at names only."""
         if not spans:
             return []
         there = {path.rpartition("/")[2] for path in self._list(self._template(key))}
@@ -94,7 +93,7 @@ class RemoteTier:
 
     def load(self, key: Key, steps: range) -> Span | None:
         span = self._load(self._path(key, steps), lambda data: decode(data, key, steps))
-        if span and steps.start == 0:  # once for each template
+        if span and steps.start == 0:  # once per template
             self._mark_used(key)
         return span
 
@@ -112,25 +111,25 @@ class RemoteTier:
         return self._load(f"{self._template(key)}/{PICTURE}", lambda data: decode_picture(data, key))
 
     def pictures(self) -> Mapping[Key, tuple[int, int]]:
-        """None, if the server cannot be asked. Reads of each what its header may take."""
+        """The (height, width) of all pictures, read from their headers; none if the server cannot be asked."""
         found = {}
         for path, info in self._list(self._root).items():
             if path.endswith(f"/{PICTURE}"):
                 with contextlib.suppress(FileNotFoundError, GoneError, ValueError):
                     num_bytes = min(info["size"] or 0, HEAD_BYTES)
                     read = partial(self._files.cat_file, path, start=0, end=num_bytes)
-                    key, size = read_head(self._ask(read, num_bytes))
+                    key, size = read_head(self._server.ask(read, num_bytes))
                     found[key] = size
         return found
 
     def _load(self, path: str, decode: Callable[[bytes], Answer]) -> Answer | None:
-        """What is damaged is removed."""
+        """Read and decode a file; a damaged file is removed."""
         try:
             return decode(self._read(path))
         except (FileNotFoundError, GoneError):
             return None
         except DamagedError as error:
-            logger.warning("%s is removed, its steps will be registered again: %s", path, error)
+            logger.warning("%s is removed and its steps will be registered again: %s", path, error)
             self._remove(path)
             return None
 
@@ -138,14 +137,14 @@ class RemoteTier:
         with self._storing, self.pin(key):
             self._make_room(key, len(data))
             try:
-                self._ask(lambda: put(self._files, path, data), len(data))
+                self._server.ask(lambda: put(self._files, path, data), len(data))
             except (GoneError, FileNotFoundError) as error:
                 raise CacheError(f"{path} ({decimal(len(data))}) cannot be written: {error}") from None
             self._room -= len(data)
 
     @contextlib.contextmanager
     def pin(self, key: Key) -> Iterator[None]:
-        """Until the block ends this tier does not evict the template; another machine may."""
+        """Keep the template from being evicted by this machine until the block ends; another machine may evict it."""
         with self._lock:
             self._pins[key.name] += 1
         try:
@@ -153,7 +152,7 @@ class RemoteTier:
         finally:
             with self._lock:
                 self._pins[key.name] -= 1
-                self._pins += Counter()  # keeps those that are above 0
+                self._pins += Counter()  # drops zeros
 
     def drop(self, key: Key) -> None:
         self._remove(self._template(key))
@@ -162,9 +161,9 @@ class RemoteTier:
         return sum(info["size"] for info in self._list(self._template(key)).values())
 
     def usage(self) -> Usage:
-        """As it was at the last look, if the server cannot be asked."""
+        """The usage now, or at the last listing if the server cannot be asked."""
         with contextlib.suppress(GoneError):
-            self._look()
+            self._list_templates()
         return self._usage
 
     def _template(self, key: Key) -> str:
@@ -173,49 +172,27 @@ class RemoteTier:
     def _path(self, key: Key, steps: range) -> str:
         return f"{self._template(key)}/{file_name(steps)}"
 
-    def _ask(self, work: Callable[[], Answer], num_bytes: int = 0) -> Answer:
-        """The server's answer, which may be that there is no such file. Whatever else comes, or if nothing does, it is
-        left alone for a while: each protocol has errors of its own, and not one of them may reach an edit."""
-        if time.monotonic() < self._silent_until:
-            raise GoneError(f"{self.url} does not answer")
-        try:
-            answer = within(self.patience + num_bytes / SLOWEST, work)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise self._left_alone(error) from None
-        self._pause = FIRST_PAUSE
-        return answer
-
-    def _left_alone(self, error: Exception) -> GoneError:
-        with self._lock:
-            pause, self._pause = self._pause, min(2 * self._pause, LAST_PAUSE)
-            self._silent_until = time.monotonic() + pause
-        reason = f"{type(error).__name__}: {error}"
-        logger.warning("%s is left alone for %g seconds: %s", self.url, pause, reason)
-        return GoneError(reason)
-
     def _read(self, path: str) -> bytes:
-        num_bytes = self._ask(lambda: self._files.size(path)) or 0
+        num_bytes = self._server.ask(lambda: self._files.size(path)) or 0
         if num_bytes > self.max_bytes:
-            raise DamagedError(f"it has {decimal(num_bytes)}: no more than {decimal(self.max_bytes)} are expected")
-        data: bytes = self._ask(lambda: self._files.cat_file(path), num_bytes)
+            raise DamagedError(f"it has {decimal(num_bytes)}, but at most {decimal(self.max_bytes)} are expected")
+        data: bytes = self._server.ask(lambda: self._files.cat_file(path), num_bytes)
         if len(data) < num_bytes:
-            raise self._left_alone(EOFError(f"{len(data)} of {num_bytes} bytes of {path} came"))
+            raise self._server.failed(EOFError(f"{len(data)} of {num_bytes} bytes of {path} arrived"))
         return data
 
     def _list(self, folder: str) -> dict[str, dict[str, Any]]:
-        """What is below a folder, by path."""
+        """The files below a folder, by path."""
         try:
-            found: dict[str, dict[str, Any]] = self._ask(lambda: self._files.find(folder, detail=True))
+            found: dict[str, dict[str, Any]] = self._server.ask(lambda: self._files.find(folder, detail=True))
             return found
         except (FileNotFoundError, GoneError):
             return {}
 
-    def _look(self) -> list[Stored]:
-        """The least recently used first."""
+    def _list_templates(self) -> list[Stored]:
+        """All templates, the least recently used first."""
         try:
-            found = self._ask(lambda: self._files.find(self._root, detail=True))
+            found = self._server.ask(lambda: self._files.find(self._root, detail=True))
         except FileNotFoundError:
             found = {}
         stored = sorted(group(found), key=lambda template: template.used)
@@ -223,11 +200,11 @@ class RemoteTier:
         return stored
 
     def _make_room(self, key: Key, num_bytes: int) -> None:
-        """Looks at what is there only where the room that is known to be left does not do."""
+        """Evict templates to make room for `num_bytes`. Lists them only if the room known to be left is not enough."""
         if num_bytes <= self._room:
             return
         try:
-            stored = self._look()
+            stored = self._list_templates()
             self._room = self.max_bytes - total(stored)
             others = [one for one in stored if one.name != key.name and not self._pins[one.name]]
             if num_bytes <= self._room + total(others):
@@ -243,33 +220,33 @@ class RemoteTier:
 
     def _evict(self, template: Stored) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._ask(lambda: remove(self._files, f"{self._root}/{template.name}"))
+            self._server.ask(lambda: remove(self._files, f"{self._root}/{template.name}"))
         self._room += template.num_bytes
         self.num_evictions += 1
 
     def _remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError, GoneError):
-            self._ask(lambda: remove(self._files, path))
+            self._server.ask(lambda: remove(self._files, path))
 
     def _mark_used(self, key: Key) -> None:
         path = f"{self._template(key)}/{USED}"
         with contextlib.suppress(FileNotFoundError, GoneError):
-            self._ask(lambda: put(self._files, path, b""))
+            self._server.ask(lambda: put(self._files, path, b""))
 
 
 def open_url(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system and the path on it. Nothing is remembered of what is there: others write to it too."""
+    """The file system and the path on it. Listings are not cached, because other machines write there, too."""
     try:
         files, root = fsspec.url_to_fs(url, **options, skip_instance_cache=True, use_listings_cache=False)
     except (ImportError, ValueError, OSError) as error:
-        raise CacheError(f"{url} cannot be a cache: {error} (pip install 'instgenie[remote]' brings s3)") from None
+        raise CacheError(f"{url} cannot be a cache: {error} (for s3: pip install 'instgenie[remote]')") from None
     if isinstance(files, LocalFileSystem):
         files.auto_mkdir = True
     return files, root.rstrip("/")
 
 
 def put(files: Any, path: str, data: bytes) -> None:
-    """Whole or not at all, as far as the protocol allows; what is torn nevertheless is noticed by who reads it."""
+    """Write a whole file or nothing, as far as the protocol allows; readers notice a torn file by its checksum."""
     protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
     if protocols & OBJECT_STORES:
         files.pipe_file(path, data)
@@ -285,7 +262,7 @@ def put(files: Any, path: str, data: bytes) -> None:
 
 
 def remove(files: Any, path: str) -> None:
-    """A file, or a folder with all there is in it; somebody else may be at it too."""
+    """Remove a file, or a folder and all its files; another machine may do the same at once."""
     try:
         files.rm(path, recursive=True)
     except OSError:
@@ -302,7 +279,7 @@ def move(files: Any, path: str, target: str) -> None:
 
 
 def group(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Stored]:
-    """Files by template. What else is there is none of ours."""
+    """Group files by template; other files are ignored."""
     num_bytes: Counter[str] = Counter()
     used: dict[str, float] = {}
     for path, info in found.items():
@@ -315,29 +292,8 @@ def group(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Stored]:
 
 
 def when(info: Mapping[str, Any]) -> float:
-    """0 where a protocol does not tell."""
+    """The time of the last change, or 0 if the protocol does not tell."""
     told = next((info[name] for name in TIMES if info.get(name)), 0.0)
     if isinstance(told, str):
         told = datetime.fromisoformat(told)
     return told.timestamp() if isinstance(told, datetime) else float(told)
-
-
-def within(seconds: float, work: Callable[[], Answer]) -> Answer:
-    """What the work comes to. If it takes longer it is given up: it goes on unheard, and does not keep the process
-    alive."""
-    answers: queue.SimpleQueue[tuple[Answer | None, Exception | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((work(), None))
-        except Exception as error:
-            answers.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:.1f} seconds") from None
-    if error:
-        raise error
-    return answer  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""What all tiers have in common. A tier keeps spans of templates within a number of bytes; it knows no model and no
-other tier.
+"""The interface of a tier, which keeps spans of templates within a limit of bytes. A tier knows no model and no other
+tier.
 
-What was used least recently is evicted first, and whole; what is pinned is not evicted. Before a template goes, `spill`
-is called with its key, so that somebody may take it further down.
+Whole templates are evicted, the least recently used first; pinned templates are not. Before a template is evicted,
+`spill` is called with its key, so that the store can copy it to a lower tier.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ Spill = Callable[[Key], None]
 
 @dataclass(frozen=True)
 class Usage:
-    """What is in a tier."""
+    """The contents of a tier, in numbers."""
 
     num_templates: int
     num_bytes: int
@@ -26,15 +26,15 @@ class Usage:
 
 @dataclass(frozen=True)
 class Stored:
-    """What one template takes up in a tier of files."""
+    """One template in a tier of files."""
 
-    name: str  # of its folder
+    name: str  # of its folder, a digest of the key
     num_bytes: int
-    used: float  # when it last was
+    used: float  # time of the last use
 
 
 class Tier(Protocol):
-    """All methods may be called by several threads at once."""
+    """All methods are thread-safe."""
 
     @property
     def name(self) -> TierName: ...
@@ -44,22 +44,22 @@ class Tier(Protocol):
     spill: Spill
 
     def missing(self, key: Key, spans: Sequence[range]) -> list[range]:
-        """Those of the spans that are not there."""
+        """The spans that are not there."""
 
     def load(self, key: Key, steps: range) -> Span | None:
-        """The span, if it is there and whole."""
+        """The span, if it is there and undamaged."""
 
     def reserve(self, key: Key, num_bytes: int) -> None:
-        """Makes room for a whole template of so many bytes, or raises a CacheError."""
+        """Make room for a whole template of `num_bytes`, or raise a CacheError."""
 
     def store(self, key: Key, span: Span) -> None:
-        """Keeps a copy of the span, or raises a CacheError."""
+        """Keep a copy of the span, or raise a CacheError."""
 
     def pin(self, key: Key) -> AbstractContextManager[None]:
-        """Until the block ends the template is not evicted."""
+        """Keep the template from being evicted until the block ends."""
 
     def drop(self, key: Key) -> None:
-        """Forgets the template, pinned or not. Who has loaded of it keeps what was loaded."""
+        """Remove the template, pinned or not. Spans that were loaded stay valid."""
 
     def num_bytes(self, key: Key) -> int: ...
 
@@ -67,20 +67,20 @@ class Tier(Protocol):
 
 
 class LastingTier(Tier, Protocol):
-    """One that outlives the process, so that a template may be found by who has no picture of it."""
+    """A tier that outlives the process. It keeps pictures, too, so that a template can be used without its picture."""
 
     def store_picture(self, key: Key, picture: Pixels) -> None:
-        """Beside the template's spans, and gone with them; or raises a CacheError."""
+        """Keep the picture beside the template's spans until they are removed, or raise a CacheError."""
 
     def load_picture(self, key: Key) -> Pixels | None:
-        """The picture, if it is there and whole."""
+        """The picture, if it is there and undamaged."""
 
     def pictures(self) -> Mapping[Key, tuple[int, int]]:
-        """The (height, width) of all pictures there are."""
+        """The (height, width) of all pictures."""
 
 
 def keep_nothing(_: Key) -> None:
-    """What becomes of evicted templates where nobody takes them."""
+    """The default `spill`: evicted templates are lost."""
 
 
 def total(stored: Iterable[Stored]) -> int:
@@ -88,5 +88,5 @@ def total(stored: Iterable[Stored]) -> int:
 
 
 def estimate(key: Key, span: Span) -> int:
-    """Bytes of the whole template."""
+    """Bytes of the whole template, extrapolated from one span."""
     return span.num_bytes * key.num_steps // len(span.steps)

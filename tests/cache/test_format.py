@@ -45,9 +45,9 @@ def test_every_length_counts() -> None:
 
 def test_what_is_whole_but_another() -> None:
     data = encode(KEY, make_span())
-    with pytest.raises(DamagedError, match="key is another"):
+    with pytest.raises(DamagedError, match="key is not the expected one"):
         decode(data, other_key(1), STEPS)
-    with pytest.raises(DamagedError, match="steps is another"):
+    with pytest.raises(DamagedError, match="steps is not the expected one"):
         decode(data, KEY, range(4, 8))
-    with pytest.raises(DamagedError, match="format is another"):
+    with pytest.raises(DamagedError, match="format is not the expected one"):
         decode(save(load(data)), KEY, STEPS)

@@ -10,9 +10,9 @@ import pytest
 from helpers.s3 import BUCKET, URL, Server
 from helpers.spans import GIB, KEY, SPANS, STEPS, check_pictures, equal, make_picture, make_span, other_key
 
-from instgenie.cache import remote
+from instgenie.cache import backoff
 from instgenie.cache.format import encode
-from instgenie.cache.remote import RemoteTier
+from instgenie.cache.remote import RemoteTier, when
 from instgenie.errors import CacheError
 from instgenie.jobs.activations import Key
 
@@ -189,19 +189,19 @@ def test_a_server_that_goes_away_and_comes_back(
     tier.store(KEY, make_span())
     usage = tier.usage()
     own_server.hang()
-    monkeypatch.setattr(remote, "LAST_PAUSE", 1.0)
+    monkeypatch.setattr(backoff, "LAST_PAUSE", 1.0)
     assert tier.load(KEY, STEPS) is None
     assert "no answer within 2.0 seconds" in caplog.text
     own_server.go_on()
     wait_for(lambda: tier.load(KEY, STEPS))
     own_server.kill()
     caplog.clear()
-    monkeypatch.setattr(tier, "_pause", 1000.0)
+    monkeypatch.setattr(tier._server, "pause", 1000.0)
     assert is_all_a_miss(tier)
     assert tier.usage() == usage
     assert caplog.text.count("is left alone for") == 1, "it is asked once, not time and again"
     own_server.start()
-    monkeypatch.setattr(tier, "_silent_until", 0.0)
+    monkeypatch.setattr(tier._server, "silent_until", 0.0)
     tier.store(KEY, make_span())
     assert equal(tier.load(KEY, STEPS), make_span())
 
@@ -210,20 +210,20 @@ def test_the_pause_grows_and_is_over_with_the_first_answer(tmp_path: Path, caplo
     (tmp_path / "file").write_text("")
     tier = RemoteTier(f"file://{tmp_path}/file/below", GIB)
     for _ in range(3):
-        tier._silent_until = 0.0
+        tier._server.silent_until = 0.0
         with pytest.raises(CacheError):
             tier.store(KEY, make_span())
     assert [f"for {pause} seconds" in caplog.text for pause in (1, 2, 4)] == [True] * 3
     (tmp_path / "file").unlink()
-    tier._silent_until = 0.0
+    tier._server.silent_until = 0.0
     tier.store(KEY, make_span())
-    assert tier._pause == remote.FIRST_PAUSE
+    assert tier._server.pause == backoff.FIRST_PAUSE
 
 
 def test_times_of_all_protocols() -> None:
-    assert remote.when({"mtime": 3.5}) == 3.5
-    assert remote.when({"updated": "1970-01-01T00:00:02Z"}) == 2.0
-    assert remote.when({"size": 1}) == 0.0
+    assert when({"mtime": 3.5}) == 3.5
+    assert when({"updated": "1970-01-01T00:00:02Z"}) == 2.0
+    assert when({"size": 1}) == 0.0
 
 
 def test_keys_of_tenants_are_apart(make: Make) -> None:
