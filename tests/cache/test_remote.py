@@ -88,7 +88,7 @@ def test_damage_is_a_miss_that_is_reported(damage: str, make: Make, caplog: pyte
 def test_what_is_larger_than_all_there_may_be_is_not_read(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     make().store(KEY, make_span())
     assert make(NUM_BYTES - 1).load(KEY, STEPS) is None
-    assert "no more than" in caplog.text
+    assert "but at most" in caplog.text
 
 
 def test_the_limit_holds_and_others_go(make: Make) -> None:
