@@ -1,5 +1,5 @@
-"""Which template an edit uses, and how workers find it. Derived from pictures and from the facts of the model; knows no
-registration and no process."""
+"""Names of templates: which one an edit uses, and how workers address it. They are derived from pictures and from the
+facts of the model. Knows no registration."""
 
 from collections.abc import Sequence
 from functools import lru_cache

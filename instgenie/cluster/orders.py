@@ -1,4 +1,4 @@
-"""What clients ask of a cluster and what they hear back. Knows no socket, no process and no torch."""
+"""Orders that clients give to a cluster, and the events they get back. Knows no socket, no process and no torch."""
 
 import hashlib
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a client learns about its edit besides the picture."""
+    """Facts about a finished edit, sent to the client with the picture."""
 
     seed: int
     width: int

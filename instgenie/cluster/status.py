@@ -1,4 +1,4 @@
-"""What a cluster reports about itself: a snapshot for pages, events for metrics. Knows no process."""
+"""Reports of a cluster about itself: a snapshot for pages, events for metrics. Knows no process."""
 
 from dataclasses import dataclass
 from typing import Literal

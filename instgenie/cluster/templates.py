@@ -1,4 +1,4 @@
-"""What the cluster knows about one template: its progress, and the workers that hold its activations."""
+"""The record of one template: its progress, and the workers that hold its activations."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

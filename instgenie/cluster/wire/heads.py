@@ -42,7 +42,7 @@ class TemplateHead(Struct, frozen=True):
 
 
 class ModelFacts(Struct, frozen=True):
-    """What the cluster and its clients need to know about the model."""
+    """Properties of the model that the cluster and its clients need to know."""
 
     name: str
     family: str
