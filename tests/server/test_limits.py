@@ -15,7 +15,7 @@ from instgenie.cli import main
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-LONG = {"prompt": "a cat", "num_inference_steps": "200", "n": "2"}
+LONG = {"prompt": "a cat", "num_inference_steps": "60", "n": "2"}
 
 
 def edit(server: Running, fields: dict[str, str]) -> httpx.Response:
