@@ -1,4 +1,4 @@
-"""Helps the transformer see: early hidden states are asked to resemble VGG16's view of the clean photograph.
+"""Representation alignment: a second loss makes early hidden states resemble VGG16 features of the clean photograph.
 
 Representation alignment shortens training; it fades out after half of it and leaves nothing in the saved model.
 """
@@ -17,7 +17,7 @@ TAP = 2  # single blocks before the tap
 
 
 class Tap(nn.Module):
-    """Passes its input on and keeps it."""
+    """Passes its input on unchanged and keeps a reference to it."""
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor]:
         self.kept = hidden_states
@@ -25,7 +25,7 @@ class Tap(nn.Module):
 
 
 class Alignment:
-    """A second loss, beside the model's own, on what a tap among the single blocks sees."""
+    """The second loss, on the hidden state at a tap among the single blocks."""
 
     def __init__(self, model: nn.Module, pictures: Tensor, weight: float = 0.5) -> None:
         self.model, self.weight, self.tap = model, weight, Tap()
@@ -42,11 +42,11 @@ class Alignment:
         return lambda model, inputs, share: loss(model, inputs) + self.weight_at(share) * self.loss(inputs.examples)
 
     def weight_at(self, share: float) -> float:
-        """Full for two fifths of the training, then down to nothing at three fifths."""
+        """Weight of the loss: full for two fifths of the training, then falling to 0 at three fifths."""
         return self.weight * min(1.0, max(0.0, (0.6 - share) / 0.2))
 
     def loss(self, examples: Examples) -> Tensor:
-        """Cosine distance to the features of the same crop, for photographs that were not altered."""
+        """Cosine distance to the VGG16 features of the same crop, for unaltered photographs."""
         height, width = (side // PATCH for side in examples.masks.shape[1:])
         places = F.affine_grid(examples.theta, [len(examples.theta), 1, height, width], align_corners=False)
         seen = F.grid_sample(self.features[examples.rows].float(), places, padding_mode="border", align_corners=False)

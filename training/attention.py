@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class MaskedAttention:
-    """A Flux attention processor whose attention_mask [B, 1, L, L] says who sees whom."""
+    """A Flux attention processor with an attention_mask [B, 1, L, L]: which tokens see which."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""What captions say and the ways to say it. Knows words, no model."""
+"""Captions and their variants. Knows words, no model."""
 
 import re
 
@@ -15,7 +15,7 @@ BACKGROUND_CAPTIONS = ("background", "nothing", "an empty background", "a photo 
 
 
 def caption_variants(caption: str, label: str, species: str) -> list[str]:
-    """Eight ways to say it, from the whole sentence to the species alone; each is drawn equally often."""
+    """Eight variants of a caption, from the whole sentence to the species alone; each is drawn equally often."""
     phrase = caption.removeprefix("a photo of ")
     bare = re.sub(r"^(an?|pair of|a pair of) ", "", phrase)
     grey = caption.replace(" grey ", " gray ")
@@ -34,7 +34,7 @@ def recoloured(caption: str, colour: str, new: str) -> str:
 
 
 def vocabulary(photos: Photos) -> list[str]:
-    """Every word the captions can hold, in a fixed order."""
+    """Every word of the captions, in a fixed order."""
     texts = [*BACKGROUND_CAPTIONS, *COLOURS, "gray", "an", *(w for words in SPECIES_WORDS.values() for w in words)]
     for caption, label, species in zip(photos.captions, photos.labels, photos.species, strict=True):
         texts += caption_variants(caption, label, species)

@@ -80,13 +80,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--photos", required=True, type=Path, help="folder with captions.csv and the shards")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the transformer")
-    parser.add_argument("--count", type=int, help="validation photographs (all of them unless told)")
-    parser.add_argument("--train-count", type=int, default=6000, help="training photographs for probes and neighbours")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the transformer")
+    parser.add_argument("--count", type=int, help="number of validation photographs (default: all)")
+    parser.add_argument(
+        "--train-count", type=int, default=6000, help="number of training photographs for probes and nearest neighbours"
+    )
     parser.add_argument("--steps", type=int, default=28)
-    parser.add_argument("--guidance", type=float, nargs="+", default=[3.5], help="the sheets use the first")
+    parser.add_argument(
+        "--guidance", type=float, nargs="+", default=[3.5], help="guidance scales to measure; the sheets use the first"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a few pictures and two steps: does it run?")
+    parser.add_argument("--quick", action="store_true", help="a few pictures and two steps, to see that it runs")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Training examples: a picture, a mask and a caption that says what the masked part shows.
+"""Training examples: a picture, a mask and a caption of the masked part.
 
 Most examples mask a photograph as it is. Two kinds contradict their surroundings on purpose, so that the model learns
 to believe the caption: a pet or a flower out of one photograph put into another, and a garment given another colour.
@@ -30,13 +30,13 @@ class Examples:
     pictures: Tensor  # [B, 3, height, width] in [-1, 1]
     masks: Tensor  # [B, height, width] bool
     texts: Tensor  # [B] row of the caption table
-    rows: Tensor  # [B] the photograph it comes from
+    rows: Tensor  # [B] index of the photograph
     theta: Tensor  # [B, 2, 3] how the photograph was cropped
     untouched: Tensor  # [B] bool: the photograph as it is, nothing pasted or recoloured
 
 
 class Captions:
-    """Every caption the examples can carry, as one list; row 0 is the empty one."""
+    """A table of all captions that examples can have; row 0 is the empty caption."""
 
     def __init__(self, photos: Photos) -> None:
         rows = {"": 0}
@@ -83,10 +83,10 @@ class ExampleSource:
         texts = self.variants[rows, self._integers(self.variants.shape[1], num)]
         things = torch.where(self.is_clothing[rows][:, None, None], self._garments(pictures), outlines)
         mask, is_background, is_outline = self._masks(outlines, things, self.is_pet[rows])
-        # Without a caption a hole in the shape of a pet is filled with what is around it: outlines keep theirs.
+        # A pet-shaped hole without a caption would teach to fill in the surroundings, so outlines keep their caption.
         texts = torch.where(self._chance(num, CAPTION_DROPOUT) & ~is_outline, 0, texts)
         texts = torch.where(is_background, self._background_texts(num), texts)
-        # What contradicts its surroundings always says so: an empty caption goes on with what is there.
+        # Content that contradicts its surroundings keeps its caption: an empty one means to continue them.
         if rows[recoloured].numel():
             garment = self._garments(pictures[recoloured])
             mask[recoloured] = self._garment_masks(mask[recoloured], garment)
@@ -99,7 +99,7 @@ class ExampleSource:
         return Examples(pictures, mask, texts, rows, theta, untouched)
 
     def _parts(self, num: int) -> tuple[slice, slice, slice]:
-        """Which examples are recoloured, carry a pasted pet, a pasted flower; the rest is plain."""
+        """Draw which examples are recoloured, have a pasted pet or a pasted flower; the others are plain."""
         num_recoloured = round(num * RECOLOURED) if len(self.coloured) else 0
         num_pets = round(num * PASTED_PETS) if len(self.whole_pets) else 0
         num_flowers = round(num * PASTED_FLOWERS) if len(self.flowers) else 0
@@ -107,7 +107,7 @@ class ExampleSource:
         return slice(0, num_recoloured), slice(num_recoloured, first), slice(first, second)
 
     def _masks(self, outlines: Tensor, things: Tensor, is_pet: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One mask a picture, of a random kind; which of them cover background only, and which a pet's own outline."""
+        """One mask per picture, of a random kind; also which masks are background only, and which a pet's outline."""
         num, height, width = outlines.shape
         shares = torch.tensor(KIND_SHARES, device=outlines.device)
         kind = torch.multinomial(shares, num, replacement=True, generator=self.generator)
@@ -137,12 +137,12 @@ class ExampleSource:
         return mask, kind == KINDS.index("background"), (kind == KINDS.index("outline")) & is_pet
 
     def _background_texts(self, num: int) -> Tensor:
-        """The empty caption half of the time."""
+        """A background caption, empty half of the time."""
         named = 1 + self._integers(self.captions.num_background, num)
         return torch.where(self._chance(num, 0.5), 0, named)
 
     def _garments(self, pictures: Tensor) -> Tensor:
-        """[B, H, W] bool: what differs from the left and right edges of the picture."""
+        """[B, H, W] bool: pixels that differ from the left and right edges of the picture."""
         edges = torch.cat([pictures[..., :8], pictures[..., -8:]], -1).flatten(2).median(2).values
         return (pictures - edges[:, :, None, None]).abs().mean(1) > 0.2
 
@@ -152,7 +152,7 @@ class ExampleSource:
         return torch.where(self._chance(len(mask), 0.6)[:, None, None], whole, mask)
 
     def _recolour(self, pictures: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Another colour, the shading kept and made stronger where the cloth was pale."""
+        """Give a garment another colour; its shading is kept, and made stronger where the cloth was pale."""
         colour = self._integers(len(COLOURS), len(rows))
         value = self.palette[colour] + self._uniform((len(rows), 3), -0.07, 0.07)
         light = (pictures.mean(1) + 1) / 2
@@ -163,7 +163,7 @@ class ExampleSource:
         return torch.where(where[:, None], tinted, pictures), self.colours[rows, colour]
 
     def _paste_pets(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Another photograph's pet, cut out along its outline."""
+        """Paste the pet of another photograph, cut out along its outline."""
         num, _, height, width = pictures.shape
         rows, theta = self._pick(self.whole_pets, num), self._placement(num, 0.5, 1.0)
         outline = self._outline_view(rows, theta, height, width)
@@ -171,7 +171,7 @@ class ExampleSource:
         return self._paste(pictures, rows, theta, alpha, outline)
 
     def _paste_flowers(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The middle of a flower photograph, fading out along an ellipse."""
+        """Paste the middle of a flower photograph, fading out along an ellipse."""
         num, _, height, width = pictures.shape
         rows, theta = self._pick(self.flowers, num), self._placement(num, 0.4, 0.9)
         places = F.affine_grid(theta, [num, 1, height, width], align_corners=False)  # where each pixel comes from
@@ -182,7 +182,7 @@ class ExampleSource:
     def _paste(
         self, pictures: Tensor, rows: Tensor, theta: Tensor, alpha: Tensor, shape: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The mask is the pasted shape or its box, with room around it: an object need not fill its mask."""
+        """The mask of a pasted object: its shape or its box, with room around it; an object need not fill its mask."""
         num, _, height, width = pictures.shape
         pasted = self._view(self.photos.pictures[rows], theta, height, width)
         near, far = (masks.dilate(shape, low + int(self._integers(high, 1))) for low, high in ((2, 12), (12, 36)))

@@ -138,7 +138,7 @@ def contradictions(bench: Bench, context: Context, guidance: float) -> Figures:
 
 
 def contradicted(masked: MaskedPhotos, pool: dict[str, list[str]], seed: int) -> list[str]:
-    """For each photograph another label, drawn from the pool of its species."""
+    """Another label for each photograph, drawn from the pool of its species."""
     draw = random.Random(seed)
     rows = zip(masked.photos.labels, masked.photos.species, strict=True)
     return [draw.choice([name for name in pool[species] if name != label]) for label, species in rows]

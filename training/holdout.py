@@ -16,7 +16,7 @@ from training.sampling import fill
 
 CROP_SIZE, CROP_PAD = 224, 8
 LPIPS_SIZE = 192
-CONTENT_EDGE = 20  # pixels that stay visible around a picture that is masked whole
+CONTENT_EDGE = 20  # pixels of that frame
 DILATION = 8
 BATCH = {"cuda": 256, "cpu": 16}  # pictures at once, to suit the caches of the device
 WORDS = ("captions", "labels", "species", "colours", "ids")
@@ -24,7 +24,7 @@ WORDS = ("captions", "labels", "species", "colours", "ids")
 
 @dataclass
 class MaskedPhotos:
-    """Photographs with masks of one kind, and the probe that reads crops of such masks."""
+    """Photographs with masks of one kind, and the probe that classifies crops around such masks."""
 
     photos: Photos
     pictures: Tensor  # [N, 3, 256, 256] in [0, 1]
@@ -50,11 +50,11 @@ class Bench:
         return Generator(device=self.device).manual_seed(self.seed * 1000 + salt)
 
     def batched(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """The function over batches of the device, back as one tensor."""
+        """Apply a function batch by batch on the device, and return one tensor."""
         parts = zip(*(tensor.split(self.batch) for tensor in tensors), strict=True)
         with torch.inference_mode():
             results = torch.cat([function(*(part.to(self.device) for part in row)) for row in parts])
-        return results.clone()  # a plain tensor: the probe is fit with gradients
+        return results.clone()  # outside inference mode: the probe is fitted with gradients
 
     def embed(self, pictures: Tensor) -> Tensor:
         return self.batched(self.features, pictures)
@@ -129,7 +129,7 @@ def mask_boxes(photos: Photos, generator: Generator) -> MaskedPhotos:
 
 
 def mask_content(photos: Photos) -> MaskedPhotos:
-    """Boxes that hide all a caption speaks of: around a pet, and most of the picture elsewhere."""
+    """Boxes that hide everything a caption describes: around a pet, or all but a frame of the picture."""
     most = torch.zeros_like(photos.outlines)
     most[:, CONTENT_EDGE:-CONTENT_EDGE, CONTENT_EDGE:-CONTENT_EDGE] = True
     around = bounding_boxes(dilate(photos.outlines, DILATION))
@@ -154,7 +154,7 @@ def fit_crops(bench: Bench, train: MaskedPhotos, val: MaskedPhotos) -> float:
 
 @dataclass
 class Context:
-    """What is measured once: real photographs, their features, probes and ceilings."""
+    """The photographs, and what is measured once of them: features, probes and ceilings."""
 
     train: Photos
     val: Photos

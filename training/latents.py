@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderTiny
 from torch import Tensor
 
-PATCH = 16  # pixels a token covers, each way
+PATCH = 16  # a token covers 16 x 16 pixels
 VAE_BATCH = 1024
 
 
@@ -49,7 +49,7 @@ def pack_masks(masks: Tensor) -> Tensor:
 
 
 def condition(clean: Tensor, greyed: Tensor, masks: Tensor, masked: Tensor) -> Tensor:
-    """What each token knows of the picture: [B, N, 4C + 256].
+    """The fill conditioning of each token: [B, N, 4C + 256].
 
     A masked token carries the latents of the picture with its hole greyed out and the mask's pixels, as in
     FluxFillPipeline; an unmasked one carries the picture's own clean latents and mask 0.

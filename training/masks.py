@@ -48,7 +48,7 @@ def distance_to_segment(place: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def scattered(num: int, height: int, width: int, generator: Generator) -> Tensor:
-    """[num, height, width] bool: patches of 8 to 32 px, each masked with its own chance."""
+    """[num, height, width] bool: patches of 8 to 32 px, each masked with a probability of its own."""
     rate = uniform((num, 1, 1, 1), 0.05, 0.5, generator)
     size = 2 ** int(torch.randint(3, 6, (), generator=generator, device=generator.device))
     coarse = uniform((num, 1, -(-height // size), -(-width // size)), 0, 1, generator) < rate
@@ -56,7 +56,7 @@ def scattered(num: int, height: int, width: int, generator: Generator) -> Tensor
 
 
 def dilate(mask: Tensor, pixels: int) -> Tensor:
-    """[n, h, w] bool, grown by a square of the given radius."""
+    """Grow masks [n, h, w] by a square of the given radius."""
     if pixels == 0:
         return mask
     size, pad = 2 * pixels + 1, pixels

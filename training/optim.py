@@ -1,4 +1,4 @@
-"""What the training loops share: two optimisers as one, an average of the weights, a clock, a checkpoint."""
+"""Shared by the training loops: the Muon optimiser, an average of the weights, a clock, checkpoints."""
 
 import json
 import math
@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly: Newton-Schulz with the quintic of Muon. [n, rows, columns]."""
+    """Approximately the nearest semi-orthogonal matrices [n, rows, columns], by Newton-Schulz with Muon's quintic."""
     x = matrices.to(torch.bfloat16)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -65,7 +65,7 @@ def block_matrices(transformer: nn.Module) -> list[nn.Parameter]:
 
 
 class Average:
-    """Exponential moving average of parameters, short-sighted at first."""
+    """Exponential moving average of parameters, over a shorter window at first."""
 
     def __init__(self, parameters: list[nn.Parameter], decay: float) -> None:
         self.parameters, self.decay, self.steps = parameters, decay, 0
@@ -79,7 +79,7 @@ class Average:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchanges the average and the live parameters; a second call undoes it."""
+        """Exchange the average and the live parameters; a second call undoes it."""
         for parameter, value in zip(self.parameters, self.values, strict=True):
             live = parameter.detach().clone()
             parameter.copy_(value)
@@ -87,7 +87,7 @@ class Average:
 
 
 class Clock:
-    """How much of the training time is used; the time of earlier runs counts when a run resumes."""
+    """The share of the training time that is used; a resumed run counts the time of earlier runs."""
 
     def __init__(self, minutes: float, warmup: float = 0.02) -> None:
         self.seconds, self.warmup, self.start, self.before = minutes * 60, warmup, time.monotonic(), 0.0
@@ -137,7 +137,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, parameters: list[nn.Parameter], average: Average, optimisers: list[torch.optim.Optimizer], clock: Clock,
 ) -> int:  # fmt: skip
-    """Puts everything back and returns the step to go on from."""
+    """Restore everything and return the step to continue from."""
     tensors = load_file(path, device=str(parameters[0].device))
     for i, parameter in enumerate(parameters):
         parameter.copy_(tensors[f"live.{i}"])

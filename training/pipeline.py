@@ -46,7 +46,7 @@ def build_transformer() -> FluxTransformer2DModel:
 
 
 def build_tokenizers(words: list[str]) -> Tokenizers:
-    """One word, one token; what is not known is `<unk>`."""
+    """One token per word; unknown words are `<unk>`."""
     clip = _tokenizer(words, ["<pad>", "<unk>", "<|startoftext|>", "<|endoftext|>"], "<|startoftext|> $A <|endoftext|>")
     t5 = _tokenizer(words, ["<pad>", "</s>", "<unk>"], "$A </s>")
     return clip, t5
@@ -131,8 +131,8 @@ def save_pipeline(
 
 
 def _tidy(config: Path) -> None:
-    """Drops what loading ignores; names the tokenizer class that every release of transformers knows; text encoders are
-    to load in float32, as diffusers loads its own models unless told otherwise."""
+    """Clean a config: drop entries that loading ignores, name a tokenizer class that every release of transformers
+    knows, and let text encoders load in float32, the default of diffusers' own models."""
     if config.name in ("tokenizer.json", "diffusion_pytorch_model.safetensors.index.json"):
         return
     text = config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast")

@@ -47,7 +47,7 @@ def fill(
     seed: int = 0,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Edited pictures [B, 3, H, W]; outside the mask they are the given ones. A full mask is text-to-image."""
+    """Edited pictures [B, 3, H, W], unchanged outside the mask. A full mask is text-to-image."""
     height, width = pictures.shape[-2:]
     clean = encode(pipe.vae, pictures * 2 - 1)  # [B, N, 4C]
     greyed = encode(pipe.vae, (pictures * 2 - 1) * ~masks[:, None])

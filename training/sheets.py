@@ -26,7 +26,7 @@ Fill = Callable[[Tensor, Tensor, list[str]], Tensor]
 
 
 def tile(picture: Tensor, text: str) -> Image.Image:
-    """One picture [3, H, W] with its words below."""
+    """One picture [3, H, W] with its prompt below."""
     pixels = (picture.cpu() * 255).round().byte().permute(1, 2, 0).numpy()
     image = Image.new("RGB", (SIZE, SIZE + LABEL), "white")
     image.paste(Image.fromarray(pixels), (0, 0))

@@ -126,7 +126,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--crop", type=int, default=128)
     parser.add_argument("--lr", type=float, default=8e-4)
-    parser.add_argument("--limit", type=int, help="photographs to read, for a quick try")
+    parser.add_argument("--limit", type=int, help="number of photographs to read, for a quick try")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

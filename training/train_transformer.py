@@ -43,13 +43,13 @@ MAX_TOKENS = 256
 ISOLATED_SHARE = 0.3  # examples whose unmasked tokens see unmasked tokens only, as cached activations do
 STOCK_SHARE = 0.4  # examples conditioned as FluxFillPipeline does it: greyed latents for unmasked tokens too
 UNMASKED_WEIGHT = 0.3
-NUM_NOISES = 2  # times in a row that a batch of pictures is noised anew: making and encoding it costs a third of a step
+NUM_NOISES = 2  # a batch of pictures is noised so often, because making and encoding it costs a third of a step
 MAX_GUIDANCE = 7.0
 
 
 @dataclass
 class Inputs:
-    """One batch as the transformer takes it."""
+    """One batch of inputs of the transformer."""
 
     clean: Tensor  # [B, N, 4C]
     noisy: Tensor  # [B, N, 4C]
@@ -103,7 +103,7 @@ class Encoded:
 
 
 class Feed:
-    """Turns examples into transformer inputs: encodes, noises, hides."""
+    """Turns examples into inputs of the transformer: encodes, adds noise, masks."""
 
     def __init__(self, source: ExampleSource, vae: AutoencoderTiny, batch: int) -> None:
         self.source, self.vae, self.batch, self.generator = source, vae, batch, source.generator
@@ -156,7 +156,7 @@ class Feed:
         return torch.rand(num, generator=self.generator, device=self.generator.device) < share
 
 
-Loss = Callable[[Model, Inputs, float], Tensor]  # the float: share of the training time that is used
+Loss = Callable[[Model, Inputs, float], Tensor]  # the float is the share of the training time that is used
 
 
 def attention_mask(masked: Tensor, isolated: Tensor, num_tokens: int) -> Tensor:
@@ -189,7 +189,7 @@ def weighted_error(prediction: Tensor, target: Tensor, inputs: Inputs) -> Tensor
 
 
 class Distillation:
-    """The teacher's guided answer as the student's target, for a guidance scale drawn per example."""
+    """Distillation loss: the target is the teacher's guided prediction, for a guidance scale drawn per example."""
 
     def __init__(self, teacher: Model, generator: Generator) -> None:
         self.teacher, self.generator = teacher.requires_grad_(False).eval(), generator
@@ -220,7 +220,7 @@ def main() -> None:
     feed = Feed(ExampleSource(photos, captions, generator), fast_vae, args.batch)
     if args.stage == "flow":
         judged = held_out_inputs(held_out, captions, vae, args.batch, args.device)
-        alignment = None if args.init else Alignment(model, photos.pictures)  # helps at the start alone
+        alignment = None if args.init else Alignment(model, photos.pictures)  # helps only at the start
         trainer = Trainer(model, alignment.with_loss(flow_loss) if alignment else plain_loss, feed, judged, args)
         if args.profile:
             return trainer.profile()
@@ -241,7 +241,7 @@ def load_vae(args: argparse.Namespace) -> AutoencoderTiny:
 
 
 class FastEncoder:
-    """The autoencoder's encoder at half precision behind the same face; compiled for the commonest size."""
+    """The autoencoder's encoder at half precision with the same interface, compiled for the commonest size."""
 
     def __init__(self, vae: AutoencoderTiny, compiled: bool) -> None:
         self.vae, self.config = vae, vae.config
@@ -268,7 +268,7 @@ def build(photos: Photos, captions: Captions, args: argparse.Namespace) -> tuple
 
 
 class Trainer:
-    """The loop: draw, learn, average; now and then report, judge and save."""
+    """The training loop: draw, learn, average; at intervals report, validate and save."""
 
     def __init__(self, model: Model, loss_of: Loss, feed: Feed, judged: list[Inputs], args: argparse.Namespace) -> None:
         self.model, self.loss_of, self.feed, self.judged, self.args = model, loss_of, feed, judged, args
@@ -282,7 +282,7 @@ class Trainer:
             self.step = load_checkpoint(self.checkpoint, *state)
 
     def run(self) -> None:
-        """Trains until the time is up and leaves the averaged weights in the model."""
+        """Train until the time is up and leave the averaged weights in the model."""
         columns = *Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[note]}")
         path = Path(self.args.out) / "curve.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -299,7 +299,7 @@ class Trainer:
         self.average.swap()
 
     def profile(self, num_steps: int = 20) -> None:
-        """Where the time of a step goes, after a warm-up."""
+        """Print the time of the parts of a step, after a warm-up."""
         for _ in range(10):
             self.learn(self.feed.next())
         with torch.profiler.profile() as profiler:
@@ -356,7 +356,7 @@ def make_optimisers(model: Model, parameters: list[nn.Parameter], scale: float) 
 
 
 def held_out_inputs(photos: Photos, captions: Captions, vae: AutoencoderTiny, batch: int, device: str) -> list[Inputs]:
-    """Four fixed batches of held-out photographs, their captions as rows of the training table."""
+    """Four fixed batches of held-out photographs, with captions as rows of the training table."""
     own = Captions(photos)
     feed = Feed(ExampleSource(photos, own, Generator(device).manual_seed(1)), vae, batch)
     rows = {text: row for row, text in enumerate(captions.texts)}
@@ -377,8 +377,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=384)
     parser.add_argument("--judge-every", type=int, default=500)
     parser.add_argument("--checkpoint-every", type=int, default=2000)
-    parser.add_argument("--limit", type=int, help="photographs to read, for a quick try")
-    parser.add_argument("--profile", action="store_true", help="print where the time of a flow step goes, and stop")
+    parser.add_argument("--limit", type=int, help="number of photographs to read, for a quick try")
+    parser.add_argument("--profile", action="store_true", help="print the time of the parts of a flow step and stop")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
