@@ -1,4 +1,4 @@
-"""Mask-guided image editing. Importing this imports no torch; `Editor` brings it in when first used."""
+"""Mask-guided image editing. Importing the package does not import torch; the first use of `Editor` does."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,18 +1,18 @@
-"""The errors a user can cause. Each message says what was given and what is expected.
+"""Errors that a user can cause. Each message says what was given and what was expected.
 
 InstGenieError
 ├── PictureError      unreadable, too small, too large
-├── MaskError         empty, of another size, without the channel that carries it
+├── MaskError         empty, of another size than the picture, or without the channel that carries it
 ├── EditError         a parameter out of range, or one the model cannot honour
 ├── PlanError         a plan the model cannot run with the activations at hand
-├── CalibrationError  a latency file that is not one of ours, or cannot be written
+├── CalibrationError  a latency file that is malformed or cannot be written
 ├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors
-├── CacheError        a cache folder that cannot be used, or has no room
+├── CacheError        a cache folder that cannot be used or has no room
 ├── OutOfMemoryError  the model or the edit does not fit
-├── QueueFullError    more edits wait than the server takes
+├── QueueFullError    more edits wait than the server accepts
 ├── ClosedError       the server is stopping, or cannot work at all
-├── WorkloadError     a workload, or a file that one is drawn from, that cannot be read
-├── ConfigError       an option that is unknown or out of range, in a flag, the environment or a file
+├── WorkloadError     a workload, or the file it is drawn from, cannot be read
+├── ConfigError       an unknown or invalid option, from a flag, the environment or a file
 └── ServeError        the server cannot start, or a benchmark cannot reach one
 """
 

@@ -1,4 +1,4 @@
-"""A job as numbers, for the planner. Knows jobs and what their activations keep; decides nothing."""
+"""Demands: jobs as numbers for the planner. Knows jobs and their activations; decides nothing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from instgenie.jobs.job import Job
 
 
 def make_demands(jobs: Sequence[Job], network: NetworkShape) -> list[Demand]:
-    """What jobs share is loaded for the first of them."""
+    """Describe the current step of the jobs. Rows that several jobs share are loaded for the first of them."""
     demands = []
     loaded: set[object] = set()
     for job in jobs:
@@ -23,7 +23,7 @@ def make_demands(jobs: Sequence[Job], network: NetworkShape) -> list[Demand]:
 
 
 def make_demand(job: Job, network: NetworkShape) -> Demand:
-    """Of its present step. Activations that are on the job's device need no loading."""
+    """Describe the current step of a job. Activations on the job's device need no loading."""
     num_tokens = len(job.masked)
     sides = {shape.side for shape in network.blocks}
     demand = Demand(

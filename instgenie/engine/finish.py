@@ -1,6 +1,6 @@
-"""A done job becomes a picture: decode at the model's size, composite at the picture's own. Takes no step.
+"""Turns a finished job into a picture: decodes at the model's size and composites at the picture's own. Takes no step.
 
-What compositing does not read is not decoded, where the decoder allows that.
+Where the decoder allows it, only the part that compositing reads is decoded.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def finish(job: Job, model: Model) -> Pixels:
 
 @torch.inference_mode()
 def finish_many(jobs: Sequence[Job], model: Model) -> list[Pixels]:
-    """Of jobs of one grid."""
+    """Finish jobs that share one grid."""
     edits = [job.edit for job in jobs]
     decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model)
     return [composite(e.picture, pixels, e.mask, e.feather) for e, pixels in zip(edits, decoded, strict=True)]
@@ -35,7 +35,8 @@ def finish_many(jobs: Sequence[Job], model: Model) -> list[Pixels]:
 def decode(
     latents: Sequence[Tensor], masks: Sequence[PixelMask], grid: tuple[int, int], model: Model
 ) -> NDArray[np.uint8]:
-    """[pictures, height, width, 3] at the model's size: of each, what compositing under its mask reads."""
+    """Decode latents at the model's size [pictures, height, width, 3]. Pixels that compositing under a picture's mask
+    does not read may be black."""
     config = model.vae.config
     unscaled = concat([unpack_latents(one, grid, model.latents_per_token) for one in latents]) / config.scaling_factor
     shifted = unscaled + (config.shift_factor or 0)

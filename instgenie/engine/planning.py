@@ -1,8 +1,8 @@
-"""Plans for the jobs of a batch, from what is predicted of this device. Knows when a plan has to be made anew; the
-planner knows which is best.
+"""Plans for the jobs of a batch, from the predicted latency of this device. Knows when a new plan is needed; the
+planner knows which plan is best.
 
-A plan that follows the batch and the tier changes pictures a little, for a dense block lets unmasked tokens see what
-masked ones become. So nobody plans unless asked to: without, every block is cached, whoever else is in the batch.
+A plan that depends on the batch and the tier changes pictures a little, because a dense block lets unmasked tokens see
+what masked ones become. So planning is optional: without it every block is cached, whatever else is in the batch.
 """
 
 from collections.abc import Sequence
@@ -23,43 +23,43 @@ class Planning:
         self.latency = latency
         self.policy = policy
         self.planned: Planned | None = None
-        self._described: object = None
-        self._is_steady = False
+        self._inputs: object = None  # of the last plan
+        self._is_steady = False  # True once the plan counts loads ahead
 
     def plan(self, jobs: Sequence[Job]) -> None:
-        """The same for all jobs that have activations. It is made anew when the jobs, or where their activations lie,
-        have changed; and once more in the step behind, when it is known how far loading is ahead."""
-        described = describe(jobs)
-        if not described:
+        """Give one plan to all jobs that have activations. A new plan is made when the jobs, or the places of their
+        activations, have changed, and once more at the step after that, when it is known how far loading is ahead."""
+        inputs = plan_inputs(jobs)
+        if not inputs:
             return
-        if described != self._described:
-            self.planned, self._described, self._is_steady = self.choose(jobs, 0.0), described, False
+        if inputs != self._inputs:
+            self.planned, self._inputs, self._is_steady = self.choose(jobs, 0.0), inputs, False
         elif not self._is_steady:
             assert self.planned is not None
             self.planned, self._is_steady = self.choose(jobs, self.planned.lead), True
         assert self.planned is not None
-        give(self.planned.plan, jobs)
+        set_plan(self.planned.plan, jobs)
 
     def choose(self, jobs: Sequence[Job], lead: float) -> Planned:
         return plan_batch(self.network, make_demands(jobs, self.network), self.latency, lead, self.policy)
 
 
 def make_planning(model: Model, name: str, policy: PlanPolicy) -> Planning | None:
-    """With what was measured of this device and this model, by its name, or with what is usual. None where every block
-    is cached, as it is where nobody plans."""
+    """Plan with the calibration of this model on this device, found by the model's name, or with default latencies.
+    None if every block is cached, which needs no planning."""
     if policy == "cached":
         return None
     return Planning(model, find_latency(device_name(model.device), name, model.device.type), policy)
 
 
-def give(plan: Plan, jobs: Sequence[Job]) -> None:
+def set_plan(plan: Plan, jobs: Sequence[Job]) -> None:
     for job in jobs:
         if job.activations is not None:
             job.plan = plan
 
 
-def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, bool, int]]:
-    """Equal while nothing changes that a plan depends on; nothing at all where nothing can be planned."""
+def plan_inputs(jobs: Sequence[Job]) -> list[tuple[Job, object, bool, int]]:
+    """Everything that a plan depends on, to compare; empty if there is nothing to plan."""
     if not any(job.activations for job in jobs):
         return []
     return [(job, job.activations, job.in_dense_steps, job.step - jobs[0].step) for job in jobs]

@@ -1,4 +1,4 @@
-"""An edit becomes a job: pictures to latents, prompts to embeddings, seeds to noise. Takes no step.
+"""Turns an edit into a job: the picture into latents, prompts into embeddings, seeds into noise. Takes no step.
 
 Noise is drawn on the CPU, so that a result depends neither on the device nor on the other jobs.
 """
@@ -20,17 +20,17 @@ from instgenie.pictures.mask import token_mask
 from instgenie.pictures.picture import check_edit, resize_mask, resize_picture, working_size
 from instgenie.types import Edit, PixelMask, Pixels
 
-MAX_KNOWN = 64
+MAX_ENCODINGS = 64
 
 
-class Known:
-    """What was encoded lately, the templates and the prompts; the longest unused goes first."""
+class Encodings:
+    """Remembers encoded templates and prompts. The one used least recently is dropped first."""
 
-    def __init__(self, max_items: int = MAX_KNOWN) -> None:
+    def __init__(self, max_items: int = MAX_ENCODINGS) -> None:
         self.max_items = max_items
         self._items: OrderedDict[Hashable, Any] = OrderedDict()
 
-    def recall(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._items:
             self._items[key] = make()
         self._items.move_to_end(key)
@@ -40,19 +40,23 @@ class Known:
 
 
 @torch.inference_mode()
-def prepare(edit: Edit, model: Model, known: Known | None = None) -> Job:
+def prepare(edit: Edit, model: Model, encodings: Encodings | None = None) -> Job:
     check_edit(edit)
     size = choose_size(edit, model)
-    return make_job(edit, resize_mask(edit.mask, size), size, model, known)
+    return make_job(edit, resize_mask(edit.mask, size), size, model, encodings)
 
 
-def make_job(edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model, known: Known | None = None) -> Job:
-    """The mask is of the size the model works at."""
-    known = known or Known()
+def make_job(
+    edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model, encodings: Encodings | None = None
+) -> Job:
+    """Make a job. `mask` has the `size` that the model works at."""
+    encodings = encodings or Encodings()
     grid = size[0] // model.patch, size[1] // model.patch
     picture = picture_tensor(resize_picture(edit.picture, size), model.device)
     seed = template_seed(edit.picture, size)
-    template = known.recall(("template", seed), lambda: Template(encode(picture, model), draw_noise(seed, grid, model)))
+    template = encodings.get(
+        ("template", seed), lambda: Template(encode(picture, model), draw_noise(seed, grid, model))
+    )
     prompts = edit.prompt, edit.negative_prompt if model.guidance_scale(edit) > 1 else None
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
@@ -63,7 +67,7 @@ def make_job(edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model, k
         template=template,
         masked=masked,
         conditioning=condition(picture, mask, masked, template, model),
-        branches=known.recall(("prompts", prompts, grid), lambda: model.branches(edit, grid)),
+        branches=encodings.get(("prompts", prompts, grid), lambda: model.branches(edit, grid)),
         scale=model.guidance_scale(edit),
         schedule=schedule,
         latents=torch.where(masked, start, template.at(0, schedule)),
@@ -83,7 +87,7 @@ def choose_size(edit: Edit, model: Model) -> tuple[int, int]:
 
 
 def template_seed(picture: Pixels, size: tuple[int, int]) -> int:
-    """A fact about the picture and the size it is worked at, whoever edits it."""
+    """The seed of a template's noise. It depends only on the picture and on the size the model works at."""
     digest = hashlib.sha256(f"{picture.shape} {size}".encode())
     digest.update(picture.tobytes())
     return int.from_bytes(digest.digest()[:8], "big") >> 1
@@ -97,8 +101,8 @@ def draw_noise(seed: int, grid: tuple[int, int], model: Model) -> Tensor:  # [to
 
 
 def condition(picture: Tensor, mask: PixelMask, masked: Tensor, template: Template, model: Model) -> Tensor:
-    """What fill models see beside the latents: masked tokens the picture with the hole greyed out and the mask's
-    pixels, the others the template as it is and an empty mask."""
+    """The channels that fill models see beside the latents. A masked token sees the picture with the hole greyed out
+    and the pixels of the mask; any other token sees the template as it is and an empty mask."""
     if not model.is_fill:
         return template.clean[:, :0]
     pixels = torch.tensor(np.ascontiguousarray(mask)).to(picture)[None, None]  # [1, 1, height, width]
@@ -107,7 +111,7 @@ def condition(picture: Tensor, mask: PixelMask, masked: Tensor, template: Templa
 
 
 def picture_tensor(picture: Pixels, device: torch.device) -> Tensor:  # [1, 3, height, width] in [-1, 1]
-    pixels = torch.tensor(np.ascontiguousarray(picture), device=device)  # as bytes
+    pixels = torch.tensor(np.ascontiguousarray(picture), device=device)  # copied as bytes
     return 2 * (pixels.permute(2, 0, 1)[None] / 255) - 1
 
 

@@ -1,12 +1,10 @@
-"""A picture becomes a template with activations: teacher-forced dense passes over all its steps. Edits nothing.
+"""Registers templates: computes a picture's activations in teacher-forced dense passes over all its steps.
 
-All that unmasked tokens feed into the network is a fact of the template, so its steps do not wait for each other: those
-of a span are the jobs of a batch. Every pass sees a picture in which nothing is masked and, unless told otherwise,
-empty prompts; where an empty negative prompt is another thing than the prompt, both branches are kept, else one stands
-for both.
+The inputs of unmasked tokens depend only on the template and are known for all steps in advance. So the steps of a span
+run as the jobs of one batch. Every pass sees a picture in which nothing is masked and, by default, empty prompts. Where
+an empty negative prompt differs from an empty prompt, both branches are kept; otherwise one serves as both.
 
-Spans do not depend on each other either: a registration that was interrupted goes on with those that are missing, and
-comes to the same numbers.
+Spans are independent: a registration that was interrupted computes the spans that are missing, with the same numbers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,13 +50,13 @@ def register(
     cache_dtype: CacheDtype = "model",
     on_step: OnStep | None = None,
 ) -> Activations:
-    """On the model's device. More steps at once are faster and need more memory; the numbers stay the same. The prompt
-    is what the passes see; isolated, they see no text at all."""
-    edit = edit_of_nothing(picture, model, size, steps, guidance)
+    """Register a picture on the model's device. More steps at once are faster and need more memory; the numbers stay
+    the same. The passes see `prompt`, or no text at all if `isolated`."""
+    edit = template_edit(picture, model, size, steps, guidance)
     check_registration(kind, num_steps_at_once)
     key = replace(make_key(edit, model, kind, cache_dtype), prompt=prompt, isolated=isolated)
     spans = split_steps(edit.steps, num_steps_at_once)
-    seen = told(observe(edit, model, key, spans), 0, edit.steps, on_step)
+    seen = with_progress(observe(edit, model, key, spans), 0, edit.steps, on_step)
     return make_activations(key, join(edit.steps, seen, model.device), model)
 
 
@@ -73,26 +71,27 @@ def register_in(
     cache_dtype: CacheDtype = "model",
     on_step: OnStep | None = None,
 ) -> RegisterResult:
-    """Computes the spans that are missing and puts each into the store at once."""
-    edit = edit_of_nothing(picture, model, size, steps, guidance)
+    """Compute the missing spans of a template and put each into the store as it is done."""
+    edit = template_edit(picture, model, size, steps, guidance)
     check_registration(kind, NUM_STEPS_AT_ONCE)
     key = make_key(edit, model, kind, cache_dtype)
     with store.pinned(key):
         missing = store.missing(key)
         num_missing = sum(map(len, missing))
-        for span in told(observe(edit, model, key, missing), edit.steps - num_missing, edit.steps, on_step):
+        for span in with_progress(observe(edit, model, key, missing), edit.steps - num_missing, edit.steps, on_step):
             store.put(key, span)
     return RegisterResult(edit.steps, num_missing, store.num_bytes(key))
 
 
 def make_activations(key: Key, span: Span, model: Model) -> Activations:
-    """What the store found, as the model reads it. Rows may lie on another device, time may not."""
+    """Wrap a span of all steps, as found in the store, for the model. Rows may stay on another device; the time
+    embeddings are moved to the model's."""
     return Activations(key, model.run_lengths, num_tokens(key.size, model), span.rows, span.time.to(model.device))
 
 
 @torch.inference_mode()
 def observe(edit: Edit, model: Model, key: Key, spans: Sequence[range]) -> Iterator[Span]:
-    """What a template leaves behind, a pass for each span."""
+    """Compute the activations of a template, in one pass per span."""
     if not spans:
         return
     job = template_job(edit, model, key.prompt, key.isolated)
@@ -102,7 +101,7 @@ def observe(edit: Edit, model: Model, key: Key, spans: Sequence[range]) -> Itera
 
 @torch.inference_mode()
 def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = False) -> Job:
-    """The job whose steps a registration takes."""
+    """Make the job whose steps a registration runs."""
     size = choose_size(edit, model)
     job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
     return replace(job, branches=model.template_branches(job.grid, prompt, isolated))
@@ -124,7 +123,7 @@ def observe_span(job: Job, model: Model, kind: Kind, cache_dtype: CacheDtype, st
 
 
 class Registration:
-    """A template on its way to its activations, one of the missing spans at a time."""
+    """The registration of a template in progress, one missing span at a time."""
 
     def __init__(self, key: Key, job: Job, missing: Sequence[range]) -> None:
         self.key, self.job = key, job
@@ -139,13 +138,13 @@ class Registration:
         return not self.missing
 
     def advance(self, model: Model, store: Store) -> None:
-        """Raises a CacheError if there is no room."""
+        """Compute the next span. Raises a CacheError if the store has no room."""
         if self.missing:
             store.put(self.key, observe_span(self.job, model, self.key.kind, self.key.cache_dtype, self.missing.pop(0)))
 
 
-def told(spans: Iterator[Span], num_done: int, num_steps: int, on_step: OnStep | None) -> Iterator[Span]:
-    """The same spans; after each was taken care of, somebody is told."""
+def with_progress(spans: Iterator[Span], num_done: int, num_steps: int, on_step: OnStep | None) -> Iterator[Span]:
+    """Yield the spans, and call `on_step` after each was stored."""
     if not on_step:
         yield from spans
         return
@@ -158,13 +157,13 @@ def told(spans: Iterator[Span], num_done: int, num_steps: int, on_step: OnStep |
 
 def check_registration(kind: Kind, num_steps_at_once: int) -> None:
     if kind not in NUM_PARTS or num_steps_at_once < 1:
-        raise EditError(f"{num_steps_at_once} steps at once of kind {kind!r}: at least 1, of kv or y, are expected")
+        raise EditError(f"{num_steps_at_once} steps at once, kind {kind!r}: at least 1 step, kind kv or y, is expected")
 
 
-def edit_of_nothing(
+def template_edit(
     picture: Pixels, model: Model, size: tuple[int, int] | None, steps: int | None, guidance: float | None
 ) -> Edit:
-    """The edit whose steps a registration takes; checked as an edit of everything."""
+    """Make the edit whose steps a registration runs. Its picture and options are checked."""
     steps = model.steps if steps is None else steps
     guidance = model.guidance if guidance is None else guidance
     mask = np.ones(np.shape(picture)[:2], dtype=np.bool_)
@@ -178,21 +177,22 @@ def make_key(edit: Edit, model: Model, kind: Kind, cache_dtype: CacheDtype = "mo
 
 
 def name_key(
-    picture: str,
-    identity: str,
+    picture_digest: str,
+    model_digest: str,
     edit: Edit,
     model: Model,
     kind: Kind,
     cache_dtype: CacheDtype = "model",
     tenant: str = "",
 ) -> Key:
-    """Of the whole schedule, whatever the edit's strength: one that is below 1 takes the last of the same steps. Looks
-    neither at pixels, if the edit names its size, nor at weights."""
+    """Make the key of a template from the digests of its picture and of the model's weights. The key covers the whole
+    schedule: an edit with a strength below 1 takes the last of the same steps. If the edit has a size, its pixels are
+    not looked at."""
     size = choose_size(edit, model)
     schedule = model.schedule(replace(edit, strength=1.0), num_tokens(size, model))
     return Key(
-        picture=picture,
-        model=identity,
+        picture=picture_digest,
+        model=model_digest,
         size=size,
         num_steps=schedule.num_steps,
         levels=schedule.levels,
@@ -210,16 +210,16 @@ def num_tokens(size: tuple[int, int], model: Model) -> int:
 
 
 def may_reuse(edit: Edit) -> bool:
-    """Whether activations might spare the edit anything, as far as can be told before it is a job."""
+    """Return whether activations may save the edit any work, as far as its fields tell."""
     return edit.dense_steps < edit.steps and not edit.mask.all()
 
 
 def can_reuse(job: Job) -> bool:
-    """Whether activations would spare the job anything."""
+    """Return whether activations would save the job any work."""
     return len(job.outside) > 0 and job.edit.dense_steps < job.num_steps
 
 
 def reuse(job: Job, activations: Activations, plan: Plan | None = None) -> Job:
-    """The job with its template's activations; by default every block is cached."""
+    """Return a copy of the job that uses its template's activations; by default every block is cached."""
     plan = (True,) * activations.num_blocks if plan is None else plan
     return replace(job, activations=activations.last(job.num_steps), plan=plan)

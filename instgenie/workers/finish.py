@@ -1,8 +1,8 @@
-"""The finish process of a worker: latents become encoded pictures, final ones and those on the way. Takes no step.
+"""The finish process of a worker: turns latents into encoded pictures, final and partial ones. Takes no step.
 
-A device decodes one picture after the other. Threads composite and encode them meanwhile, for that takes a processor
-longer than decoding takes a device; pictures leave in the order in which they came. Where there is no device but the
-processor, each is decoded and encoded before the next.
+A GPU decodes one picture after the other. Meanwhile threads composite and encode those already decoded, which takes a
+CPU longer than decoding takes a GPU. Pictures are sent in the order in which they arrived. On a CPU each picture is
+decoded and encoded before the next.
 """
 
 import time
@@ -27,11 +27,11 @@ from instgenie.workers.process import Line, failure, run_process
 
 PARTS: frozenset[PartKind] = frozenset({"vae"})
 
-Encode = Callable[[], tuple[bytes, float]]  # the encoded picture, and the seconds that took
+Encode = Callable[[], tuple[bytes, float]]  # returns the encoded picture and the seconds it took
 
 
 class Finisher:
-    """Finishes a picture before it takes the next."""
+    """Finishes one picture after the other."""
 
     def __init__(self, model: Model, line: Line) -> None:
         self.model = model
@@ -47,7 +47,7 @@ class Finisher:
             self.send(message, encoded, time.perf_counter() - start)
 
     def decode(self, message: Finish, frames: list[Frame]) -> Encode:
-        """Tells what is left to do, for any thread."""
+        """Decode a picture. Returns the rest of the work, which any thread can do."""
         latents = read_tensor(message.latents, frames[0]).to(self.model.device)
         [decoded] = decode([latents], [read_mask(frames[2], message.size)], message.grid, self.model)
         return partial(encode, message, frames, decoded)
@@ -58,18 +58,18 @@ class Finisher:
         traces.record(message.trace, "finish", spent, attempt=message.attempt, partial=message.partial)
 
     def send_done(self) -> None:
-        """What was handled and is done; here it is sent already."""
+        """Send the pictures that are done. Here each is sent at once."""
 
     def close(self) -> None:
-        """What is left is waited for, and sent; here nothing is."""
+        """Finish and send what is left. Here nothing is."""
 
 
 @dataclass(frozen=True, eq=False)
-class Painting:
-    """A picture that threads are at, or what became of it before."""
+class PendingPicture:
+    """A picture that a thread encodes, or why decoding it failed."""
 
     message: Finish
-    seconds: float  # of decoding
+    seconds: float  # spent on decoding
     encoded: Future[tuple[bytes, float]] | JobFailed
 
     @property
@@ -77,13 +77,13 @@ class Painting:
         return isinstance(self.encoded, JobFailed) or self.encoded.done()
 
 
-class Painter(Finisher):
+class ThreadedFinisher(Finisher):
     """Decodes a picture while threads encode those before it."""
 
     def __init__(self, model: Model, line: Line) -> None:
         super().__init__(model, line)
         self.pool = ThreadPoolExecutor(NUM_ENCODERS, "encode")
-        self.paintings: deque[Painting] = deque()
+        self.pending: deque[PendingPicture] = deque()
 
     def handle(self, message: Finish, frames: list[Frame]) -> None:
         start = time.perf_counter()
@@ -93,26 +93,26 @@ class Painter(Finisher):
             encoded.add_done_callback(lambda _: self.line.wake())
         except Exception as error:
             encoded = failure(message.id, message.attempt, error)
-        self.paintings.append(Painting(message, time.perf_counter() - start, encoded))
+        self.pending.append(PendingPicture(message, time.perf_counter() - start, encoded))
 
     def send_done(self) -> None:
-        """Up to the first that is not."""
-        while self.paintings and self.paintings[0].is_done:
+        """Send pictures in order, up to the first that is not done."""
+        while self.pending and self.pending[0].is_done:
             self.send_first()
 
     def send_first(self) -> None:
-        painting = self.paintings.popleft()
-        message, encoded = painting.message, painting.encoded
+        first = self.pending.popleft()
+        message, encoded = first.message, first.encoded
         if isinstance(encoded, JobFailed):
             self.line.send(encoded)
         elif error := encoded.exception():
             self.line.send(failure(message.id, message.attempt, error))
         else:
             picture, thread_seconds = encoded.result()
-            self.send(message, picture, painting.seconds, thread_seconds)
+            self.send(message, picture, first.seconds, thread_seconds)
 
     def close(self) -> None:
-        while self.paintings:
+        while self.pending:
             self.send_first()
         self.pool.shutdown()
 
@@ -126,11 +126,11 @@ def encode(message: Finish, frames: list[Frame], decoded: NDArray[np.uint8]) -> 
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
-    go_on(Painter(model, line) if model.device.type == "cuda" else Finisher(model, line))
+    run(ThreadedFinisher(model, line) if model.device.type == "cuda" else Finisher(model, line))
 
 
-def go_on(finisher: Finisher) -> None:
-    """Until it is told to stop."""
+def run(finisher: Finisher) -> None:
+    """Finish pictures until the process is told to stop."""
     while True:
         match finisher.line.receive(wait=True):
             case Finish() as message, frames:

@@ -1,4 +1,4 @@
-"""Jobs and tensors as bytes, and back. Pixels of the edit stay behind: no step looks at them."""
+"""Jobs and tensors as bytes, and back. The pixels of an edit are left out, because no step reads them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -39,7 +39,7 @@ def job_tensors(job: Job) -> Iterator[Tensor]:
 
 
 def read_job(head: JobHead, frames: Sequence[Frame], device: torch.device) -> Job:
-    """The job at its first step, with an edit of no pixels."""
+    """Read a job at its first step. Its edit has no pixels."""
     tensors = (read_tensor(*pair).to(device) for pair in zip(head.tensors, frames, strict=True))
     clean, noise, masked, conditioning, latents = (next(tensors) for _ in range(5))
     schedule: Schedule = msgspec.msgpack.decode(head.schedule, type=SCHEDULES[head.schedule_kind])
@@ -73,4 +73,4 @@ def read_tensor(head: TensorHead, frame: Frame) -> Tensor:
     dtype: torch.dtype = getattr(torch, head.dtype)
     if not len(frame):  # torch refuses an empty buffer
         return torch.empty(head.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(frame), dtype=dtype).view(head.shape)  # its own, to write into
+    return torch.frombuffer(bytearray(frame), dtype=dtype).view(head.shape)  # a copy, because frames are read-only

@@ -1,14 +1,14 @@
-"""The prepare process of a worker: wishes and pixels become jobs. Takes no step.
+"""The prepare process of a worker: turns wishes and pixels into jobs. Takes no step.
 
-What was encoded before is remembered: templates by their picture, prompts by their text.
+It remembers recent encodings: templates by their picture, prompts by their text.
 """
 
 import time
 
 from instgenie.cluster.config import ProcessConfig
 from instgenie.cluster.wire import Frame, Prepare, Prepared, PrepareTemplate, Stop, read_mask, read_picture
-from instgenie.engine.prepare import Known, prepare
-from instgenie.engine.register import edit_of_nothing, template_job
+from instgenie.engine.prepare import Encodings, prepare
+from instgenie.engine.register import template_edit, template_job
 from instgenie.jobs.job import Job
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
@@ -23,10 +23,10 @@ class Preparer:
     def __init__(self, model: Model, line: Line) -> None:
         self.model = model
         self.line = line
-        self.known = Known()
+        self.encodings = Encodings()
 
     def handle(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> bool:
-        """Whether it is prepared."""
+        """Prepare an edit or a template, and send the job. Returns whether it succeeded."""
         start = time.perf_counter()
         try:
             job = self.make_job(message, frames)
@@ -48,8 +48,8 @@ class Preparer:
         if isinstance(message, Prepare):
             mask = read_mask(frames[1], message.size)
             edit = message.wish.edit(picture, mask, self.model.steps, self.model.guidance)
-            return prepare(edit, self.model, self.known)
-        return template_job(edit_of_nothing(picture, self.model, None, message.steps, message.guidance), self.model)
+            return prepare(edit, self.model, self.encodings)
+        return template_job(template_edit(picture, self.model, None, message.steps, message.guidance), self.model)
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TrackedJob:
-    """A job with what is needed to report on it."""
+    """A job, with the facts that reports on it need."""
 
     id: str
     attempt: int

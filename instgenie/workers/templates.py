@@ -103,7 +103,7 @@ class Templates:
     # requests
 
     def missing(self, key: Key) -> Future[list[range]]:
-        """The spans that no tier has. The answer is there at once if all tiers are in memory."""
+        """The spans that no tier has. The result is immediate if all tiers are in memory."""
         future: Future[list[range]] = Future()
         if self.store.tiers == self.store.memory:
             future.set_result(self.store.missing(key))

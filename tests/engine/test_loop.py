@@ -1,7 +1,7 @@
-"""The step loop on a GPU: launches run ahead of the device, so nothing in a step may wait for it."""
+"""The step loop: failures, and on a GPU that nothing waits for the device, so that launches run ahead of it."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,70 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import CacheDtype
+from instgenie.jobs.job import Job
 from instgenie.models.loading.load import load
+from instgenie.models.model import Model
+
+
+class FaultyEngine(Engine):
+    """Batches with a poisoned job fail, and so do batches of more than `limit` jobs, for want of memory."""
+
+    limit = 8
+    tried: list[list[int]]
+
+    def advance(self, jobs: Sequence[Job]) -> None:
+        self.tried.append([job.edit.seed for job in jobs])
+        if any(job.edit.prompt == "poison" for job in jobs):
+            raise ValueError("poison")
+        if len(jobs) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        super().advance(jobs)
+
+
+def make_engine(model: Model, prompts: Sequence[str], steps: int = 2) -> FaultyEngine:
+    engine = FaultyEngine(model, max_jobs=8)
+    engine.tried = []
+    for seed, prompt in enumerate(prompts):
+        engine.join(prepare(make_edit(steps=steps, seed=seed, prompt=prompt), model))
+    return engine
+
+
+def seeds(jobs: Sequence[Job]) -> list[int]:
+    return [job.edit.seed for job in jobs]
+
+
+def test_an_error_is_raised_unless_failures_are_isolated(models: dict[str, Model]) -> None:
+    engine = make_engine(models["blend"], ["a cat", "poison"])
+    with pytest.raises(ValueError, match="poison"):
+        engine.step()
+    assert engine.tried == [[0, 1]]
+    assert [job.step for job in engine.jobs] == [0, 0]
+
+
+def test_only_the_job_that_fails_alone_fails(models: dict[str, Model]) -> None:
+    engine = make_engine(models["blend"], ["a cat", "a dog", "poison", "a fox"])
+    first = engine.step(isolate_failures=True)
+    assert engine.tried == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [3]]
+    assert (seeds(first.jobs), first.finished, seeds(list(first.failed))) == ([0, 1, 2, 3], [], [2])
+    assert engine.max_jobs == 8
+    last = engine.step(isolate_failures=True)
+    assert (seeds(last.finished), last.failed, engine.jobs) == ([0, 1, 3], {}, [])
+
+
+def test_a_batch_that_does_not_fit_is_halved_until_the_engine_is_empty(models: dict[str, Model]) -> None:
+    engine = make_engine(models["blend"], ["a cat"] * 4, steps=1)
+    engine.limit = 2
+    result = engine.step(isolate_failures=True)
+    assert (seeds(result.finished), result.failed) == ([0, 1, 2, 3], {})
+    assert engine.max_jobs == 8
+    engine = make_engine(models["blend"], ["a cat"] * 4)
+    engine.limit = 2
+    assert engine.step(isolate_failures=True).failed == {}
+    assert engine.max_jobs == 2
+    assert seeds(engine.step(isolate_failures=True).finished) == [0, 1]
+    assert seeds(engine.step(isolate_failures=True).finished) == [2, 3]
+    assert engine.max_jobs == 8
+    assert engine.tried == [[0, 1, 2, 3], [0, 1], [2, 3], [0, 1], [2, 3]]
 
 
 @contextmanager

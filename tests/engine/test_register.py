@@ -1,4 +1,4 @@
-"""Registration: in memory, on disk, interrupted and gone on with."""
+"""Registration: in memory, on disk, interrupted and continued."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_spans() -> None:
 
 
 @pytest.mark.parametrize("change", [{"steps": 9}, {"guidance": 3.0}, {"size": (48, 32)}, {"picture": 1}])
-def test_what_makes_another_key(change: dict[str, object], models: dict[str, Model]) -> None:
+def test_keys_differ_in_all_that_activations_depend_on(change: dict[str, object], models: dict[str, Model]) -> None:
     other = {"picture": make_edit(picture_seed=1).picture} if "picture" in change else change
     model = models["fill"]
     key = make_key(EDIT, model, "kv")
@@ -122,7 +122,7 @@ def test_registrations_refuse_unknown_kinds(models: dict[str, Model], store: Sto
 
 
 def test_editors_share_a_cache(folders: dict[str, Path], store: Store) -> None:
-    """What one registers another finds on disk, loads once for all edits of a batch, and edits the same."""
+    """A template that one editor registers another finds on disk, loads once per batch, and uses with equal results."""
     first, other = (Editor(str(folders["blend_guided"]), "cpu", cache=store) for _ in range(2))
     [miss] = other.edit_many([EDIT])
     assert (miss.cache_tier, miss.can_reuse) == (None, True)
@@ -188,8 +188,8 @@ def test_an_edit_survives_a_cache_it_cannot_use(
     assert "removed" in caplog.text
 
 
-def test_packed_rows_are_found_by_who_asks_for_them(models: dict[str, Model], tmp_path: Path) -> None:
-    """On the disk, in half the bytes of what is two bytes wide; and not by others."""
+def test_packed_rows_are_found_only_by_their_own_key(models: dict[str, Model], tmp_path: Path) -> None:
+    """Packed rows have keys of their own and take fewer bytes on disk."""
     model = models["fill"]
     store = Store(disk=DiskTier(tmp_path, GIB))
     plain = register_in(store, EDIT.picture, model, **TEMPLATE)

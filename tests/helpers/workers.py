@@ -12,7 +12,7 @@ from instgenie.cluster.config import ProcessConfig, ResolvedCache
 from instgenie.cluster.orders import template_id
 from instgenie.cost.table import linear_costs
 from instgenie.engine.prepare import prepare
-from instgenie.engine.register import edit_of_nothing, template_job
+from instgenie.engine.register import template_edit, template_job
 from instgenie.models.model import Model
 from instgenie.scheduling.names import Batching
 from instgenie.workers.denoise import Denoiser
@@ -82,7 +82,7 @@ def jobs(
 
 
 def registering(model: Model, name: str, urgent: bool = False, steps: int = 4) -> tuple[wire.Message, list[wire.Frame]]:
-    edit = edit_of_nothing(make_edit(size=SIZE).picture, model, SIZE, steps, None)
+    edit = template_edit(make_edit(size=SIZE).picture, model, SIZE, steps, None)
     head, frames = job_frames(template_job(edit, model))
     pixels, template = make_edit(size=SIZE).picture, head_of(name, steps=steps)
     message = wire.Register(template.id, 1, template, head, urgent, pixels.shape[:2])

@@ -1,4 +1,4 @@
-"""Which worker gets an edit."""
+"""The router: which worker gets an edit."""
 
 import pytest
 
@@ -9,7 +9,7 @@ WORK = Work(num_steps=10, num_tokens=1000, num_masked_tokens=100, template="cat"
 
 
 def make_load(worker: int, *edits: tuple[int, int], templates: tuple[str, ...] = ()) -> WorkerLoad:
-    """Edits are (steps, tokens of a step)."""
+    """Each edit is given as its steps and its tokens per step."""
     load = WorkerLoad(worker, max_batch_size=4, templates=dict.fromkeys(templates, "host"))
     for index, edit in enumerate(edits):
         add(load, f"{worker}-{index}", *edit)
@@ -37,14 +37,14 @@ def test_mask_aware_leaves_the_activations_when_the_queue_there_is_long() -> Non
     assert Router("mask_aware").choose(WORK, loads) == 0
 
 
-def test_what_is_finished_one_by_one_is_waited_for() -> None:
-    """Two workers have no step to take, but one of them has four pictures to finish."""
+def test_a_worker_with_pictures_to_finish_is_busy() -> None:
+    """Neither worker has steps to take, but one has four pictures to finish."""
     loads = [make_load(0, *[(10, 1000)] * 4), make_load(1)]
     for index in range(4):
         loads[0].hand_over(f"0-{index}")
     assert [load.num_unfinished for load in loads] == [4, 0]
     router = Router()
-    assert {router.choose(WORK, loads) for _ in range(2)} == {0, 1}  # nobody knows
+    assert {router.choose(WORK, loads) for _ in range(2)} == {0, 1}  # finishing has not been measured
     for load in loads:
         load.measure_side_stage("finish", 2.0)
         load.measure_side_stage("prepare", 0.1)
@@ -55,7 +55,7 @@ def test_what_is_finished_one_by_one_is_waited_for() -> None:
     assert {router.choose(WORK, loads) for _ in range(2)} == {0}
 
 
-def test_of_equals_the_one_chosen_least_recently() -> None:
+def test_among_equals_the_one_chosen_least_recently() -> None:
     """Its edits are nearest to their end."""
     loads = [make_load(worker, (10, 1000)) for worker in range(3)]
     router = Router()
@@ -90,7 +90,7 @@ def test_a_slow_worker_gets_less() -> None:
         assert Router().choose(WORK, loads) == 1
 
 
-def test_a_load_is_the_sum_of_what_is_left() -> None:
+def test_a_load_is_the_sum_of_the_remaining_work() -> None:
     load = make_load(0, (10, 100), (4, 50))
     assert (load.num_edits, load.num_steps, load.num_token_steps) == (2, 14, 1200)
     load.step("0-0")
@@ -104,7 +104,7 @@ def test_a_load_is_the_sum_of_what_is_left() -> None:
     assert load.seconds == 0
 
 
-def test_pace_corrects_what_was_predicted() -> None:
+def test_pace_corrects_predictions() -> None:
     pace = Pace()
     assert pace.seconds(3, 0.25) == pytest.approx(0.25)
     for step in range(1000):
@@ -128,8 +128,8 @@ def test_pace_never_promises_negative_time(measured: list[tuple[float, float]]) 
 
 
 @pytest.mark.parametrize("policy", ["mask_aware", "tokens", "requests"])
-def test_of_many_workers_the_best_of_a_sample_is_taken(policy: RoutingPolicy) -> None:
-    """Nine in ten are busy: one of 32 drawn is idle, but for one draw in thirty."""
+def test_among_many_workers_the_best_of_a_sample_is_chosen(policy: RoutingPolicy) -> None:
+    """Nine in ten are busy; only one sample of 32 in thirty contains no idle worker."""
     loads = [make_load(worker, *[(10, 1000)] * (worker % 10)) for worker in range(2000)]
     router = Router(policy)
     chosen = [router.choose(WORK, loads) for _ in range(300)]
@@ -137,7 +137,7 @@ def test_of_many_workers_the_best_of_a_sample_is_taken(policy: RoutingPolicy) ->
     assert len(set(chosen)) > 100
 
 
-def test_of_many_workers_those_that_hold_the_template_are_looked_at() -> None:
+def test_among_many_workers_holders_of_the_template_are_sampled_too() -> None:
     loads = [make_load(worker) for worker in range(10 * MAX_SCANNED)]
     loads[77].templates["cat"] = "host"
     assert Router().choose(WORK, loads, [loads[77]]) == 77

@@ -142,7 +142,9 @@ def reference(
             break
         if batch and batching == "continuous":
             is_short = 2 * max(job.num_steps for job in jobs) <= min(job.num_steps for job in batch)
-            lost = costs.step_seconds(job.price for job in [*batch, *jobs]) - costs.step_seconds(job.price for job in batch)
+            lost = costs.step_seconds(job.price for job in [*batch, *jobs]) - costs.step_seconds(
+                job.price for job in batch
+            )
             gain = costs.step_seconds(job.price for job in jobs) - lost
             if not is_short and num_waiting * gain < PATIENCE * len(batch) * lost:
                 break

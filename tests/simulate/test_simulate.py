@@ -1,4 +1,4 @@
-"""The simulator on cases that can be worked out by hand, and what holds in every case."""
+"""The simulator: cases that can be worked out by hand, and properties that always hold."""
 
 from collections import Counter
 from typing import get_args
@@ -40,12 +40,12 @@ def test_edits_join_at_the_next_step_and_share_it() -> None:
     assert finish_times(ClusterShape(1), jobs_at(0.0, 0.5)) == [2.75, 3.75]
 
 
-def test_a_batch_holds_so_many_jobs_and_no_more() -> None:
+def test_a_batch_is_not_larger_than_its_limit() -> None:
     """Prepared at 0.5, 1.0 and 1.5; of two places, the third gets the one that the first leaves at 2.5."""
     assert finish_times(ClusterShape(1, max_batch_size=2), jobs_at(0.0, 0.0, 0.0)) == [2.75, 3.75, 4.75]
 
 
-def test_a_static_batch_lets_nobody_join() -> None:
+def test_no_job_joins_a_static_batch() -> None:
     """The first runs alone from 0.5 to 2.5; the others, prepared at 1.0 and 1.5, from then to 4.5, and are finished
     one after the other."""
     shape = ClusterShape(1, batching="static-pipelined")
@@ -53,7 +53,7 @@ def test_a_static_batch_lets_nobody_join() -> None:
 
 
 def test_threads_encode_while_the_next_is_decoded() -> None:
-    """A worker of one process decodes and encodes what is denoised at 3.0, one after the other; with threads, two that
+    """A worker of one process decodes and encodes edits denoised at 3.0 one after the other; with threads, two that
     are denoised at 4.5 are decoded by 4.75 and 5.0, and encoded half a second later."""
     service = LinearService(1.0, 0.0, SideSeconds(prepare=0.5, decode=0.25, finish_thread=0.5))
     jobs = jobs_at(0.0, 0.0)
@@ -62,7 +62,7 @@ def test_threads_encode_while_the_next_is_decoded() -> None:
     assert finish_times(shape, jobs_at(0.0, 0.0, 0.0), service)[1:] == [5.25, 5.5]
 
 
-def test_threads_may_be_what_edits_wait_for() -> None:
+def test_threads_may_be_the_bottleneck() -> None:
     """Four of them encode a picture every second."""
     service = LinearService(1.0, 0.0, SideSeconds(decode=0.25, finish_thread=4.0))
     finished = finish_times(ClusterShape(1, batching="static-pipelined"), jobs_at(0.0, 0.0, 0.0, num_steps=1), service)
@@ -96,7 +96,7 @@ def test_a_naive_worker_prepares_and_finishes_between_steps() -> None:
     assert finish_times(ClusterShape(1, batching="naive"), jobs_at(0.0, 0.6)) == [3.25, 4.5]
 
 
-def test_tokens_cost_what_they_cost_and_dense_steps_more() -> None:
+def test_dense_steps_cost_every_token() -> None:
     service = LinearService(per_step=1.0, per_token=0.01)
     cached, leading, dense = (make_job(0, 0.0, 3, 100, 10, "cat", num_dense_steps=num) for num in (0, 1, 3))
     assert finish_times(ClusterShape(1), [cached], service) == pytest.approx([3.3])
@@ -111,8 +111,8 @@ def test_jobs_of_all_sizes_step_together() -> None:
     assert finish_times(ClusterShape(1), jobs, service) == pytest.approx([1.1, 1.1 + 1.4])
 
 
-def test_who_waits_for_its_template_lets_others_go_first() -> None:
-    """The cat is there from 5.0 on; the dog comes first and is there at 11.0, the second cat is done before that."""
+def test_a_job_whose_template_is_being_fetched_lets_others_go_first() -> None:
+    """The cat is in memory from 5.0 on. The dog arrives before the second cat, but is fetched only at 11.0."""
     shape = ClusterShape(1, max_templates=2, fetch=5.0)
     arrivals = [(0.0, "cat"), (6.0, "dog"), (6.2, "cat")]
     jobs = [make_job(index, at, 2, 100, 10, template) for index, (at, template) in enumerate(arrivals)]
@@ -183,7 +183,7 @@ def test_a_planned_step_is_as_long_as_the_planner_says() -> None:
     assert seconds((64, 1, 4, 0), (128, 1, 8, 1)) > seconds((64, 1, 4, 0), (128, 1, 8, 0))
 
 
-def test_who_is_soon_done_does_not_wait() -> None:
+def test_a_short_job_does_not_wait() -> None:
     jobs = [make_job(0, 0.0, 100, 100, 100, "cat"), make_job(1, 0.5, 2, 100, 100, "cat")]
     simulate(ClusterShape(1), LinearService(per_step=1e-3, per_token=1e-2), jobs)
     assert [round(job.finished) for job in jobs] == [102, 5]

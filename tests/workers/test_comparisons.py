@@ -16,14 +16,14 @@ from instgenie.workers.frames import tensor_frame, tensor_head
 
 
 class Echo(Tape):
-    """Sends back what was prepared, to be denoised, and what was denoised, to be finished. Takes down what is done."""
+    """Plays the cluster: prepared edits come back to be denoised, denoised ones to be finished. Records the work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.done: list[str] = []
         self.grids: dict[str, tuple[int, int]] = {}
         self.on_step: Callable[[], None] = lambda: None
-        self.is_awaited: Callable[[], Any] = lambda: False  # whether who hears nothing goes on waiting
+        self.is_awaited: Callable[[], Any] = lambda: False  # True while the loop expects edits to come back
 
     def receive(self, wait: bool) -> tuple[wire.Message, list[wire.Frame]] | None:
         return None if not self.rounds and self.is_awaited() else super().receive(wait)
@@ -61,7 +61,7 @@ def to_prepare(name: str, steps: int = 1) -> tuple[wire.Message, list[wire.Frame
 
 @pytest.fixture
 def unet(models: dict[str, Model]) -> Model:
-    """Its own size is small, and that is what workers prepare for."""
+    """Its own size, which workers prepare for, is small."""
     return models["sd"]
 
 
@@ -74,7 +74,7 @@ def make_static(model: Model) -> tuple[Denoiser, Echo]:
     return denoiser, tape
 
 
-def test_a_static_worker_finishes_then_prepares_what_a_batch_takes(unet: Model) -> None:
+def test_a_static_worker_finishes_first_then_prepares_a_batch(unet: Model) -> None:
     denoiser, tape = make_static(unet)
     tape.rounds.append([to_prepare(name, steps) for name, steps in (("a", 2), ("b", 1), ("c", 1))])
     denoiser.run()
@@ -83,7 +83,7 @@ def test_a_static_worker_finishes_then_prepares_what_a_batch_takes(unet: Model) 
     assert denoiser.num_interruptions == 0
 
 
-def test_what_comes_during_a_static_batch_waits_for_its_end_but_previews(unet: Model) -> None:
+def test_tasks_wait_for_the_end_of_a_static_batch_except_partial_pictures(unet: Model) -> None:
     denoiser, tape = make_static(unet)
     tape.rounds.append([to_prepare("a", 4)])
 
@@ -99,7 +99,7 @@ def test_what_comes_during_a_static_batch_waits_for_its_end_but_previews(unet: M
     ]  # fmt: skip
 
 
-def test_a_static_worker_prepares_templates_when_nobody_waits(unet: Model) -> None:
+def test_a_static_worker_prepares_templates_when_no_edit_waits(unet: Model) -> None:
     denoiser, tape = make_static(unet)
     pixels = make_edit(size=SIZE).picture
     asked = wire.PrepareTemplate("t", 1, 2, 3.5, pixels.shape[:2]), wire.picture_frames(pixels)
@@ -109,7 +109,7 @@ def test_a_static_worker_prepares_templates_when_nobody_waits(unet: Model) -> No
     assert tape.done[5] == "prepare t"
 
 
-def test_what_never_comes_back_is_not_waited_for_long(unet: Model) -> None:
+def test_a_static_worker_does_not_wait_long_for_edits_that_are_away(unet: Model) -> None:
     denoiser, tape = make_static(unet)
     bad, frames = to_prepare("bad")
     tape.rounds.append([(bad, frames[:1]), to_prepare("a")])

@@ -23,8 +23,8 @@ def test_jobs_join_and_leave_at_every_step(small: Model) -> None:
     assert [message.id for message in tape.of(wire.Denoised)] == ["b", "a", "c"]
 
 
-def test_what_steps_cost_is_told_before_any_is_taken(small: Model) -> None:
-    """And each step is told beside what it was predicted to take: masked tokens alone where they are cached."""
+def test_step_costs_are_reported_before_the_first_step(small: Model) -> None:
+    """Each step is reported with its predicted seconds, which count only masked tokens of jobs with activations."""
     denoiser, tape = make_denoiser(small)
     tape.rounds.append([registering(small, "t")])
     tape.rounds.append([jobs(small, ("a", 4), template=head_of("t"))])
@@ -50,7 +50,7 @@ def test_static_batches_end_before_the_next_begins(small: Model) -> None:
     assert batches(tape) == ["a", "a", "a", "bc", "b"]
 
 
-def test_a_group_joins_whole_and_nobody_overtakes_it(small: Model) -> None:
+def test_a_group_joins_whole_and_no_other_overtakes_it(small: Model) -> None:
     denoiser, tape = make_denoiser(small)
     group = jobs(small, ("b", 1), ("c", 1))
     tape.rounds.extend([[jobs(small, ("a", 2)), group, jobs(small, ("d", 1))], []])
@@ -58,7 +58,7 @@ def test_a_group_joins_whole_and_nobody_overtakes_it(small: Model) -> None:
     assert batches(tape) == ["a", "a", "bc", "d"]
 
 
-def test_jobs_that_share_nothing_take_turns_unless_one_is_soon_done(small: Model) -> None:
+def test_jobs_that_share_nothing_take_turns_unless_one_is_short(small: Model) -> None:
     denoiser, tape = make_denoiser(small)
     denoiser.costs = linear_costs(per_step=1e-9, per_token=1.0)
     tape.rounds.extend([[jobs(small, ("a", 4))], [jobs(small, ("b", 1))], [jobs(small, ("c", 2))], []])
@@ -66,7 +66,7 @@ def test_jobs_that_share_nothing_take_turns_unless_one_is_soon_done(small: Model
     assert batches(tape) == ["a", "ab", "a", "a", "c", "c"]
 
 
-def test_a_group_does_not_wait_longer_than_it_takes(small: Model) -> None:
+def test_a_group_that_would_wait_longer_than_it_runs_is_split(small: Model) -> None:
     denoiser, tape = make_denoiser(small)
     denoiser.costs = SHARED
     tape.rounds.extend([[jobs(small, ("a", 6)), jobs(small, ("b", 2), ("c", 2)), jobs(small, ("d", 1))], []])
@@ -74,7 +74,7 @@ def test_a_group_does_not_wait_longer_than_it_takes(small: Model) -> None:
     assert batches(tape) == ["a", "ab", "ab", "ac", "ac", "ad"]
 
 
-def test_a_group_larger_than_a_batch_goes_alone(small: Model) -> None:
+def test_a_group_larger_than_a_batch_joins_alone(small: Model) -> None:
     denoiser, tape = make_denoiser(small)
     tape.rounds.append([jobs(small, ("a", 1), ("b", 2), ("c", 1)), jobs(small, ("d", 1))])
     denoiser.run()

@@ -13,7 +13,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.models.model import Model
 from instgenie.pictures.picture import encode_picture, open_picture
 from instgenie.workers import finish as worker
-from instgenie.workers.finish import Finisher, Painter, go_on
+from instgenie.workers.finish import Finisher, ThreadedFinisher, run
 from instgenie.workers.frames import tensor_frame, tensor_head
 
 SIZE = (64, 64)
@@ -21,7 +21,7 @@ Break = Callable[[list[wire.Frame]], list[wire.Frame]]
 
 
 class Tape:
-    """Hands out messages, and takes down what is sent."""
+    """Plays messages, and records those that are sent."""
 
     def __init__(self, *heard: tuple[wire.Message, list[wire.Frame]]) -> None:
         self.heard = list(heard)
@@ -50,8 +50,8 @@ def to_finish(model: Model, name: str, file_format: str = "png") -> tuple[wire.F
     return message, [tensor_frame(job.latents), *wire.picture_frames(edit.picture, edit.mask)]
 
 
-@pytest.mark.parametrize("kind", [Finisher, Painter])
-def test_a_picture_is_what_finishing_makes_of_it(models: dict[str, Model], line: Tape, kind: type[Finisher]) -> None:
+@pytest.mark.parametrize("kind", [Finisher, ThreadedFinisher])
+def test_pictures_equal_those_of_the_engine(models: dict[str, Model], line: Tape, kind: type[Finisher]) -> None:
     model = models["sd"]
     finisher = kind(model, line)  # type: ignore[arg-type]
     finisher.handle(*to_finish(model, "a"))
@@ -59,7 +59,7 @@ def test_a_picture_is_what_finishing_makes_of_it(models: dict[str, Model], line:
     [(painted, [encoded])] = line.sent
     assert isinstance(painted, wire.Painted)
     assert painted.seconds > 0
-    assert (painted.thread_seconds > 0) == (kind is Painter)
+    assert (painted.thread_seconds > 0) == (kind is ThreadedFinisher)
     job = prepare(make_edit(size=SIZE), model)
     assert np.array_equal(open_picture(bytes(encoded)), finish(job, model))
 
@@ -68,7 +68,7 @@ def test_pictures_leave_in_the_order_they_came(
     models: dict[str, Model], line: Tape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is encoded last; the loop is woken, and nothing is sent before it."""
-    painter, may_go_on = Painter(models["sd"], line), threading.Event()  # type: ignore[arg-type]
+    finisher, may_go_on = ThreadedFinisher(models["sd"], line), threading.Event()  # type: ignore[arg-type]
 
     def encode(picture: np.ndarray, file_format: str, *rest: object, **named: object) -> bytes:
         if file_format == "webp":
@@ -76,14 +76,14 @@ def test_pictures_leave_in_the_order_they_came(
         return encode_picture(picture, file_format)
 
     monkeypatch.setattr(worker, "encode_picture", encode)
-    painter.handle(*to_finish(models["sd"], "a", "webp"))
-    painter.handle(*to_finish(models["sd"], "b"))
+    finisher.handle(*to_finish(models["sd"], "a", "webp"))
+    finisher.handle(*to_finish(models["sd"], "b"))
     assert line.woken.acquire(timeout=30)
-    painter.send_done()
+    finisher.send_done()
     assert not line.sent
     may_go_on.set()
     assert line.woken.acquire(timeout=30)
-    painter.send_done()
+    finisher.send_done()
     assert [message.id for message, _ in line.sent] == ["a", "b"]  # type: ignore[union-attr]
 
 
@@ -95,12 +95,12 @@ def broken_picture(frames: list[wire.Frame]) -> list[wire.Frame]:
     return [frames[0], frames[1][:-1], frames[2]]
 
 
-@pytest.mark.parametrize("kind", [Finisher, Painter])
+@pytest.mark.parametrize("kind", [Finisher, ThreadedFinisher])
 @pytest.mark.parametrize("breaks", [broken_frame, broken_picture])
-def test_what_cannot_be_finished_fails_alone(
+def test_a_picture_that_cannot_be_finished_fails_alone(
     models: dict[str, Model], line: Tape, breaks: Break, kind: type[Finisher]
 ) -> None:
-    """Whether the device or a thread finds out."""
+    """An error while decoding or while encoding fails only its own picture."""
     finisher = kind(models["sd"], line)  # type: ignore[arg-type]
     message, frames = to_finish(models["sd"], "a")
     finisher.handle(message, breaks(frames))
@@ -109,9 +109,9 @@ def test_what_cannot_be_finished_fails_alone(
     assert [type(message) for message, _ in line.sent] == [wire.JobFailed, wire.Painted]
 
 
-@pytest.mark.parametrize("kind", [Finisher, Painter])
-def test_who_is_stopped_finishes_what_it_has(models: dict[str, Model], kind: type[Finisher]) -> None:
+@pytest.mark.parametrize("kind", [Finisher, ThreadedFinisher])
+def test_a_finisher_that_is_stopped_finishes_what_it_has(models: dict[str, Model], kind: type[Finisher]) -> None:
     model = models["sd"]
     line = Tape(to_finish(model, "a"), to_finish(model, "b"), (wire.Stop(), []))
-    go_on(kind(model, line))  # type: ignore[arg-type]
+    run(kind(model, line))  # type: ignore[arg-type]
     assert [message.id for message, _ in line.sent] == ["a", "b"]  # type: ignore[union-attr]

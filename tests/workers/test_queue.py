@@ -32,7 +32,9 @@ def test_partial_pictures_are_spread_over_the_steps() -> None:
         (head_of("u"), None),
     ],
 )
-def test_what_another_process_left_on_disk(small: Model, tmp_path: Path, head: wire.TemplateHead, tier: Any) -> None:
+def test_activations_that_another_process_left_on_disk(
+    small: Model, tmp_path: Path, head: wire.TemplateHead, tier: Any
+) -> None:
     register_on_disk(small, tmp_path, "t")
     denoiser, tape = make_denoiser(small, disk=str(tmp_path))
     tape.rounds.append([jobs(small, ("a", 4), template=head, is_sure=False)])
@@ -44,7 +46,7 @@ def test_what_another_process_left_on_disk(small: Model, tmp_path: Path, head: w
     assert denoiser.num_interruptions == 0
 
 
-def test_where_activations_were_when_the_job_was_queued(small: Model, tmp_path: Path) -> None:
+def test_the_tier_reported_is_that_when_the_job_was_announced(small: Model, tmp_path: Path) -> None:
     register_on_disk(small, tmp_path, "t")
     denoiser, tape = make_denoiser(small, disk=str(tmp_path))
     key = denoiser.templates.keys.find(head_of("t"))
@@ -57,7 +59,7 @@ def test_where_activations_were_when_the_job_was_queued(small: Model, tmp_path: 
 
 
 class SlowDisk:
-    """Loads when it is told to, and counts."""
+    """Loads only once `go` is set, and counts the loads."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -72,7 +74,9 @@ class SlowDisk:
         patch.setattr(DiskTier, "load", slow_load)
 
 
-def test_who_waits_for_the_disk_holds_up_nobody(small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_waits_for_the_disk_lets_others_go_first(
+    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     register_on_disk(small, tmp_path, "t")
     disk = SlowDisk(monkeypatch)
     denoiser, tape = make_denoiser(small, disk=str(tmp_path))

@@ -35,7 +35,7 @@ def test_a_template_larger_than_the_budget_fails(small: Model) -> None:
     assert (failed.id, failed.kind) == (head_of("t").id, "out_of_memory")
 
 
-def test_a_registration_goes_on_where_it_ended(small: Model, tmp_path: Path) -> None:
+def test_a_registration_computes_only_missing_spans(small: Model, tmp_path: Path) -> None:
     assert [one.num_registered_steps for one in register_on_disk(small, tmp_path, "t", steps=12)] == [4, 8, 12]
     files(tmp_path)[1].unlink()
     assert [one.num_registered_steps for one in register_on_disk(small, tmp_path, "t", steps=12)] == [12]

@@ -1,4 +1,4 @@
-"""What a worker reports about templates: forgotten, evicted, listed, recalled."""
+"""Reports of a worker on its templates: forgotten, evicted, listed, recalled."""
 
 from pathlib import Path
 
@@ -14,27 +14,27 @@ def test_forgotten_templates_leave_every_tier(small: Model, tmp_path: Path) -> N
     denoiser, tape = make_denoiser(small, disk=str(tmp_path / "disk"), remote=(tmp_path / "remote").as_uri())
     tape.rounds.append([(wire.Forget(head_of("t")), [])])
     denoiser.run()
-    told = [*tape.of(wire.Forgotten), *(message for message, _ in denoiser.templates.reports())]
-    assert wire.Forgotten(head_of("t").id) in told
-    [kept] = [message for message in told if isinstance(message, wire.Kept) and message.template == head_of("t").id]
+    reports = [*tape.of(wire.Forgotten), *(message for message, _ in denoiser.templates.reports())]
+    assert wire.Forgotten(head_of("t").id) in reports
+    [kept] = [message for message in reports if isinstance(message, wire.Kept) and message.template == head_of("t").id]
     assert kept.template_bytes == {}
     assert kept.tier_bytes["disk"] > 0
     assert {path.parent.name for path in files(tmp_path / "disk")} == {denoiser.templates.keys.find(head_of("u")).name}
 
 
-def test_evicted_templates_are_told(small: Model, tmp_path: Path) -> None:
+def test_evicted_templates_are_reported(small: Model, tmp_path: Path) -> None:
     register_on_disk(small, tmp_path, "t")
     [num_bytes] = {tier.num_bytes for tier in memory_status(small, tmp_path, "t")}
     denoiser, tape = make_denoiser(small, host_bytes=num_bytes)
     tape.rounds.append([registering(small, "t"), registering(small, "u")])
     denoiser.run()
-    told = [*tape.of(wire.Kept), *(message for message, _ in denoiser.templates.reports())]
-    last = {message.template: message.template_bytes for message in told if isinstance(message, wire.Kept)}
+    reports = [*tape.of(wire.Kept), *(message for message, _ in denoiser.templates.reports())]
+    last = {message.template: message.template_bytes for message in reports if isinstance(message, wire.Kept)}
     assert last[head_of("t").id] == {}
     assert last[head_of("u").id] == {"host": num_bytes}
 
 
-def test_what_outlived_a_process_is_listed_and_its_picture_recalled(small: Model, tmp_path: Path) -> None:
+def test_templates_that_outlive_a_process_are_listed_and_their_pictures_recalled(small: Model, tmp_path: Path) -> None:
     register_on_disk(small, tmp_path, "t", "u", steps=8)
     files(tmp_path)[0].unlink()
     denoiser, tape = make_denoiser(small, disk=str(tmp_path))
