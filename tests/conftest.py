@@ -1,8 +1,8 @@
-"""Fixtures of all tests: tiny pipelines as folders and as models, a server, a loop for coroutines.
+"""Shared fixtures: tiny pipelines as folders and as models, a server, an event loop.
 
 Tests run on a CPU in float32. The laws also run on a CUDA device where there is one, in float32 and in bfloat16
-(`pytest -m gpu` runs nothing else); `pytest --where cpu-bfloat16` runs them elsewhere. torch and diffusers are imported
-by the fixtures that need them, so that tests of plain numbers start at once.
+(`pytest -m gpu` runs only those); `pytest --where cpu-bfloat16` runs the laws there alone. torch and diffusers are
+imported by the fixtures that need them, so that tests of plain numbers start at once.
 """
 
 import asyncio
@@ -29,16 +29,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Where:
+    """The device and the dtype that a test runs with."""
+
     device: str
     dtype: str
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--where", metavar="DEVICE-DTYPE", help="run the laws there alone, as in cpu-bfloat16")
+    parser.addoption(
+        "--where",
+        metavar="DEVICE-DTYPE",
+        help="run the laws on this device in this dtype only, for example cpu-bfloat16",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Everything runs on a CPU in float32, the laws on a GPU as well."""
+    """Run everything on a CPU in float32, the laws also on a GPU."""
     if "where" not in metafunc.fixturenames:
         return
     asked = metafunc.config.getoption("where")
@@ -68,7 +74,7 @@ def has_cuda() -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_threads() -> Iterator[None]:
-    """Of torch, if any of the tests has imported it."""
+    """One thread for torch, if any test module has imported it."""
     if "torch" not in sys.modules:
         yield
         return
@@ -82,7 +88,7 @@ def few_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test looks at the user's cache or writes to it."""
+    """A cache folder for the tests: none of them reads or writes the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -97,7 +103,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def huge_folder(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline whose transformer file says, and is, 200 GB long; it is sparse and takes no room."""
+    """A pipeline whose transformer file is 200 GB long, but sparse: it takes no disk space."""
     folder = tmp_path_factory.mktemp("huge") / "pipeline"
     shutil.copytree(folders["fill"], folder)
     num_values = 100_000_000_000
@@ -129,7 +135,7 @@ def model(request: pytest.FixtureRequest, models: "dict[str, Model]") -> "Model"
 
 @pytest.fixture(scope="module", name="run")
 def make_run() -> Iterator[Run]:
-    """Runs coroutines, all in one loop."""
+    """Run coroutines in one event loop."""
     with asyncio.Runner() as runner:
         yield runner.run
 

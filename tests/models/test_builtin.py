@@ -1,4 +1,4 @@
-"""The shipped model folder: plain diffusers runs it, its files are small enough to ship, the package finds it."""
+"""The built-in model: plain diffusers runs it, and its files are small enough to ship."""
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ def test_plain_diffusers_runs_it() -> None:
     )
     assert cat.shape == (256, 256, 3)
     assert min(cat.std(), rose.std()) > 20  # pictures, not a flat grey
-    assert np.abs(cat - rose).mean() > 20  # and the prompt decides which
+    assert np.abs(cat - rose).mean() > 20  # that depend on the prompt
 
 
 def test_files_are_small_enough_to_ship() -> None:

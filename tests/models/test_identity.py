@@ -1,4 +1,4 @@
-"""A model's digest: the same wherever the same weights are, another for any other."""
+"""The digest of a model: equal for equal weights, different for any change."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_the_same_weights_are_the_same_model(
 def test_one_value_makes_another_model(
     part: str, folders: dict[str, Path], models: dict[str, Model], tmp_path: Path
 ) -> None:
-    """Two checkpoints under one name."""
+    """Two checkpoints of the same name have different digests."""
     name = str(tmp_path / "pipeline")
     shutil.copytree(folders["fill"], name)
     before = load(name, "cpu")

@@ -37,12 +37,12 @@ def tiny_unet() -> UNet2DConditionModel:
         attention_head_dim=2)  # fmt: skip
 
 
-TINY = Recipe("StableDiffusionPipeline", tiny_unet, lambda: fill_randomly(torch.nn.Linear(3, 4)), sd21_others)
+TINY_RECIPE = Recipe("StableDiffusionPipeline", tiny_unet, lambda: fill_randomly(torch.nn.Linear(3, 4)), sd21_others)
 
 
 @torch.no_grad()
 def test_every_weight_is_filled() -> None:
-    parts = make_parts(TINY, FAMILIES["unet"], torch.device("cpu"), torch.float32)
+    parts = make_parts(TINY_RECIPE, FAMILIES["unet"], torch.device("cpu"), torch.float32)
     text = parts["text_encoder"](torch.zeros(1, 77, dtype=torch.long))[0]
     answer = parts["unet"](torch.randn(1, 4, 8, 8), 5, text).sample
     assert answer.isfinite().all()
@@ -51,6 +51,6 @@ def test_every_weight_is_filled() -> None:
 
 def test_hollow_parts_have_no_weights() -> None:
     hollow = ("unet", "text_encoder")
-    parts = make_parts(TINY, FAMILIES["unet"], torch.device("cpu"), torch.float32, hollow)
+    parts = make_parts(TINY_RECIPE, FAMILIES["unet"], torch.device("cpu"), torch.float32, hollow)
     assert all(parameter.is_meta for part in hollow for parameter in parts[part].parameters())
     assert not any(parameter.is_meta for parameter in parts["vae"].parameters())

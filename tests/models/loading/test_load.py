@@ -1,4 +1,4 @@
-"""Loading: facts about good folders, a typed error for each kind of bad one."""
+"""Loading: facts about valid folders, and a typed error for each kind of damage."""
 
 import json
 import shutil
@@ -229,7 +229,7 @@ def test_unet_says_nothing_and_honours_dtype(folders: dict[str, Path], capfd: py
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_process_loads_only_the_weights_it_needs(folders: dict[str, Path], family: str) -> None:
-    """And works with them as if they were all there."""
+    """Three processes with a part of the weights each compute the same edit as one with all."""
     full, edit = load(str(folders[family]), "cpu"), make_edit(true_guidance=2.0, steps=2)
     parts = {
         "prepare": {"vae", "text_encoder"},

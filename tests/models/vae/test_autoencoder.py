@@ -1,4 +1,4 @@
-"""Pictures to latents and back through our walk of an autoencoder, against diffusers' own."""
+"""Encoding and decoding against diffusers' autoencoders."""
 
 from collections.abc import Callable
 
@@ -32,23 +32,23 @@ def make_vae(**config: object) -> AutoencoderKL:
         {"mid_block_add_attention": False},
     ],
 )
-def test_as_diffusers_does(device: str, config: dict[str, object]) -> None:
+def test_equals_diffusers(device: str, config: dict[str, object]) -> None:
     if device == "cuda":
-        torch.backends.cudnn.conv.fp32_precision = "ieee"  # no TF32: its rounding looks like a mistake
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 rounds more than the tolerance
         torch.backends.cuda.matmul.fp32_precision = "ieee"
     vae = make_vae(**config).to(device)
     assert is_known(vae)
     pictures = torch.randn(2, 3, 48, 64, device=device)
     latents = vae.encode(pictures).latent_dist.mode()
     decoded = vae.decode(latents).sample
-    if device == "cuda":  # as models are loaded
+    if device == "cuda":  # like loaded models
         vae.to(memory_format=torch.channels_last)
     close(encode_pictures(vae, pictures), latents)
     close(decode_latents(vae, latents), decoded)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """To the bit; on CUDA convolutions add up in an order of their own."""
+    """Bit-identical on a CPU; on CUDA convolutions may sum in another order."""
     tolerance = 0.0 if expected.device.type == "cpu" else 1e-3
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
@@ -62,7 +62,7 @@ OTHERS: dict[str, Callable[[], AutoencoderKL | AutoencoderTiny]] = {
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_run_as_they_are(name: str) -> None:
+def test_other_autoencoders_run_unchanged(name: str) -> None:
     vae = OTHERS[name]().eval()
     assert not is_known(vae)
     pictures = torch.randn(1, 3, 32, 32)
@@ -72,7 +72,7 @@ def test_others_run_as_they_are(name: str) -> None:
     assert torch.equal(decode_latents(vae, latents), vae.decode(latents).sample)
 
 
-def test_tiles_and_slices_are_diffusers_matter() -> None:
+def test_tiled_autoencoders_run_in_diffusers() -> None:
     vae = make_vae()
     vae.enable_tiling()
     assert not is_known(vae)

@@ -1,4 +1,4 @@
-"""A box of a picture, decoded alone, against the whole."""
+"""Decoding a box of a picture against decoding the whole picture."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_a_box_is_part_of_the_whole(vae: AutoencoderTiny, name: str) -> None:
     torch.testing.assert_close(found, whole[:, :, box.rows.start : box.rows.stop, box.cols.start : box.cols.stop])
 
 
-def test_others_are_decoded_whole(vae: AutoencoderTiny) -> None:
+def test_other_autoencoders_decode_whole_pictures(vae: AutoencoderTiny) -> None:
     assert can_decode_boxes(vae)
     assert not can_decode_boxes(AutoencoderTiny(upsample_fn="bilinear"))
     assert not can_decode_boxes(AutoencoderTiny(upsampling_scaling_factor=4))
@@ -70,14 +70,14 @@ def whole_picture(edit: Edit, model: Model) -> Pixels:
 
 
 def off(found: Pixels, truth: Pixels) -> int:
-    """In levels of a pixel: convolutions of another shape may add up in another order."""
+    """The largest difference in pixel levels: convolutions of another shape may sum in another order."""
     return int(np.abs(found.astype(int) - truth).max())
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("size", [(64, 48), (256, 192), (40, 300)])
-def test_a_picture_of_any_size_is_as_if_all_were_decoded(models: dict[str, Model], size: tuple[int, int]) -> None:
-    """The model works at 64 x 48: compositing resizes what was decoded, or does not."""
+def test_pictures_of_any_size_equal_whole_decoding(models: dict[str, Model], size: tuple[int, int]) -> None:
+    """The working size is 64 x 48, so compositing resizes the decoded picture in some cases."""
     model = models["fill"]
     assert isinstance(model.vae, AutoencoderTiny)
     random = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def test_pictures_decoded_together_each_get_what_they_need(models: dict[str, Mod
         assert off(found, whole_picture(edit, model)) <= 1
 
 
-def test_what_is_composited() -> None:
+def test_the_composited_box() -> None:
     mask = np.zeros((100, 50), np.bool_)
     mask[20:30, 49] = True
     assert composited(mask, (100, 50)) == Box(range(20, 30), range(49, 50))
