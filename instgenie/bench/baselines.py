@@ -1,6 +1,6 @@
-"""What others do instead of reusing a template's activations: drop the unmasked tokens, crop and stitch, skip steps.
+"""Methods that compete with reusing activations: dropping unmasked tokens, crop and stitch, skipping steps.
 
-Each is written over the same engine parts as ours, so that only the method differs. Nothing here serves edits.
+Each is built from the same engine parts as ours, so that only the method differs. Nothing here serves edits.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,16 @@ from torch import Tensor
 from instgenie.bench.cost import square_flops
 from instgenie.bench.metrics import mask_box
 from instgenie.cost.plan import DENSE
-from instgenie.jobs.job import Branch, Job, Template, concat, pack
+from instgenie.jobs.job import Branch, Job, Template
+from instgenie.jobs.tokens import concat
+from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.flux.network import embed_time, flow, modulated, unembed
 from instgenie.pictures.picture import working_size
 from instgenie.types import Edit, Pixels
 
-# TeaCache for FLUX: what a change of the first block's modulated input means for the output, highest power first
+# TeaCache's polynomial for FLUX, from the change of the first block's modulated input to that of the output; highest
+# power first
 CHANGE = (498.651651, -283.781631, 55.8554382, -3.82021401, 0.264230861)
 NUM_HALVINGS = 30
 
@@ -28,7 +31,7 @@ NUM_HALVINGS = 30
 
 
 def drop_unmasked(job: Job) -> Job:
-    """A job in which the masked tokens and the text are all there is."""
+    """Return the job with its masked tokens and its text only."""
     assert not job.edit.halo
     rows = job.inside
     return replace(
@@ -50,7 +53,7 @@ def drop_positions(branch: Branch, rows: Tensor) -> Branch:
 
 
 def put_back(dropped: Job, job: Job) -> Job:
-    """The job as it ends when its masked tokens took their steps alone."""
+    """Return the finished job, its masked tokens taken from the job that had only those."""
     latents = job.template.clean.index_copy(0, job.inside, dropped.latents)
     return replace(job, latents=latents, step=job.num_steps)
 
@@ -60,7 +63,7 @@ def put_back(dropped: Job, job: Job) -> Job:
 
 @dataclass(frozen=True, eq=False)
 class Crop:
-    """A part of a picture, edited by itself."""
+    """A part of a picture that is edited by itself."""
 
     whole: Edit
     edit: Edit
@@ -68,7 +71,7 @@ class Crop:
     left: int
 
     def stitch(self, edited: Pixels) -> Pixels:
-        """The whole picture with the edited part in its place; outside the mask both hold the same pixels."""
+        """Return the whole picture with the edited part in its place."""
         height, width, _ = edited.shape
         picture = self.whole.picture.copy()
         picture[self.top : self.top + height, self.left : self.left + width] = edited
@@ -76,8 +79,8 @@ class Crop:
 
 
 def crop(edit: Edit, margin: int, side: int, model: FluxModel) -> Crop:
-    """The mask's box and a margin around it, as square as the picture allows, edited as if it were the picture, with as
-    many tokens as a square of `side` has. The margin is in pixels of a picture of the model's own size."""
+    """Cut out the mask's box and a margin around it, as square as the picture allows, to be edited with as many tokens
+    as a square of `side` pixels has. The margin is in pixels of a picture of the model's own size."""
     pad = round(margin * max(edit.mask.shape) / model.own_size)
     top, left, bottom, right = mask_box(torch.from_numpy(edit.mask), pad, square=True)
     size = working_size(bottom - top, right - left, model.size_multiple, side)
@@ -88,7 +91,7 @@ def crop(edit: Edit, margin: int, side: int, model: FluxModel) -> Crop:
 
 
 def side_of_cost(model: FluxModel, num_text: int, share: float) -> int:
-    """The largest side whose square costs no more than a share of the model's own square; at least two tokens."""
+    """Return the largest side whose square costs at most a share of the model's own square; at least two tokens."""
     sides = range(2 * model.size_multiple, model.own_size + 1, model.size_multiple)
     most = share * square_flops(model, model.own_size, num_text)
     return max((side for side in sides if square_flops(model, side, num_text) <= most), default=sides[0])
@@ -98,35 +101,35 @@ def side_of_cost(model: FluxModel, num_text: int, share: float) -> int:
 
 
 @dataclass(eq=False)
-class Track:
-    """What step skipping remembers of a job."""
+class SkipState:
+    """The state that step skipping keeps per job."""
 
-    modulated: Tensor | None = None  # [tokens, width], into the first block at the step before
-    residual: Tensor | None = None  # [tokens, width], what the blocks added when they last ran
-    change: float = 0.0  # since then
+    modulated: Tensor | None = None  # [tokens, width], input of the first block at the previous step
+    residual: Tensor | None = None  # [tokens, width], sum that the blocks added when they last ran
+    change: float = 0.0  # of the input since then
     num_computed: int = 0
-    changes: list[float] = field(default_factory=list)  # at each step
+    changes: list[float] = field(default_factory=list)  # per step
 
 
 class StepSkipping:
-    """Runs the blocks where enough has changed since they last ran, else adds again what they added then, as TeaCache
-    does. The first and the last step are always computed."""
+    """TeaCache: runs the blocks if their input has changed enough since they last ran, and otherwise adds their last
+    residual again. The first and the last step are always computed."""
 
     def __init__(self, transformer: FluxTransformer2DModel, threshold: float) -> None:
         self.transformer = transformer
         self.threshold = threshold
 
     @torch.inference_mode()
-    def run(self, jobs: Sequence[Job]) -> list[Track]:
-        """Takes all steps of the jobs, which have one branch each and as many steps; tells what became of them."""
+    def run(self, jobs: Sequence[Job]) -> list[SkipState]:
+        """Take all steps of the jobs, which have equal numbers of steps and branches, and return their states."""
         assert len({(job.num_steps, len(job.branches)) for job in jobs}) == 1
-        tracks = [Track() for _ in jobs]
+        tracks = [SkipState() for _ in jobs]
         while not jobs[0].done:
             for job, velocity in zip(jobs, self.step(jobs, tracks), strict=True):
                 job.advance([velocity])
         return tracks
 
-    def step(self, jobs: Sequence[Job], tracks: Sequence[Track]) -> list[Tensor]:
+    def step(self, jobs: Sequence[Job], tracks: Sequence[SkipState]) -> list[Tensor]:
         batch = pack(jobs)
         layout, time = batch.layout, embed_time(self.transformer, batch)
         embedded = self.transformer.x_embedder(batch.image)
@@ -139,8 +142,8 @@ class StepSkipping:
         added = [track.residual for track in tracks if track.residual is not None]
         return list(unembed(self.transformer, embedded + concat(added), time, layout).split(layout.num_image))
 
-    def watch(self, tracks: Sequence[Track], modulated: Sequence[Tensor]) -> None:
-        """Adds up the change of each job's input."""
+    def watch(self, tracks: Sequence[SkipState], modulated: Sequence[Tensor]) -> None:
+        """Add up the change of each job's input."""
         pairs = [(track.modulated, now) for track, now in zip(tracks, modulated, strict=True)]
         changes = torch.stack([relative_change(before, now) for before, now in pairs]).tolist()
         for track, now, change in zip(tracks, modulated, changes, strict=True):
@@ -148,7 +151,7 @@ class StepSkipping:
             track.changes.append(abs(polynomial(change)))
             track.change += track.changes[-1]
 
-    def compute(self, jobs: Sequence[Job], tracks: Sequence[Track], embedded: Sequence[Tensor]) -> None:
+    def compute(self, jobs: Sequence[Job], tracks: Sequence[SkipState], embedded: Sequence[Tensor]) -> None:
         batch = pack(jobs)
         image = concat(embedded)
         _, hidden = flow(self.transformer, batch, image, embed_time(self.transformer, batch))
@@ -176,7 +179,7 @@ def polynomial(x: float) -> float:
 
 
 def find_threshold(changes: Sequence[Sequence[float]], num_computed: float) -> float:
-    """The threshold under which jobs whose input changes so at each step compute so many steps in the mean."""
+    """Find the threshold at which jobs with these changes per step compute `num_computed` steps on average."""
     low, high = 0.0, max(sum(line) for line in changes) + 1
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
@@ -188,7 +191,7 @@ def find_threshold(changes: Sequence[Sequence[float]], num_computed: float) -> f
 
 
 def count_computed(changes: Sequence[float], threshold: float) -> int:
-    """Steps that are computed, the first and the last among them."""
+    """Count the computed steps, among them the first and the last."""
     num_computed, change = min(len(changes), 2), 0.0
     for step_change in changes[1:-1]:
         change += step_change

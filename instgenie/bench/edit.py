@@ -25,7 +25,7 @@ from instgenie.bench.timing import Caching, System, Timing, measure
 from instgenie.cache.host import HostTier
 from instgenie.cost.latency import find_latency
 from instgenie.engine.graphs import Graphs, make_graphs
-from instgenie.engine.loading.lanes import Rows
+from instgenie.engine.loading.lanes import RowChoice
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.planning import Planning
 from instgenie.engine.register import register
@@ -52,7 +52,7 @@ class EditStudy:
     cache_dtypes: tuple[CacheDtype, ...] = ("model",)
     tiers: tuple[TierName, ...] = ("gpu",)  # gpu: next to the model, whatever its device
     policies: tuple[PlanPolicy, ...] = ("cached",)  # for activations that are loaded
-    rows: Rows = "auto"
+    rows: RowChoice = "auto"
     systems: tuple[str, ...] = ("diffusers", "dense", "cached")
     graphs: bool = True
 

@@ -20,7 +20,7 @@ from instgenie.bench.timeline import Bar, Track, chrome_trace, draw_page
 from instgenie.cache.host import HostTier
 from instgenie.cost.latency import Latency, find_latency
 from instgenie.cost.plan import Plan
-from instgenie.engine.loading.lanes import Rows
+from instgenie.engine.loading.lanes import RowChoice
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import Planning
 from instgenie.engine.prepare import prepare
@@ -49,7 +49,7 @@ class PipelineStudy:
     batch: int = 1
     kind: Kind = "kv"
     cache_dtype: CacheDtype | None = None  # None: the model's own on CUDA, fp8 on a CPU, which loads nothing else
-    rows: Rows = "auto"
+    rows: RowChoice = "auto"
     policies: tuple[PlanPolicy, ...] = ("naive", "cached", "greedy", "exact")
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from instgenie.cost.plan import Plan
-from instgenie.engine.loading.lanes import Load, Rows, StreamLane, ThreadLane
+from instgenie.engine.loading.lanes import RowChoice, StreamLane, ThreadLane, Transfer
 from instgenie.engine.loading.loader import Loader
 from instgenie.jobs.job import Job
+from instgenie.jobs.rows import StepRows
 from instgenie.models.model import Model
 
 Mark = Any  # a CUDA event, or seconds
@@ -66,14 +67,14 @@ Note = Callable[[int, Mark, Mark], None]
 
 
 class TimedStreamLane(StreamLane):
-    def __init__(self, device: torch.device, rows: Rows, note: Note, clock: StreamClock) -> None:
+    def __init__(self, device: torch.device, rows: RowChoice, note: Note, clock: StreamClock) -> None:
         super().__init__(device, rows)
         self.note, self.clock = note, clock
 
-    def fill(self, loads: Sequence[Load]) -> None:
+    def fill(self, transfers: Sequence[Transfer]) -> None:
         start = self.clock.mark()
-        super().fill(loads)
-        self.note(loads[0].place, start, self.clock.mark())
+        super().fill(transfers)
+        self.note(transfers[0].place, start, self.clock.mark())
 
 
 class TimedThreadLane(ThreadLane):
@@ -81,16 +82,16 @@ class TimedThreadLane(ThreadLane):
         super().__init__()
         self.note, self.clock = note, clock
 
-    def fill(self, loads: Sequence[Load]) -> None:
+    def fill(self, transfers: Sequence[Transfer]) -> None:
         start = self.clock.mark()
-        super().fill(loads)
-        self.note(loads[0].place, start, self.clock.mark())
+        super().fill(transfers)
+        self.note(transfers[0].place, start, self.clock.mark())
 
 
 class TimedLoader(Loader):
     """A loader that notes when steps, reads and loads begin and end."""
 
-    def __init__(self, model: Model, max_buffers: int | None, rows: Rows) -> None:
+    def __init__(self, model: Model, max_buffers: int | None, rows: RowChoice) -> None:
         super().__init__(model, max_buffers, rows)
         self.clock = StreamClock(model.device)
         self.steps: list[StepMarks] = []
@@ -104,11 +105,11 @@ class TimedLoader(Loader):
         self.filled.append(Filled(self.step, place, start, end))
 
     @contextmanager
-    def loading(self, jobs: Sequence[Job]) -> Iterator[None]:
-        with super().loading(jobs):
+    def loading(self, jobs: Sequence[Job]) -> Iterator[StepRows]:
+        with super().loading(jobs) as rows:
             step = StepMarks(jobs[0].plan, self.clock.mark(), [])
             self.steps.append(step)
-            yield
+            yield rows
             step.end = self.clock.mark()
 
     def wait(self, stop: int) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from instgenie.cost.network import Demand, NetworkShape, pad_demands
-from instgenie.engine.loading.route import shared_by
+from instgenie.engine.loading.route import sharing_key
 from instgenie.jobs.job import Job
 
 
@@ -15,9 +15,9 @@ def make_demands(jobs: Sequence[Job], network: NetworkShape) -> list[Demand]:
     for job in jobs:
         demand = make_demand(job, network)
         if demand.kind is not None:
-            if shared_by(job) in loaded:
+            if sharing_key(job) in loaded:
                 demand = replace(demand, in_gpu=frozenset(range(len(network.blocks))))
-            loaded.add(shared_by(job))
+            loaded.add(sharing_key(job))
         demands.append(demand)
     return pad_demands(demands) if network.pads_lists else demands
 

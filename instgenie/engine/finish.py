@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from instgenie.jobs.job import Job, concat
+from instgenie.jobs.job import Job
+from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.vae.autoencoder import decode_latents
 from instgenie.models.vae.region import can_decode_boxes, decode_box

@@ -100,8 +100,8 @@ class Engine:
     def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
         if self.graphs and self.graphs.takes(jobs):
             return self.graphs.predict(jobs)
-        with self.loader.loading(jobs):
-            return self.model.predict(jobs)
+        with self.loader.loading(jobs) as rows:
+            return self.model.predict(jobs, rows)
 
     def plan(self, jobs: Sequence[Job]) -> None:
         if self.planning:

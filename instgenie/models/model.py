@@ -7,7 +7,6 @@ family.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from instgenie.cost.network import NetworkShape
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import Schedule
+from instgenie.models.packed import PackedBatch
 from instgenie.models.parts import PipelineParts
 from instgenie.types import Edit
 
@@ -90,19 +91,20 @@ class Model(PipelineParts):
         return [list(jobs)]
 
     @abstractmethod
-    def pack(self, jobs: Sequence[Job], pads: bool = False) -> Any:
-        """What the network sees of one step of the jobs of a pass. With padded lists of tokens many masks look alike,
-        and the numbers stay the same."""
+    def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> PackedBatch:
+        """Pack one step of the jobs of a pass. With padded lists of tokens many masks look alike, and the numbers stay
+        the same."""
 
     @abstractmethod
-    def run(self, packed: Any) -> Tensor:
-        """One pass through the network."""
+    def run(self, packed: PackedBatch) -> Tensor:
+        """Make one pass through the network with what `pack` returned."""
 
-    def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
-        """To each job, for each of its branches, a prediction [tokens, channels] of all tokens or of the masked."""
+    def predict(self, jobs: Sequence[Job], rows: StepRows = OWN_ROWS) -> list[list[Tensor]]:
+        """Per job and branch, a prediction [tokens, channels] for all tokens or for the computed ones. The rows are
+        those that the jobs read in this step."""
         predicted: dict[Job, list[Tensor]] = {}
         for together in self.passes(jobs):
-            packed = self.pack(together)
+            packed = self.pack(together, rows=rows)
             predicted |= zip(together, packed.deal(self.run(packed)), strict=True)
         return [predicted[job] for job in jobs]
 

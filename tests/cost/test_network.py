@@ -1,4 +1,4 @@
-"""FLOPs from numbers of tokens against those that torch counts in the pass itself; bytes against what is registered."""
+"""FLOPs from numbers of tokens against those torch counts in a pass; bytes against those of registered activations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from instgenie.types import Kind
 
 @torch.inference_mode()
 def count_flops(model: Model, jobs: Sequence[Job]) -> int:
-    # fused attention on a CPU is not counted
+    # torch does not count fused attention on a CPU
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.predict(jobs)
     return counter.get_total_flops()
@@ -41,14 +41,14 @@ def make_jobs(model: Model, kind: Kind, plan: Plan) -> list[Job]:
 
 
 def make_plans(model: Model) -> list[Plan]:
-    """All dense, all cached, and the last block of every unit cached."""
+    """All dense, all cached, and only the last block of every run cached."""
     last = tuple(block == length - 1 for length in model.run_lengths for block in range(length))
     return [(False,) * model.num_blocks, (True,) * model.num_blocks, last]
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
 @pytest.mark.parametrize("family", ["blend", "blend_guided", "fill", "sd", "sdxl", "sd_fill"])
-def test_flops_are_those_of_the_pass(models: dict[str, Model], family: str, kind: Kind) -> None:
+def test_flops_equal_those_torch_counts(models: dict[str, Model], family: str, kind: Kind) -> None:
     model = models[family]
     network = model.describe()
     assert network.run_lengths == model.run_lengths
@@ -56,25 +56,25 @@ def test_flops_are_those_of_the_pass(models: dict[str, Model], family: str, kind
         jobs = make_jobs(model, kind, plan)
         for chosen in (jobs[:1], jobs[1:], jobs):
             counted = step_flops(network, [make_demand(job, network) for job in chosen], plan)
-            # with y, what modulates the recalled rows of a Flux is not counted
+            # with y, the modulation of a Flux's recalled rows is not counted
             assert counted == pytest.approx(count_flops(model, chosen), rel=0 if kind == "kv" else 0.03)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["sd", "sdxl", "sd_fill"])
-def test_padded_lists_are_counted_as_they_flow(models: dict[str, Model], family: str) -> None:
+def test_padding_is_counted_as_tokens_that_flow(models: dict[str, Model], family: str) -> None:
     model = models[family]
     network = replace(model.describe(), pads_lists=True)
     jobs = make_jobs(model, "kv", (True,) * model.num_blocks)
     demands = make_demands(jobs, network)
     of_branch = [demand for demand in demands for _ in range(demand.num_branches)]
-    for (num_all, _), flow in model.pack(jobs, pads=True).flows.items():
+    for (num_all, _), layout in model.pack(jobs, pads=True).layouts.items():
         side = round((len(jobs[0].masked) / num_all) ** 0.5)
-        assert abs(flow.num_flowing - sum(demand.num_masked[side] for demand in of_branch)) <= len(of_branch) / 2
+        assert abs(layout.num_computed - sum(demand.num_masked[side] for demand in of_branch)) <= len(of_branch) / 2
     assert [demand.num_masked for demand in demands] != [make_demand(job, network).num_masked for job in jobs]
 
 
-def test_lists_of_one_size_are_filled_up_together() -> None:
+def test_lists_of_one_size_are_padded_together() -> None:
     def count(*masked: tuple[int, int]) -> list[int]:
         demands = [Demand(num_all, {1: num}, num_text=6, num_branches=2, kind="kv") for num, num_all in masked]
         return [demand.num_masked[1] for demand in pad_demands(demands)]
@@ -94,8 +94,8 @@ def test_lists_of_one_size_are_filled_up_together() -> None:
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
 @pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill"])
-def test_bytes_are_those_registered(models: dict[str, Model], family: str, kind: Kind) -> None:
-    """If nothing is masked, a step loads all that was kept of it."""
+def test_bytes_equal_those_registered(models: dict[str, Model], family: str, kind: Kind) -> None:
+    """If nothing is masked, a step loads all of its activations."""
     model = models[family]
     network = model.describe()
     job = make_jobs(model, kind, (True,) * model.num_blocks)[0]
@@ -132,7 +132,7 @@ def test_dense_steps_of_an_edit_demand_no_activations(models: dict[str, Model]) 
 def test_published_architectures(
     name: str, num_tokens: int, num_text: int, num_branches: int, tera_flops: float, kv_mega_bytes: float
 ) -> None:
-    """A dense step of one picture, and all that activations keep of it in two bytes a value."""
+    """FLOPs of a dense step of one picture, and the bytes of its activations at two bytes per value."""
     _, recipe = find_dummy(name)
     part = on_meta(recipe.network)
     network = flux.describe(part) if name.startswith("flux") else unet.describe(part)

@@ -14,15 +14,14 @@ from helpers.edits import apart, close, make_edit, run
 from helpers.names import FAMILIES
 
 from instgenie.cache.host import HostTier
-from instgenie.cost.network import common_share, padded_count
 from instgenie.cost.plan import Plan
-from instgenie.engine.graphs import Columns, Graphs, make_graphs
+from instgenie.engine.graphs import FixedTensors, Graphs, make_graphs
 from instgenie.engine.loading.staging import Staging, find_pieces
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, Kind, Span
-from instgenie.jobs.job import Job, bucket, pad
+from instgenie.jobs.job import Job
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
@@ -178,32 +177,21 @@ def test_masks_of_about_one_size_share_a_pass(models: dict[str, Model]) -> None:
         assert apart(padded, plain) <= close(model)
 
 
-def test_padding() -> None:
-    assert [bucket(count, 1024) for count in (1, 32, 33, 1000, 1024)] == [32, 32, 64, 1024, 1024]
-    assert [bucket(count, 10) for count in (1, 9, 10)] == [1, 9, 10]
-    assert pad(torch.tensor([3, 5]), 4).tolist() == [3, 5, 5, 5]
-    assert common_share([(200, 1024), (250, 1024), (60, 256)]) == 8
-    assert common_share([(200, 1024), (250, 1024), (70, 256)]) == 10
-    assert [common_share([(count, 10)]) for count in (1, 9, 10)] == [4, 32, 32]
-    assert [padded_count(share, 1024) for share in (2, 12, 32)] == [64, 384, 1024]
-    assert common_share([(0, 1024), (900, 1024)]) is None
-    assert common_share([]) is None
-
-
 def test_columns_are_copied_when_they_change() -> None:
-    columns = Columns()
+    tensors = FixedTensors()
     source = torch.zeros(3)
-    columns.copy("x", source)
-    kept = columns.take("x", source)
-    kept += 1
-    columns.copy("x", source)
-    assert kept.tolist() == [1, 1, 1]  # it was there already
-    columns.copy("x", torch.full((3,), 2.0))
-    assert kept.tolist() == [2, 2, 2]
-    columns.copy("x", source)
-    assert kept.tolist() == [0, 0, 0]
-    assert columns.take("x", torch.zeros(4)) is not kept
-    assert columns.take("y", source) is not kept
+    fixed = tensors.take("x", source)
+    fixed.copy(source)
+    fixed.tensor += 1
+    fixed.copy(source)
+    assert fixed.tensor.tolist() == [1, 1, 1]  # it was there already
+    fixed.copy(torch.full((3,), 2.0))
+    assert fixed.tensor.tolist() == [2, 2, 2]
+    fixed.copy(source)
+    assert fixed.tensor.tolist() == [0, 0, 0]
+    assert tensors.take("x", torch.ones(3)) is fixed
+    assert tensors.take("x", torch.zeros(4)) is not fixed
+    assert tensors.take("y", source) is not fixed
 
 
 def test_a_cpu_has_no_graphs(models: dict[str, Model]) -> None:

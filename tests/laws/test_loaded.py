@@ -18,7 +18,7 @@ from instgenie.cost.network import Demand
 from instgenie.cost.plan import Plan
 from instgenie.cost.planner import POLICIES, plan_batch
 from instgenie.engine.demand import make_demands
-from instgenie.engine.loading.lanes import Rows
+from instgenie.engine.loading.lanes import RowChoice
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.loading.route import make_route, places_of_plan
 from instgenie.engine.loop import Engine
@@ -27,6 +27,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, CacheDtype, Kind
 from instgenie.jobs.job import Job
+from instgenie.jobs.rows import StepRows
 from instgenie.models.model import Model
 from instgenie.types import Edit, PlanPolicy
 
@@ -50,7 +51,6 @@ def run_with(model: Model, jobs: list[Job], loader: Loader, planning: Planning |
         engine.join(job)
     while engine.jobs:
         engine.step()
-    assert all(job.reader is None for job in own)
     return [job.latents for job in own]
 
 
@@ -81,7 +81,7 @@ def test_law_5_loaded_is_at_hand(model: Model, kind: Kind, cache_dtype: CacheDty
     expected = run(model, make_jobs(near))
     on_cuda = model.device.type == "cuda"
     rings: tuple[int | None, ...] = (1, 2, 3, None) if on_cuda else (1, 2, None)
-    rows: tuple[Rows, ...] = ("auto", "whole", "needed") if on_cuda else ("auto",)
+    rows: tuple[RowChoice, ...] = ("auto", "whole", "needed") if on_cuda else ("auto",)
     for max_buffers, which in itertools.product(rings, rows):
         loader = Loader(model, max_buffers, which)
         for _ in range(2):  # the second time through what the first left behind
@@ -96,7 +96,7 @@ class Noting(Loader):
         super().__init__(model, max_buffers)
         self.plans: list[Plan] = []
 
-    def loading(self, jobs: Sequence[Job]) -> AbstractContextManager[None]:
+    def loading(self, jobs: Sequence[Job]) -> AbstractContextManager[StepRows]:
         self.plans.append(jobs[0].plan)
         return super().loading(jobs)
 
@@ -160,7 +160,7 @@ def test_what_jobs_share_is_loaded_once(models: dict[str, Model]) -> None:
     assert (one.in_gpu, other.in_gpu) == (frozenset(range(4)), frozenset(range(4)))
     packed = register_for(model, edit, "kv", "fp8")
     route = make_route([[reuse(first, packed), reuse(second, packed), replace(reuse(first, packed), step=1), first]])
-    assert [len(source.jobs) for source in route.sources] == [2, 1]
+    assert [len(shared.jobs) for shared in route.shared] == [2, 1]
     assert [[part.place for part in stop] for stop in route.stops] == [[0, 0], [1, 1], [2, 2], [3, 3]]
 
 

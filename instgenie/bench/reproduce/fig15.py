@@ -13,8 +13,9 @@ from instgenie.bench.systems import CACHED, COMPILED, DENSE, DIFFUSERS, NAMES, S
 from instgenie.bench.timing import System, measure
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import reuse
-from instgenie.jobs.job import Job, pack
+from instgenie.jobs.job import Job
 from instgenie.machine.clock import now
+from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import as_flux, is_flux
 from instgenie.models.flux.network import Block, double_block, embed_time, recall, single_block
 

@@ -15,7 +15,8 @@ from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, row
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import template_job
-from instgenie.jobs.job import Job, pack
+from instgenie.jobs.job import Job
+from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel, as_flux
 from instgenie.models.flux.network import embed_time, velocity, walk
 from instgenie.pictures.examples import EXAMPLES, read_examples

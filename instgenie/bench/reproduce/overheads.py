@@ -18,8 +18,8 @@ from instgenie.cost.network import Demand
 from instgenie.cost.planner import plan_batch
 from instgenie.engine.finish import decode as decode_picture
 from instgenie.engine.register import register, reuse
-from instgenie.jobs.job import lay_out_shapes, pack
 from instgenie.machine.clock import now
+from instgenie.models.flux.batch import lay_out, pack
 from instgenie.models.flux.model import is_flux
 from instgenie.pictures.samples import MIDDLE, mask_around, sample_picture
 from instgenie.scheduling.names import RoutingPolicy
@@ -96,7 +96,7 @@ def measure_joining(lab: Lab) -> float:
         now(lab.model.device)
 
     def pack_changed() -> None:
-        lay_out_shapes.cache_clear()
+        lay_out.cache_clear()
         pack_same()
 
     return max(median(pack_changed, NUM_RUNS) - median(pack_same, NUM_RUNS), 0.0)

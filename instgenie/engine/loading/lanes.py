@@ -1,8 +1,8 @@
-"""The ways of rows to a device, beside what computes there: a stream on a CUDA device, a thread on a CPU. A lane knows
-buffers, how to fill them and how to wait; not what is loaded when.
+"""Lanes that move rows to a device beside its computing: a stream on a CUDA device, a thread on a CPU. A lane knows
+buffers, how to fill them and how to wait for them; not what is loaded when.
 
-Loads run one after the other in the order in which they are started. A buffer is filled anew once whoever computes has
-released it.
+Transfers run one after the other in the order in which they are started. A buffer is refilled once the computation that
+reads it has released it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,48 +18,48 @@ from instgenie.jobs.activations import Activations
 from instgenie.kernels.copy import can_copy_rows, copy_rows_fused
 from instgenie.kernels.packed import unpack_rows, unpacked_shape
 
-Rows = Literal["auto", "whole", "needed"]  # what is copied: all rows of a place, those that are read, or what is faster
-GATHER_SLOWDOWN = 55 / 51  # of a byte that a kernel reads from page-locked memory, against one that is copied with all
+RowChoice = Literal["auto", "whole", "needed"]  # copy all rows of a place, only those that are read, or the faster
+GATHER_SLOWDOWN = 55 / 51  # time per byte that a kernel reads from page-locked memory, against a plain copy
 
 
 @dataclass(frozen=True, eq=False)
-class Load:
-    """One thing that is read of one template."""
+class Transfer:
+    """Rows of one place of a template, on their way to a buffer."""
 
     place: int
     activations: Activations
-    kept: Tensor  # [2 or 1, tokens, width or bytes], where it lies
+    kept: Tensor  # [2 or 1, tokens, width or bytes], the rows where the activations keep them
     needed: Tensor  # [rows], those that are read
-    room: Tensor  # [2 or 1, tokens, width or bytes], for it to come to; of no bytes where it need not come
+    room: Tensor  # [2 or 1, tokens, width or bytes], the target; empty if the rows need not move
 
 
 class Lane(Protocol):
     def make_room(self, num_bytes: int) -> Tensor:
-        """Memory [bytes] for buffers."""
+        """Allocate memory for buffers [bytes]."""
 
     def settle(self, needed: Iterable[Tensor]) -> None:
-        """What is started from here on comes after all that was computed so far: buffers may lie otherwise, and these
-        rows are what loads will ask for."""
+        """Let transfers that start from here on come after everything computed so far: buffers may move. Later
+        transfers read these lists of needed rows."""
 
     def form(self, activations: Activations, kept: Tensor) -> TensorSpec:
-        """Of what a load needs in a buffer."""
+        """The room that a transfer needs in a buffer."""
 
-    def start(self, buffer: int, loads: Sequence[Load]) -> None: ...
+    def start(self, buffer: int, transfers: Sequence[Transfer]) -> None: ...
 
     def wait(self, buffer: int) -> None:
-        """Whoever computes goes on once the buffer is filled."""
+        """Let the computation go on once the buffer is filled."""
 
     def release(self, buffer: int) -> None:
-        """What was computed so far was the last to read the buffer."""
+        """Declare that everything that reads the buffer has been started."""
 
-    def take(self, load: Load) -> Tensor:
-        """What was loaded, as the model reads it."""
+    def take(self, transfer: Transfer) -> Tensor:
+        """The transferred rows as the model reads them."""
 
 
 class StreamLane:
-    """A stream beside the one that computes. Nothing here waits for the device: events order the two."""
+    """A stream beside the one that computes. The host never waits for the device: events order the two streams."""
 
-    def __init__(self, device: torch.device, rows: Rows = "auto") -> None:
+    def __init__(self, device: torch.device, rows: RowChoice = "auto") -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.rows = rows
         self.stream = torch.cuda.Stream(self.device)
@@ -69,40 +69,40 @@ class StreamLane:
     @torch.inference_mode(False)
     def make_room(self, num_bytes: int) -> Tensor:
         room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        room.record_stream(self.stream)  # it is nobody else's before both streams are done with it
+        room.record_stream(self.stream)  # not reused before both streams are done with it
         return room
 
     def settle(self, needed: Iterable[Tensor]) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for index in needed:
-            index.record_stream(self.stream)  # a job may be gone before a load that was started for it
+            index.record_stream(self.stream)  # a job may be gone before a transfer that was started for it
 
     def form(self, activations: Activations, kept: Tensor) -> TensorSpec:
         shape = (0,) if kept.device == self.device else tuple(kept.shape)
         return TensorSpec(shape, kept.dtype)
 
-    def start(self, buffer: int, loads: Sequence[Load]) -> None:
+    def start(self, buffer: int, transfers: Sequence[Transfer]) -> None:
         if released := self._released.get(buffer):
             self.stream.wait_event(released)
         with torch.cuda.stream(self.stream):
-            self.fill(loads)
+            self.fill(transfers)
         self._filled.setdefault(buffer, torch.cuda.Event()).record(self.stream)
 
-    def fill(self, loads: Sequence[Load]) -> None:
-        for load in loads:
-            if load.room.numel():
-                self.copy(load)
+    def fill(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            if transfer.room.numel():
+                self.copy(transfer)
 
-    def copy(self, load: Load) -> None:
-        if self.copies_needed(load):
-            copy_rows_fused(load.kept, load.needed, load.room)
+    def copy(self, transfer: Transfer) -> None:
+        if self.copies_needed(transfer):
+            copy_rows_fused(transfer.kept, transfer.needed, transfer.room)
         else:
-            load.room.copy_(load.kept, non_blocking=True)
+            transfer.room.copy_(transfer.kept, non_blocking=True)
 
-    def copies_needed(self, load: Load) -> bool:
-        if self.rows == "whole" or not can_copy_rows(load.kept, load.room):
+    def copies_needed(self, transfer: Transfer) -> bool:
+        if self.rows == "whole" or not can_copy_rows(transfer.kept, transfer.room):
             return False
-        share = len(load.needed) / load.kept.shape[1]
+        share = len(transfer.needed) / transfer.kept.shape[1]
         return self.rows == "needed" or share * GATHER_SLOWDOWN < 1
 
     def wait(self, buffer: int) -> None:
@@ -112,12 +112,12 @@ class StreamLane:
         event = self._released.setdefault(buffer, torch.cuda.Event())
         event.record(torch.cuda.current_stream(self.device))
 
-    def take(self, load: Load) -> Tensor:
-        return load.activations.readable(load.room if load.room.numel() else load.kept)
+    def take(self, transfer: Transfer) -> Tensor:
+        return transfer.activations.readable(transfer.room if transfer.room.numel() else transfer.kept)
 
 
 class ThreadLane:
-    """A thread that unpacks; rows that need no unpacking share their memory with whoever computes."""
+    """A thread that unpacks rows into buffers."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "lane")
@@ -128,28 +128,28 @@ class ThreadLane:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def settle(self, needed: Iterable[Tensor]) -> None:
-        """What was computed so far is done; what was started goes first, for there is one thread."""
+        """Do nothing: on a CPU everything computed so far is done, and the one thread keeps transfers in order."""
 
     def form(self, activations: Activations, kept: Tensor) -> TensorSpec:
         return TensorSpec(unpacked_shape(kept), activations.dtype)
 
-    def start(self, buffer: int, loads: Sequence[Load]) -> None:
-        self._filled[buffer] = self._thread.submit(self.fill, loads)
+    def start(self, buffer: int, transfers: Sequence[Transfer]) -> None:
+        self._filled[buffer] = self._thread.submit(self.fill, transfers)
 
     @torch.inference_mode()
-    def fill(self, loads: Sequence[Load]) -> None:
-        for load in loads:
-            unpack_rows(load.kept, load.room)
+    def fill(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            unpack_rows(transfer.kept, transfer.room)
 
     def wait(self, buffer: int) -> None:
         self._filled[buffer].result()
 
     def release(self, buffer: int) -> None:
-        """Whoever computes is done with it when it says so."""
+        """Do nothing: what reads the buffer on a CPU is done by now."""
 
-    def take(self, load: Load) -> Tensor:
-        return load.room
+    def take(self, transfer: Transfer) -> Tensor:
+        return transfer.room
 
 
-def make_lane(device: torch.device, rows: Rows = "auto") -> Lane:
+def make_lane(device: torch.device, rows: RowChoice = "auto") -> Lane:
     return StreamLane(device, rows) if device.type == "cuda" else ThreadLane()

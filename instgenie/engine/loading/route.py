@@ -1,7 +1,7 @@
-"""What a step reads of activations that have to be loaded, and in which order. Knows jobs and plans; moves nothing.
+"""Routes: the rows that a step has to load, in the order in which it reads them. Knows jobs and plans; moves nothing.
 
-A route has a stop for each place of the pass that anybody reads there. Jobs of one template that are at the same step
-share what they read. While the same jobs go on together, their route stays the same from step to step.
+A route has a stop for each place of the pass at which any job reads. Jobs that are at the same step of one template
+share their rows. While the same jobs go on together, their route stays the same from step to step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,8 +17,8 @@ from instgenie.jobs.job import Job
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
-    """A template at a step, for all jobs of a pass that are there."""
+class SharedRows:
+    """The rows of one step of a template, for all jobs of a pass that are at it."""
 
     jobs: tuple[Job, ...]
 
@@ -29,7 +29,7 @@ class Source:
         return activations
 
     def kept(self, place: int, branch: int) -> Tensor:
-        """At the present step of its jobs [2 or 1, tokens, width or bytes]"""
+        """The rows of a place at the jobs' present step [2 or 1, tokens, width or bytes]"""
         return self.activations.kept(self.jobs[0].step, place, branch)
 
     @cached_property
@@ -38,7 +38,7 @@ class Source:
 
     @property
     def branches(self) -> range:
-        """Those that are read, of those that are kept."""
+        """Branches that are kept and read."""
         return range(min(max(len(job.branches) for job in self.jobs), self.activations.num_branches))
 
     @cached_property
@@ -46,7 +46,7 @@ class Source:
         return {}
 
     def needed(self, num_tokens: int) -> Tensor:
-        """Rows that any of the jobs reads, at a level of so many tokens [rows]; found once."""
+        """Indices of the rows that any of the jobs reads, at the level of `num_tokens` tokens [rows]; found once."""
         if num_tokens not in self._needed:
             outsides = [job.level(num_tokens).outside for job in self.jobs]
             self._needed[num_tokens] = outsides[0] if len(outsides) == 1 else union(outsides, num_tokens)
@@ -59,24 +59,24 @@ def union(indices: Sequence[Tensor], num_tokens: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """One thing that is read at a stop."""
+class StopPart:
+    """One piece of what is read at a stop."""
 
-    source: Source
+    shared: SharedRows
     place: int
     branch: int
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    sources: tuple[Source, ...]
-    stops: tuple[tuple[Part, ...], ...]
+    shared: tuple[SharedRows, ...]
+    stops: tuple[tuple[StopPart, ...], ...]
 
     @cached_property
-    def where(self) -> dict[tuple[Source, int, int], tuple[int, int]]:
-        """Stop, and part of it, of whatever is read."""
+    def where(self) -> dict[tuple[SharedRows, int, int], tuple[int, int]]:
+        """The number of the stop and of the part in it, for everything that is read."""
         return {
-            (part.source, part.place, part.branch): (stop, index)
+            (part.shared, part.place, part.branch): (stop, index)
             for stop, parts in enumerate(self.stops)
             for index, part in enumerate(parts)
         }
@@ -84,45 +84,45 @@ class Route:
 
 def make_route(passes: Iterable[Sequence[Job]]) -> Route:
     """Passes are jobs that go through the network together, one pass after the other."""
-    sources: list[Source] = []
-    stops: list[tuple[Part, ...]] = []
+    shared: list[SharedRows] = []
+    stops: list[tuple[StopPart, ...]] = []
     for jobs in passes:
-        own = find_sources(jobs)
-        sources += own
-        for place in sorted({place for source in own for place in source.places}):
-            there = [source for source in own if place in source.places]
-            stops.append(tuple(Part(source, place, branch) for source in there for branch in source.branches))
-    return Route(tuple(sources), tuple(stops))
+        own = find_shared(jobs)
+        shared += own
+        for place in sorted({place for one in own for place in one.places}):
+            there = [one for one in own if place in one.places]
+            stops.append(tuple(StopPart(one, place, branch) for one in there for branch in one.branches))
+    return Route(tuple(shared), tuple(stops))
 
 
-def find_sources(jobs: Sequence[Job]) -> list[Source]:
+def find_shared(jobs: Sequence[Job]) -> list[SharedRows]:
     groups: dict[object, list[Job]] = {}
     for job in jobs:
         if needs_loading(job):
-            groups.setdefault(shared_by(job), []).append(job)
-    return [Source(tuple(group)) for group in groups.values()]
+            groups.setdefault(sharing_key(job), []).append(job)
+    return [SharedRows(tuple(group)) for group in groups.values()]
 
 
-def shared_by(job: Job) -> object:
-    """Equal for jobs that read the same rows. Of a lower strength, a job takes the last of the template's steps."""
+def sharing_key(job: Job) -> object:
+    """A key that is equal for jobs that read the same rows. A job of lower strength takes the template's last steps."""
     assert job.activations is not None
     key = job.activations.key
     return key, key.num_steps - job.num_steps + job.step
 
 
 def needs_loading(job: Job) -> bool:
-    """Whether it reads anything in this step that does not lie ready next to it."""
+    """Return whether the job reads rows in this step that are not ready on its device."""
     return is_far(job) and bool(places_of(job))
 
 
 def is_far(job: Job) -> bool:
-    """Whether its activations are not in the memory of its device, or not as the model reads them."""
+    """Return whether the job's activations are on another device, or packed."""
     cache = job.activations
     return cache is not None and (cache.is_packed or cache.rows[0].device != job.device)
 
 
 def places_of(job: Job, num_ahead: int = 0) -> tuple[int, ...]:
-    """What a job reads in its present step, or so many steps later with the same plan."""
+    """Places that a job reads in its present step, or `num_ahead` steps later with the same plan."""
     cache = job.activations
     if cache is None or not job.edit.dense_steps <= job.step + num_ahead < job.num_steps:
         return ()
@@ -130,18 +130,18 @@ def places_of(job: Job, num_ahead: int = 0) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def places_of_plan(plan: Plan, units: tuple[int, ...], has_behind: bool) -> tuple[int, ...]:
-    """A cached block reads, and so does a dense one behind a cached one, where tokens come back; and what is behind a
-    unit of a UNet, where its last block is cached."""
+def places_of_plan(plan: Plan, run_lengths: tuple[int, ...], keeps_outputs: bool) -> tuple[int, ...]:
+    """Places that a plan reads: cached blocks, dense blocks after cached ones, where tokens come back, and the outputs
+    kept after a run of blocks whose last one is cached."""
     places = []
     place = block = 0
-    for length in units:
+    for length in run_lengths:
         before = False
         for cached in plan[block : block + length]:
             if cached or before:
                 places.append(place)
             before, place = cached, place + 1
-        if has_behind:
+        if keeps_outputs:
             if before:
                 places.append(place)
             place += 1

@@ -1,9 +1,9 @@
-"""Rows of whole steps, brought to where the device reads them one step ahead of their use. Knows activations and
-streams; knows no pass.
+"""Staging: rows of whole steps, brought to the device one step ahead of their use. Knows activations and streams;
+knows no pass.
 
-Edits that are at one step of one template share what is brought. Rows that lie behind each other move as one piece.
-Copies run on a stream of their own, beside the step before; whoever computes waits for all of a step's rows at once, so
-nothing has to be known of the order of the pass.
+Edits that are at one step of one template share their rows. Rows that are adjacent in memory move as one piece. Copies
+run on a stream of their own, beside the previous step; the computation waits for all rows of its step at once, so the
+order of the pass does not matter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ from instgenie.engine.loading.route import places_of
 from instgenie.jobs.activations import Activations
 from instgenie.jobs.job import Job
 
-StageKey: TypeAlias = tuple[int, int]  # where the first rows of a step lie, and how many branches have some
+StageKey: TypeAlias = tuple[int, int]  # address of the first rows of a step, and number of branches kept
 RowsKey: TypeAlias = tuple[int, int]  # place and branch
-MAX_GAP = 256  # bytes of nothing that may lie between rows of one piece, to align them
+MAX_GAP = 256  # bytes of alignment padding between rows of one piece
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Rows that lie behind each other, and move as one."""
+    """Rows that are adjacent in memory and move together."""
 
     activations: Activations
     rows: dict[RowsKey, Tensor] = field(default_factory=dict)  # [2 or 1, tokens, width or bytes]
@@ -43,7 +43,7 @@ class Piece:
         return 0 <= gap <= MAX_GAP and rows.untyped_storage().data_ptr() == self.first.untyped_storage().data_ptr()
 
     def bring(self, device: torch.device) -> list["Brought"]:
-        """As the model reads them."""
+        """Copy the rows to a device, unpacked."""
         memory = all_bytes(self.first, self.last).to(device, non_blocking=True)
         offsets = {key: rows.data_ptr() - self.first.data_ptr() for key, rows in self.rows.items()}
         if not self.activations.is_packed:
@@ -51,7 +51,7 @@ class Piece:
         return [self.unpack(memory, offsets, keys) for keys in self.alike()]
 
     def alike(self) -> Iterator[list[RowsKey]]:
-        """Runs of rows of one shape with nothing in between."""
+        """Yield runs of rows of one shape without gaps."""
         run: list[RowsKey] = []
         for key, rows in self.rows.items():
             last = self.rows[run[-1]] if run else None
@@ -69,7 +69,7 @@ class Piece:
 
 
 class Brought(NamedTuple):
-    """Memory of the device, and where in it rows lie."""
+    """Memory on the device, and the offsets of rows in it."""
 
     memory: Tensor
     offsets: dict[RowsKey, int]  # in bytes
@@ -77,11 +77,11 @@ class Brought(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """What is read of one step of a template."""
+    """The rows of one step of a template that are on the device."""
 
-    activations: Activations  # whose rows they are: not forgotten while they are read
+    activations: Activations  # kept alive while their rows are read
     addresses: dict[RowsKey, int] = field(default_factory=dict)
-    memory: list[Tensor] = field(default_factory=list)  # in which they lie
+    memory: list[Tensor] = field(default_factory=list)  # behind the addresses
     ready: list[torch.cuda.Event] = field(default_factory=list)
 
 
@@ -94,27 +94,27 @@ class Staging:
         self.before: torch.cuda.Event | None = None
 
     def has_room(self, jobs: Sequence[Job]) -> bool:
-        """For the rows of the jobs' present steps and those after."""
+        """Return whether the rows of the jobs' present and next steps fit."""
         steps = [(job.activations, job.step) for job in jobs if job.activations]
         num_bytes = {stage_key(*one): num_step_bytes(one[0]) for one in steps}
         return 2 * sum(num_bytes.values()) <= self.max_bytes
 
     def bring(self, jobs: Sequence[Job]) -> None:
-        """Lets whoever computes from here on wait for the rows of the jobs' present steps."""
+        """Bring the rows of the jobs' present steps, and let what is computed from here on wait for them."""
         self.start(jobs, num_ahead=0)
         for key in keys_of(jobs, num_ahead=0):
             for ready in self.staged[key].ready:
                 torch.cuda.current_stream(self.device).wait_event(ready)
 
     def mark(self) -> None:
-        """What is brought next comes beside what is computed from here on, not earlier: what was computed before reads
-        rows that go then, and small copies that a step waits for would queue behind large ones."""
+        """Mark the point that the next copies wait for. Started earlier, they could overwrite rows that are still read,
+        and the small copies that a step waits for would queue behind the large ones."""
         if self.stream:
             self.before = torch.cuda.current_stream(self.device).record_event()
 
     def look_ahead(self, jobs: Sequence[Job]) -> None:
-        """Starts to bring the rows of the jobs' next steps beside the computing of the present ones, if there is room;
-        of others, nothing is kept."""
+        """Start to bring the rows of the jobs' next steps beside the computing of the present ones, if there is room,
+        and drop the rows of all other steps."""
         coming = jobs if self.has_room(jobs) else ()
         keys = {*keys_of(jobs, num_ahead=0), *keys_of(coming, num_ahead=1)}
         old = [key for key in self.staged if key not in keys]
@@ -131,7 +131,7 @@ class Staging:
                 self.stage(job.activations, job.step + num_ahead, places)
 
     def stage(self, activations: Activations, step: int, places: Sequence[int]) -> None:
-        """Of these places, those that are not there yet."""
+        """Bring those of these places that are not there yet."""
         staged = self.staged.setdefault(stage_key(activations, step), Staged(activations))
         missing = [place for place in places if (place, 0) not in staged.addresses]
         if not missing:
@@ -146,7 +146,7 @@ class Staging:
                 staged.ready.append(self.stream.record_event())
 
     def addresses(self, job: Job, branch: int) -> list[int]:
-        """Where the rows of its present step are, place after place; 0 where it reads none."""
+        """Addresses of the rows of the job's present step, place after place; 0 where it reads none."""
         assert job.activations is not None
         addresses = self.staged[stage_key(job.activations, job.step)].addresses
         branch = min(branch, job.activations.num_branches - 1)
@@ -154,7 +154,7 @@ class Staging:
 
 
 def find_pieces(activations: Activations, step: int, places: Sequence[int]) -> list[Piece]:
-    """As few as the rows' places in memory allow."""
+    """Group rows into as few pieces as their addresses allow."""
     pieces: list[Piece] = []
     for key in product(places, range(activations.num_branches)):
         rows = activations.kept(step, *key)
@@ -170,7 +170,7 @@ def end_of(rows: Tensor) -> int:
 
 
 def all_bytes(first: Tensor, last: Tensor) -> Tensor:
-    """From where one begins to where the other ends, in the storage of both [bytes]."""
+    """The bytes from the start of one tensor to the end of another in the same storage."""
     num_bytes = end_of(last) - first.data_ptr()
     start = first.storage_offset() * first.element_size()
     nothing = torch.empty(0, dtype=torch.uint8, device=first.device)
@@ -178,7 +178,7 @@ def all_bytes(first: Tensor, last: Tensor) -> Tensor:
 
 
 def keys_of(jobs: Sequence[Job], num_ahead: int) -> list[StageKey]:
-    """Of what they read so many steps later."""
+    """Keys of what the jobs read `num_ahead` steps later."""
     return [
         stage_key(job.activations, job.step + num_ahead)
         for job in jobs
@@ -191,5 +191,5 @@ def stage_key(activations: Activations, step: int) -> StageKey:
 
 
 def num_step_bytes(activations: Activations) -> int:
-    """As the model reads them; packed ones are smaller by less than half."""
+    """Bytes of one step's rows when unpacked; packed rows are at least half as large."""
     return sum(rows[:, 0].nbytes for rows in activations.rows) * (2 if activations.is_packed else 1)

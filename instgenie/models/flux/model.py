@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase, T5EncoderModel
 from instgenie.cost.network import NetworkShape
 from instgenie.errors import ModelError
 from instgenie.jobs.activations import Kind
-from instgenie.jobs.job import Batch, Branch, Job, pack
+from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule
+from instgenie.models.flux.batch import FluxBatch, pack
 from instgenie.models.flux.network import (
     describe,
     embed_positions,
@@ -25,6 +27,7 @@ from instgenie.models.flux.network import (
     velocity,
 )
 from instgenie.models.model import Keep, Model, pack_latents, tokenize
+from instgenie.models.packed import PackedBatch
 from instgenie.types import Edit
 
 CAPTURED_AREA = 2 * 3072**2  # branches times squared width; below it, launching kernels takes longer than running them
@@ -117,10 +120,11 @@ class FluxModel(Model):
         """The pixels of the mask under a latent become its channels, which are packed like latents."""
         return torch.cat([tokens, pack_latents(pixel_unshuffle(pixels, self.pixels_per_latent))], dim=1)
 
-    def pack(self, jobs: Sequence[Job], pads: bool = False) -> Batch:
-        return pack(jobs, pads)
+    def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> FluxBatch:
+        return pack(jobs, pads, rows)
 
-    def run(self, packed: Batch) -> Tensor:
+    def run(self, packed: PackedBatch) -> Tensor:
+        assert isinstance(packed, FluxBatch)
         return velocity(self.transformer, packed)
 
     def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:

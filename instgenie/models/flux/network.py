@@ -4,8 +4,8 @@ Knows how a Flux model computes; owns no weights and no state. Linear layers, no
 tokens of all branches at once; only attention looks at one branch at a time. Modulation is computed once per branch and
 read by that branch's tokens.
 
-A cached block is the same block over fewer tokens: what flows is the layout's matter, and attention reads keys of all
-tokens, each at its own place. Those of tokens that do not flow are written first, then those that do.
+A cached block is the same block over fewer tokens: the layout says which, and attention reads keys of all tokens, each
+at its own place. Keys of tokens that are not computed are written first, then those of tokens that are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,26 +21,28 @@ from torch import Tensor, nn
 
 from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.jobs.activations import Kind
-from instgenie.jobs.job import Batch, Layout
 from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.gelu import gelu_into
-from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place
+from instgenie.kernels.heads import Heads, HeadPlaces, Projected, place
 from instgenie.kernels.modulate import add_gated, add_norm_modulate, norm_modulate
+from instgenie.models.flux.batch import FluxBatch, Layout
+from instgenie.models.layers.feed_forward import feed_forward
+from instgenie.models.layers.linear import EACH_BRANCH, Owners, linear
 from instgenie.models.layers.products import products
 
 Block: TypeAlias = FluxTransformerBlock | FluxSingleTransformerBlock
 
 
-def velocity(transformer: FluxTransformer2DModel, batch: Batch) -> Tensor:
-    """[image tokens, latent channels]; of the masked tokens alone where a job cached any block."""
+def velocity(transformer: FluxTransformer2DModel, batch: FluxBatch) -> Tensor:
+    """[image tokens, latent channels]; for a job that caches any block, of its masked tokens alone."""
     time = embed_time(transformer, batch)
-    layout, image = flow(transformer, batch, transformer.x_embedder(batch.image), time)
+    layout, image = flow(transformer, batch, embed_image(transformer, batch), time)
     return unembed(transformer, image, time, layout)
 
 
-def flow(transformer: FluxTransformer2DModel, batch: Batch, image: Tensor, time: Tensor) -> tuple[Layout, Tensor]:
-    """Embedded image rows through all blocks."""
+def flow(transformer: FluxTransformer2DModel, batch: FluxBatch, image: Tensor, time: Tensor) -> tuple[Layout, Tensor]:
+    """Send embedded image rows through all blocks."""
     text = batch.text
     doubles, singles = transformer.transformer_blocks, transformer.single_transformer_blocks
     layout = batch.layout
@@ -55,8 +57,8 @@ def flow(transformer: FluxTransformer2DModel, batch: Batch, image: Tensor, time:
     return batch.turn(layout, image, len(doubles) + len(singles))
 
 
-def observe(transformer: FluxTransformer2DModel, batch: Batch, kind: Kind) -> Iterator[Tensor]:
-    """What activations keep of each block [2 or 1, image tokens, width], from a dense pass."""
+def observe(transformer: FluxTransformer2DModel, batch: FluxBatch, kind: Kind) -> Iterator[Tensor]:
+    """Yield what activations keep of each block [2 or 1, image tokens, width], from a dense pass."""
     time, layout = embed_time(transformer, batch), batch.layout
     _, rotary = layout.part(layout.rotary.split(layout.num_joint))
     for block, image in walk(transformer, batch, time):
@@ -64,14 +66,14 @@ def observe(transformer: FluxTransformer2DModel, batch: Batch, kind: Kind) -> It
             yield image[None]
         else:
             keys = reserve_keys(block, len(image), image)
-            project_keys(block, image, time, rotary, layout.image_rows, keys)
+            project_keys(block, image, time, rotary, layout.image_owners, keys)
             yield keys.flatten(2)
 
 
-def walk(transformer: FluxTransformer2DModel, batch: Batch, time: Tensor) -> Iterator[tuple[Block, Tensor]]:
-    """Every block and the image rows that go into it, all dense."""
+def walk(transformer: FluxTransformer2DModel, batch: FluxBatch, time: Tensor) -> Iterator[tuple[Block, Tensor]]:
+    """Yield every block with the image rows that go into it, in a dense pass."""
     layout = batch.layout
-    text, image = batch.text, transformer.x_embedder(batch.image)
+    text, image = batch.text, embed_image(transformer, batch)
     for block in transformer.transformer_blocks:
         yield block, image
         text, image = double_block(block, text, image, time, layout, reserve(block, layout, text))
@@ -86,14 +88,20 @@ def num_blocks(transformer: FluxTransformer2DModel) -> int:
 
 
 def embed_prompt(transformer: FluxTransformer2DModel, sequence: Tensor) -> Tensor:  # [text tokens, width]
-    embedded: Tensor = transformer.context_embedder(sequence)
-    return embedded
+    """Embed the text of a single branch."""
+    return linear(transformer.context_embedder, sequence, Owners(per_branch=len(sequence)))
 
 
-def embed_time(transformer: FluxTransformer2DModel, batch: Batch) -> Tensor:
-    """What modulates every block [branches, width]: as it goes into their linear layers."""
+def embed_image(transformer: FluxTransformer2DModel, batch: FluxBatch) -> Tensor:  # [image tokens, width]
+    return linear(transformer.x_embedder, batch.image, batch.layout.image_owners)
+
+
+def embed_time(transformer: FluxTransformer2DModel, batch: FluxBatch) -> Tensor:
+    """The input of every block's modulation layer [branches, width]."""
     dtype = batch.text.dtype
-    timestep = (batch.sigma * 1000).to(dtype) / 1000 * 1000  # there and back, to round as the stock pipeline does
+    timestep = (
+        (batch.sigma * 1000).to(dtype) / 1000 * 1000
+    )  # scaled back and forth, to round as the stock pipeline does
     columns = [timestep, batch.guidance.to(dtype) * 1000] if transformer.config.guidance_embeds else [timestep]
     return F.silu(transformer.time_text_embed(*columns, batch.pooled))
 
@@ -104,66 +112,74 @@ def embed_positions(transformer: FluxTransformer2DModel, num_text: int, grid: tu
     positions = torch.zeros(num_text + num_rows * num_columns, 3, device=transformer.context_embedder.weight.device)
     positions[num_text:, 1] = torch.arange(num_rows).repeat_interleave(num_columns)
     positions[num_text:, 2] = torch.arange(num_columns).repeat(num_rows)
-    cos, sin = transformer.pos_embed(positions)  # each value stands twice, for the real and the imaginary channel
+    cos, sin = transformer.pos_embed(positions)  # each value appears twice, for the real and the imaginary channel
     return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
 
 def double_block(
     block: FluxTransformerBlock, text: Tensor, image: Tensor, time: Tensor, layout: Layout, heads: Heads
 ) -> tuple[Tensor, Tensor]:
-    attn, text_rows, image_rows = block.attn, layout.text_rows, layout.image_rows
-    text_in, text_mod = modulated(block.norm1_context, text, time, text_rows)
-    image_in, image_mod = modulated(block.norm1, image, time, image_rows)
+    attn, text_owners, image_owners = block.attn, layout.text_owners, layout.image_owners
+    text_in, text_mod = modulated(block.norm1_context, text, time, layout.text_rows)
+    image_in, image_mod = modulated(block.norm1, image, time, layout.image_rows)
 
-    added = attn.add_q_proj(text_in), attn.add_k_proj(text_in), attn.add_v_proj(text_in)
-    place(Projected(*added, attn.norm_added_q, attn.norm_added_k), layout.rotary, layout.text_places, heads)
-    own = attn.to_q(image_in), attn.to_k(image_in), attn.to_v(image_in)
-    place(Projected(*own, attn.norm_q, attn.norm_k), layout.rotary, layout.image_places, heads)
+    q, k, v = project((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), text_in, text_owners)
+    place(Projected(q, k, v, attn.norm_added_q, attn.norm_added_k), layout.rotary, layout.text_places, heads)
+    q, k, v = project((attn.to_q, attn.to_k, attn.to_v), image_in, image_owners)
+    place(Projected(q, k, v, attn.norm_q, attn.norm_k), layout.rotary, layout.image_places, heads)
     text_out, image_out = layout.part(attend(heads, layout))
 
-    text = feed_forward(block.norm2_context, block.ff_context, text, attn.to_add_out(text_out), text_mod, text_rows)
-    image = feed_forward(block.norm2, block.ff, image, attn.to_out[0](image_out), image_mod, image_rows)
+    text_out = linear(attn.to_add_out, text_out, text_owners)
+    text = feed_forward_gated(block.norm2_context, block.ff_context, text, text_out, text_mod, text_owners)
+    image_out = linear(attn.to_out[0], image_out, image_owners)
+    image = feed_forward_gated(block.norm2, block.ff, image, image_out, image_mod, image_owners)
     return text, image
 
 
 def single_block(
     block: FluxSingleTransformerBlock, joint: Tensor, time: Tensor, layout: Layout, heads: Heads
 ) -> Tensor:
-    attn, rows, width = block.attn, layout.joint_rows, joint.shape[1]
-    joint_in, [gate] = modulated(block.norm, joint, time, rows)
+    attn, owners, width = block.attn, layout.joint_owners, joint.shape[1]
+    joint_in, [gate] = modulated(block.norm, joint, time, layout.joint_rows)
 
-    own = attn.to_q(joint_in), attn.to_k(joint_in), attn.to_v(joint_in)
-    place(Projected(*own, attn.norm_q, attn.norm_k), layout.rotary, layout.joint_places, heads)
+    q, k, v = project((attn.to_q, attn.to_k, attn.to_v), joint_in, owners)
+    place(Projected(q, k, v, attn.norm_q, attn.norm_k), layout.rotary, layout.joint_places, heads)
     both = joint.new_empty(len(joint), block.proj_out.in_features)  # attended, then hidden
     torch.cat(attend(heads, layout), out=both[:, :width])
-    gelu_into(block.proj_mlp(joint_in), both[:, width:])
-    return add_gated(joint, gate, block.proj_out(both), rows)
+    gelu_into(linear(block.proj_mlp, joint_in, owners), both[:, width:])
+    return add_gated(joint, gate, linear(block.proj_out, both, owners), layout.joint_rows)
+
+
+def project(layers: Sequence[nn.Module], rows: Tensor, owners: Owners | None) -> list[Tensor]:
+    """The same rows through several layers."""
+    return [linear(layer, rows, owners) for layer in layers]
 
 
 def unembed(transformer: FluxTransformer2DModel, image: Tensor, time: Tensor, layout: Layout) -> Tensor:
     norm = transformer.norm_out
-    scale, shift = norm.linear(time).chunk(2, dim=1)
-    out: Tensor = transformer.proj_out(norm_modulate(image, shift, scale, layout.image_rows, norm.norm.eps))
-    return out
+    scale, shift = linear(norm.linear, time, EACH_BRANCH).chunk(2, dim=1)
+    normed = norm_modulate(image, shift, scale, layout.image_rows, norm.norm.eps)
+    return linear(transformer.proj_out, normed, layout.image_owners)
 
 
 def modulated(norm: AdaLayerNormZero, x: Tensor, time: Tensor, rows: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
-    """What goes into a block, and the columns [branches, width] of what follows in it; a lone branch needs no rows."""
-    shift, scale, *others = norm.linear(time).split(x.shape[1], dim=1)
+    """Return the block's input, and the columns [branches, width] that modulate the rest of it. Rows give the branch of
+    each token; a template's own tokens have none, and a single time."""
+    shift, scale, *others = linear(norm.linear, time, None if rows is None else EACH_BRANCH).split(x.shape[1], dim=1)
     return norm_modulate(x, shift, scale, rows, norm.norm.eps), others
 
 
-def feed_forward(
-    norm: nn.LayerNorm, ff: nn.Module, x: Tensor, attended: Tensor, mod: Sequence[Tensor], rows: Tensor
+def feed_forward_gated(
+    norm: nn.LayerNorm, ff: nn.Module, x: Tensor, attended: Tensor, mod: Sequence[Tensor], owners: Owners
 ) -> Tensor:
     gate_attended, shift, scale, gate = mod
-    x, inner = add_norm_modulate(x, gate_attended, attended, shift, scale, rows, norm.eps)
-    return add_gated(x, gate, ff(inner), rows)
+    x, inner = add_norm_modulate(x, gate_attended, attended, shift, scale, owners.index, norm.eps)
+    return add_gated(x, gate, feed_forward(ff, inner, owners), owners.index)
 
 
-def recall(block: Block, index: int, batch: Batch, layout: Layout) -> Heads:
-    """Heads that hold K and V of the tokens that do not flow. Both branches of a job read the same: a template is
-    registered once, with the empty prompt."""
+def recall(block: Block, index: int, batch: FluxBatch, layout: Layout) -> Heads:
+    """Reserve heads and fill in K and V of the tokens that are not computed. Both branches of a job read the same rows:
+    a template is registered once, with the empty prompt."""
     heads = reserve(block, layout, batch.text)
     if not any(layout.cached):
         return heads
@@ -177,11 +193,11 @@ def recall(block: Block, index: int, batch: Batch, layout: Layout) -> Heads:
     return heads
 
 
-def recall_one(block: Block, batch: Batch, job: int, source: RowSource, keys: Tensor) -> None:
-    """K and V [2, image tokens, heads, head channels] of a job's tokens that do not flow, each at its place: as they
-    are, or projected from Y as they would have been at registration."""
+def recall_one(block: Block, batch: FluxBatch, job: int, source: RowSource, keys: Tensor) -> None:
+    """Write K and V [2, image tokens, heads, head channels] of a job's tokens that are not computed, each at its place:
+    as they are kept, or projected from Y as at registration."""
     assert source is not None
-    rest, num_all = batch.shapes[job].rest, batch.shapes[job].num_all
+    rest, num_all = batch.image_tokens[job].rest, batch.image_tokens[job].num_all
     if batch.kinds[job] == "kv":
         gather_rows(source, rest, num_all, keys.flatten(2), rest)
         return
@@ -197,16 +213,17 @@ def project_keys(
     image: Tensor,
     time: Tensor,
     rotary: Tensor,
-    image_rows: Tensor | None,
+    owners: Owners | None,
     keys: Tensor,
     places: HeadPlaces | None = None,
 ) -> None:
-    """Writes K and V [2, image tokens, heads, head channels] of image rows that go into a block."""
+    """Write K and V [2, image tokens, heads, head channels] of image rows that go into a block. A template's own rows
+    have no owners."""
     attn = block.attn
-    norm = block.norm1 if hasattr(block, "norm1") else block.norm  # of a double, of a single block
-    image_in, _ = modulated(norm, image, time, image_rows)
-    projected = Projected(None, attn.to_k(image_in), attn.to_v(image_in), attn.norm_q, attn.norm_k)
-    place(projected, rotary, places, Heads(None, keys))
+    norm = block.norm1 if hasattr(block, "norm1") else block.norm  # of a double or of a single block
+    image_in, _ = modulated(norm, image, time, owners.index if owners else None)
+    k, v = project((attn.to_k, attn.to_v), image_in, owners)
+    place(Projected(None, k, v, attn.norm_q, attn.norm_k), rotary, places, Heads(None, keys))
 
 
 def reserve(block: Block, layout: Layout, like: Tensor) -> Heads:
@@ -220,7 +237,7 @@ def reserve_keys(block: Block, num_keys: int, like: Tensor) -> Tensor:
 
 
 def attend(heads: Heads, layout: Layout) -> list[Tensor]:
-    """Of each branch [joint tokens, width]"""
+    """Return the attended tokens per branch [joint tokens, width]."""
     assert heads.q is not None
     k, v = heads.keys
     parts = zip(heads.q.split(layout.num_joint), k.split(layout.num_keys), v.split(layout.num_keys), strict=True)
@@ -233,7 +250,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [tokens, heads, he
 
 
 def describe(transformer: FluxTransformer2DModel) -> NetworkShape:
-    """What embeds tokens counts with the first block, what makes velocities of them with the last."""
+    """Describe the network as numbers; embedding counts with the first block, unembedding with the last."""
     doubles = [describe_double(block) for block in transformer.transformer_blocks]
     blocks = [*doubles, *(describe_single(block) for block in transformer.single_transformer_blocks)]
     blocks[0] = replace(blocks[0], per_token=blocks[0].per_token + products(transformer.x_embedder))

@@ -1,4 +1,4 @@
-"""diffusers' convolutional residual block, its norms and biases fused with what stands around them."""
+"""diffusers' convolutional residual block, with norms and biases fused into neighbouring launches."""
 
 import torch.nn.functional as F
 from diffusers.models.resnet import ResnetBlock2D
@@ -7,15 +7,19 @@ from torch import Tensor, nn
 from instgenie.kernels.add import add_bias
 from instgenie.kernels.group_norm import group_norm
 from instgenie.kernels.switch import runs_fused
+from instgenie.models.layers.linear import EACH_BRANCH, Owners, linear
 
 
 def convolve(resnet: ResnetBlock2D, x: Tensor, active: Tensor | None = None) -> Tensor:
-    """A plain block. Active [pictures, width] is the embedded time, where there is one, as linear layers read it.
+    """Run a plain block. `active` [pictures, width] is the embedded time, where there is one, as linear layers read it.
 
-    torch adds the bias of a convolution behind it, in a launch that reads and writes the whole picture. Where kernels
-    run, the norm adds that of the first one with the time, and the sum at the end that of the second.
+    torch adds the bias of a convolution in a launch of its own that reads and writes the whole picture. Where kernels
+    run, the norm adds the first convolution's bias together with the time, and the final sum adds the second's.
     """
-    column = None if resnet.time_emb_proj is None else resnet.time_emb_proj(active)
+    column = None
+    if resnet.time_emb_proj is not None:
+        assert active is not None
+        column = linear(resnet.time_emb_proj, active, EACH_BRANCH)
     first, second, shortcut = resnet.conv1, resnet.conv2, resnet.conv_shortcut
     if not runs_fused(x):
         inner = first(group_norm(x, resnet.norm1, activates=True))
@@ -29,14 +33,10 @@ def convolve(resnet: ResnetBlock2D, x: Tensor, active: Tensor | None = None) -> 
 
 
 def go_around(shortcut: nn.Conv2d, x: Tensor) -> Tensor:
-    tokens = x.permute(0, 2, 3, 1)
-    out: Tensor = as_product(shortcut, tokens.flatten(0, 2)).unflatten(0, tokens.shape[:3])
+    pixels = x.permute(0, 2, 3, 1)
+    owners = Owners(per_branch=x.shape[2] * x.shape[3])
+    out: Tensor = linear(shortcut, pixels.flatten(0, 2), owners).unflatten(0, pixels.shape[:3])
     return out.permute(0, 3, 1, 2)
-
-
-def as_product(conv: nn.Conv2d, tokens: Tensor) -> Tensor:  # [tokens, channels]
-    """A convolution of one by one, with its bias in the same launch."""
-    return F.linear(tokens, conv.weight.flatten(1), conv.bias)
 
 
 def without_bias(conv: nn.Conv2d, x: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ def without_bias(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def is_plain(resnet: nn.Module) -> bool:
-    """As in every Stable Diffusion and in its autoencoders; diffusers knows others, adapters wrap convolutions, and
-    some make them go around the picture's edge."""
+    """True for blocks as in every Stable Diffusion and its autoencoders. Others of diffusers' blocks, convolutions that
+    an adapter wraps and convolutions that wrap around the picture's edge are not plain."""
     return (
         isinstance(resnet, ResnetBlock2D)
         and type(resnet.conv1) is type(resnet.conv2) is nn.Conv2d

@@ -5,7 +5,7 @@ UNets have no guidance embedding: `guidance` is the scale of classifier-free gui
 value of 1 or less turns it off. A `true_guidance` above 1 means the same and takes precedence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -22,19 +22,12 @@ from instgenie.cost.network import NetworkShape
 from instgenie.errors import EditError
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import Schedule, ddim_schedule, euler_schedule
 from instgenie.models.model import Keep, Model, pack_latents, tokenize
-from instgenie.models.unet.network import (
-    Group,
-    Places,
-    Watch,
-    cross,
-    describe,
-    find_places,
-    group_jobs,
-    predict,
-    transformers,
-)
+from instgenie.models.packed import PackedBatch
+from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
+from instgenie.models.unet.network import Recorder, cross, describe, find_positions, predict, transformers
 from instgenie.types import Edit
 
 MAX_CAPTURED = 16
@@ -122,11 +115,11 @@ class UnetModel(Model):
         return torch.cat([pack_latents(mask, self.latents_per_token), tokens], dim=1)
 
     @cached_property
-    def places(self) -> Places:
-        return find_places(self.unet)
+    def positions(self) -> Positions:
+        return find_positions(self.unet)
 
     @cached_property
-    def cross(self) -> Callable[[tuple[Branch, ...]], tuple[Tensor, ...]]:
+    def cross(self) -> Cross:
         """K and V of the prompts of a batch, cached: the same jobs usually stay together for many steps."""
         return lru_cache(maxsize=4)(partial(cross, self.unet))
 
@@ -137,16 +130,17 @@ class UnetModel(Model):
             groups.setdefault((job.grid, any(job.present_plan)), []).append(job)
         return list(groups.values())
 
-    def pack(self, jobs: Sequence[Job], pads: bool = False) -> Group:
-        return group_jobs(jobs, self.places, self.cross, self.pixels_per_latent, pads)
+    def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> UnetBatch:
+        return pack(jobs, self.positions, self.cross, self.pixels_per_latent, pads, rows)
 
-    def run(self, packed: Group) -> Tensor:
+    def run(self, packed: PackedBatch) -> Tensor:
+        assert isinstance(packed, UnetBatch)
         prefers_flash = self.device.type == "cuda" and len(packed.sample) <= MAX_FLASH
         with sdpa_kernel(FLASH) if prefers_flash else nullcontext():
-            return predict(self.unet, self.places, packed)
+            return predict(self.unet, self.positions, packed)
 
     def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
-        predict(self.unet, self.places, self.pack(jobs), Watch(kind, keep))
+        predict(self.unet, self.positions, self.pack(jobs), Recorder(kind, keep))
 
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:
         return torch.empty(len(jobs), 0, dtype=self.dtype, device=self.device)

@@ -1,24 +1,21 @@
 """Stable Diffusion's UNets over jobs: walks the sub-modules of diffusers' UNet2DConditionModel, block by block.
 
-Knows how such a UNet computes; owns no weights and no state. Two parts that meet in `transform` alone:
-the convolutional part (resnets, resampling) sees whole pictures of one size, one for each branch; the ragged part (the
+Knows how such a UNet computes; owns no weights and no state. It has two parts that meet in `transform` alone: the
+convolutional part (resnets, resampling) sees whole pictures of one size, one per branch; the ragged part (the
 transformers at every level) sees packed tokens. Channels lie last in memory, so that a picture and its tokens are two
-views of one tensor. Through a cached block only the masked tokens of its level flow: attention reads keys of all
-tokens, each at its own place, and what leaves the transformer for the convolutions is filled up with what left it at
-registration.
+views of one tensor. A cached block computes only the masked tokens of its level: attention reads keys of all tokens,
+each at its own place, and the output of the transformer is completed with the output kept at registration.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
-from diffusers.models.activations import GEGLU
-from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -26,179 +23,57 @@ from torch import Tensor, nn
 
 from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.jobs.activations import Kind
-from instgenie.jobs.job import Branch, Job, JobRows, Rows
+from instgenie.jobs.job import Branch
+from instgenie.jobs.rows import BatchRows
 from instgenie.kernels.fill import fill_rows
-from instgenie.kernels.geglu import geglu
 from instgenie.kernels.group_norm import group_norm
 from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
+from instgenie.models.layers.feed_forward import feed_forward
+from instgenie.models.layers.linear import Owners, linear
 from instgenie.models.layers.products import products
-from instgenie.models.layers.resnet import as_product, is_plain
 from instgenie.models.layers.resnet import convolve as convolve_plain
-from instgenie.models.unet.flow import Flow, FlowKey, attend, bounds_of_keys, lay_out_all
+from instgenie.models.layers.resnet import is_plain
+from instgenie.models.unet.attention import attend
+from instgenie.models.unet.batch import Positions, TransformerPosition, UnetBatch
+from instgenie.models.unet.layout import LevelLayout
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in the pass a transformer stands."""
-
-    block: int  # its first, counted as plans count
-    index: int  # of what activations keep of that block
-    num_blocks: int
-    side: int  # of the square of tokens that one of its tokens stands for
-
-
-Places: TypeAlias = dict[Transformer2DModel, Place]
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Hands over what activations keep, in the order of the pass."""
+class Recorder:
+    """Receives what activations keep, in the order of the pass."""
 
     kind: Kind
     keep: Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """One step of jobs of one size; every branch is a picture of its own."""
-
-    jobs: tuple[Job, ...]
-    kinds: tuple[Kind | None, ...]  # of each branch, of the activations it reads
-    cached: tuple[tuple[bool, ...], ...]  # of each block, of each branch
-    sample: Tensor  # [branches, latent + conditioning channels, rows, columns]
-    timestep: Tensor  # [branches]
-    pooled: Tensor  # [branches, pooled channels]
-    sizes: Tensor  # [branches, 6], original height and width, crop from top and left, target height and width
-    crossed: tuple[Tensor, ...]  # of each block, K and V of the text [2, branches, text tokens, width]
-    flows: Mapping[FlowKey, Flow]
-    key_bounds: Mapping[int, Tensor]  # by the number of keys of a branch [branches + 1]
-    rows: Rows  # of the branches' activations
-
-    def flow(self, block: int, num_all: int) -> Flow:
-        return self.flows[num_all, self.cached[block]]
-
-    @property
-    def signature(self) -> Hashable:
-        """Groups of one signature differ in nothing but the values of their columns and rows."""
-        counts = tuple((key, flow.num_flowing, flow.is_even) for key, flow in self.flows.items())
-        return self.sample.shape, self.crossed[0].shape, self.kinds, self.cached, counts
-
-    @property
-    def columns(self) -> dict[str, Tensor]:
-        """All that one pass reads, but for rows."""
-        found = {name: getattr(self, name) for name in ("sample", "timestep", "pooled", "sizes")}
-        found |= {f"crossed {block}": keys for block, keys in enumerate(self.crossed)}
-        found |= {f"bounds of {num_keys}": bounds for num_keys, bounds in self.key_bounds.items()}
-        for number, flow in enumerate(self.flows.values()):
-            found |= {f"{name} {number}": column for name, column in flow.columns.items()}
-        return found
-
-    def over(self, columns: Mapping[str, Tensor], rows: Rows) -> "Group":
-        """The same pass over other tensors."""
-        flows = {
-            key: flow.over({name: columns[f"{name} {number}"] for name in flow.columns})
-            for number, (key, flow) in enumerate(self.flows.items())
-        }
-        bounds = {num_keys: columns[f"bounds of {num_keys}"] for num_keys in self.key_bounds}
-        crossed = tuple(columns[f"crossed {block}"] for block in range(len(self.crossed)))
-        own: dict[str, Any] = {name: columns[name] for name in ("sample", "timestep", "pooled", "sizes")}
-        return replace(self, jobs=(), crossed=crossed, flows=flows, key_bounds=bounds, rows=rows, **own)
-
-    @property
-    def readers(self) -> list[tuple[Job, int]]:
-        """Whose rows are read, and of which branch; one for each of the pass's branches."""
-        return [(job, branch) for job in self.jobs for branch in range(len(job.branches))]
-
-    def deal(self, predicted: Tensor) -> list[list[Tensor]]:
-        """[branches, channels, rows, columns] -> to each job, of each branch, [tokens, channels]"""
-        branches = iter(predicted.permute(0, 2, 3, 1).flatten(1, 2))
-        return [[next(branches) for _ in job.branches] for job in self.jobs]
-
-
-@dataclass(frozen=True, eq=False)
 class Pass:
     """What every part of one pass reads."""
 
-    group: Group
-    places: Places
+    batch: UnetBatch
+    positions: Positions
     time: Tensor  # [branches, width]
-    active: Tensor  # [branches, width], as it goes into linear layers
-    watch: Watch | None = None
-
-
-def group_jobs(
-    jobs: Sequence[Job],
-    places: Places,
-    cross: Callable[[tuple[Branch, ...]], tuple[Tensor, ...]],
-    pixels_per_latent: int,
-    pads: bool = False,
-) -> Group:
-    """Jobs of one size. Where it pads, as many masked tokens flow as of many other masks: one of them flows several
-    times."""
-    members = [(job, branch) for job in jobs for branch in range(len(job.branches))]
-    branches = tuple(job.branches[branch] for job, branch in members)
-    device, dtype = branches[0].text.device, branches[0].text.dtype
-    height, width = (side * pixels_per_latent for side in jobs[0].grid)
-    num_blocks = sum(place.num_blocks for place in places.values())
-    plans = [job.present_plan or (False,) * num_blocks for job, _ in members]
-    cached = tuple(zip(*plans, strict=True))
-    flows = lay_out_all([job for job, _ in members], flow_keys(places, cached, len(jobs[0].masked)), pads)
-    key_counts = {len(branches[0].text), *(num_all for num_all, _ in flows)}
-    return Group(
-        jobs=tuple(jobs),
-        kinds=tuple(
-            job.activations.kind if job.activations and any(plan) else None
-            for (job, _), plan in zip(members, plans, strict=True)
-        ),
-        cached=cached,
-        sample=torch.stack([seen for job in jobs for seen in [see(job)] * len(job.branches)])
-        .to(dtype)
-        .permute(0, 3, 1, 2),
-        timestep=torch.stack([job.timestep for job, _ in members]),
-        pooled=torch.stack([branch.pooled for branch in branches]),
-        sizes=size_numbers(height, width, device, dtype).expand(len(members), 6),
-        crossed=cross(branches),
-        flows=flows,
-        key_bounds={num_keys: bounds_of_keys(len(members), num_keys, device) for num_keys in key_counts},
-        rows=JobRows(tuple(members)),
-    )
-
-
-@lru_cache(maxsize=16)  # a copy to the device waits for it
-def size_numbers(height: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:  # [1, 6]
-    return torch.tensor([[height, width, 0, 0, height, width]], device=device, dtype=dtype)
-
-
-def see(job: Job) -> Tensor:  # [rows, columns, latent + conditioning channels]
-    tokens = torch.cat([job.schedule.scaled(job.latents, job.step), job.conditioning], dim=1)
-    return tokens.view(*job.grid, -1)
+    active: Tensor  # [branches, width], the input of linear layers
+    recorder: Recorder | None = None
 
 
 def cross(unet: UNet2DConditionModel, branches: tuple[Branch, ...]) -> tuple[Tensor, ...]:
     """K and V of the text in every block [2, branches, text tokens, width]: the same at all steps."""
     text = torch.stack([branch.text for branch in branches])
+    owners = Owners(per_branch=text.shape[1])
     attentions = [block.attn2 for transformer in transformers(unet) for block in transformer.transformer_blocks]
-    return tuple(torch.stack([attn.to_k(text), attn.to_v(text)]) for attn in attentions)
+    return tuple(torch.stack([linear(layer, text, owners) for layer in (attn.to_k, attn.to_v)]) for attn in attentions)
 
 
-def flow_keys(places: Places, cached: tuple[tuple[bool, ...], ...], num_tokens: int) -> list[FlowKey]:
-    """The flows of all blocks, each once."""
-    return list(
-        dict.fromkeys(
-            (num_tokens // place.side**2, cached[block])
-            for place in places.values()
-            for block in range(place.block, place.block + place.num_blocks)
-        )
-    )
-
-
-def predict(unet: UNet2DConditionModel, places: Places, group: Group, watch: Watch | None = None) -> Tensor:
+def predict(
+    unet: UNet2DConditionModel, positions: Positions, batch: UnetBatch, recorder: Recorder | None = None
+) -> Tensor:
     """[branches, channels, rows, columns]"""
-    time = embed_time(unet, group)
-    run = Pass(group, places, time, F.silu(time), watch)
-    x = unet.conv_in(group.sample)
+    time = embed_time(unet, batch)
+    run = Pass(batch, positions, time, F.silu(time), recorder)
+    x = unet.conv_in(batch.sample)
     skips = [x]
     for block in unet.down_blocks:
         x = down(block, x, run, skips)
@@ -212,9 +87,9 @@ def predict(unet: UNet2DConditionModel, places: Places, group: Group, watch: Wat
     return out
 
 
-def embed_time(unet: UNet2DConditionModel, group: Group) -> Tensor:  # [branches, width]
-    embedded: Tensor = unet.time_embedding(unet.get_time_embed(group.sample, group.timestep))
-    added = unet.get_aug_embed(embedded, None, {"text_embeds": group.pooled, "time_ids": group.sizes})
+def embed_time(unet: UNet2DConditionModel, batch: UnetBatch) -> Tensor:  # [branches, width]
+    embedded: Tensor = unet.time_embedding(unet.get_time_embed(batch.sample, batch.timestep))
+    added = unet.get_aug_embed(embedded, None, {"text_embeds": batch.pooled, "time_ids": batch.sizes})
     return embedded if added is None else embedded + added
 
 
@@ -247,7 +122,7 @@ def up(block: UnetBlock, x: Tensor, run: Pass, skips: list[Tensor]) -> Tensor:
 
 
 def pairs(block: UnetBlock) -> Iterator[tuple[nn.Module, Transformer2DModel | None]]:
-    """Resnets, each with the transformer behind it where the level has any."""
+    """Yield the resnets, each with the transformer behind it where the level has any."""
     transformers = getattr(block, "attentions", None) or [None] * len(block.resnets)
     return zip(block.resnets, transformers, strict=True)
 
@@ -260,21 +135,21 @@ def convolve(resnet: ResnetBlock2D, x: Tensor, run: Pass) -> Tensor:
 
 
 def transformers(unet: UNet2DConditionModel) -> list[Transformer2DModel]:
-    """In the order of the pass."""
+    """All transformers, in the order of the pass."""
     blocks = (*unet.down_blocks, unet.mid_block, *unet.up_blocks)
     return [transformer for block in blocks for transformer in getattr(block, "attentions", ())]
 
 
-def find_places(unet: UNet2DConditionModel) -> Places:
+def find_positions(unet: UNet2DConditionModel) -> Positions:
     found = [
         (transformer, len(transformer.transformer_blocks), side)
         for block, side in with_sides(unet)
         for transformer in getattr(block, "attentions", ())
     ]
     firsts = accumulate((num_blocks for _, num_blocks, _ in found), initial=0)
-    # behind the blocks of each transformer, activations keep one thing more: what left it
+    # after the blocks of each transformer, activations keep its output too
     return {
-        transformer: Place(block, block + before, num_blocks, side)
+        transformer: TransformerPosition(block, block + before, num_blocks, side)
         for before, ((transformer, num_blocks, side), block) in enumerate(zip(found, firsts, strict=False))
     }
 
@@ -283,106 +158,97 @@ def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> T
     """The ragged part, between two convolutions [branches, channels, rows, columns]."""
     if transformer is None:
         return x
-    group, place = run.group, run.places[transformer]
+    batch, position, recorder = run.batch, run.positions[transformer], run.recorder
     num_branches, channels, *grid = x.shape
     num_all = x.shape[2] * x.shape[3]
-    flow = group.flow(place.block, num_all)
-    tokens = project(transformer.proj_in, enter(transformer.norm, x, flow))
+    layout = batch.layout(position.block, num_all)
+    tokens = linear(transformer.proj_in, enter(transformer.norm, x, layout), layout.owners)
     for offset, block in enumerate(transformer.transformer_blocks):
-        index = place.index + offset
-        flow, tokens = turn(flow, group.flow(place.block + offset, num_all), tokens, group.rows, index)
-        if run.watch:
-            run.watch.keep(keep_block(block, tokens, run.watch.kind).unflatten(1, (num_branches, -1)).transpose(0, 1))
-        tokens = transformer_block(block, tokens, group, flow, place.block + offset, index)
-    leaving = make_whole(flow, project(transformer.proj_out, tokens), group.rows, place.index + place.num_blocks)
-    if run.watch:
-        run.watch.keep(leaving[:, None])
+        place = position.place + offset
+        layout, tokens = turn(layout, batch.layout(position.block + offset, num_all), tokens, batch.rows, place)
+        if recorder:
+            kept = keep_block(block, tokens, recorder.kind, layout.owners)
+            recorder.keep(kept.unflatten(1, (num_branches, -1)).transpose(0, 1))
+        tokens = transformer_block(block, tokens, batch, layout, position.block + offset, place)
+    leaving = linear(transformer.proj_out, tokens, layout.owners)
+    leaving = make_whole(layout, leaving, batch.rows, position.place + position.num_blocks)
+    if recorder:
+        recorder.keep(leaving[:, None])
     return x + leaving.view(num_branches, *grid, channels).permute(0, 3, 1, 2)
 
 
-def enter(norm: nn.GroupNorm, x: Tensor, flow: Flow) -> Tensor:
-    """[branches, channels, rows, columns] -> the flowing tokens [flowing tokens, channels], normed"""
-    normed = group_norm(x, norm, index=flow.index)
-    return normed.permute(0, 2, 3, 1).flatten(0, 2) if flow.index is None else normed
+def enter(norm: nn.GroupNorm, x: Tensor, layout: LevelLayout) -> Tensor:
+    """[branches, channels, rows, columns] -> the computed tokens [computed tokens, channels], normed"""
+    normed = group_norm(x, norm, index=layout.index)
+    return normed.permute(0, 2, 3, 1).flatten(0, 2) if layout.index is None else normed
 
 
-def turn(flow: Flow, to: Flow, tokens: Tensor, rows: Rows, index: int) -> tuple[Flow, Tensor]:
-    """The flow of a block and the tokens in it: where a job's plan turns, its unmasked tokens leave, or come back from
-    the activations."""
-    if flow is to:
-        return flow, tokens
-    whole = make_whole(flow, tokens, rows, index, to.cached).flatten(0, 1)
+def turn(
+    layout: LevelLayout, to: LevelLayout, tokens: Tensor, rows: BatchRows, place: int
+) -> tuple[LevelLayout, Tensor]:
+    """Return the layout of a block and the tokens in it: where a job's plan turns, its unmasked tokens leave, or come
+    back from the activations."""
+    if layout is to:
+        return layout, tokens
+    whole = make_whole(layout, tokens, rows, place, to.cached).flatten(0, 1)
     return to, whole if to.index is None else whole[to.index]
 
 
 def make_whole(
-    flow: Flow, tokens: Tensor, rows: Rows, index: int, still_cached: tuple[bool, ...] | None = None
+    layout: LevelLayout, tokens: Tensor, rows: BatchRows, place: int, still_cached: tuple[bool, ...] | None = None
 ) -> Tensor:
-    """[flowing tokens, channels] -> [branches, all tokens, channels]; the others from the activations, but for branches
-    that stay cached, of which anything may stand there."""
-    if flow.origin is None:
-        return tokens.reshape(flow.num_branches, flow.num_all, -1)
-    whole = tokens.new_empty(1, flow.num_branches, flow.num_all, tokens.shape[1])
-    stays = still_cached or (False,) * flow.num_branches
-    wanted = [narrow and not stay for narrow, stay in zip(flow.cached, stays, strict=True)]
-    fill_rows(rows.at(index, wanted), flow.origin, [tokens], whole)
+    """[computed tokens, channels] -> [branches, all tokens, channels]. The other tokens come from the activations; in
+    branches that stay cached they are left uninitialised."""
+    if layout.origin is None:
+        return tokens.reshape(layout.num_branches, layout.num_all, -1)
+    whole = tokens.new_empty(1, layout.num_branches, layout.num_all, tokens.shape[1])
+    stays = still_cached or (False,) * layout.num_branches
+    wanted = [narrow and not stay for narrow, stay in zip(layout.cached, stays, strict=True)]
+    fill_rows(rows.at(place, wanted), layout.origin, [tokens], whole)
     return whole[0]
 
 
-def project(layer: nn.Module, tokens: Tensor) -> Tensor:
-    """Linear, or a convolution of one by one, over packed tokens [tokens, channels]."""
-    projected: Tensor = as_product(layer, tokens) if isinstance(layer, nn.Conv2d) else layer(tokens)
-    return projected
-
-
 def transformer_block(
-    block: BasicTransformerBlock, tokens: Tensor, group: Group, flow: Flow, number: int, index: int
+    block: BasicTransformerBlock, tokens: Tensor, batch: UnetBatch, layout: LevelLayout, number: int, place: int
 ) -> Tensor:
-    """[flowing tokens, width]; the number counts as plans do, the index as activations."""
+    """[computed tokens, width]; plans count the block as `number`, activations as `place`."""
     inner = layer_norm(tokens, block.norm1)
-    k, v = find_keys(block, tokens, inner, group, flow, index)
-    attended = attend_heads(block.attn1, inner, k, v, group, flow)
+    k, v = find_keys(block, tokens, inner, batch, layout, place)
+    attended = attend_heads(block.attn1, inner, k, v, batch, layout)
     tokens, inner = add_layer_norm(tokens, attended, block.norm2)
-    k, v = group.crossed[number]
-    attended = attend_heads(block.attn2, inner, k, v, group, flow)
+    k, v = batch.crossed[number]
+    attended = attend_heads(block.attn2, inner, k, v, batch, layout)
     tokens, inner = add_layer_norm(tokens, attended, block.norm3)
-    return tokens + feed_forward(block.ff, inner)
+    return tokens + feed_forward(block.ff, inner, layout.owners)
 
 
-def feed_forward(ff: FeedForward, inner: Tensor) -> Tensor:
-    gate, *others = ff.net
-    fed: Tensor = geglu(gate.proj(inner)) if isinstance(gate, GEGLU) else gate(inner)
-    for layer in others:
-        fed = layer(fed)
-    return fed
-
-
-def attend_heads(attn: Attention, inner: Tensor, k: Tensor, v: Tensor, group: Group, flow: Flow) -> Tensor:
-    """Packed tokens [flowing tokens, width] to each branch's keys and values [branches, keys, width]."""
-    q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.to_q(inner), k, v))
-    out: Tensor = attn.to_out[0](attend(flow, q, k, v, group.key_bounds[k.shape[1]]).flatten(1))
-    return out
+def attend_heads(attn: Attention, inner: Tensor, k: Tensor, v: Tensor, batch: UnetBatch, layout: LevelLayout) -> Tensor:
+    """Attend from packed tokens [computed tokens, width] to each branch's keys and values [branches, keys, width]."""
+    q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (linear(attn.to_q, inner, layout.owners), k, v))
+    attended = attend(layout, q, k, v, batch.key_bounds[k.shape[1]]).flatten(1)
+    return linear(attn.to_out[0], attended, layout.owners)
 
 
 def find_keys(
-    block: BasicTransformerBlock, tokens: Tensor, inner: Tensor, group: Group, flow: Flow, index: int
+    block: BasicTransformerBlock, tokens: Tensor, inner: Tensor, batch: UnetBatch, layout: LevelLayout, place: int
 ) -> tuple[Tensor, Tensor]:
-    """K and V of all tokens, each at its place [branches, all tokens, width]. Of tokens that do not flow: as they are
-    in the activations, or projected from Y as at registration."""
-    shape = flow.num_branches, flow.num_all, tokens.shape[1]
-    if flow.origin is None:
-        return block.attn1.to_k(inner).view(shape), block.attn1.to_v(inner).view(shape)
+    """K and V of all tokens, each at its place [branches, all tokens, width]. Those of tokens that are not computed are
+    as the activations keep them, or projected from Y as at registration."""
+    shape = layout.num_branches, layout.num_all, tokens.shape[1]
+    if layout.origin is None:
+        k, v = project_keys(block, inner, layout.owners)
+        return k.view(shape), v.view(shape)
     has_kv, has_y = (
-        [narrow and kind == one for narrow, kind in zip(flow.cached, group.kinds, strict=True)] for one in ("kv", "y")
+        [narrow and kind == one for narrow, kind in zip(layout.cached, batch.kinds, strict=True)] for one in ("kv", "y")
     )
     keys = projected = tokens.new_empty(2, *shape)
     if any(has_y):
         whole = tokens.new_empty(1, *shape)
-        fill_rows(group.rows.at(index, has_y), flow.origin, [tokens], whole)
-        projected = torch.stack([part.view(shape) for part in keys_values(block, whole.view(-1, shape[2]))])
+        fill_rows(batch.rows.at(place, has_y), layout.origin, [tokens], whole)
+        inner_whole = layer_norm(whole.view(-1, shape[2]), block.norm1)
+        projected = torch.stack([k.view(shape) for k in project_keys(block, inner_whole, layout.whole_owners)])
     if any(has_kv):
-        k, v = block.attn1.to_k(inner), block.attn1.to_v(inner)
-        fill_rows(group.rows.at(index, has_kv), flow.origin, [k, v], keys)
+        fill_rows(batch.rows.at(place, has_kv), layout.origin, project_keys(block, inner, layout.owners), keys)
     if any(has_y) and any(has_kv):
         of_kv = torch.tensor(has_kv).to(tokens.device, non_blocking=True)
         keys = torch.where(of_kv[:, None, None], keys, projected)
@@ -390,18 +256,20 @@ def find_keys(
     return k, v
 
 
-def keep_block(block: BasicTransformerBlock, tokens: Tensor, kind: Kind) -> Tensor:  # [2 or 1, tokens, width]
-    return tokens[None] if kind == "y" else torch.stack(keys_values(block, tokens))
+def keep_block(block: BasicTransformerBlock, tokens: Tensor, kind: Kind, owners: Owners) -> Tensor:
+    """What activations keep of a block [2 or 1, tokens, width], from the tokens that go into it."""
+    return tokens[None] if kind == "y" else torch.stack(project_keys(block, layer_norm(tokens, block.norm1), owners))
 
 
-def keys_values(block: BasicTransformerBlock, tokens: Tensor) -> tuple[Tensor, Tensor]:  # each [tokens, width]
-    inner = layer_norm(tokens, block.norm1)
-    return block.attn1.to_k(inner), block.attn1.to_v(inner)
+def project_keys(block: BasicTransformerBlock, inner: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
+    """K and V of normed tokens, each [tokens, width]."""
+    return linear(block.attn1.to_k, inner, owners), linear(block.attn1.to_v, inner, owners)
 
 
 def describe(unet: UNet2DConditionModel) -> NetworkShape:
-    """What projects into a transformer counts with its first block, what projects out of it with its last."""
-    units = [
+    """Describe the network as numbers; the projections into and out of a transformer count with its first and its last
+    block."""
+    runs = [
         describe_transformer(transformer, side)
         for block, side in with_sides(unet)
         for transformer in getattr(block, "attentions", ())
@@ -414,12 +282,12 @@ def describe(unet: UNet2DConditionModel) -> NetworkShape:
             per_branch += products(resnet.time_emb_proj)
         per_token += sum(products(sampler) for sampler in getattr(block, "downsamplers", None) or ()) // (2 * side) ** 2
         per_token += 4 * sum(products(sampler) for sampler in getattr(block, "upsamplers", None) or ()) // side**2
-    blocks = tuple(block for unit in units for block in unit)
-    return NetworkShape(blocks, tuple(len(unit) for unit in units), per_token, per_branch)
+    blocks = tuple(block for run in runs for block in run)
+    return NetworkShape(blocks, tuple(len(run) for run in runs), per_token, per_branch)
 
 
 def with_sides(unet: UNet2DConditionModel) -> Iterator[tuple[UnetBlock, int]]:
-    """Every block of the UNet, and the side of the square of tokens that one of its tokens stands for."""
+    """Yield every block of the UNet with the side of the square of full-resolution tokens that its tokens stand for."""
     downs = [(block, 2**level) for level, block in enumerate(unet.down_blocks)]
     ups = [(block, 2**level) for level, block in enumerate(reversed(unet.up_blocks))]
     middles = [(unet.mid_block, downs[-1][1])] if unet.mid_block is not None else []

@@ -9,8 +9,9 @@ from helpers.edits import make_edit
 from helpers.names import FLUX_FAMILIES
 from torch import Tensor
 
-from instgenie.jobs.job import Branch, Job, Template, pack
+from instgenie.jobs.job import Branch, Job, Template
 from instgenie.jobs.sampler import FlowSchedule
+from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.flux.network import embed_positions, embed_prompt, velocity
 

@@ -1,0 +1,66 @@
+"""Rows of activations as jobs read them during a step. Knows jobs and their activations; knows no model.
+
+A place counts what a pass reads of activations, in the order of the pass. A reader is a job with the number of one of
+its branches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from instgenie.jobs.job import Job
+from instgenie.kernels.addresses import Addresses, RowSources
+
+RowReader: TypeAlias = tuple[Job, int]  # a job and the number of its branch
+
+
+class StepRows(Protocol):
+    """The rows that jobs read in one step."""
+
+    def read(self, job: Job, place: int, branch: int) -> Tensor:
+        """Return the rows kept at a place for the job's present step [2 or 1, tokens, width], on the job's device and
+        valid until the next place is read. Rows of tokens that are computed anyway may be left uninitialised."""
+
+
+class OwnRows:
+    """Rows straight from each job's activations, copied and unpacked when they are read, if at all."""
+
+    def read(self, job: Job, place: int, branch: int) -> Tensor:
+        assert job.activations is not None
+        return job.activations.at(job.step, place, branch, job.device)
+
+
+OWN_ROWS = OwnRows()
+
+
+class BatchRows(Protocol):
+    """The rows that the readers of one packed batch read."""
+
+    def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
+        """Return one source per reader; for readers that do not want theirs, None or any."""
+
+
+@dataclass(frozen=True, eq=False)
+class JobRows:
+    """Rows that are read job by job."""
+
+    readers: tuple[RowReader, ...]
+    step_rows: StepRows
+
+    def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
+        return [
+            self.step_rows.read(job, place, branch) if wants else None
+            for (job, branch), wants in zip(self.readers, wanted, strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows:
+    """Rows at the addresses that a table holds when they are read."""
+
+    table: Tensor  # [places, readers], int64
+
+    def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
+        return Addresses(self.table[place])

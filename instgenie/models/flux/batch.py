@@ -1,0 +1,266 @@
+"""The ragged batch of a Flux: tokens of all jobs packed into one tensor, differences between jobs as columns.
+
+Knows tokens, branches and plans; knows no prompt and no module of a model. Tokens lie one branch after the other.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from instgenie.jobs.activations import Kind
+from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.rows import OWN_ROWS, JobRows, RowReader, StepRows
+from instgenie.jobs.tokens import JobTokens, concat
+from instgenie.kernels.addresses import RowSource, RowSources
+from instgenie.kernels.gather import gather_rows
+from instgenie.kernels.heads import HeadPlaces
+from instgenie.models.layers.linear import Owners
+from instgenie.models.packed import Column, PackedBatch, Static
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which tokens a block computes and where they lie. The joint tokens of a branch are its text, then its image; rows
+    give the branch that each token belongs to, places where each token goes."""
+
+    cached: Static[tuple[bool, ...]]  # per job: True if its masked tokens are computed alone
+    num_branches: Static[tuple[int, ...]]  # per job
+    num_text: Static[tuple[int, ...]]  # per branch
+    num_image: Static[tuple[int, ...]]  # per branch
+    num_all: Static[tuple[int, ...]]  # per branch, image tokens including those that are not computed
+    rotary: Column[Tensor]  # [joint tokens, head channels / 2]
+    text_rows: Column[Tensor]  # [text tokens]
+    image_rows: Column[Tensor]  # [image tokens]
+    joint_rows: Column[Tensor]  # [joint tokens]
+    text_places: Column[HeadPlaces]
+    image_places: Column[HeadPlaces]
+    joint_places: Column[HeadPlaces]
+
+    @cached_property
+    def num_joint(self) -> tuple[int, ...]:
+        return tuple(text + image for text, image in zip(self.num_text, self.num_image, strict=True))
+
+    @cached_property
+    def num_keys(self) -> tuple[int, ...]:
+        return tuple(text + image for text, image in zip(self.num_text, self.num_all, strict=True))
+
+    @cached_property
+    def text_owners(self) -> Owners:
+        return Owners(self.text_rows)
+
+    @cached_property
+    def image_owners(self) -> Owners:
+        return Owners(self.image_rows)
+
+    @cached_property
+    def joint_owners(self) -> Owners:
+        return Owners(self.joint_rows)
+
+    @cached_property
+    def images(self) -> list[list[slice]]:
+        """Per job and branch, the slice of the keys that belongs to its image tokens, each token at its own place."""
+        ends = accumulate(self.num_keys)
+        slices = iter([slice(end - image, end) for end, image in zip(ends, self.num_all, strict=True)])
+        return [[next(slices) for _ in range(num)] for num in self.num_branches]
+
+    def join(self, text: Tensor, image: Tensor) -> Tensor:
+        """[text tokens, ...] and [image tokens, ...] -> [joint tokens, ...]"""
+        pairs = zip(text.split(self.num_text), image.split(self.num_image), strict=True)
+        return torch.cat([part for pair in pairs for part in pair])
+
+    def part(self, joint: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Per branch [joint tokens, ...] -> [text tokens, ...] and [image tokens, ...]; views if there is one branch"""
+        sizes = zip(self.num_text, self.num_image, strict=True)
+        texts, images = zip(*(one.split(size) for one, size in zip(joint, sizes, strict=True)), strict=True)
+        return concat(texts), concat(images)
+
+
+@lru_cache(maxsize=16)  # jobs that stay together keep their layouts from step to step
+def lay_out(tokens: tuple[JobTokens, ...], cached: tuple[bool, ...]) -> Layout:
+    """Numbers that do not depend on the mask are counted in main memory and move to the device in one copy: the device
+    waits for every launch that a changed batch needs."""
+    members = [(own, narrow, num) for own, narrow in zip(tokens, cached, strict=True) for num in own.num_text]
+    num_text = np.array([num for _, _, num in members])
+    num_image = np.array([own.num_image(narrow) for own, narrow, _ in members])
+    num_all = np.array([own.num_all for own, _, _ in members])
+    first_text, first_image, first_key = (starts(nums) for nums in (num_text, num_image, num_text + num_all))
+    counted = [rows(nums) for nums in (num_text, num_image, num_text + num_image)]
+    texts, images, joint = (np.arange(len(found)) for found in counted)
+    of_text, of_image, _ = counted
+    counted += [joint, texts + first_image[of_text], images + (first_text + num_text)[of_image]]
+    counted += [texts + (first_key - first_text)[of_text], (first_key + num_text)[of_image]]
+    moved = to_device(counted, tokens[0].inside.device)
+    text_rows, image_rows, joint_rows, joint_places, text_places, image_places, text_keys, image_starts = moved
+    image_keys = image_starts + concat([own.computed(narrow) for own, narrow, _ in members])
+    joint_keys = torch.empty_like(joint_places)
+    joint_keys[text_places], joint_keys[image_places] = text_keys, image_keys
+    return Layout(
+        cached=cached,
+        num_branches=tuple(len(own.num_text) for own in tokens),
+        num_text=tuple(num_text.tolist()),
+        num_image=tuple(num_image.tolist()),
+        num_all=tuple(num_all.tolist()),
+        rotary=concat([table for own, narrow in zip(tokens, cached, strict=True) for table in own.tables(narrow)]),
+        text_rows=text_rows,
+        image_rows=image_rows,
+        joint_rows=joint_rows,
+        text_places=HeadPlaces(text_places, text_keys),
+        image_places=HeadPlaces(image_places, image_keys),
+        joint_places=HeadPlaces(joint_places, joint_keys),
+    )
+
+
+def to_device(columns: Sequence[NDArray[np.int64]], device: torch.device) -> Sequence[Tensor]:
+    """Move columns in one asynchronous copy. Each begins at an even place, as kernels prefer it."""
+    places = starts(np.array([len(column) + len(column) % 2 for column in columns]))
+    together = torch.empty(int(places[-1]) + len(columns[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
+    for place, column in zip(places, columns, strict=True):
+        together[place : place + len(column)] = torch.from_numpy(column)
+    moved = together.to(device, non_blocking=True)
+    return [moved[place : place + len(column)] for place, column in zip(places, columns, strict=True)]
+
+
+def starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(2, 3, 1) -> [0, 2, 5]"""
+    return lengths.cumsum() - lengths
+
+
+def rows(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(2, 3) -> [0, 0, 1, 1, 1]"""
+    return np.arange(len(lengths)).repeat(lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTokens:
+    """The image tokens of a job, by index: masked ones and the others."""
+
+    num_all: Static[int]
+    inside: Column[Tensor]  # [masked tokens]
+    rest: Column[Tensor]  # [the other tokens]
+
+
+@dataclass(frozen=True, eq=False)
+class TemplateColumns:
+    """What turns a template's Y into keys."""
+
+    time: Column[Tensor]  # [jobs, width], what modulated the blocks
+    rotary: Column[tuple[Tensor, ...]]  # per job [image tokens, head channels / 2]
+
+
+@dataclass(frozen=True, eq=False)
+class FluxBatch(PackedBatch):
+    """One step of jobs of any sizes: what the model sees, and the layouts of its blocks."""
+
+    kinds: Static[tuple[Kind | None, ...]]  # per job, of the activations it reads
+    cached: Static[tuple[tuple[bool, ...], ...]]  # per block, and for what follows the last, per job
+    image_tokens: Column[tuple[ImageTokens, ...]]  # per job
+    layouts: Column[dict[tuple[bool, ...], Layout]]
+    image: Column[Tensor]  # [image tokens, latent + conditioning channels]
+    text: Column[Tensor]  # [text tokens, width]
+    pooled: Column[Tensor]  # [branches, pooled channels]
+    sigma: Column[Tensor]  # [branches]
+    guidance: Column[Tensor]  # [branches]
+    template: Column[TemplateColumns | None]  # if any job reads Y
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the first block."""
+        return self.layout_of(0)
+
+    def layout_of(self, block: int) -> Layout:
+        return self.layouts[self.cached[min(block, len(self.cached) - 1)]]
+
+    @property
+    def readers(self) -> Sequence[RowReader]:
+        """Both branches of a job read the same rows: a template is registered once, with the empty prompt."""
+        return [(job, 0) for job in self.jobs]
+
+    def turn(self, layout: Layout, image: Tensor, block: int) -> tuple[Layout, Tensor]:
+        """Return the layout of a block and the image rows in it: where a job's plan turns, its unmasked tokens leave,
+        or come back from the activations."""
+        turned = self.layout_of(block)
+        if turned is layout:
+            return layout, image
+        back = [before and not after for before, after in zip(layout.cached, turned.cached, strict=True)]
+        sources: RowSources = self.rows.at(block, back) if any(back) else [None] * len(back)
+        parts = iter(image.split(layout.num_image))
+        return turned, concat([
+            turn_one(next(parts), self.image_tokens[job], layout.cached[job], turned.cached[job], sources[job])
+            for job, num in enumerate(layout.num_branches)
+            for _ in range(num)
+        ])  # fmt: skip
+
+    def turn_joint(self, layout: Layout, joint: Tensor, block: int) -> tuple[Layout, Tensor]:
+        if self.layout_of(block) is layout:
+            return layout, joint
+        text, image = layout.part(joint.split(layout.num_joint))
+        turned, image = self.turn(layout, image, block)
+        return turned, turned.join(text, image)
+
+    def deal(self, predicted: Tensor) -> list[list[Tensor]]:
+        """Split velocities [image tokens, latent channels]; a job that caches any block has those of its masked tokens
+        alone."""
+        last = self.layouts[self.cached[-1]]
+        velocities = iter(predicted.split(last.num_image))
+        return [
+            [next(velocities)[: len(job.inside) if narrow else None] for _ in job.branches]
+            for job, narrow in zip(self.jobs, last.cached, strict=True)
+        ]
+
+
+def turn_one(image: Tensor, tokens: ImageTokens, before: bool, after: bool, source: RowSource) -> Tensor:
+    if before == after:
+        return image
+    if after:
+        return image[tokens.inside]
+    assert source is not None  # of kind y: a plan that turns back was refused for kv
+    y = image.new_empty(1, tokens.num_all, image.shape[1])
+    gather_rows(source, tokens.rest, tokens.num_all, y, tokens.rest)
+    return y[0].index_copy_(0, tokens.inside, image)
+
+
+def pack(jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS) -> FluxBatch:
+    """With `pads`, lists of masked tokens are as long as those of many other masks."""
+    pairs = list(branches(jobs))
+    tokens = tuple(job.padded_tokens if pads else job.tokens for job in jobs)
+    num_blocks = max(len(job.plan) for job in jobs)
+    cached = tuple(tuple(job.is_cached(block) for job in jobs) for block in range(num_blocks + 1))
+    kinds = tuple(job.activations.kind if job.activations else None for job in jobs)
+    seen = [inputs(job, own) for job, own in zip(jobs, tokens, strict=True)]
+    image = concat([one for job, one in zip(jobs, seen, strict=True) for _ in job.branches])
+    return FluxBatch(
+        jobs=tuple(jobs),
+        rows=JobRows(tuple((job, 0) for job in jobs), step_rows),
+        kinds=kinds,
+        cached=cached,
+        image_tokens=tuple(ImageTokens(own.num_all, own.inside, own.rest) for own in tokens),
+        layouts={narrow: lay_out(tokens, narrow) for narrow in dict.fromkeys(cached)},
+        image=image.to(pairs[0][1].text.dtype),
+        text=concat([branch.text for _, branch in pairs]),
+        pooled=torch.stack([branch.pooled for _, branch in pairs]),
+        sigma=torch.stack([job.timestep for job, _ in pairs]),
+        guidance=torch.stack([job.guidance for job, _ in pairs]),
+        template=template_columns(jobs) if "y" in kinds else None,
+    )
+
+
+def template_columns(jobs: Sequence[Job]) -> TemplateColumns:
+    times = [job.activations.time[job.step] if job.activations else None for job in jobs]
+    anyone = next(time for time in times if time is not None)
+    time = torch.stack([torch.zeros_like(anyone) if time is None else time for time in times])
+    return TemplateColumns(time, tuple(job.image_rotary for job in jobs))
+
+
+def inputs(job: Job, tokens: JobTokens) -> Tensor:  # [image tokens that the first block computes, channels]
+    image = torch.cat([job.latents, job.conditioning], dim=1)
+    return image[tokens.inside] if job.is_cached(0) else image
+
+
+def branches(jobs: Sequence[Job]) -> Iterator[tuple[Job, Branch]]:
+    return ((job, branch) for job in jobs for branch in job.branches)
