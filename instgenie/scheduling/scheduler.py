@@ -8,8 +8,8 @@ A joining job amortises the step's fixed cost but lengthens the step for the oth
 as long together as one after the other, except that the first one ends later. So a batch grows while that pays, and it
 pays more the longer the queue is.
 
-No scheduler preempts running jobs. One that does names the jobs that leave in a further field of `Decision`, which the
-step loop then applies before the joins.
+No scheduler preempts running jobs. To add preemption, give `Decision` a field with the running jobs that leave, and
+let the step loop (`Denoiser.join`) apply it before the joins.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -51,6 +51,8 @@ class Split(NamedTuple):
 
 
 class Decision(NamedTuple):
+    """Changes to the batch and the queue before the next step."""
+
     joining: Sequence[int] = ()  # positions in the queue, after the split; all others wait
     split: Split | None = None
 
@@ -73,7 +75,8 @@ Admit = Callable[[Sequence[PricedJob], Sequence[PricedJob], int, StepCosts], boo
 
 @dataclass(frozen=True)
 class FirstCome:
-    """Ready groups join in the order of arrival while there is room and `admit` agrees. None overtakes another."""
+    """Ready groups join in the order of arrival while there is room and `admit` agrees. No ready group
+    overtakes another."""
 
     admit: Admit
 
@@ -138,7 +141,9 @@ def pays(group: Sequence[PricedJob], batch: Sequence[PricedJob], num_waiting: in
     that needs at most half the steps of the batch's shortest job always joins."""
     if 2 * max(job.num_steps for job in group) <= min(job.num_steps for job in batch):
         return True
-    alone, before, together = (costs.step_seconds(job.price for job in jobs) for jobs in (group, batch, (*batch, *group)))
+    alone, before, together = (
+        costs.step_seconds(job.price for job in jobs) for jobs in (group, batch, (*batch, *group))
+    )
     lost = together - before
     return num_waiting * (alone - lost) >= PATIENCE * len(batch) * lost
 

@@ -15,7 +15,7 @@ from instgenie.models.model import Model
 from instgenie.scheduling.scheduler import PricedJob, Split
 from instgenie.workers.frames import read_job
 from instgenie.workers.process import Line, failure
-from instgenie.workers.templates import Fetching, Outcome, Templates
+from instgenie.workers.templates import Fetching, FetchOutcome, Templates
 
 log = logging.getLogger(__name__)
 
@@ -123,13 +123,13 @@ class WaitingQueue:
     def settle_one(self, tracked: TrackedJob, group: JobGroup, running: Collection[TrackedJob]) -> None:
         assert tracked.fetching
         key, outcome = tracked.fetching.key, tracked.fetching.outcome
-        if outcome is Outcome.LOADING or (outcome is Outcome.REFUSED and self.will_have_room(running)):
+        if outcome is FetchOutcome.LOADING or (outcome is FetchOutcome.REFUSED and self.will_have_room(running)):
             return
         tracked.fetching = None
-        if outcome is Outcome.ABSENT and tracked.must_reuse:
+        if outcome is FetchOutcome.ABSENT and tracked.must_reuse:
             self.line.send(Missing(tracked.id, tracked.attempt, self.templates.keys.id(key)))
             group.jobs.remove(tracked)
-        elif isinstance(outcome, Outcome):
+        elif isinstance(outcome, FetchOutcome):
             self.line.send(TierFound(tracked.id, tracked.attempt, None))
         else:
             tracked.job = reuse(tracked.job, make_activations(key, outcome.span, self.model))
@@ -149,7 +149,7 @@ class WaitingQueue:
         self.templates.unpin(tracked.key)
         for group in self.groups:
             for other in group.jobs:
-                if other.fetching and other.fetching.outcome is Outcome.REFUSED:
+                if other.fetching and other.fetching.outcome is FetchOutcome.REFUSED:
                     self.templates.retry(other.fetching)
 
     def drop_empty(self) -> None:

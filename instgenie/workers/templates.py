@@ -40,7 +40,7 @@ MAX_ANNOUNCED = 1024  # announced jobs that are remembered
 log = logging.getLogger(__name__)
 
 
-class Outcome(Enum):
+class FetchOutcome(Enum):
     """Outcomes of a fetch that has not brought anything."""
 
     LOADING = "loading"
@@ -53,7 +53,7 @@ class Fetching:
     """A template that is being brought into memory for one job."""
 
     key: Key
-    outcome: Found | Outcome = Outcome.LOADING
+    outcome: Found | FetchOutcome = FetchOutcome.LOADING
 
 
 class Templates:
@@ -90,7 +90,7 @@ class Templates:
 
     def retry(self, fetching: Fetching) -> None:
         """Try again, after all unpinning that was asked for before."""
-        fetching.outcome = Outcome.LOADING
+        fetching.outcome = FetchOutcome.LOADING
         self._pinner.submit(self._load, fetching, self._num_unpinned)
 
     def pin(self, key: Key) -> None:
@@ -160,7 +160,7 @@ class Templates:
     def _loaded(self, fetching: Fetching, num_unpinned: int, handle: Handle) -> None:
         found = result_of(handle)
         outcome = found or self._why_not(fetching.key)
-        if outcome is Outcome.REFUSED and num_unpinned < self._num_unpinned:
+        if outcome is FetchOutcome.REFUSED and num_unpinned < self._num_unpinned:
             self.retry(fetching)  # room was made meanwhile
             return
         fetching.outcome = outcome
@@ -168,8 +168,8 @@ class Templates:
             self.report(fetching.key)
         self.wake()
 
-    def _why_not(self, key: Key) -> Outcome:
-        return Outcome.ABSENT if self.store.find(key) is Lookup.MISS else Outcome.REFUSED
+    def _why_not(self, key: Key) -> FetchOutcome:
+        return FetchOutcome.ABSENT if self.store.find(key) is Lookup.MISS else FetchOutcome.REFUSED
 
     def _forget(self, key: Key) -> None:
         self.store.forget(key)
