@@ -1,11 +1,10 @@
-"""What a template leaves behind for its edits: the rows of every block at every step. Knows tensors; knows no model."""
+"""Activations: the rows that a template keeps for its edits, per block and step. Knows tensors; knows no model."""
 
 import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,40 +14,40 @@ from instgenie.types import NUM_PARTS, CacheDtype, Kind
 
 __all__ = ["NUM_PARTS", "Activations", "CacheDtype", "Key", "Kind"]
 
-ALIGNMENT = 16  # bytes, of rows that kernels find by their address
-NUM_STEPS_AT_ONCE = 4  # steps that a registration takes in one pass, and that are kept and moved together
+ALIGNMENT = 16  # bytes, for rows that kernels read by address
+NUM_STEPS_AT_ONCE = 4  # steps that one pass of a registration covers, and that are kept and moved together
 
 
 @dataclass(frozen=True)
 class Key:
-    """Everything the activations of a template depend on. A key that differs in anything is a miss."""
+    """Everything the activations of a template depend on. Keys that differ in any field are different templates."""
 
     picture: str  # digest of the decoded picture
-    model: str  # digest of its weights and of whatever else makes it what it is; not its name
+    model: str  # digest of its weights and configuration; not its name
     size: tuple[int, int]  # (height, width) the model works at
     num_steps: int
-    levels: tuple[float, ...]  # of noise, at all steps
-    guidance: float  # 0 where it does not enter the network
+    levels: tuple[float, ...]  # of noise, at every step
+    guidance: float  # 0 if the network has no such input
     kind: Kind
-    dtype: str  # that the model computes in
-    cache_dtype: CacheDtype = "model"  # that rows are kept in
-    prompt: str = ""  # what the registration saw
-    isolated: bool = False  # whether its image tokens saw no text
-    tenant: str = ""  # whose template it is; nobody else's edits find it
+    dtype: str  # in which the model computes
+    cache_dtype: CacheDtype = "model"  # in which rows are kept
+    prompt: str = ""  # of the registration
+    isolated: bool = False  # True if the registration had no text
+    tenant: str = ""  # the owner; edits of other tenants do not find the template
 
     @property
     def text(self) -> str:
-        """One text for each key, the same in every process."""
+        """The key as JSON, the same in every process."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
     def name(self) -> str:
-        """One for each key, short and fit for a file."""
+        """A short name, unique to the key, that can name a file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
     def spans(self) -> list[range]:
-        """The pieces in which its activations are kept and moved."""
+        """The ranges of steps in which the activations are kept and moved."""
         return split_steps(self.num_steps, NUM_STEPS_AT_ONCE)
 
     @property
@@ -57,20 +56,20 @@ class Key:
 
 
 def parse_key(text: str) -> Key:
-    """The key that has this text; a ValueError if there is none."""
+    """Return the key with this text, or raise a ValueError."""
     try:
         fields = json.loads(text)
         key = Key(**fields | {name: tuple(fields[name]) for name in ("size", "levels")})
     except (TypeError, KeyError) as error:
         raise ValueError(f"not a key: {error}") from None
     if key.text != text:
-        raise ValueError("not a key as we write it")
+        raise ValueError("not a key in its canonical form")
     return key
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """What consecutive steps leave behind; the fields are those of activations. All steps together are a span too."""
+    """Activations of consecutive steps, with the same fields as `Activations`. All steps together are a span too."""
 
     steps: range
     rows: tuple[Tensor, ...]  # each [branches, steps of the span, 2 or 1, tokens, width]
@@ -81,30 +80,22 @@ class Span:
         return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
 
 
-class Reader(Protocol):
-    """Whoever rows are read from: activations themselves, or who loads them ahead of their use."""
-
-    def at(self, step: int, place: int, branch: int, device: torch.device) -> Tensor:
-        """What is kept of a place of the pass at a step [2 or 1, tokens, width], on the device that asks, until the
-        next place is read. Rows of tokens that are computed anyway need not be there."""
-
-
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """Registered once, read by many edits, written by none.
+    """Rows that are registered once, read by many edits and written by none.
 
     `kv`: K and V of all image tokens, after norm and rotary embedding, ready for attention.
     `y`: the image rows that go into a block, which are the Y of the block before; into the first, the embedded image.
-    A unit is a run of blocks in which a token that was dropped stays dropped: all of a Flux, one transformer of a UNet.
-    Behind the blocks of a unit a UNet keeps what left it, for the convolutions read every token. A Flux keeps no such
-    thing: velocities are asked of masked tokens alone.
+    Blocks come in runs; tokens dropped in a run stay dropped to its end. A Flux is a single run, a UNet has one per
+    transformer. After the blocks of each run a UNet also keeps the run's output, because convolutions read every token.
+    A Flux does not: it needs velocities of masked tokens alone.
     """
 
     key: Key
-    run_lengths: tuple[int, ...]  # number of blocks in each
-    num_tokens: int  # of the picture; deeper levels of a UNet have fewer
-    rows: tuple[Tensor, ...]  # in the order of the pass; each [branches, steps, 2 or 1, tokens, width or bytes]
-    time: Tensor  # [steps, width], what modulated the blocks of a Flux; no width for the others
+    run_lengths: tuple[int, ...]  # number of blocks in each run
+    num_tokens: int  # at full resolution; coarser levels of a UNet have fewer
+    rows: tuple[Tensor, ...]  # per place, in the order of the pass [branches, steps, 2 or 1, tokens, width or bytes]
+    time: Tensor  # [steps, width], the input of modulation in a Flux; no width for other families
 
     @property
     def kind(self) -> Kind:
@@ -112,7 +103,7 @@ class Activations:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That the model computes in."""
+        """The dtype in which the model computes."""
         dtype: torch.dtype = getattr(torch, self.key.dtype.removeprefix("torch."))
         return dtype
 
@@ -137,17 +128,17 @@ class Activations:
         return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
 
     def at(self, step: int, place: int, branch: int, device: torch.device) -> Tensor:
-        """See `Reader`. Rows are copied and unpacked when they are asked for, if at all."""
+        """The rows of a place at a step [2 or 1, tokens, width], copied to the device and unpacked where necessary."""
         return self.readable(self.kept(step, place, branch).to(device, non_blocking=True))
 
     def kept(self, step: int, place: int, branch: int) -> Tensor:
-        """As it is kept and where it lies [2 or 1, tokens, width or bytes]. A branch that was not registered on its own
-        reads the last that was."""
+        """The rows of a place at a step as they are kept [2 or 1, tokens, width or bytes]. A branch that was not
+        registered reads the last one that was."""
         rows = self.rows[place]
         return rows[min(branch, len(rows) - 1), step]
 
     def readable(self, kept: Tensor) -> Tensor:
-        """Rows as the model reads them, on their device."""
+        """Unpack rows, on their device, if they are packed."""
         if not self.is_packed:
             return kept
         rows = torch.empty(unpacked_shape(kept), dtype=self.dtype, device=kept.device)
@@ -155,13 +146,13 @@ class Activations:
         return rows
 
     def addresses(self, step: int, branch: int) -> list[int]:
-        """Where in memory rows lie that need no unpacking, place after place, each in one piece."""
+        """Addresses of the rows of a step, place after place. Each place is contiguous; rows must not be packed."""
         branch = min(branch, self.num_branches - 1)
         return [start + branch * per_branch + step * per_step for start, per_branch, per_step in self._strides]
 
     @cached_property
     def _strides(self) -> list[tuple[int, int, int]]:
-        """Of each place: where its rows begin, and bytes from branch to branch and from step to step."""
+        """Per place: the address of its rows, and the strides in bytes of branches and of steps."""
         found = []
         for rows in self.rows:
             per_branch, per_step = (stride * rows.element_size() for stride in rows.stride()[:2])
@@ -171,7 +162,7 @@ class Activations:
         return found
 
     def last(self, num_steps: int) -> "Activations":
-        """Of the last steps alone; nothing is copied."""
+        """The activations of the last steps alone; nothing is copied."""
         if num_steps == self.num_steps:
             return self
         rows = tuple(rows[:, -num_steps:] for rows in self.rows)
@@ -179,13 +170,13 @@ class Activations:
 
 
 def split_steps(num_steps: int, num_steps_at_once: int) -> list[range]:
-    """The spans of a registration."""
+    """Split steps into ranges of `num_steps_at_once`; the last may be shorter."""
     starts = range(0, num_steps, num_steps_at_once)
     return [range(start, min(start + num_steps_at_once, num_steps)) for start in starts]
 
 
 class Joining:
-    """Spans on their way to one that has all steps. They may come one by one: each is copied to its place."""
+    """Joins spans into one that has all steps. They may come one by one: each is copied to its place."""
 
     def __init__(self, num_steps: int, device: torch.device) -> None:
         self.num_steps, self.device = num_steps, device
@@ -204,7 +195,7 @@ class Joining:
         self.num_joined_steps += len(span.steps)
 
     def make_room(self, part: Tensor, dim: int) -> Tensor:
-        """For all steps of what a span has a few of."""
+        """Allocate a tensor for all steps, like one that has some of them."""
         return torch.empty(grown(part, dim, self.num_steps), dtype=part.dtype, device=self.device)
 
     @property
@@ -213,7 +204,7 @@ class Joining:
 
     @property
     def num_bytes(self) -> int:
-        """Of all steps; known after the first span."""
+        """Bytes of all steps; known after the first span."""
         return sum(rows.nbytes for rows in self.rows) + self.time.nbytes
 
     @property
@@ -223,7 +214,7 @@ class Joining:
 
 
 def join(num_steps: int, spans: Iterable[Span], device: torch.device) -> Span:
-    """Spans that together have all steps, as one; each is copied before the next is asked for."""
+    """Join spans that together have all steps; each is copied before the next is asked for."""
     joining = Joining(num_steps, device)
     for span in spans:
         joining.add(span)
@@ -231,5 +222,5 @@ def join(num_steps: int, spans: Iterable[Span], device: torch.device) -> Span:
 
 
 def grown(part: Tensor, dim: int, length: int) -> list[int]:
-    """The part's shape, longer in one dimension."""
+    """The shape of a tensor, with another length in one dimension."""
     return [*part.shape[:dim], length, *part.shape[dim + 1 :]]

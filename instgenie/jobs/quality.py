@@ -1,6 +1,6 @@
-"""The quality knob: how close an edit that reuses activations keeps to the dense one. Knows edits; knows no model.
+"""The quality setting: how close an edit that reuses activations stays to the dense one. Knows edits; knows no model.
 
-docs/quality.md draws fidelity against cost; these are the points chosen on that curve.
+docs/quality.md plots fidelity against cost; these are points on that curve.
 """
 
 import math
@@ -16,9 +16,9 @@ DEFAULT: Quality = "balanced"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a quality asks of an edit."""
+    """The dense steps and the halo of a quality."""
 
-    dense_share: float  # of the steps, the leading ones, rounded up
+    dense_share: float  # share of leading steps that are dense, rounded up to whole steps
     halo: int  # in tokens
 
     def dense_steps(self, steps: int) -> int:
@@ -33,8 +33,8 @@ SETTINGS: dict[Quality, Setting] = {
 
 
 def with_quality(edit: Edit, quality: Quality) -> Edit:
-    """The edit with the dense steps and the halo of a quality."""
+    """Return the edit with the dense steps and the halo of a quality."""
     if quality not in SETTINGS:
-        raise EditError(f"the quality is {quality!r}: {', '.join(get_args(Quality))} are known")
+        raise EditError(f"the quality is {quality!r}: it must be one of {', '.join(get_args(Quality))}")
     setting = SETTINGS[quality]
     return replace(edit, dense_steps=setting.dense_steps(edit.steps), halo=setting.halo)

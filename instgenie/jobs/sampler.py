@@ -1,7 +1,7 @@
 """Sampler steps as pure functions, and the tables they walk along. Takes tables from diffusers' schedulers, not their
 stepping; knows no model.
 
-A schedule is what one edit's steps are: frozen, shared by nobody, asked with the number of a step.
+A schedule describes the steps of one edit. It is frozen and holds no current step: the number of a step is an argument.
 """
 
 import copy
@@ -26,24 +26,25 @@ class Schedule(Protocol):
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """Numbers that tell this schedule from any other."""
+        """Numbers that distinguish this schedule from any other."""
 
     def timestep(self, step: int) -> float:
-        """What the model is told of the noise at a step."""
+        """The timestep that the model sees at a step."""
 
     def start(self, clean: Tensor, noise: Tensor) -> Tensor:
-        """Where masked tokens start."""
+        """The latents that masked tokens start from."""
 
     def noised(self, clean: Tensor, noise: Tensor, step: int) -> Tensor:
-        """Where clean tokens are at a step."""
+        """Add noise to clean tokens, to the level of a step."""
 
     def scaled(self, x: Tensor, step: int) -> Tensor:
-        """What the model sees of them."""
+        """Scale latents to the model's input."""
 
-    def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor: ...
+    def advanced(self, x: Tensor, prediction: Tensor, step: int) -> Tensor:
+        """Take a step with the model's prediction."""
 
     def foreseen(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
-        """The clean end of the line on which a step moved."""
+        """Extrapolate the line on which a step moved to its clean end."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,10 @@ class FlowSchedule:
 @dataclass(frozen=True)
 class DdimSchedule:
     timesteps: tuple[float, ...]  # [steps]
-    alphas: tuple[float, ...]  # [steps], the share of the clean picture, squared
-    alphas_next: tuple[
-        float, ...
-    ]  # [steps], where a step leads: the next alpha, but for how diffusers rounds timesteps
+    alphas: tuple[float, ...]  # [steps], squared share of the clean picture
+    alphas_next: tuple[float, ...]  # [steps], after each step; diffusers' rounding of timesteps makes it its own table
     prediction: Prediction
-    from_noise: bool  # starts from noise alone
+    from_noise: bool  # True if it starts from noise alone
 
     @property
     def num_steps(self) -> int:
@@ -123,7 +122,7 @@ class EulerSchedule:
     timesteps: tuple[float, ...]  # [steps]
     sigmas: tuple[float, ...]  # [steps + 1], the last one is the end
     prediction: Prediction
-    start_sigma: float  # of the noise it starts from alone; 0: it starts from the noised picture
+    start_sigma: float  # of the pure noise that it starts from; 0 if it starts from the noised picture
 
     @property
     def num_steps(self) -> int:
@@ -161,12 +160,12 @@ def flow_noise(clean: Tensor, noise: Tensor, sigma: float) -> Tensor:
 
 
 def extrapolated(x: Tensor, x_next: Tensor, sigma: float, sigma_next: float) -> Tensor:
-    """Where the line through two points ends, at no noise."""
+    """The end without noise of the line through two points."""
     return x_next + sigma_next / (sigma - sigma_next) * (x_next - x)
 
 
 def ddim(x: Tensor, predicted: Tensor, alpha: float, alpha_next: float, prediction: Prediction) -> Tensor:
-    """Without noise of its own (eta 0)."""
+    """A deterministic DDIM step (eta 0)."""
     signal, spread = shares(alpha)
     signal_next, spread_next = shares(alpha_next)
     if prediction == "epsilon":
@@ -177,12 +176,12 @@ def ddim(x: Tensor, predicted: Tensor, alpha: float, alpha_next: float, predicti
 
 
 def shares(alpha: float) -> tuple[float, float]:
-    """Of the clean picture and of the noise."""
+    """The shares of the clean picture and of the noise."""
     return math.sqrt(alpha), math.sqrt(1 - alpha)
 
 
 def euler(x: Tensor, predicted: Tensor, sigma: float, sigma_next: float, prediction: Prediction) -> Tensor:
-    """Without churn."""
+    """An Euler step without churn."""
     if prediction == "epsilon":
         return x + (sigma_next - sigma) * predicted
     clean = x / (sigma**2 + 1) - sigma / math.sqrt(sigma**2 + 1) * predicted
@@ -196,13 +195,13 @@ def flow_schedule(
 
 
 def ddim_schedule(scheduler: DDIMScheduler, steps: int, strength: float = 1.0) -> DdimSchedule:
-    table = copy.copy(scheduler)  # set_timesteps writes into the object; the caller's stays as it is
+    table = copy.copy(scheduler)  # set_timesteps changes the object; the caller's is not changed
     table.set_timesteps(steps)
     timesteps = table.timesteps.tolist()[num_skipped(steps, strength) :]
     stride = table.config.num_train_timesteps // steps
     alphas, end = table.alphas_cumprod.tolist(), float(table.final_alpha_cumprod)
     if timesteps[0] >= len(alphas):
-        raise EditError(f"the number of steps is {steps}: fewer than {len(alphas)}, for this model, are expected")
+        raise EditError(f"the number of steps is {steps}: this model takes fewer than {len(alphas)}")
     return DdimSchedule(
         timesteps=tuple(timesteps),
         alphas=tuple(alphas[timestep] for timestep in timesteps),
@@ -225,7 +224,7 @@ def euler_schedule(scheduler: EulerDiscreteScheduler, steps: int, strength: floa
 
 
 def num_skipped(steps: int, strength: float) -> int:
-    """As the Stable Diffusion pipelines count, but that one step is always left."""
+    """The number of steps that a strength skips, as in the Stable Diffusion pipelines; at least one step is left."""
     return steps - max(min(int(steps * strength), steps), 1)
 
 
@@ -240,7 +239,7 @@ def flow_sigmas(
 
 
 def flow_shift(scheduler: FlowMatchEulerDiscreteScheduler, num_tokens: int) -> float | None:
-    """More tokens, more noise: a line through the scheduler's two (tokens, shift) points."""
+    """The shift for a number of tokens, on a line through the scheduler's two points: more tokens, more noise."""
     config = scheduler.config
     if not config.use_dynamic_shifting:
         return None

@@ -1,4 +1,4 @@
-"""The quality knob: what it asks of an edit, and what an editor makes of it."""
+"""The quality setting: dense steps and halo of an edit, and the pictures that an editor makes."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def test_more_quality_computes_more() -> None:
 
 
 def test_an_unknown_quality_is_named() -> None:
-    with pytest.raises(EditError, match="'best': fast, balanced, exact are known"):
+    with pytest.raises(EditError, match="'best': it must be one of fast, balanced, exact"):
         with_quality(make_edit(), "best")  # type: ignore[arg-type]
 
 

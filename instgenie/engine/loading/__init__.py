@@ -1,1 +1,1 @@
-"""Brings the rows of activations that a step reads."""
+"""Brings rows of activations to the device that reads them."""

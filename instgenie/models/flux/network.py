@@ -24,7 +24,7 @@ from instgenie.jobs.activations import Kind
 from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.gelu import gelu_into
-from instgenie.kernels.heads import Heads, HeadPlaces, Projected, place
+from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place
 from instgenie.kernels.modulate import add_gated, add_norm_modulate, norm_modulate
 from instgenie.models.flux.batch import FluxBatch, Layout
 from instgenie.models.layers.feed_forward import feed_forward

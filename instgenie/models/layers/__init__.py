@@ -1,1 +1,1 @@
-"""Layers that families share."""
+"""Layers that several families have, over packed rows."""

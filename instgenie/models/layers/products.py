@@ -1,4 +1,4 @@
-"""FLOPs of a module's products for each token: two for each weight. Norms and activations count nothing."""
+"""FLOPs per token of a module's products: two per weight. Norms and activations are not counted."""
 
 from torch import nn
 
