@@ -1,4 +1,4 @@
-"""When edits arrive: at random at a rate, or as a file of times has it. Knows seconds; knows no edit."""
+"""Arrival times of edits: random at a given rate, or read from a file. Knows seconds and no edits."""
 
 import csv
 import json
@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 from instgenie.errors import WorkloadError
 
 TIMESTAMP = "gmt_create"  # column of a table of requests
-Times = NDArray[np.float64]  # [edits], seconds after the first, in order
+Times = NDArray[np.float64]  # [edits], seconds after the first, ascending
 
 
 def poisson(num: int, rate: float, generator: np.random.Generator) -> Times:
-    """Edits that know nothing of each other; an infinite rate is all at once."""
+    """Draw independent arrivals; at an infinite rate all edits arrive at once."""
     gaps = generator.exponential(1 / rate, num)
     times: Times = np.cumsum(gaps) - gaps[0]
     return times
 
 
 def replayed(source: str, num: int, rate: float) -> Times:
-    """The first times of a file. A finite rate stretches or shrinks them until it is their mean: bursts stay bursts."""
+    """Return the first times of a file, scaled to a finite mean rate if one is given, so that bursts stay bursts."""
     times = read_times(source)
     if num > len(times):
         raise WorkloadError(f"{source} has {len(times)} arrivals: at least {num} are expected")
@@ -35,15 +35,15 @@ def replayed(source: str, num: int, rate: float) -> Times:
 
 
 def read_times(source: str) -> Times:
-    """Of one of these: a JSON list of seconds; a line for each arrival with its seconds; a line for each arrival with
-    its milliseconds and its number, `298.0,2634`; a table with a column `gmt_create` of dates."""
+    """Read one of these formats: a JSON list of seconds; one line per arrival with its seconds; one line per arrival
+    with its milliseconds and its number, as in `298.0,2634`; a CSV table with a column `gmt_create` of dates."""
     try:
         text = Path(source).read_text()
         times: Times = np.array(sorted(parse_times(text)))
     except (OSError, ValueError, TypeError, KeyError):
-        raise WorkloadError(f"{source} is no file of arrival times") from None
+        raise WorkloadError(f"{source} is not a file of arrival times") from None
     if not len(times) or not np.isfinite(times).all():
-        raise WorkloadError(f"{source} has no arrival times, or some that are no numbers")
+        raise WorkloadError(f"{source} has no arrival times, or some that are not numbers")
     times -= times[0]
     return times
 

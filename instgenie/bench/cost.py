@@ -1,4 +1,4 @@
-"""What a whole edit costs: FLOPs of all its steps, as its plan and its dense steps have it. Counts; runs nothing."""
+"""FLOPs of whole edits, counted from their plans and dense steps."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from instgenie.models.model import Model
 
 
 def job_flops(model: Model, job: Job) -> int:
-    """Whatever step the job is at."""
+    """Count the FLOPs of all steps of a job, whichever step it is at."""
     network = model.describe()
     dense = (False,) * len(network.blocks)
     num_dense = min(job.edit.dense_steps, job.num_steps) if any(job.plan) else job.num_steps
@@ -19,7 +19,7 @@ def job_flops(model: Model, job: Job) -> int:
 
 
 def square_flops(model: Model, side: int, num_text: int) -> int:
-    """A dense step over a square picture."""
+    """Count the FLOPs of a dense step over a square picture."""
     network = model.describe()
     num_tokens = (side // model.patch) ** 2
     masked = {shape.side: num_tokens // shape.side**2 for shape in network.blocks}

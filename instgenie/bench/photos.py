@@ -1,4 +1,4 @@
-"""Captioned photographs in memory: pictures, pet outlines, captions. Knows files and words, no model.
+"""Captioned photographs in memory: pictures, pet outlines, captions. Knows files and no model.
 
 A folder holds captions.csv (id, source, species, label, color, caption, shard) and the shards, tar files with an
 ID.webp for each row and, for pets, an ID.mask.png: 1 = foreground.
@@ -45,12 +45,12 @@ class Photos:
 
 
 def is_validation(photo_id: str) -> bool:
-    """One photograph in twenty is kept out of training, chosen by its id alone."""
+    """True for the one photograph in twenty that is held out of training, chosen by its id alone."""
     return int(hashlib.sha1(photo_id.encode()).hexdigest(), 16) % 20 == 1
 
 
 def load_photos(folder: str | Path, split: Split, limit: int | None = None) -> Photos:
-    """Reads the rows of one split whose shard is present; with a limit, so many of them, evenly spread."""
+    """Read the photographs of one split whose shards are present; with a limit, at most that many, evenly spread."""
     folder = Path(folder)
     if not (folder / "captions.csv").is_file():
         raise PictureError(f"{folder} holds no captions.csv: a folder of captioned photographs is expected")

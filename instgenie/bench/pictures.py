@@ -1,4 +1,4 @@
-"""Pictures and masks for a load, drawn from seeds, as PNGs. Knows pixels; no photograph and no model."""
+"""Pictures and masks for workloads, drawn from seeds and encoded as PNGs."""
 
 import io
 from typing import Literal
@@ -12,25 +12,25 @@ from instgenie.bench.masks import Field, box_field
 from instgenie.types import PixelMask
 
 MaskShape = Literal["blob", "box", "outline"]
-NUM_WAVES = 5  # of a blob's rim
+NUM_WAVES = 5  # in a blob's rim
 
 
 def make_picture(seed: int, size: tuple[int, int]) -> bytes:
-    """A PNG of smooth colours, another for each seed."""
+    """Draw smooth colours, different for each seed, as a PNG."""
     height, width = size
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), np.uint8)
     return encode(np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)))
 
 
 def make_mask(ratio: float, shape: MaskShape, seed: int, size: tuple[int, int]) -> bytes:
-    """A PNG with alpha 0 where it is masked."""
+    """Draw a mask as a PNG with alpha 0 on masked pixels."""
     pixels = np.full((*size, 4), 255, np.uint8)
     pixels[..., 3][draw_mask(ratio, shape, seed, size)] = 0
     return encode(pixels)
 
 
 def draw_mask(ratio: float, shape: MaskShape, seed: int, size: tuple[int, int]) -> PixelMask:
-    """So much of the pixels, at least one, somewhere in the picture."""
+    """Mask the share `ratio` of the pixels, at least one, somewhere in the picture."""
     field = draw_field(shape, size, np.random.default_rng(seed)).ravel()
     num_masked = min(max(round(ratio * field.size), 1), field.size)
     mask = np.zeros(field.size, np.bool_)
@@ -45,7 +45,7 @@ def draw_field(shape: MaskShape, size: tuple[int, int], generator: Generator) ->
 
 
 def blob_field(size: tuple[int, int], generator: Generator) -> Field:
-    """What a brush leaves: discs around one centre whose rim waves."""
+    """Return a field whose level sets are discs with a wavy rim, like the marks of a brush."""
     dy, dx = np.mgrid[: size[0], : size[1]] + 0.5 - (generator.uniform(0.3, 0.7, 2) * size)[:, None, None]
     angle = np.arctan2(dy, dx)
     rim = 1 + sum(
@@ -57,7 +57,7 @@ def blob_field(size: tuple[int, int], generator: Generator) -> Field:
 
 
 def outline_field(size: tuple[int, int], generator: Generator) -> Field:
-    """What a segmentation leaves of a figure: a head over a body and two limbs, each an ellipse."""
+    """Return a field whose level sets look like a segmented figure: ellipses for head, body and two limbs."""
     y, x = np.mgrid[: size[0], : size[1]] + 0.5
     centre_y, centre_x = generator.uniform(0.4, 0.6, 2) * size
     scale = min(size)

@@ -1,4 +1,4 @@
-"""Small charts as SVG text: lines and points over two axes, and strips of points. Knows coordinates; knows no study."""
+"""Small charts as SVG text: lines and points over two axes, and strips of points."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Axis:
-    """Where numbers lie between two ends, and which of them are written down."""
+    """The range of an axis and its labelled ticks."""
 
     name: str
     ticks: Sequence[float]
@@ -26,7 +26,7 @@ class Axis:
     form: str = "{:g}"
 
     def place(self, value: float) -> float:
-        """0 to 1."""
+        """Return the position of a value along the axis, from 0 to 1."""
         scale: Callable[[float], float] = math.log10 if self.log else float
         value = min(max(value, self.low), self.high)
         return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
@@ -47,7 +47,7 @@ class Chart:
     x: Axis
     y: Axis
     series: Sequence[Series]
-    rules: Sequence[tuple[float, str]] = field(default=())  # horizontal lines and what they say
+    rules: Sequence[tuple[float, str]] = field(default=())  # horizontal lines and their labels
 
     def svg(self) -> str:
         parts = [*self.frame(), *(part for height, text in self.rules for part in self.rule(height, text))]
@@ -104,11 +104,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class Strips:
-    """For each name a row of points, one for each picture, along one axis."""
+    """Rows of points along one axis, one row per name and one point per picture."""
 
     title: str
     x: Axis
-    rows: Sequence[tuple[str, Sequence[float], str]]  # name, values, what is written behind them
+    rows: Sequence[tuple[str, Sequence[float], str]]  # name, values, label at the end of the row
     rule: tuple[float, str]
 
     def svg(self) -> str:

@@ -2,8 +2,8 @@
 
     instgenie bench quality --photos DIR --num 200 --out docs
 
-Ties photographs, methods and judge together. Photographs are measured, never written: pictures in the report are edits
-of the examples that ship with the project.
+Photographs are measured and never written: the pictures in the report are edits of the examples that ship with the
+package.
 """
 
 import time
@@ -37,8 +37,8 @@ from instgenie.types import Edit, PixelMask, Pixels
 
 KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 PETS = ("cat", "dog")
-NUM_AT_ONCE = {"cpu": 4, "cuda": 64}  # pictures whose activations are in memory together
-NUM_TRAIN, MAX_TRAIN = 8, 2000  # photographs that the probe is fitted on: so many for each edited one, at most so many
+NUM_AT_ONCE = {"cpu": 4, "cuda": 64}  # pictures whose activations are in memory at the same time
+NUM_TRAIN, MAX_TRAIN = 8, 2000  # photographs to fit the probe on: per edited one, and at most
 
 Cell = tuple[int, MaskKind, float]  # the row of a photograph, the kind of its mask and the ratio
 
@@ -86,7 +86,7 @@ def check_targets(json: Path | None, out: Path | None) -> None:
 
 
 def studied(steps: int) -> list[Reuse]:
-    """Every way of reuse that is drawn in the curves, each once; the qualities are among them."""
+    """Return the ways of reuse on the curves, each once; the qualities are among them."""
     balanced = of_quality("balanced", steps)
     ways = [
         of_quality("fast", steps),
@@ -108,8 +108,8 @@ def studied(steps: int) -> list[Reuse]:
 
 
 def make_samples(photos: Photos, num: int, model: FluxModel, steps: int, seed: int) -> list[Sample]:
-    """Edits of `num` photographs. Every second round of ratios and kinds asks for another label of the same species,
-    the others for what is there."""
+    """Make edits of `num` photographs. Every second round of ratios and kinds asks for another label of the same
+    species, the others for the photograph's own."""
     generator = np.random.default_rng(seed)
     captions = {(s, label): c for s, label, c in zip(photos.species, photos.labels, photos.captions, strict=True)}
     samples = []
@@ -126,8 +126,8 @@ def make_samples(photos: Photos, num: int, model: FluxModel, steps: int, seed: i
 
 
 def draw_cells(photos: Photos, num: int) -> list[Cell]:
-    """A photograph, a kind of mask and a ratio, `num` times where there are so many photographs: all kinds and ratios
-    in turn, every photograph once. Outlines are for pets."""
+    """Combine photographs, kinds of masks and ratios into at most `num` cells: kinds and ratios take turns, and each
+    photograph occurs once. Outlines are for pets."""
     num = min(num, len(photos))
     pets = [row for row, species in enumerate(photos.species) if species in PETS]
     outlined = pets[: -(-num // len(KINDS))]
@@ -166,7 +166,7 @@ def pixels(photos: Photos, row: int) -> Pixels:
 
 
 def edit_examples(study: "QualityStudy", progress: Progress) -> Iterator[tuple[Sample, list[Outcome]]]:
-    """The examples of a checkout, each with its first prompt; none where the package is installed without them."""
+    """Edit each example with its first prompt; yield nothing if the package is installed without examples."""
     if not EXAMPLES.is_dir():
         return
     examples = read_examples(EXAMPLES)
@@ -184,14 +184,14 @@ def edit_examples(study: "QualityStudy", progress: Progress) -> Iterator[tuple[S
 
 @dataclass(eq=False)
 class QualityStudy:
-    """Takes the samples through all methods and keeps what the judge says; pictures are dropped chunk by chunk."""
+    """Runs the samples through all methods and keeps their scores; pictures are dropped chunk by chunk."""
 
     model: FluxModel
     judge: Judge
     steps: int
     samples: list[Sample]
     graphs: Graphs | None = None
-    pictures: list[Sample] = field(default_factory=list)  # in the order they were judged in
+    pictures: list[Sample] = field(default_factory=list)  # in the order of judging
     scores: dict[str, Scores] = field(default_factory=dict)
     seconds: dict[str, dict[float, float]] = field(default_factory=dict)  # by method and ratio
     features: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -218,14 +218,14 @@ class QualityStudy:
             self.pictures += chunk
 
     def chunks(self) -> Iterator[list[Sample]]:
-        """Samples of one ratio, as many as memory should hold."""
+        """Yield samples of one ratio, as many as fit into memory."""
         size = NUM_AT_ONCE[self.model.device.type]
         for ratio in RATIOS:
             same = [sample for sample in self.samples if sample.ratio == ratio]
             yield from (same[start : start + size] for start in range(0, len(same), size))
 
     def warm_up(self) -> None:
-        """The first run of a process is slow and must not count."""
+        """Run once untimed: the first run of a process is slow."""
         if self.model.device.type == "cuda":
             next(Runner(self.model, self.samples[:4], self.graphs).run([], self.balanced))
 
@@ -241,8 +241,8 @@ class QualityStudy:
             self.features.setdefault(outcome.name, []).append(self.judge.embed(outcome.pictures, masks))
 
     def judge_sets(self, train: Photos, progress: Progress) -> None:
-        """KID, over the ratios that the bars are about, and what the probe reads. It is fitted on real crops of the
-        same kinds."""
+        """Compute KID over the ratios that the bars are about, and the probe's readings. The probe is fitted on crops
+        of real photographs, cut by the same kinds of masks."""
         task = progress.add("probing", len(self.features) + 1)
         probe = Probe().fit(self.embed_real(train), train.labels)
         real = self.embed(self.pictures)
@@ -260,7 +260,7 @@ class QualityStudy:
             task.advance()
 
     def embed_real(self, photos: Photos) -> Tensor:
-        """Crops as the study's masks cut them."""
+        """Return features of photographs, cropped as the study's masks crop them."""
         masks = draw_masks(photos, sorted(draw_cells(photos, len(photos))), self.model.patch, seed=0)
         return self.judge.embed([pixels(photos, row) for row in range(len(photos))], masks).clone()
 
@@ -279,6 +279,6 @@ class QualityStudy:
         return Figures(about, pictures, methods, qualities, self.ceiling)
 
     def per_step(self, name: str) -> dict[float, float]:
-        """Milliseconds of one step of one picture, by ratio."""
+        """Return the milliseconds per step and picture, by ratio."""
         counts = {ratio: sum(s.ratio == ratio for s in self.pictures) for ratio in RATIOS}
         return {ratio: 1000 * spent / counts[ratio] / self.steps for ratio, spent in self.seconds[name].items()}

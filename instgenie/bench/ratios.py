@@ -1,4 +1,4 @@
-"""How much of a picture is masked: three distributions measured in production, as quantiles, or a file of ratios.
+"""Mask ratios: three distributions measured in production, as quantiles, or a file of ratios.
 
 `production`: 970 face-swap templates (mean .112). `inpaint`: 1,918 inpainting requests (mean .354). `retouch`: 1,870
 retouching requests (mean .029). The data is behind figure 3 of the InstGenIE paper.
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from instgenie.errors import WorkloadError
 
-# percent of the ratios that are no higher
+# percentiles
 PLACES = (0, 1, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95, 97, 98, 99, 99.5, 100)
 QUANTILES: dict[str, tuple[float, ...]] = {
     "production": (
@@ -31,14 +31,14 @@ QUANTILES: dict[str, tuple[float, ...]] = {
 
 
 def draw_ratios(source: str, num: int, generator: np.random.Generator) -> NDArray[np.float64]:
-    """From a distribution by name, between its quantiles; or from a file, one of its ratios."""
+    """Draw ratios from a named distribution, interpolating its quantiles, or from the ratios in a file."""
     if source in QUANTILES:
         return np.interp(generator.random(num), np.array(PLACES) / 100, QUANTILES[source])
     return generator.choice(read_ratios(source), num)
 
 
 def read_ratios(source: str) -> tuple[float, ...]:
-    """A NumPy array, a list in brackets, or numbers with space between them."""
+    """Read a NumPy array, a list in brackets, or numbers separated by white space."""
     path = Path(source)
     try:
         if path.suffix == ".npy":

@@ -1,4 +1,4 @@
-"""How long the router takes to choose a worker. Imports no torch: a choice is arithmetic in the HTTP process."""
+"""The time that the router takes to choose a worker. Imports no torch: routing is arithmetic in the HTTP process."""
 
 import random
 import statistics
@@ -20,10 +20,10 @@ from instgenie.types import TierName
 NUM_WORKERS = (8, 64, 256, 1024, 20_000)
 BATCH_SIZE = 8
 NUM_TOKENS = 4096
-TIERS = tuple(enumerate(get_args(TierName)))  # a template in each
+TIERS = tuple(enumerate(get_args(TierName)))  # every worker has a template in each
 BLOCK = BlockShape(per_token=2 * 12 * 3072**2, per_text=2 * 12 * 3072**2, per_rest=0, per_pair=4 * 3072, per_branch=0,
                    width=3072, joint=True)  # fmt: skip
-SHAPE = JobShape(NetworkShape((BLOCK,) * 57, (57,), per_token=0, per_branch=0), num_text=512)  # about a Flux
+SHAPE = JobShape(NetworkShape((BLOCK,) * 57, (57,), per_token=0, per_branch=0), num_text=512)  # about FLUX.1-dev
 
 
 def bench_router(repeats: int) -> None:
@@ -38,7 +38,7 @@ def bench_router(repeats: int) -> None:
 
 
 def decide(policy: RoutingPolicy, num_workers: int, repeats: int) -> Iterator[float]:
-    """Seconds of each decision; every one adds to a load, and old edits leave."""
+    """Yield the seconds of each decision. Each chosen worker gets the edit, and the oldest edit leaves."""
     random.seed(0)
     router = Router(policy)
     costs = make_costs(SHAPE, DEFAULTS["cuda"], "exact", NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""A scatter plot of two times as an SVG: on the diagonal they agree. Knows points and names; knows no measurement."""
+"""A scatter plot as SVG text, with a diagonal on which both values are equal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from html import escape
 SIDE, MARGIN = 480, 70
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d5a97")
 
-Points = Mapping[str, Sequence[tuple[float, float]]]  # name -> x and y of each
+Points = Mapping[str, Sequence[tuple[float, float]]]  # name -> x and y per point
 
 
 def draw_scatter(title: str, x_name: str, y_name: str, points: Points) -> str:
@@ -35,7 +35,7 @@ def draw_scatter(title: str, x_name: str, y_name: str, points: Points) -> str:
 
 
 def ticks(most: float) -> list[float]:
-    """Round numbers from 0 up, at least four of them."""
+    """Return at least four round numbers from 0 up to `most`."""
     power = 10 ** math.floor(math.log10(most))
     step = next(part * power for part in (2, 1, 0.5, 0.2) if most / (part * power) >= 4)
     return [round(count * step, 9) for count in range(int(most / step) + 1)]

@@ -1,9 +1,8 @@
-"""Load on a running server and what it makes of it: throughput, latencies, deadlines kept. Knows HTTP; nothing of how
-the server works.
+"""Sends a workload to a running server over HTTP and measures throughput, latencies and deadlines met.
 
-The deadline of an edit is `slo_scale` times what an edit takes alone, measured one by one before the load begins. With
-`--compare` three servers take turns: ours; one that computes everything and prepares, denoises and finishes batch after
-batch; one that computes everything, lets whoever comes join, and prepares and finishes between steps.
+The deadline of an edit is `slo_scale` times the latency of an edit on the idle server, measured before the load begins.
+With `--compare` three servers take turns: ours; one that computes every token and prepares, denoises and finishes batch
+after batch; and one that computes every token, lets edits join at every step, and prepares and finishes between steps.
 """
 
 import asyncio
@@ -21,11 +20,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import httpx
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from instgenie.bench.files import check_folder, write_json
+from instgenie.bench.latencies import Latencies
 from instgenie.bench.pictures import make_mask, make_picture
 from instgenie.bench.workload import Arrival
 from instgenie.errors import ServeError
@@ -43,8 +42,8 @@ SYSTEMS = {  # flags of the servers that --compare starts
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured, the same for every server."""
+class ServeStudy:
+    """The workload and its limits, the same for every server."""
 
     title: str  # of the workload
     workload: tuple[Arrival, ...]
@@ -53,27 +52,27 @@ class Plan:
 
     @property
     def templates(self) -> list[Arrival]:
-        """An edit of every picture that is edited, for each number of steps."""
+        """One edit of every picture, size and number of steps."""
         first = {(arrival.template, arrival.size, arrival.steps): arrival for arrival in reversed(self.workload)}
         return list(first.values())
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One edit, as its client saw it."""
+    """The answer to one edit, as its client saw it."""
 
     latency: float
     mask_ratio: float
-    error: str  # empty if there is none
+    error: str  # empty: none
 
 
 @dataclass(frozen=True)
-class Row:
+class ServeRow:
     system: str
     num_finished: int
     num_failed: int
     duration_s: float
-    throughput: float  # edits a second
+    throughput: float  # edits per second
     mean_s: float
     median_s: float
     p90_s: float
@@ -82,27 +81,27 @@ class Row:
     slo_attainment: float
     alone_s: float
     mask_ratio: float
-    num_interruptions: int | None  # of step loops by other work, under the load; None: the server does not say
+    num_interruptions: int | None  # of step loops by other work, under load; None: the server does not report them
 
 
-def bench_serve(plan: Plan, base_url: str, api_key: str | None, json_path: Path | None) -> None:
+def bench_serve(study: ServeStudy, base_url: str, api_key: str | None, json_path: Path | None) -> None:
     check_folder(json_path)
-    rows = [asyncio.run(measure("server", plan, base_url, api_key))]
-    report(rows, plan, json_path)
+    rows = [asyncio.run(measure("server", study, base_url, api_key))]
+    report(rows, study, json_path)
 
 
-def compare(plan: Plan, model: str, device: str, json_path: Path | None) -> None:
+def compare(study: ServeStudy, model: str, device: str, json_path: Path | None) -> None:
     check_folder(json_path)
     rows = []
     for system, flags in SYSTEMS.items():
-        with started(model, device, len(plan.workload), flags) as base_url:
-            rows.append(asyncio.run(measure(system, plan, base_url, None)))
-    report(rows, plan, json_path)
+        with started(model, device, len(study.workload), flags) as base_url:
+            rows.append(asyncio.run(measure(system, study, base_url, None)))
+    report(rows, study, json_path)
 
 
 @contextmanager
 def started(model: str, device: str, max_queue: int, flags: Sequence[str]) -> Iterator[str]:
-    """The address of a server of our own, for as long as the block runs."""
+    """Start a server, and yield its address while it runs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -127,41 +126,43 @@ def wait_until_ready(base_url: str, process: subprocess.Popen[bytes]) -> None:
             except httpx.TransportError:
                 pass
             time.sleep(0.2)
-    raise ServeError(f"the server ended with {process.returncode} before it was ready: run it by hand to see why")
+    raise ServeError(f"the server ended with {process.returncode} before it was ready: run instgenie serve to see why")
 
 
-async def measure(system: str, plan: Plan, base_url: str, api_key: str | None) -> Row:
-    templates = plan.templates
+async def measure(system: str, study: ServeStudy, base_url: str, api_key: str | None) -> ServeRow:
+    templates = study.templates
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=base_url, headers=headers, timeout=TIMEOUT, limits=limits, trust_env=False
     ) as client:
-        bench = Bench(client, plan)
+        sender = LoadClient(client, study)
         with Progress(transient=True) as progress:
-            await bench.check()
+            await sender.check()
             task = progress.add(f"{system}: templates", len(templates))
             for template in templates:
-                await bench.register(template)
+                await sender.register(template)
                 task.advance()
-            alone = await bench.alone(templates)
-            task = progress.add(f"{system}: edits", len(plan.workload))
-            before = await bench.num_interruptions()
-            bench.draw_masks()
+            alone = await sender.alone(templates)
+            task = progress.add(f"{system}: edits", len(study.workload))
+            before = await sender.num_interruptions()
+            sender.draw_masks()
             start = time.perf_counter()
-            answers = await bench.run(task.advance)
-            row = make_row(system, answers, time.perf_counter() - start, alone, plan.slo_scale)
-            after = await bench.num_interruptions()
+            answers = await sender.run(task.advance)
+            row = make_row(system, answers, time.perf_counter() - start, alone, study.slo_scale)
+            after = await sender.num_interruptions()
             return row if before is None or after is None else replace(row, num_interruptions=after - before)
 
 
-class Bench:
-    def __init__(self, client: httpx.AsyncClient, plan: Plan) -> None:
+class LoadClient:
+    """A client that registers templates and sends the edits of a workload."""
+
+    def __init__(self, client: httpx.AsyncClient, study: ServeStudy) -> None:
         self.client = client
-        self.plan = plan
+        self.study = study
         self.picture_of = lru_cache(maxsize=None)(make_picture)
         self.mask_of = lru_cache(maxsize=None)(make_mask)
-        self.places = asyncio.Semaphore(plan.max_concurrency)
+        self.places = asyncio.Semaphore(study.max_concurrency)
 
     async def check(self) -> None:
         try:
@@ -172,14 +173,14 @@ class Bench:
             raise ServeError(f"{self.client.base_url} answers {answer.status_code}: {error_text(answer)}")
 
     async def num_interruptions(self) -> int | None:
-        """Of the step loops of all workers, so far."""
+        """Return the interruptions of all step loops so far."""
         lines = (await self.client.get("/metrics")).text.splitlines()
         counts = [float(line.split()[-1]) for line in lines if line.startswith(INTERRUPTIONS)]
         return int(sum(counts)) if counts else None
 
     async def register(self, template: Arrival) -> None:
-        """As a service does with the pictures it offers; a server that keeps no activations says no, and that is
-        fine."""
+        """Register a template and wait for it, as a service does with the pictures it offers. A server that keeps no
+        activations refuses, which is no error."""
         picture = self.picture_of(template.template, template.size)
         answer = await self.client.post("/v1/templates", files={"image": picture}, data=fields_of(template))
         if answer.status_code != 201:
@@ -192,8 +193,8 @@ class Bench:
             await asyncio.sleep(0.1)
 
     async def alone(self, templates: Sequence[Arrival]) -> float:
-        """Seconds of an edit that meets an idle server, in the mean."""
-        ratio = statistics.median(arrival.mask_ratio for arrival in self.plan.workload)
+        """Return the mean latency of edits on the idle server."""
+        ratio = statistics.median(arrival.mask_ratio for arrival in self.study.workload)
         chosen = (templates[index % len(templates)] for index in range(NUM_ALONE + 1))
         arrivals = [replace(arrival, mask_ratio=ratio) for arrival in chosen]
         answers = [await self.edit(arrival) for arrival in arrivals]
@@ -202,8 +203,8 @@ class Bench:
         return statistics.mean(answer.latency for answer in answers[1:])  # the first warms up
 
     def draw_masks(self) -> None:
-        """Ahead of their time: that takes longer than some edits are apart."""
-        for arrival in self.plan.workload:
+        """Draw all masks ahead, because drawing takes longer than the gap between some edits."""
+        for arrival in self.study.workload:
             self.mask_of(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size)
 
     async def run(self, on_answer: Callable[[], None]) -> list[Answer]:
@@ -217,10 +218,10 @@ class Bench:
             on_answer()
             return answer
 
-        return list(await asyncio.gather(*(send(arrival) for arrival in self.plan.workload)))
+        return list(await asyncio.gather(*(send(arrival) for arrival in self.study.workload)))
 
     async def edit(self, arrival: Arrival, arrived: float | None = None) -> Answer:
-        """Latency counts from the arrival, waiting for a place included."""
+        """Send an edit. Its latency counts from the arrival and includes the wait for a free connection."""
         files = {
             "image": self.picture_of(arrival.template, arrival.size),
             "mask": self.mask_of(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size),
@@ -246,22 +247,17 @@ def error_text(answer: httpx.Response) -> str:
         return answer.text[:200]
 
 
-def make_row(system: str, answers: Sequence[Answer], duration: float, alone: float, slo_scale: float) -> Row:
+def make_row(system: str, answers: Sequence[Answer], duration: float, alone: float, slo_scale: float) -> ServeRow:
     finished = [answer for answer in answers if not answer.error]
     latencies = [answer.latency for answer in finished] or [float("nan")]
-    p90, p95, p99 = np.quantile(latencies, (0.9, 0.95, 0.99))
     in_time = sum(answer.latency <= slo_scale * alone for answer in finished)
-    return Row(
+    return ServeRow(
         system=system,
         num_finished=len(finished),
         num_failed=len(answers) - len(finished),
         duration_s=round(duration, 3),
         throughput=round(len(finished) / duration, 3),
-        mean_s=round(statistics.mean(latencies), 3),
-        median_s=round(statistics.median(latencies), 3),
-        p90_s=round(float(p90), 3),
-        p95_s=round(float(p95), 3),
-        p99_s=round(float(p99), 3),
+        **Latencies.of(latencies).figures,
         slo_attainment=round(in_time / len(answers), 3),
         alone_s=round(alone, 3),
         mask_ratio=round(statistics.mean(answer.mask_ratio for answer in answers), 3),
@@ -269,9 +265,9 @@ def make_row(system: str, answers: Sequence[Answer], duration: float, alone: flo
     )
 
 
-def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
+def report(rows: Sequence[ServeRow], study: ServeStudy, json_path: Path | None) -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    table = Table(title=f"{plan.title}, {machine}")
+    table = Table(title=f"{study.title}, {machine}")
     columns = (
         "edits/s",
         "mean s",
@@ -301,6 +297,6 @@ def report(rows: Sequence[Row], plan: Plan, json_path: Path | None) -> None:
         )
     Console(width=max(Console().width, TABLE_WIDTH)).print(table)
     if json_path:
-        about = {"workload": plan.title, "max_concurrency": plan.max_concurrency, "slo_scale": plan.slo_scale}
+        about = {"workload": study.title, "max_concurrency": study.max_concurrency, "slo_scale": study.slo_scale}
         content = {"machine": machine, "plan": about, "rows": [asdict(row) for row in rows]}
         write_json(content, json_path)

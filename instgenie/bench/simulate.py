@@ -1,4 +1,4 @@
-"""A simulated cluster under a workload, with every policy of the router: what is simulated, what is printed."""
+"""Simulates a cluster under a workload with every routing policy, and prints the latencies."""
 
 import statistics
 import time
@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from instgenie.bench.files import check_folder, write_json
+from instgenie.bench.latencies import Latencies
 from instgenie.bench.workload import Arrival
 from instgenie.cost.latency import DEFAULTS, read_latency
 from instgenie.engine.pricing import job_shape
@@ -31,26 +31,26 @@ TABLE_WIDTH = 110
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is like."""
+    """The model and the device of the simulated workers, and the times of their stages."""
 
     model: str
-    kind: str  # of the device: cpu or cuda
-    latency: Path | None  # a file of instgenie calibrate
+    kind: str  # of device: cpu or cuda
+    latency: Path | None  # file that instgenie calibrate wrote
     plan: PlanPolicy
     in_gpu: bool
-    chores: SideSeconds
+    side: SideSeconds
 
 
 @dataclass(frozen=True)
 class SimulatedRow:
     policy: str
-    throughput: float  # edits a second
+    throughput: float  # edits per second
     mean_s: float
     median_s: float
     p90_s: float
     p95_s: float
     p99_s: float
-    waiting_s: float  # in the mean, from prepared to the first step
+    waiting_s: float  # mean, from prepared to the first step
     simulated_in_s: float
 
 
@@ -84,7 +84,7 @@ def make_service(model: Model, setup: Setup) -> PlannedService:
     return PlannedService(
         latency=read_latency(setup.latency) if setup.latency else DEFAULTS[setup.kind],
         shape=job_shape(model, value_bytes=2 if setup.kind == "cuda" else 4),
-        side=setup.chores,
+        side=setup.side,
         policy=setup.plan,
         in_gpu=setup.in_gpu,
     )
@@ -104,17 +104,11 @@ def make_jobs(model: Model, workload: Sequence[Arrival]) -> list[SimulatedJob]:
 
 
 def make_row(policy: str, jobs: Sequence[SimulatedJob], seconds: float) -> SimulatedRow:
-    latencies = [job.latency for job in jobs]
-    median, p90, p95, p99 = (round(float(value), 3) for value in np.quantile(latencies, (0.5, 0.9, 0.95, 0.99)))
     duration = max(job.finished for job in jobs) - jobs[0].arrived
     return SimulatedRow(
         policy=policy,
         throughput=round(len(jobs) / duration, 3),
-        mean_s=round(statistics.fmean(latencies), 3),
-        median_s=median,
-        p90_s=p90,
-        p95_s=p95,
-        p99_s=p99,
+        **Latencies.of([job.latency for job in jobs]).figures,
         waiting_s=round(statistics.fmean(job.joined - job.prepared for job in jobs), 3),
         simulated_in_s=round(seconds, 2),
     )

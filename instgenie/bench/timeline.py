@@ -1,4 +1,4 @@
-"""What ran when, as a page to look at and as a Chrome trace. Knows bars of two streams; measures nothing."""
+"""Timelines of two streams as an HTML page and as a Chrome trace. Draws bars; measures nothing."""
 
 import json
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ COLOURS: dict[What, str] = {
     "ahead": "#8fd0b4",
 }  # fmt: skip
 MEANINGS: dict[What, str] = {
-    "cached": "computes a cached block", "dense": "computes dense blocks", "outside": "computes what is in no block",
-    "wait": "waits for a load", "load": "loads for this step", "ahead": "loads for the next step",
+    "cached": "a cached block", "dense": "dense blocks", "outside": "computation outside blocks",
+    "wait": "waiting for a load", "load": "loading for this step", "ahead": "loading for the next step",
 }  # fmt: skip
 WIDTH, LEFT, RIGHT = 1180, 78, 24
-ROW, GAP, HEAD = 26, 5, 34  # heights, of a stream, between streams, of a title
+ROW, GAP, HEAD = 26, 5, 34  # heights: of a stream, between streams, of a title
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Milliseconds from the beginning of a step."""
+    """An activity of one stream, in milliseconds from the beginning of the step."""
 
     stream: Stream
     what: What
@@ -34,7 +34,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Track:
-    """One step with one policy."""
+    """One step under one policy."""
 
     name: str
     about: str
@@ -89,7 +89,7 @@ def draw_track(track: Track, first: float, last: float) -> str:
 
 
 def ticks(first: float, last: float) -> list[float]:
-    """Round numbers, about ten of them."""
+    """Return about ten round numbers."""
     span = last - first
     step = next(s for power in range(-3, 7) for s in (10.0**power, 2 * 10.0**power, 5 * 10.0**power) if span / s <= 12)
     return [
@@ -98,7 +98,7 @@ def ticks(first: float, last: float) -> list[float]:
 
 
 def chrome_trace(tracks: Sequence[Track]) -> str:
-    """For Perfetto or chrome://tracing; times there are microseconds."""
+    """Return a trace for Perfetto or chrome://tracing, where times are microseconds."""
     events: list[dict[str, object]] = []
     for process, track in enumerate(tracks):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": track.name}})

@@ -1,7 +1,6 @@
-"""The ways to run an edit that the quality study compares, over one set of samples. Knows jobs and costs, judges
-nothing.
+"""The methods that the quality study compares, run over one set of samples. Knows jobs and costs; judges nothing.
 
-All samples of a run have the same size and are denoised together, so that what is measured is the method.
+All samples of a run have the same size and are denoised together, so that only the methods differ.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,14 +22,14 @@ from instgenie.models.flux.model import FluxModel
 from instgenie.types import Edit, Pixels
 
 DENSE, NAIVE, SKIPPING, SMALL_CROP = "dense", "naive", "step skipping", "crop, equal cost"
-MARGINS = (32, 128)  # of a picture of 256 pixels: what A1111 and IOPaint take unless told
+MARGINS = (32, 128)  # in a picture of 256 pixels: the defaults of A1111 and IOPaint
 NUM_STEPS_AT_ONCE = {"cpu": 4, "cuda": 28}
-NUM_TUNING = 8  # jobs that tune the threshold of step skipping
+NUM_TUNING = 8  # jobs to find the threshold of step skipping with
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """One way to reuse a template's activations."""
+    """A way to reuse a template's activations."""
 
     kind: Kind = "kv"
     cache_dtype: CacheDtype = "model"
@@ -68,23 +67,23 @@ def of_quality(quality: Quality, steps: int, kind: Kind = "kv", cache_dtype: Cac
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """An edit of the study and what is known of it."""
+    """An edit of the study and its labels."""
 
     edit: Edit
-    caption: str  # of the picture as it is
+    caption: str  # of the original picture
     label: str
     mask_kind: str
-    ratio: float  # the share of masked tokens that was asked for
+    ratio: float  # requested share of masked tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What one method made of the samples."""
+    """The pictures that one method made of the samples, and their costs."""
 
     name: str
     pictures: list[Pixels]
     costs: list[float]  # operations, as a share of the dense edit's
-    seconds: float  # of all steps of all samples
+    seconds: float  # for all steps of all samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +93,7 @@ class Runner:
     graphs: Graphs | None = None
 
     def run(self, reuses: Sequence[Reuse], balanced: Reuse, crops: bool = True) -> Iterator[Outcome]:
-        """Dense, naive, each way of reuse, and the others at the cost of the balanced one."""
+        """Run dense, naive and each way of reuse, then the other methods at the cost of the balanced one."""
         jobs = [prepare(sample.edit, self.model) for sample in self.samples]
         dense_flops = [job_flops(self.model, job) for job in jobs]
 
@@ -122,7 +121,7 @@ class Runner:
             yield self.cropped(name, margin, side, dense_flops)
 
     def reused(self, jobs: Sequence[Job], reuses: Iterable[Reuse]) -> Iterator[tuple[Reuse, list[Job]]]:
-        """One registration of every picture at a time is in memory."""
+        """Yield the jobs of each way of reuse; only one registration per picture is in memory at a time."""
         for registration, same in groupby(sorted(reuses, key=lambda how: how.registration), lambda r: r.registration):
             activations = [self.register(sample, *registration) for sample in self.samples]
             for how in same:
@@ -138,7 +137,7 @@ class Runner:
         return register(edit.picture, self.model, *options)
 
     def skip(self, jobs: Sequence[Job], target: float) -> Outcome:
-        """A dense run of a few tells the threshold under which steps are skipped down to the target's cost."""
+        """Skip steps down to the target's cost; a dense run of a few jobs gives the threshold."""
         transformer = self.model.transformer
         tuning = StepSkipping(transformer, 0.0).run([replace(job) for job in jobs[:NUM_TUNING]])
         threshold = find_threshold([track.changes for track in tuning], target * jobs[0].num_steps)
@@ -166,7 +165,7 @@ class Runner:
         return now(self.model.device) - start
 
     def finish(self, jobs: Sequence[Job]) -> list[Pixels]:
-        """In the order of the jobs, those of one grid together."""
+        """Decode the jobs, those of one grid together, and return pictures in the order of the jobs."""
         pictures: dict[Job, Pixels] = {}
         for grid in dict.fromkeys(job.grid for job in jobs):
             same = [job for job in jobs if job.grid == grid]

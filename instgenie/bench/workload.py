@@ -1,6 +1,6 @@
-"""A workload: edits drawn from a seed, each with its time, template, mask, size and steps. Knows no server.
+"""Workloads: edits drawn from a seed, each with its arrival time, template, mask, size and steps. Knows no server.
 
-The same recipe is the same workload, everywhere. A workload is saved as JSON lines, one for each edit, and read again.
+The same recipe gives the same workload on every machine. A workload is saved as JSON lines, one per edit.
 """
 
 import json
@@ -29,26 +29,26 @@ class Arrival:
     mask_ratio: float
     mask_shape: MaskShape
     size: tuple[int, int]  # (height, width) of the picture
-    steps: int | None  # None: what suits the model
+    steps: int | None  # None: the model's own
     seed: int
 
 
 @dataclass(frozen=True)
 class Recipe:
     num_edits: int = 64
-    rate: float = math.inf  # edits a second, in the mean
-    arrivals: str | None = None  # a file of times; None: Poisson
-    mask_ratios: str = "production"  # or another name of `ratios`, or a file
+    rate: float = math.inf  # mean edits per second
+    arrivals: str | None = None  # file of arrival times; None: Poisson arrivals
+    mask_ratios: str = "production"  # the name of a distribution in `ratios`, or a file
     mask_shapes: tuple[MaskShape, ...] = SHAPES  # in equal shares
     num_templates: int = 970
-    skew: float = 1.0  # the n-th most popular template is drawn in proportion to 1 / n**skew; 0: all alike
+    skew: float = 1.0  # the n-th most popular template is drawn in proportion to 1 / n**skew; 0: all equally
     sizes: tuple[tuple[int, int], ...] = ((256, 256),)  # in equal shares
     steps: tuple[int | None, ...] = (None,)  # in equal shares
     seed: int = 0
 
 
 def draw_workload(recipe: Recipe) -> list[Arrival]:
-    """Every column has a generator of its own, so that changing one leaves the others as they are."""
+    """Draw each column with a generator of its own, so that changing one leaves the others unchanged."""
     times, ratios, shapes, templates, sizes, steps, seeds = np.random.default_rng(recipe.seed).spawn(7)
     num = recipe.num_edits
     columns = (
@@ -75,7 +75,7 @@ def draw_workload(recipe: Recipe) -> list[Arrival]:
 
 
 def popularity(num_templates: int, skew: float) -> NDArray[np.float64]:
-    """Of each template, the share of the edits it gets."""
+    """Return the share of the edits that each template gets."""
     weights: NDArray[np.float64] = np.arange(1, num_templates + 1, dtype=np.float64) ** -skew
     weights /= weights.sum()
     return weights
@@ -103,7 +103,7 @@ def read_arrival(line: str, where: str) -> Arrival:
         arrival = Arrival(size=(height, width), **found)
     except (ValueError, TypeError, KeyError, AttributeError):
         names = ", ".join(field.name for field in fields(Arrival))
-        raise WorkloadError(f"{where} is no edit: a JSON object of {names} is expected") from None
+        raise WorkloadError(f"{where} is not an edit: a JSON object with {names} is expected") from None
     for name, most in MOST.items():
         value = found[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:

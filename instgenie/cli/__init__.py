@@ -1,10 +1,10 @@
-"""The command line. Knows the commands and how they end; each of them knows its own arguments."""
+"""The command line: the commands, their exit codes, and errors as one line. Each command adds its own arguments."""
 
 import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ EXIT_INTERRUPTED = 130
 
 class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """An option that does not exist is refused with the nearest one that does."""
+        """Refuse an unknown option and name the most similar one."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command = getattr(options, "parser", self)
@@ -48,20 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="instgenie", description="Mask-guided image editing.")
+    parser = Parser(prog="instgenie", description="Mask-guided image editing with diffusion models.")
     parser.add_argument("--version", action="version", version=f"instgenie {own_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_edit(commands.add_parser("edit", help="edit a photograph", description="Edit a photograph."))
-    about_register = "Compute ahead what edits of a photograph can reuse, and keep it in the cache."
-    add_register(commands.add_parser("register", help="prepare a photograph for edits", description=about_register))
-    about_calibrate = "Measure this device with the model's own steps, and keep what planning needs to know of it."
-    add_calibrate(commands.add_parser("calibrate", help="measure this device", description=about_calibrate))
-    about_serve = (
-        "Serve OpenAI's images API. Every option may also be an environment variable or a line of a TOML file."
-    )
-    add_serve(commands.add_parser("serve", help="serve OpenAI's images API", description=about_serve))
-    about_bench = "Measure speed and quality."
-    add_bench(commands.add_parser("bench", help="measure speed and quality", description=about_bench))
+    for name, (add, short, about) in COMMANDS.items():
+        command = commands.add_parser(name, help=short, description=about)
+        command.set_defaults(parser=command)
+        add(command)
     return parser
 
 
@@ -73,15 +66,37 @@ def own_version() -> str:
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run_serve, parser=parser)
+    parser.set_defaults(run=run_serve)
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL.about)
-    about_file = "TOML file with any of these options; --port is port = 8000 there and INSTGENIE_PORT outside"
+    about_file = "TOML file with any of these options, such as port = 8000 for --port"
     parser.add_argument("--config", metavar="FILE", help=about_file)
     add_flags(parser, OPTIONS)
 
 
 def run_serve(options: argparse.Namespace) -> int:
     config = read_config(vars(options), os.environ)
-    from instgenie.server.serve import serve  # brings the web framework
+    from instgenie.server.serve import serve  # imports the web framework
 
     return serve(config, own_version())
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] = {
+    "edit": (add_edit, "edit a photograph", "Edit the masked part of a photograph."),
+    "register": (
+        add_register,
+        "prepare a photograph for edits",
+        "Compute the activations that edits of a photograph reuse, and keep them in the cache.",
+    ),
+    "calibrate": (
+        add_calibrate,
+        "measure this device",
+        "Measure steps of the model and transfers on this device, and keep the fitted latency model for planning.",
+    ),
+    "serve": (
+        add_serve,
+        "serve OpenAI's images API",
+        "Serve OpenAI's images API. Every option can also be set by an environment variable, such as INSTGENIE_PORT, "
+        "or by a line of a TOML file.",
+    ),
+    "bench": (add_bench, "measure speed and quality", "Measure speed and quality."),
+}

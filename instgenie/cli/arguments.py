@@ -1,4 +1,4 @@
-"""What commands have in common: kinds of arguments, and arguments that several commands take."""
+"""Types of arguments, and arguments that several commands share."""
 
 import argparse
 from pathlib import Path
@@ -11,19 +11,27 @@ CACHE_GIB = 20.0
 
 def add_model(parser: argparse.ArgumentParser, has_size: bool = True) -> None:
     parser.add_argument(
-        "--model", default="builtin", help="a pipeline folder, a hub id, builtin (the default), or dummy:NAME"
+        "--model",
+        default="builtin",
+        help="folder of a diffusers pipeline, hub id, builtin (the default), or dummy:NAME for random weights",
     )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; default: the best there is")
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1, ...; default: CUDA if there is a device, else the CPU"
+    )
     if has_size:
-        parser.add_argument("--size", type=size, metavar="WxH", help="size the model works at; default: its own")
+        parser.add_argument("--size", type=size, metavar="WxH", help="working size; default: the model's own")
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    about_folder = "folder of the cache; default: instgenie/templates in the user's cache folder"
+    about_folder = "cache folder; default: instgenie/templates in the user's cache folder"
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help=about_folder)
-    about_gib = f"most the cache may hold; what was used least recently goes first (default {CACHE_GIB:g})"
+    about_gib = (
+        f"size limit of the cache in GiB; the least recently used activations are evicted (default {CACHE_GIB:g})"
+    )
     parser.add_argument("--cache-gib", type=gib, default=CACHE_GIB, metavar="N", help=about_gib)
-    about_dtype = "what activations are kept in: what the model computes in (model, the default), or half its bytes"
+    about_dtype = (
+        "number format of cached activations: the model's own (model, the default), or fp8 with half the bytes"
+    )
     parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
 
 
@@ -71,7 +79,7 @@ def ratio(text: str) -> float:
 
 
 def number(text: str) -> float:
-    """0 where it is none."""
+    """Parse a number; text that is not a number becomes 0, which callers refuse."""
     try:
         return float(text)
     except ValueError:

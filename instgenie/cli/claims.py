@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def add_bench_table(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run_bench_table, parser=parser)
+    parser.set_defaults(run=run_bench_table)
     parser.add_argument("claims", type=Path, metavar="FILE", help="JSON file of claims, such as docs/performance.json")
     about_add = "first add the rows of this file of instgenie bench edit --json to FILE; may be given several times"
     parser.add_argument("--add", type=Path, action="append", default=[], metavar="EDITS", help=about_add)

@@ -29,7 +29,7 @@ def make_sheet(options: argparse.Namespace, console: Console) -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     check_target(options.output)
     with show_status("loading the model", console):
-        from instgenie.editor import Editor  # brings torch and diffusers
+        from instgenie.editor import Editor  # imports torch and diffusers
 
         hide_loading_bars()
         editor = Editor(model=options.model, device=options.device)
@@ -45,9 +45,13 @@ def make_sheet(options: argparse.Namespace, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m instgenie.cli.demo", description="Edit the sample pictures.")
+    parser = argparse.ArgumentParser(
+        prog="python -m instgenie.cli.demo", description="Edit the example pictures into one contact sheet."
+    )
     parser.add_argument("--examples", type=Path, default=EXAMPLES, help="folder with edits.toml and its pictures")
-    parser.add_argument("-o", "--output", type=Path, default=OUTPUT, help="the contact sheet")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=OUTPUT, help="file of the contact sheet (default out/demo.png)"
+    )
     parser.add_argument("--steps", type=int, default=28, help="number of denoising steps (default 28)")
     add_model(parser)
     options = parser.parse_args(arguments)

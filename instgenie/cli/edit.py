@@ -1,4 +1,4 @@
-"""`instgenie edit` and `instgenie register`. Knows files; the editor knows the rest."""
+"""`instgenie edit` and `instgenie register`: files and flags; the editor does the rest."""
 
 import argparse
 import os
@@ -31,32 +31,38 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("photo", metavar="PHOTO", type=Path, help="PNG, JPEG or WebP of any size")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the masked part becomes")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--mask", type=Path, help="picture of the same size that says where to edit")
-    where.add_argument("--box", type=box, metavar="X,Y,W,H", help="edit this box; no mask and no box = everything")
-    about_mode = "alpha: 0 is edited (the default); luma: white is edited"
+    where.add_argument("--mask", type=Path, help="picture of the same size that marks where to edit")
+    where.add_argument(
+        "--box", type=box, metavar="X,Y,W,H", help="edit this box; without a mask and a box, edit everything"
+    )
+    about_mode = "alpha: transparent pixels are edited (the default); luma: white pixels are edited"
     parser.add_argument("--mask-mode", choices=["alpha", "luma"], default="alpha", help=about_mode)
-    about_output = "PNG or WebP (exact) or JPEG; default: PHOTO's name with .edit.png, in the current folder"
+    about_output = (
+        "output file, PNG or WebP (exact) or JPEG; default: PHOTO's name with .edit.png in the current folder"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="OUT", help=about_output)
 
     def add(name: str, kind: type[int] | type[float] | type[str], about: str) -> None:
         metavar = "TEXT" if kind is str else "N"
         parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about)
 
-    add("--seed", int, "same seed and same use of the cache, same picture (default 0)")
-    add("--steps", int, "number of denoising steps; default: what suits the model")
-    add("--guidance", float, "how strongly the prompt is followed; default: what suits the model")
-    add("--true-guidance", float, "classifier-free guidance against the negative prompt (default 1 = off)")
-    add("--negative-prompt", str, "what true guidance leads away from")
-    add("--strength", float, "share of the steps that is run; below 1 keeps traces of what was there (default 1)")
-    add("--feather", int, "width in pixels of a soft edge inside the mask (default 0)")
-    about_quality = (
-        "how close an edit of a registered picture keeps to the dense one; exact is dense (default balanced)"
+    add(
+        "--seed",
+        int,
+        "seed of the noise; the same seed and the same cached activations give the same picture (default 0)",
     )
+    add("--steps", int, "number of denoising steps; default: the model's own")
+    add("--guidance", float, "how strongly the prompt is followed; default: the model's own")
+    add("--true-guidance", float, "classifier-free guidance against the negative prompt (default 1: off)")
+    add("--negative-prompt", str, "what true guidance steers away from")
+    add("--strength", float, "share of the steps to run; below 1 the edit keeps traces of the original (default 1)")
+    add("--feather", int, "width in pixels of a soft edge inside the mask (default 0)")
+    about_quality = "closeness of an edit of a registered picture to the dense edit; exact is dense (default balanced)"
     parser.add_argument("--quality", choices=get_args(Quality), default=DEFAULT, help=about_quality)
     add_model(parser)
-    about_cache = "neither look for the photograph's activations nor keep any"
+    about_cache = "neither read nor write cached activations"
     parser.add_argument("--no-cache", action="store_true", help=about_cache)
-    about_register = "do not register a photograph that is not in the cache once its edit is done"
+    about_register = "do not register the photograph after the edit if it is not in the cache"
     parser.add_argument("--no-register", action="store_true", help=about_register)
     add_cache(parser)
 
@@ -87,7 +93,9 @@ def check_output(output: Path, options: argparse.Namespace) -> None:
     check_target(output)
     for given in (options.photo, options.mask):
         if given and os.path.exists(output) and os.path.exists(given) and os.path.samefile(output, given):
-            raise PictureError(f"{output} is an input of this edit and will not be overwritten: name another with -o")
+            raise PictureError(
+                f"{output} is an input of this edit and will not be overwritten: name another file with -o"
+            )
 
 
 def make_mask(picture: Pixels, options: argparse.Namespace) -> PixelMask:
@@ -120,16 +128,18 @@ def describe_cache(result: Result, is_on: bool) -> str:
         return f"hit ({result.cache_tier})"
     if not is_on:
         return "off"
-    return "miss" if result.can_reuse else "not asked: nothing to reuse"
+    return "miss" if result.can_reuse else "not used: nothing to reuse"
 
 
 def add_register(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_register)
     parser.add_argument("photo", metavar="PHOTO", type=Path, help="PNG, JPEG or WebP of any size")
-    suits = "what suits the model"
-    parser.add_argument("--steps", type=int, metavar="N", help=f"of the edits to come; default: {suits}")
-    parser.add_argument("--guidance", type=float, metavar="N", help=f"of the edits to come; default: {suits}")
-    about_kind = "what is kept of each block: K and V (the default), or half the bytes and more to compute"
+    suits = "the model's own"
+    parser.add_argument("--steps", type=int, metavar="N", help=f"steps of the edits to come; default: {suits}")
+    parser.add_argument("--guidance", type=float, metavar="N", help=f"guidance of the edits to come; default: {suits}")
+    about_kind = (
+        "activations to keep per block: K and V (kv, the default), or its input (y), half the bytes but more to compute"
+    )
     parser.add_argument("--kind", choices=["kv", "y"], default="kv", help=about_kind)
     add_model(parser)
     add_cache(parser)
@@ -151,11 +161,11 @@ def run_register(options: argparse.Namespace) -> None:
 
 
 def register_behind(edit: Edit, editor: "Editor", console: Console) -> None:
-    """The edit is done and saved: whatever goes wrong from here on is worth a line and no more."""
+    """Register the photograph of a saved edit; a failure here is only reported."""
     try:
         register(editor, edit.picture, edit.size, edit.steps, edit.guidance, "kv", console)
     except KeyboardInterrupt:
-        complain("registering was interrupted: the next edit of this photograph goes on where it ended")
+        complain("registering was interrupted: the next edit of this photograph resumes it")
     except InstGenieError as error:
         complain(f"not registered: {error}")
 
@@ -174,7 +184,7 @@ def register(
 
 
 def find_cache(options: argparse.Namespace) -> Path | None:
-    """An edit does without the user's own cache folder where that is of no use, but not without one that was named."""
+    """Return the cache folder. An unusable default folder only turns the cache off; one that was named is an error."""
     if options.cache_dir:
         return make_folder(options.cache_dir)
     try:
@@ -186,7 +196,9 @@ def find_cache(options: argparse.Namespace) -> Path | None:
 
 def make_editor(options: argparse.Namespace, folder: Path | None, console: Console) -> "Editor":
     with show_status("loading the model", console):
-        from instgenie.editor import Editor  # brings torch and diffusers, seconds that bad input need not wait for
+        from instgenie.editor import (
+            Editor,
+        )  # imports torch and diffusers, which takes seconds: bad input is found before
 
         hide_loading_bars()
         cache = open_cache(folder, options.cache_gib) if folder else None

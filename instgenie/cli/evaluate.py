@@ -1,4 +1,4 @@
-"""`instgenie bench engine`, `reproduce` and `simulate`: what is measured beside others, and what is simulated."""
+"""`instgenie bench engine`, `reproduce` and `simulate`: their arguments."""
 
 import argparse
 from pathlib import Path
@@ -26,23 +26,23 @@ PART_NAMES = ("fig4", "fig6", "fig11", "fig12", "fig14", "fig15", "fig16", "tabl
 
 
 def add_bench_engine(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run_bench_engine, parser=parser)
+    parser.set_defaults(run=run_bench_engine)
     several = "; may be given several times"
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="denoising steps (default 8)")
-    parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs of each system (default 3)")
-    about_batch = f"jobs in a batch (default 1, 2, 4 and 8){several}"
+    parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs per system (default 3)")
+    about_batch = f"jobs per batch (default 1, 2, 4 and 8){several}"
     parser.add_argument("--batch", action="append", type=positive, metavar="N", help=about_batch)
     about_system = f"{', '.join(SYSTEM_NAMES)} (default: all but compiled and cropped){several}"
     parser.add_argument("--system", action="append", choices=SYSTEM_NAMES, metavar="NAME", help=about_system)
-    about_ratios = "production (the default), inpaint, retouch, or a file of numbers"
+    about_ratios = "mask ratios: production (the default), inpaint, retouch, or a file of numbers"
     parser.add_argument("--mask-ratios", default="production", metavar="FILE", help=about_ratios)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the masks (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the masks (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add_model(parser)
 
 
 def run_bench_engine(options: argparse.Namespace) -> None:
-    from instgenie.bench.engine import EngineStudy, bench_engine  # brings torch and diffusers
+    from instgenie.bench.engine import EngineStudy, bench_engine  # imports torch and diffusers
 
     hide_loading_bars()
     default = EngineStudy()
@@ -58,57 +58,67 @@ def run_bench_engine(options: argparse.Namespace) -> None:
 
 
 def add_bench_reproduce(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run_bench_reproduce, parser=parser)
-    about_parts = f"all, or some of {', '.join(PART_NAMES)}; what several need is measured once"
+    parser.set_defaults(run=run_bench_reproduce)
+    about_parts = f"all, or some of {', '.join(PART_NAMES)}; shared measurements are made once"
     parser.add_argument("parts", nargs="+", metavar="NAME", help=about_parts)
-    about_out = "folder for the report: index.html, or NAME.html of a single part"
+    about_out = "folder of the report: index.html, or NAME.html for a single part"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the tables to this file")
     add_model(parser, has_size=False)
 
 
 def run_bench_reproduce(options: argparse.Namespace) -> None:
-    from instgenie.bench.reproduce.run import reproduce  # brings torch and diffusers
+    from instgenie.bench.reproduce.run import reproduce  # imports torch and diffusers
 
     hide_loading_bars()
     reproduce(options.parts, options.model, options.device, options.out, options.json)
 
 
 def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run_bench_simulate, parser=parser)
-    parser.add_argument("--workers", type=positive, default=8, metavar="N", help="of the cluster (default 8)")
-    parser.add_argument("--max-batch-size", type=positive, default=8, metavar="N", help="jobs of a step (default 8)")
-    about_policy = "mask_aware, tokens, requests or round_robin (default: all in turn)"
+    parser.set_defaults(run=run_bench_simulate)
+    parser.add_argument("--workers", type=positive, default=8, metavar="N", help="workers of the cluster (default 8)")
+    parser.add_argument(
+        "--max-batch-size", type=positive, default=8, metavar="N", help="most jobs in a step (default 8)"
+    )
+    about_policy = "routing policy; may be given several times (default: all in turn)"
     parser.add_argument("--policy", action="append", choices=get_args(RoutingPolicy), help=about_policy)
-    parser.add_argument("--batching", choices=get_args(Batching), default="continuous", help="(default continuous)")
-    parser.add_argument("--no-reuse", action="store_true", help="every edit computes every token")
-    about_latency = "what instgenie calibrate wrote of the device and the model; default: what is usual for the device"
+    parser.add_argument(
+        "--batching", choices=get_args(Batching), default="continuous", help="way of batching (default continuous)"
+    )
+    parser.add_argument("--no-reuse", action="store_true", help="compute every token of every edit")
+    about_latency = "latency model that instgenie calibrate wrote; default: typical figures for the kind of device"
     parser.add_argument("--latency", type=Path, metavar="FILE", help=about_latency)
-    parser.add_argument("--kind", choices=("cpu", "cuda"), default="cuda", help="of the device (default cuda)")
-    about_plan = "exact, greedy (Algorithm 1), cached (everything), naive (sequential loading) or dense (default exact)"
+    parser.add_argument("--kind", choices=("cpu", "cuda"), default="cuda", help="kind of device (default cuda)")
+    about_plan = (
+        "planning policy: exact (the default), greedy (Algorithm 1), cached (all blocks), naive (no overlap) or dense"
+    )
     parser.add_argument("--plan", choices=tuple(POLICIES), default="exact", help=about_plan)
-    parser.add_argument("--in-gpu", action="store_true", help="activations need no loading")
-    about_templates = "that fit into the memory of a worker (default: all there are)"
+    parser.add_argument(
+        "--in-gpu", action="store_true", help="keep activations in GPU memory, where they need no loading"
+    )
+    about_templates = "templates that fit into the memory of a worker (default: all)"
     parser.add_argument("--templates-in-memory", type=positive, metavar="N", help=about_templates)
-    about_fetch = "seconds until a template that memory lacks is there (default 1)"
+    about_fetch = "seconds to fetch a template that is not in memory (default 1)"
     parser.add_argument("--fetch", type=rate, default=1.0, metavar="S", help=about_fetch)
     parser.add_argument(
-        "--prepare", type=rate, default=0.05, metavar="S", help="seconds before the steps (default 0.05)"
+        "--prepare", type=rate, default=0.05, metavar="S", help="seconds to prepare an edit (default 0.05)"
     )
-    parser.add_argument("--finish", type=rate, default=0.05, metavar="S", help="seconds after the steps (default 0.05)")
-    about_token = "and so many for each masked token (default: none, every picture takes as long)"
+    parser.add_argument(
+        "--finish", type=rate, default=0.05, metavar="S", help="seconds to decode an edit (default 0.05)"
+    )
+    about_token = "additional seconds to decode each masked token (default 0)"
     parser.add_argument("--finish-token", type=rate, default=0.0, metavar="S", help=about_token)
-    about_thread = "seconds after them in which the next edit can be finished (default: none)"
+    about_thread = "seconds to encode an edit in a thread, while the next one is decoded (default 0)"
     parser.add_argument("--finish-thread", type=rate, default=0.0, metavar="S", help=about_thread)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument(
-        "--model", default="dummy:flux.1-dev", help="whose steps are simulated (default dummy:flux.1-dev)"
+        "--model", default="dummy:flux.1-dev", help="model whose steps are simulated (default dummy:flux.1-dev)"
     )
     add_workload(parser)
 
 
 def run_bench_simulate(options: argparse.Namespace) -> None:
-    from instgenie.bench.simulate import Setup, bench_simulate  # brings torch and diffusers
+    from instgenie.bench.simulate import Setup, bench_simulate  # imports torch and diffusers
 
     hide_loading_bars()
     title, workload = make_workload(options)
@@ -126,7 +136,7 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
         latency=options.latency,
         plan=options.plan,
         in_gpu=options.in_gpu,
-        chores=SideSeconds(
+        side=SideSeconds(
             prepare=options.prepare,
             decode=options.finish,
             decode_token=options.finish_token,

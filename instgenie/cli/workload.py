@@ -1,4 +1,4 @@
-"""Arguments that say which workload: drawn from a seed, or read from a file. Knows flags; `bench/workload` draws."""
+"""Arguments that describe a workload, drawn from a seed or read from a file."""
 
 import argparse
 import math
@@ -13,32 +13,36 @@ NUM_TEMPLATES = 4
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    several = "; may be given several times, each gets an equal share"
-    parser.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="edits (default 64)")
-    about_rate = "edits that arrive in a second, in the mean (default: all at once, or as the file of arrivals has it)"
+    several = "; may be given several times, in equal shares"
+    parser.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="number of edits (default 64)")
+    about_rate = "mean arrivals per second (default: all at once, or the rate of the file of arrivals)"
     parser.add_argument("--request-rate", type=rate, default=math.inf, metavar="R", help=about_rate)
-    about_arrivals = "times of arrival: seconds or dates, or milliseconds and a number (default: Poisson)"
+    about_arrivals = "file of arrival times: seconds, dates, or milliseconds with a number (default: Poisson arrivals)"
     parser.add_argument("--arrivals", metavar="FILE", help=about_arrivals)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same workload (default 0)")
-    about_ratios = "production (the default), inpaint, retouch, or a file of numbers"
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the workload (default 0)")
+    about_ratios = "mask ratios: production (the default), inpaint, retouch, or a file of numbers"
     parser.add_argument("--mask-ratios", default="production", metavar="FILE", help=about_ratios)
-    about_shapes = f"{', '.join(SHAPES)} (default all){several}"
+    about_shapes = f"shape of the masks (default all){several}"
     parser.add_argument("--mask-shape", action="append", choices=SHAPES, help=about_shapes)
-    about_templates = f"different pictures that are edited (default {NUM_TEMPLATES})"
+    about_templates = f"number of different pictures (default {NUM_TEMPLATES})"
     parser.add_argument("--num-templates", type=positive, default=NUM_TEMPLATES, metavar="N", help=about_templates)
-    about_skew = "the n-th picture gets a share of the edits in proportion to 1/n^X (default 1; 0: equal shares)"
+    about_skew = (
+        "exponent of popularity: the n-th picture gets edits in proportion to 1/n^X (default 1; 0: equal shares)"
+    )
     parser.add_argument("--template-skew", type=skew, default=1.0, metavar="X", help=about_skew)
-    about_size = f"of the pictures (default {SIZE[1]}x{SIZE[0]}){several}"
+    about_size = f"size of the pictures (default {SIZE[1]}x{SIZE[0]}){several}"
     parser.add_argument("--size", action="append", type=size, metavar="WxH", help=about_size)
     about_steps = f"denoising steps (default: the model's own){several}"
     parser.add_argument("--steps", action="append", type=positive, metavar="N", help=about_steps)
-    about_replay = "edits from a file that --save-workload wrote, instead of all of the above"
+    about_replay = "replay the edits of a file that --save-workload wrote, instead of drawing them"
     parser.add_argument("--workload", type=Path, metavar="FILE", help=about_replay)
-    parser.add_argument("--save-workload", type=Path, metavar="FILE", help="write the workload, one edit a line")
+    parser.add_argument(
+        "--save-workload", type=Path, metavar="FILE", help="write the workload to this file, one edit per line"
+    )
 
 
 def make_workload(options: argparse.Namespace) -> tuple[str, tuple[Arrival, ...]]:
-    """What it is called, and its edits."""
+    """Return a title for the workload, and its edits."""
     if options.workload:
         workload, title = read_workload(options.workload), f"{options.workload}"
     else:

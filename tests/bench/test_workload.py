@@ -96,7 +96,7 @@ def test_bad_arrival_times(content: str, tmp_path: Path) -> None:
     (tmp_path / "arrivals").write_text(content)
     with pytest.raises(WorkloadError):
         read_times(str(tmp_path / "arrivals"))
-    with pytest.raises(WorkloadError, match="no file of arrival times"):
+    with pytest.raises(WorkloadError, match="not a file of arrival times"):
         read_times(str(tmp_path / "none"))
 
 
@@ -172,8 +172,8 @@ GOOD = {
         ({"template": "x"}, "template='x'"),
         ({"mask_shape": "star"}, "'star'"),
         ({"steps": 0}, "0 steps"),
-        ({"size": 3}, "is no edit"),
-        ({"more": 3}, "is no edit: a JSON object of at, template"),
+        ({"size": 3}, "is not an edit"),
+        ({"more": 3}, "is not an edit: a JSON object with at, template"),
     ],
 )
 def test_bad_workloads(change: dict[str, object], says: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from instgenie.bench.engine import EngineStudy, measure_engine
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section
 from instgenie.bench.reproduce.sweeps import SimulatedSystem, real_table, sweep, sweep_chart, sweep_table
-from instgenie.bench.reproduce.traffic import MAX_BATCH_SIZE, Latencies, capacity, served, service_of
+from instgenie.bench.reproduce.traffic import MAX_BATCH_SIZE, capacity, run_latencies, served, service_of
 from instgenie.bench.systems import DIFFUSERS, SKIPPING, suiting
 from instgenie.simulate.cluster import ClusterShape
 from instgenie.simulate.service import MeasuredService, Service
@@ -25,7 +25,7 @@ def run(lab: Lab) -> Section:
     systems, most = make_systems(lab, service), capacity(lab, service)
     found = sweep(lab, systems, [load * most for load in LOADS], seed=3)
     real = {OURS: ours, STATIC: static}
-    gain = Latencies.of_run(static).p95 / Latencies.of_run(ours).p95
+    gain = run_latencies(static).p95 / run_latencies(ours).p95
     return Section(
         name=NAME,
         title="Latency against arrival rate",

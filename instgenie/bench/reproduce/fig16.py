@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import get_args
 
+from instgenie.bench.latencies import Latencies
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section
 from instgenie.bench.reproduce.serving import Run
@@ -15,7 +16,7 @@ from instgenie.bench.reproduce.sweeps import (
     sweep_chart,
     sweep_table,
 )
-from instgenie.bench.reproduce.traffic import Latencies, capacity, drawn_jobs, recipe, served, service_of
+from instgenie.bench.reproduce.traffic import capacity, drawn_jobs, recipe, run_latencies, served, service_of
 from instgenie.bench.workload import draw_workload
 from instgenie.scheduling.names import Batching, RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape, simulate
@@ -33,8 +34,8 @@ def run(lab: Lab) -> Section:
     real: dict[str, Run] = {batching: served(lab, batching) for batching in REAL}
     service = service_of(lab, real["continuous"])
     batching, policies = sweep_batching(lab, service), sweep_policies(lab, service)
-    ours = Latencies.of_run(real["continuous"]).p95
-    gains = {name: 1 - ours / Latencies.of_run(run).p95 for name, run in real.items() if name != "continuous"}
+    ours = run_latencies(real["continuous"]).p95
+    gains = {name: 1 - ours / run_latencies(run).p95 for name, run in real.items() if name != "continuous"}
     return Section(
         name=NAME,
         title="Batching and load balancing",

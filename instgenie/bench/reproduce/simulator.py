@@ -4,19 +4,12 @@ import time
 from dataclasses import dataclass
 from typing import get_args
 
+from instgenie.bench.latencies import Latencies
 from instgenie.bench.plots import Chart, Series
 from instgenie.bench.reproduce.axes import at_values, decades
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, row
-from instgenie.bench.reproduce.traffic import (
-    MASKS,
-    Latencies,
-    capacity,
-    drawn_jobs,
-    jobs_of,
-    served,
-    service_of,
-)
+from instgenie.bench.reproduce.traffic import MASKS, capacity, drawn_jobs, jobs_of, run_latencies, served, service_of
 from instgenie.bench.workload import Recipe, draw_workload
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape, simulate
@@ -73,7 +66,7 @@ def check(lab: Lab, num_workers: int) -> tuple[list[Row], list[float]]:
     jobs = jobs_of(lab, real.served)
     simulate(ClusterShape(num_workers, real.config.max_batch_size), service_of(lab, real), jobs)
     predicted = Latencies.of([job.latency for job in jobs])
-    measured = Latencies.of_run(real)
+    measured = run_latencies(real)
     pairs = {"mean": (predicted.mean, measured.mean), "P95": (predicted.p95, measured.p95)}
     errors = {name: one / other - 1 for name, (one, other) in pairs.items()}
     rows = [

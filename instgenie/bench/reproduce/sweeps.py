@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
+from instgenie.bench.latencies import Latencies
 from instgenie.bench.plots import Chart, Series
 from instgenie.bench.reproduce.axes import at_values, decades
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Table, row
 from instgenie.bench.reproduce.serving import Run
-from instgenie.bench.reproduce.traffic import SHARES, Latencies, drawn_jobs, mean_shares, recipe
+from instgenie.bench.reproduce.traffic import SHARES, drawn_jobs, mean_shares, recipe, run_latencies
 from instgenie.bench.workload import draw_workload
 from instgenie.simulate.cluster import ClusterShape, simulate
 from instgenie.simulate.service import Service
@@ -34,7 +35,7 @@ def real_table(part: str, title: str, heading: str, runs: Mapping[str, Run], has
     """Make a table of real clusters; with shares, also of the mean seconds that each stage of an edit takes."""
     rows = []
     for name, run in runs.items():
-        latencies = Latencies.of_run(run)
+        latencies = run_latencies(run)
         figures = [f"{value:.2f}" for value in (latencies.mean, latencies.p50, latencies.p95)]
         stages = mean_shares(run) if has_shares else []
         rows.append(row(part, name, len(run.served), *figures, *stages, key=("real", name)))

@@ -7,10 +7,9 @@ the practice steps, and that model is all the simulator knows of the cluster whe
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
-
+from instgenie.bench.latencies import Latencies
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_session
 from instgenie.bench.workload import Arrival, Recipe, draw_workload
@@ -27,24 +26,6 @@ MIN_EDITS = 4
 MAX_BATCH_SIZE = ClusterConfig.max_batch_size
 MASKS = "production"
 SHARES = ("waiting", "preparing", "steps", "finishing")  # stages of an edit
-
-
-@dataclass(frozen=True)
-class Latencies:
-    """Latencies of many edits, in seconds."""
-
-    mean: float
-    p50: float
-    p95: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Latencies":
-        p50, p95 = (float(value) for value in np.quantile(values, (0.5, 0.95)))
-        return cls(statistics.fmean(values), p50, p95)
-
-    @classmethod
-    def of_run(cls, run: Run) -> "Latencies":
-        return cls.of([one.latency for one in run.served])
 
 
 def recipe(lab: Lab, num_edits: int, rate: float, seed: int) -> Recipe:
@@ -104,6 +85,10 @@ async def send(lab: Lab, session: Session, rate: float | None) -> Run:
 
 
 # figures of a run
+
+
+def run_latencies(run: Run) -> Latencies:
+    return Latencies.of([one.latency for one in run.served])
 
 
 def fitted(lab: Lab, run: Run) -> Latency:

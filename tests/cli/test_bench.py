@@ -1,0 +1,80 @@
+"""`instgenie bench edit` and `bench pipeline`: what they print and write."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from instgenie.cli import main
+
+
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl", "sd_fill"])
+def test_bench_edit_prints_and_writes_its_rows(
+    family: str, desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(folders[family]), "--device", "cpu", "--size", "48x32", "--json", "bench.json"]
+    assert main(["bench", "edit", *model, "--steps", "2", "--repeats", "2", "--batch", "1", "--batch", "3"]) == 0
+    report = json.loads(Path("bench.json").read_text())
+    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "cached"] * 4
+    assert [row["kind"] for row in report["rows"]] == [None, None, "kv"] * 4
+    assert [row["batch"] for row in report["rows"]] == ([1] * 3 + [3] * 3) * 2
+    assert [row["mask_ratio"] for row in report["rows"]] == pytest.approx([1] * 6 + [0.2] * 6, abs=0.05)
+    assert all(row["step_ms"] > 0 for row in report["rows"])
+    assert {"device", "torch", "cuda", "diffusers", "kernels"} < set(report["machine"])
+    assert "1.00x" in capsys.readouterr().out
+
+
+def test_bench_edit_measures_what_it_is_asked_for(desk: Path, folders: dict[str, Path]) -> None:
+    given = ["--model", str(folders["blend"]), "--device", "cpu", "--size", "48x32", "--json", "bench.json"]
+    asked = ["--system", "cached", "--kind", "y", "--kind", "kv", "--mask-ratio", "0.3", "--no-kernels", "--no-graphs"]
+    assert main(["bench", "edit", *given, *asked, "--steps", "1", "--repeats", "1"]) == 0
+    report = json.loads(Path("bench.json").read_text())
+    assert [(row["system"], row["kind"]) for row in report["rows"]] == [("cached", "y"), ("cached", "kv")]
+    assert report["machine"]["kernels"] == "off"
+
+
+def test_bench_edit_measures_tiers_policies_and_storage(desk: Path, folders: dict[str, Path]) -> None:
+    given = ["--model", str(folders["sdxl"]), "--device", "cpu", "--size", "64x64", "--json", "bench.json"]
+    asked = ["--tier", "gpu", "--tier", "host", "--policy", "naive", "--policy", "exact", "--cache-dtype", "fp8"]
+    asked += ["--system", "cached", "--mask-ratio", "0.3", "--rows", "whole"]
+    assert main(["bench", "edit", *given, *asked, "--steps", "2", "--repeats", "1"]) == 0
+    rows = json.loads(Path("bench.json").read_text())["rows"]
+    assert {(row["kind"], row["cache_dtype"]) for row in rows} == {("kv", "fp8")}
+    assert [(row["tier"], row["policy"]) for row in rows] == [("gpu", "cached"), ("host", "naive"), ("host", "exact")]
+
+
+def test_bench_pipeline_draws_what_it_measures(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(folders["sdxl"]), "--device", "cpu", "--size", "64x64", "--kind", "y", "--batch", "2"]
+    files = ["--timeline", "out.html", "--trace", "out.json"]
+    assert main(["bench", "pipeline", *given, *files, "--policy", "naive", "--policy", "cached"]) == 0
+    page, trace = Path("out.html").read_text(), json.loads(Path("out.json").read_text())
+    assert page.count("<svg") == 2
+    assert "block 5, cached" in page
+    assert "http" not in page.replace("http://www.w3.org", "")  # nothing from elsewhere
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {bar["pid"] for bar in bars} == {0, 1}
+    for policy in (0, 1):
+        loads = [bar for bar in bars if bar["pid"] == policy and bar["cat"] == "load"]
+        assert len(loads) == 12  # eight blocks, and what left the four transformers
+    out = capsys.readouterr().out
+    assert "naive" in out
+    assert "out.html" in out
+
+
+def test_bench_pipeline_needs_a_folder_for_its_page(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "pipeline", "--timeline", "missing/out.html"]) == 2
+    assert "no folder missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ratio", ["0", "1.5", "many"])
+def test_mask_ratios_are_shares(ratio: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "edit", "--mask-ratio", ratio])
+    assert f"'{ratio}' is not a number above 0 and up to 1" in capsys.readouterr().err
+
+
+def test_bench_edit_needs_a_folder_for_its_file(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "edit", "--json", "missing/bench.json"]) == 2
+    assert "no folder missing" in capsys.readouterr().err
