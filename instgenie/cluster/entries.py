@@ -86,7 +86,6 @@ class EditEntry(Entry):
     step: int = 0
     plan: tuple[bool, ...] = ()  # known once it has joined a batch
     denoised: DenoisedJob | None = None
-    position: int = -1  # in the queue, as the client was last told
     accepted_at: float = field(default_factory=time.monotonic)
     waits_from: float = field(default_factory=time.monotonic)  # when it began to wait for its stage
     events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)  # None ends the stream

@@ -17,6 +17,7 @@ class Reporter:
         self.counts: Counter[str] = Counter()
         self.cache_hits: Counter[TierName] = Counter()
         self._queried: set[str] = set()  # edits whose cache query is counted
+        self._positions: dict[str, int] = {}  # in the queue, as each client was last told
 
     def accepted(self, entry: EditEntry) -> None:
         for observer in self.observers:
@@ -65,8 +66,8 @@ class Reporter:
             if entry.is_waiting:
                 position = num_ahead[entry.worker]
                 num_ahead[entry.worker] += 1
-                if entry.position != position:
-                    entry.position = position
+                if self._positions.get(entry.id) != position:
+                    self._positions[entry.id] = position
                     entry.events.put_nowait(Queued(position))
 
     def finished(self, facts: Facts, seconds: float) -> None:
@@ -87,4 +88,5 @@ class Reporter:
     def ended(self, entry: EditEntry) -> None:
         """Close the events of an edit: it was answered or cancelled."""
         self._queried.discard(entry.id)
+        self._positions.pop(entry.id, None)
         entry.events.put_nowait(None)
