@@ -1,1 +1,1 @@
-"""Measurements: how good the pictures are and how fast they come."""
+"""Measurements: the quality of pictures and the speed of edits."""

@@ -37,7 +37,7 @@ def calibrate_device(name: str, device: str, size: tuple[int, int] | None, out: 
 
 
 def compare_steps(measured: Calibration, network: NetworkShape) -> Iterator[tuple[Case, float, float]]:
-    """Each case with its measured and its predicted seconds."""
+    """Yield each case with its measured and its predicted seconds."""
     for case, step in zip(measured.cases, measured.steps, strict=True):
         yield case, step.seconds, predict(measured.latency, network, step)
 

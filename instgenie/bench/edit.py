@@ -73,7 +73,7 @@ class EditRow:
 def bench_edit(
     name: str, device: str, size: tuple[int, int] | None, study: EditStudy, json_path: Path | None, command: str
 ) -> None:
-    """`command` is what was typed to measure this, and is kept with the figures."""
+    """Measure and print. The JSON file also keeps `command`, the command line that measures this again."""
     check_folder(json_path)
     with show_status("loading the model"):
         model = load(name, device)

@@ -18,7 +18,7 @@ from instgenie.bench.pictures import draw_mask
 from instgenie.bench.samples import PROMPT
 from instgenie.bench.systems import COMPILED, CROP, DIFFUSERS, NAMES, make_system, suiting
 from instgenie.bench.timing import System, measure
-from instgenie.bench.workload import Recipe, draw_workload
+from instgenie.bench.workload import WorkloadRecipe, draw_workload
 from instgenie.engine.register import register
 from instgenie.jobs.activations import Activations
 from instgenie.machine.device_memory import memory_guard
@@ -105,7 +105,7 @@ def make_systems(model: Model, size: tuple[int, int], study: EngineStudy, activa
 
 
 def draw_edits(model: Model, size: tuple[int, int], study: EngineStudy, num: int) -> list[Edit]:
-    recipe = Recipe(num_edits=num, mask_ratios=study.mask_ratios, sizes=(size,), seed=study.seed)
+    recipe = WorkloadRecipe(num_edits=num, mask_ratios=study.mask_ratios, sizes=(size,), seed=study.seed)
     picture = sample_picture(size)
     return [
         Edit(

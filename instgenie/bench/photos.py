@@ -23,7 +23,7 @@ from torch import Tensor
 from instgenie.errors import PictureError
 from instgenie.types import PixelMask, Pixels
 
-Split = Literal["train", "val"]
+PhotoSplit = Literal["train", "val"]
 
 
 @dataclass
@@ -49,7 +49,7 @@ def is_validation(photo_id: str) -> bool:
     return int(hashlib.sha1(photo_id.encode()).hexdigest(), 16) % 20 == 1
 
 
-def load_photos(folder: str | Path, split: Split, limit: int | None = None) -> Photos:
+def load_photos(folder: str | Path, split: PhotoSplit, limit: int | None = None) -> Photos:
     """Read the photographs of one split whose shards are present; with a limit, at most that many, evenly spread."""
     folder = Path(folder)
     if not (folder / "captions.csv").is_file():

@@ -30,7 +30,7 @@ from instgenie.pictures.picture import save_picture
 START, END = "<!-- run -->", "<!-- end of run -->"
 NONE = "–"
 
-Column = tuple[str, Callable[[Figures, str, Sequence[float]], str]]
+FigureColumn = tuple[str, Callable[[Figures, str, Sequence[float]], str]]
 
 
 def number(form: str, value: float) -> str:
@@ -55,11 +55,11 @@ def kid_text(figures: Figures, name: str, ratios: Sequence[float]) -> str:
     return f"{sets['kid'] * 1000:.1f} ± {sets['kid_spread'] * 1000:.1f}" if sets else NONE
 
 
-COSTS: list[Column] = [
+COSTS: list[FigureColumn] = [
     ("operations", mean_of("cost", "{:.2f}")),
     ("time", lambda figures, name, ratios: number("{:.2f}", figures.time(name, ratios))),
 ]
-CLOSENESS: list[Column] = [
+CLOSENESS: list[FigureColumn] = [
     ("SSIM in the box", mean_of("ssim_box", "{:.4f}")),
     ("SSIM", mean_of("ssim", "{:.4f}")),
     ("LPIPS in the box", mean_of("lpips_box", "{:.4f}")),
@@ -67,11 +67,11 @@ CLOSENESS: list[Column] = [
     ("PSNR in the box", mean_of("psnr_box", "{:.1f}")),
     ("PSNR", mean_of("psnr", "{:.1f}")),
 ]
-BORDER: list[Column] = [("jump, 95th of 100", jump_text), ("new seams", seam_text)]
-SETS: list[Column] = [("KID × 1000", kid_text), ("probe", mean_of("right", "{:.3f}"))]
+BORDER: list[FigureColumn] = [("jump, 95th of 100", jump_text), ("new seams", seam_text)]
+SETS: list[FigureColumn] = [("KID × 1000", kid_text), ("probe", mean_of("right", "{:.3f}"))]
 
 
-def table(figures: Figures, names: dict[str, str], columns: Sequence[Column], ratios: Sequence[float]) -> str:
+def table(figures: Figures, names: dict[str, str], columns: Sequence[FigureColumn], ratios: Sequence[float]) -> str:
     """Make a table with one row per method, under the name it is shown by."""
     lines = [["method", *(heading for heading, _ in columns)]]
     lines += [

@@ -58,7 +58,7 @@ class ServeStudy:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EditAnswer:
     """The answer to one edit, as its client saw it."""
 
     latency: float
@@ -207,10 +207,10 @@ class LoadClient:
         for arrival in self.study.workload:
             self.mask_of(arrival.mask_ratio, arrival.mask_shape, arrival.seed, arrival.size)
 
-    async def run(self, on_answer: Callable[[], None]) -> list[Answer]:
+    async def run(self, on_answer: Callable[[], None]) -> list[EditAnswer]:
         start = time.perf_counter()
 
-        async def send(arrival: Arrival) -> Answer:
+        async def send(arrival: Arrival) -> EditAnswer:
             await asyncio.sleep(arrival.at - (time.perf_counter() - start))
             arrived = time.perf_counter()
             async with self.places:
@@ -220,7 +220,7 @@ class LoadClient:
 
         return list(await asyncio.gather(*(send(arrival) for arrival in self.study.workload)))
 
-    async def edit(self, arrival: Arrival, arrived: float | None = None) -> Answer:
+    async def edit(self, arrival: Arrival, arrived: float | None = None) -> EditAnswer:
         """Send an edit. Its latency counts from the arrival and includes the wait for a free connection."""
         files = {
             "image": self.picture_of(arrival.template, arrival.size),
@@ -231,9 +231,9 @@ class LoadClient:
         try:
             answer = await self.client.post("/v1/images/edits", files=files, data=fields)
         except httpx.TransportError as failed:
-            return Answer(time.perf_counter() - start, arrival.mask_ratio, str(failed) or type(failed).__name__)
+            return EditAnswer(time.perf_counter() - start, arrival.mask_ratio, str(failed) or type(failed).__name__)
         error = "" if answer.status_code == 200 else f"{answer.status_code} {error_text(answer)}"
-        return Answer(time.perf_counter() - start, arrival.mask_ratio, error)
+        return EditAnswer(time.perf_counter() - start, arrival.mask_ratio, error)
 
 
 def fields_of(arrival: Arrival) -> dict[str, str]:
@@ -247,7 +247,7 @@ def error_text(answer: httpx.Response) -> str:
         return answer.text[:200]
 
 
-def make_row(system: str, answers: Sequence[Answer], duration: float, alone: float, slo_scale: float) -> ServeRow:
+def make_row(system: str, answers: Sequence[EditAnswer], duration: float, alone: float, slo_scale: float) -> ServeRow:
     finished = [answer for answer in answers if not answer.error]
     latencies = [answer.latency for answer in finished] or [float("nan")]
     in_time = sum(answer.latency <= slo_scale * alone for answer in finished)

@@ -65,7 +65,7 @@ def make_system(name: str, model: Model, activations: Activations, tuning: Seque
 
 
 def cached_system(model: Model, activations: Activations) -> System:
-    """Cached edits with activations next to the model."""
+    """Make the system of cached edits with activations next to the model."""
     caching = Caching(activations.kind, activations.key.cache_dtype, "gpu", "cached")
     return own_system(CACHED, caching, model, cached_jobs(model, activations), graphs=make_graphs(model))
 

@@ -34,7 +34,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WorkloadRecipe:
     num_edits: int = 64
     rate: float = math.inf  # mean edits per second
     arrivals: str | None = None  # file of arrival times; None: Poisson arrivals
@@ -47,7 +47,7 @@ class Recipe:
     seed: int = 0
 
 
-def draw_workload(recipe: Recipe) -> list[Arrival]:
+def draw_workload(recipe: WorkloadRecipe) -> list[Arrival]:
     """Draw each column with a generator of its own, so that changing one leaves the others unchanged."""
     times, ratios, shapes, templates, sizes, steps, seeds = np.random.default_rng(recipe.seed).spawn(7)
     num = recipe.num_edits

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from instgenie.bench.pictures import MaskShape
-from instgenie.bench.workload import SHAPES, Arrival, Recipe, draw_workload, read_workload, save_workload
+from instgenie.bench.workload import SHAPES, Arrival, WorkloadRecipe, draw_workload, read_workload, save_workload
 from instgenie.cli.arguments import number, positive, rate, size
 
 SIZE = (256, 256)
@@ -54,9 +54,9 @@ def make_workload(options: argparse.Namespace) -> tuple[str, tuple[Arrival, ...]
     return title, tuple(workload)
 
 
-def recipe_of(options: argparse.Namespace) -> Recipe:
+def recipe_of(options: argparse.Namespace) -> WorkloadRecipe:
     shapes: tuple[MaskShape, ...] = tuple(options.mask_shape or SHAPES)
-    return Recipe(
+    return WorkloadRecipe(
         num_edits=options.num_prompts,
         rate=options.request_rate,
         arrivals=options.arrivals,

@@ -78,7 +78,7 @@ class Task(ABC):
     def show(self) -> None: ...
 
 
-class Bar(Task):
+class ProgressBar(Task):
     def __init__(self, bars: rich_progress.Progress, name: str, total: float | None, is_counted: bool) -> None:
         super().__init__(name, total, is_counted)
         self.bars = bars
@@ -88,7 +88,7 @@ class Bar(Task):
         self.bars.update(self.id, completed=self.done, total=self.total, count=self.count, note=self.note)
 
 
-class Lines(Task):
+class ProgressLines(Task):
     def __init__(
         self, console: Console, clock: Callable[[], float], name: str, total: float | None, is_counted: bool
     ) -> None:
@@ -138,8 +138,8 @@ class Progress:
     def add(self, name: str, total: float | None = None, is_counted: bool = True) -> Task:
         """Begin a task. Where its count means nothing to a reader, only the share is shown."""
         if self.bars:
-            return Bar(self.bars, name, total, is_counted)
-        return Lines(self.console, self.clock, name, total, is_counted)
+            return ProgressBar(self.bars, name, total, is_counted)
+        return ProgressLines(self.console, self.clock, name, total, is_counted)
 
 
 def make_bars(console: Console, transient: bool) -> rich_progress.Progress:

@@ -1,4 +1,4 @@
-"""What others do instead, on a tiny Flux: each method against the plain engine where the two must agree."""
+"""Competing methods on a tiny Flux: each must agree with the plain engine where both compute the same."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A real server's figures come out."""
+"""Measurements of real servers under load."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from helpers.serving import ALICE, Running
 
-from instgenie.bench.serve import Answer, make_row
+from instgenie.bench.serve import EditAnswer, make_row
 from instgenie.cli import main
 
 
 def test_a_row_counts_what_came_in_time() -> None:
-    answers = [Answer(latency, 0.1, "") for latency in (1.0, 2.0, 3.0, 4.0)] + [Answer(9.0, 0.6, "500 no")]
+    answers = [EditAnswer(latency, 0.1, "") for latency in (1.0, 2.0, 3.0, 4.0)] + [EditAnswer(9.0, 0.6, "500 no")]
     row = make_row("x", answers, duration=2.0, alone=1.0, slo_scale=2.0)
     assert (row.num_finished, row.num_failed, row.throughput, row.mean_s) == (4, 1, 2.0, 2.5)
     assert (row.slo_attainment, row.mask_ratio) == (0.4, 0.2)
@@ -33,7 +33,7 @@ def test_a_load_on_a_real_server(server: Running, tmp_path: Path, capsys: pytest
 def test_each_system_says_how_often_its_steps_were_interrupted(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The server that prepares and finishes between steps is, ours is not."""
+    """The server that prepares and finishes between steps interrupts them; ours does not."""
     target = tmp_path / "figures.json"
     arguments = [
         "--compare",

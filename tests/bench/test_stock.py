@@ -1,4 +1,4 @@
-"""Systems that the bench compares."""
+"""diffusers' pipeline as a system, plain and compiled."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from instgenie.models.model import Model
 
 @pytest.mark.parametrize("family", ["blend", "sdxl"])
 def test_blocks_are_compiled_for_one_system_alone(family: str, models: dict[str, Model]) -> None:
-    """What compiling makes of a block is not looked at here: it takes minutes."""
+    """The compiled code is not run here: compiling takes minutes."""
     model = models[family]
     edits = [make_edit(steps=2, size=(64, 64))]
     system = compiled_system(model)

@@ -14,22 +14,22 @@ from PIL import Image
 from instgenie.bench.arrivals import read_times, replayed
 from instgenie.bench.pictures import MaskShape, draw_mask, make_mask, make_picture
 from instgenie.bench.ratios import QUANTILES, read_ratios
-from instgenie.bench.workload import SHAPES, Recipe, draw_workload, popularity, read_workload, save_workload
+from instgenie.bench.workload import SHAPES, WorkloadRecipe, draw_workload, popularity, read_workload, save_workload
 from instgenie.errors import WorkloadError
 from instgenie.pictures.mask import read_mask
 from instgenie.pictures.picture import open_picture
 
-MANY = Recipe(num_edits=20_000, rate=5.0)
+MANY = WorkloadRecipe(num_edits=20_000, rate=5.0)
 
 
 def test_the_same_recipe_is_the_same_workload() -> None:
-    recipe = Recipe(num_edits=50, rate=2.0, seed=7)
+    recipe = WorkloadRecipe(num_edits=50, rate=2.0, seed=7)
     assert draw_workload(recipe) == draw_workload(recipe)
     assert draw_workload(recipe) != draw_workload(replace(recipe, seed=8))
 
 
 def test_changing_one_column_leaves_the_others() -> None:
-    slow, fast = (draw_workload(Recipe(num_edits=50, rate=rate)) for rate in (1.0, 4.0))
+    slow, fast = (draw_workload(WorkloadRecipe(num_edits=50, rate=rate)) for rate in (1.0, 4.0))
     assert [replace(arrival, at=0.0) for arrival in slow] == [replace(arrival, at=0.0) for arrival in fast]
     assert [arrival.at for arrival in slow] == pytest.approx([4 * arrival.at for arrival in fast])
 
@@ -40,7 +40,7 @@ def test_poisson_arrivals_come_at_the_rate_asked_for() -> None:
     assert times[0] == 0
     assert gaps.mean() == pytest.approx(0.2, rel=0.03)
     assert gaps.std() == pytest.approx(0.2, rel=0.03)  # of an exponential distribution, as large as the mean
-    assert {arrival.at for arrival in draw_workload(Recipe(num_edits=5))} == {0.0}
+    assert {arrival.at for arrival in draw_workload(WorkloadRecipe(num_edits=5))} == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_arrival_times_from_a_file(content: str, tmp_path: Path) -> None:
     assert read_times(str(path)).tolist() == [0.0, 1.0, 3.0]
     assert replayed(str(path), 2, math.inf).tolist() == [0.0, 1.0]
     assert replayed(str(path), 3, 0.5).tolist() == pytest.approx([0.0, 4 / 3, 4.0])
-    arrivals = [arrival.at for arrival in draw_workload(Recipe(num_edits=3, arrivals=str(path)))]
+    arrivals = [arrival.at for arrival in draw_workload(WorkloadRecipe(num_edits=3, arrivals=str(path)))]
     assert arrivals == [0.0, 1.0, 3.0]
 
 
@@ -114,7 +114,7 @@ def test_ratios_from_a_file(content: str, tmp_path: Path) -> None:
     else:
         path.write_text(content)
     assert read_ratios(str(path)) == (0.1, 0.2, 0.5)
-    drawn = {arrival.mask_ratio for arrival in draw_workload(Recipe(num_edits=50, mask_ratios=str(path)))}
+    drawn = {arrival.mask_ratio for arrival in draw_workload(WorkloadRecipe(num_edits=50, mask_ratios=str(path)))}
     assert drawn == {0.1, 0.2, 0.5}
 
 
@@ -148,7 +148,7 @@ def test_pictures_differ() -> None:
 
 
 def test_a_saved_workload_is_the_workload(tmp_path: Path) -> None:
-    workload = draw_workload(Recipe(num_edits=20, rate=3.0, steps=(4, None), sizes=((64, 48), (32, 32))))
+    workload = draw_workload(WorkloadRecipe(num_edits=20, rate=3.0, steps=(4, None), sizes=((64, 48), (32, 32))))
     save_workload(workload, tmp_path / "workload.jsonl")
     assert read_workload(tmp_path / "workload.jsonl") == workload
 

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from instgenie.bench.workload import Recipe, draw_workload
+from instgenie.bench.workload import WorkloadRecipe, draw_workload
 from instgenie.cost.latency import DEFAULTS
 from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.cost.pricing import JobShape
@@ -146,7 +146,7 @@ def test_two_workers_take_one_each() -> None:
 @pytest.mark.parametrize("batching", BATCHINGS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_edit_is_finished_once_and_in_order(policy: RoutingPolicy, batching: Batching) -> None:
-    workload = draw_workload(Recipe(num_edits=300, rate=8.0, num_templates=7))
+    workload = draw_workload(WorkloadRecipe(num_edits=300, rate=8.0, num_templates=7))
     jobs = [
         make_job(
             index, arrival.at, 3 + index % 5, 256, max(round(256 * arrival.mask_ratio), 1), str(arrival.template), 1

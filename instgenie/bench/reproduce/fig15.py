@@ -114,7 +114,7 @@ def measure_pictures(lab: Lab) -> dict[tuple[str, float], float]:
 
 def is_cold(system: System, lab: Lab, is_first: bool) -> bool:
     """True if the system has to run once before it is timed: on a CUDA device every system at every ratio, because
-    each shape is captured; on a CPU the first of each implementation, at the first ratio."""
+    each shape is captured; on a CPU only diffusers and the cached system, at the first ratio."""
     return lab.model.device.type == "cuda" or (is_first and system.name in (DIFFUSERS, CACHED))
 
 

@@ -9,8 +9,8 @@ from instgenie.bench.reproduce.section import Section
 from instgenie.bench.reproduce.serving import Run
 from instgenie.bench.reproduce.sweeps import (
     NUM_EDITS,
-    Found,
     SimulatedSystem,
+    Sweep,
     real_table,
     sweep,
     sweep_chart,
@@ -67,7 +67,7 @@ def run(lab: Lab) -> Section:
     )
 
 
-def sweep_batching(lab: Lab, service: Service) -> Found:
+def sweep_batching(lab: Lab, service: Service) -> Sweep:
     most = capacity(lab, service)
     systems: dict[str, SimulatedSystem] = {
         batching: (ClusterShape(1, batching=batching), service) for batching in BATCHINGS
@@ -75,9 +75,9 @@ def sweep_batching(lab: Lab, service: Service) -> Found:
     return sweep(lab, systems, [load * most for load in LOADS], seed=4)
 
 
-def sweep_policies(lab: Lab, service: Service) -> Found:
+def sweep_policies(lab: Lab, service: Service) -> Sweep:
     most = capacity(lab, service)
-    found: Found = {}
+    found: Sweep = {}
     for load in LOADS:
         for policy in POLICIES:
             lab.tell(f"simulating {policy} at {load:.0%}")

@@ -10,7 +10,7 @@ from instgenie.bench.reproduce.axes import at_values, decades
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, row
 from instgenie.bench.reproduce.traffic import MASKS, capacity, drawn_jobs, jobs_of, run_latencies, served, service_of
-from instgenie.bench.workload import Recipe, draw_workload
+from instgenie.bench.workload import WorkloadRecipe, draw_workload
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape, simulate
 from instgenie.simulate.service import PlannedService
@@ -21,7 +21,7 @@ WARM_UP = 0.3  # share of the edits that fill the cluster and are not counted
 
 
 @dataclass(frozen=True)
-class Point:
+class SimulatedPoint:
     num_workers: int
     policy: RoutingPolicy
     load: float  # share of the workers' capacity
@@ -76,7 +76,7 @@ def check(lab: Lab, num_workers: int) -> tuple[list[Row], list[float]]:
     return rows, list(errors.values())
 
 
-def sweep(lab: Lab) -> list[Point]:
+def sweep(lab: Lab) -> list[SimulatedPoint]:
     service = service_of(lab, served(lab))
     most = capacity(lab, service)
     return [
@@ -89,19 +89,19 @@ def sweep(lab: Lab) -> list[Point]:
 
 def simulate_one(
     lab: Lab, service: PlannedService, most: float, num_workers: int, policy: RoutingPolicy, load: float
-) -> Point:
+) -> SimulatedPoint:
     lab.tell(f"simulating {num_workers:,} workers, {policy}, load {load:g}")
     num_edits = max(lab.scale.min_edits, lab.scale.edits_per_worker * num_workers)
     rate = load * most * num_workers
-    jobs = drawn_jobs(lab, draw_workload(Recipe(num_edits, rate, mask_ratios=MASKS)))
+    jobs = drawn_jobs(lab, draw_workload(WorkloadRecipe(num_edits, rate, mask_ratios=MASKS)))
     start = time.perf_counter()
     simulate(ClusterShape(num_workers, policy=policy), service, jobs)
     seconds = time.perf_counter() - start
     latencies = Latencies.of([job.latency for job in jobs[int(WARM_UP * num_edits) :]])
-    return Point(num_workers, policy, load, rate / num_workers, latencies, seconds, num_edits)
+    return SimulatedPoint(num_workers, policy, load, rate / num_workers, latencies, seconds, num_edits)
 
 
-def sweep_rows(points: list[Point]) -> list[Row]:
+def sweep_rows(points: list[SimulatedPoint]) -> list[Row]:
     rows = []
     for num_workers, load in dict.fromkeys((point.num_workers, point.load) for point in points):
         same = {p.policy: p for p in points if (p.num_workers, p.load) == (num_workers, load)}
@@ -113,7 +113,7 @@ def sweep_rows(points: list[Point]) -> list[Row]:
     return rows
 
 
-def chart(points: list[Point], num_workers: int) -> Chart:
+def chart(points: list[SimulatedPoint], num_workers: int) -> Chart:
     own = [point for point in points if point.num_workers == num_workers]
     series = [Series(policy, [(p.rate, p.latencies.p95) for p in own if p.policy == policy]) for policy in POLICIES]
     rates = [round(point.rate, 3) for point in own]

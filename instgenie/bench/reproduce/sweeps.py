@@ -16,12 +16,12 @@ from instgenie.simulate.service import Service
 NUM_EDITS = 300
 
 SimulatedSystem = tuple[ClusterShape, Service]
-Found = dict[tuple[str, float], Latencies]  # by name and rate
+Sweep = dict[tuple[str, float], Latencies]  # by name and rate
 
 
-def sweep(lab: Lab, systems: Mapping[str, SimulatedSystem], rates: Sequence[float], seed: int) -> Found:
+def sweep(lab: Lab, systems: Mapping[str, SimulatedSystem], rates: Sequence[float], seed: int) -> Sweep:
     """Simulate every system at every rate, all of them with the same edits."""
-    found: Found = {}
+    found: Sweep = {}
     for rate in rates:
         for name, (shape, service) in systems.items():
             lab.tell(f"simulating {name} at {rate:.2f} edits per second")
@@ -43,14 +43,14 @@ def real_table(part: str, title: str, heading: str, runs: Mapping[str, Run], has
     return Table(title, columns, rows)
 
 
-def sweep_table(part: str, title: str, heading: str, found: Found) -> Table:
+def sweep_table(part: str, title: str, heading: str, found: Sweep) -> Table:
     rates = list(dict.fromkeys(rate for _, rate in found))
     names = dict.fromkeys(name for name, _ in found)
     rows = [row(part, name, *(f"{found[name, rate].p95:.2f}" for rate in rates), key=(heading, name)) for name in names]
     return Table(title, (heading, *(f"{rate:.2f}/s" for rate in rates)), rows)
 
 
-def sweep_chart(title: str, found: Found) -> Chart:
+def sweep_chart(title: str, found: Sweep) -> Chart:
     names = dict.fromkeys(name for name, _ in found)
     series = [Series(name, [(rate, one.p95) for (own, rate), one in found.items() if own == name]) for name in names]
     rates = [round(rate, 2) for _, rate in found]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from instgenie.bench.latencies import Latencies
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_session
-from instgenie.bench.workload import Arrival, Recipe, draw_workload
+from instgenie.bench.workload import Arrival, WorkloadRecipe, draw_workload
 from instgenie.cluster.config import CacheConfig, ClusterConfig
 from instgenie.cost.latency import Latency, StepSample, fit_latency
 from instgenie.jobs.quality import DEFAULT, SETTINGS
@@ -28,8 +28,8 @@ MASKS = "production"
 SHARES = ("waiting", "preparing", "steps", "finishing")  # stages of an edit
 
 
-def recipe(lab: Lab, num_edits: int, rate: float, seed: int) -> Recipe:
-    return Recipe(
+def recipe(lab: Lab, num_edits: int, rate: float, seed: int) -> WorkloadRecipe:
+    return WorkloadRecipe(
         num_edits=num_edits,
         rate=rate,
         mask_ratios=MASKS,

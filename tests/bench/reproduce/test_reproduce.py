@@ -48,7 +48,7 @@ TINY = Scale(
 
 @pytest.fixture(scope="module")
 def labs(folders: dict[str, Path]) -> dict[str, Lab]:
-    """A Flux; and a UNet, whose workers work at a small size."""
+    """One lab with a Flux and one with a UNet, whose workers run at a small size."""
     flux, unet = str(folders["fill"]), str(folders["sd"])
     return {
         "flux": Lab(flux, replace(load(flux, "cpu"), own_size=SIDE), TINY),
@@ -58,7 +58,7 @@ def labs(folders: dict[str, Path]) -> dict[str, Lab]:
 
 @pytest.fixture(scope="module")
 def sections() -> dict[str, Section]:
-    """By name, as far as they have run in this process."""
+    """The sections that have run in this process, by name."""
     return {}
 
 
@@ -130,7 +130,7 @@ def test_every_part_has_a_budget_and_all_of_them_fit() -> None:
 
 
 def wrong_claims(text: str, root: Path) -> list[str]:
-    """A claim is a figure that links to a row of a report: the row is there, and so is the figure in it."""
+    """Return the figures that link to a row of a report which does not exist or does not hold the figure."""
     wrong = []
     for figure, path, anchor in re.findall(r"\[([^\]]+)\]\((docs/report/[^)#]+)#([^)]+)\)", text):
         found = Page(root / path).cells.get(anchor, []) if (root / path).is_file() else []

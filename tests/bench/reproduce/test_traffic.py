@@ -1,4 +1,4 @@
-"""How the report loads a cluster, and what it learns from one for the simulator."""
+"""The load that the report puts on a cluster, and the model that it fits for the simulator."""
 
 import asyncio
 import time
@@ -45,7 +45,7 @@ class Answered:
 
 @dataclass
 class FakeCluster:
-    """Stands for a cluster: answers at once, and knows when it was asked."""
+    """A cluster that answers at once and records the times of the requests."""
 
     asked: list[float] = field(default_factory=list)
 
