@@ -1,1 +1,1 @@
-"""One file per model family: a ragged forward over the modules of diffusers' own models."""
+"""Models: the interface that the engine calls, one folder per family, the registry of families, and loading."""

@@ -17,7 +17,7 @@ PartKind = Literal["text_encoder", "vae", "network"]  # of the parts that have w
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedPipeline:
     """The parts of a pipeline on a device, from which a family makes a model."""
 
     name: str  # as the user gave it
@@ -39,7 +39,7 @@ class Family:
 
     pipelines: Mapping[str, tuple[str, ...]]  # diffusers' class -> the parts it must have
     network_name: str  # the part that denoises
-    make: Callable[[Loaded], Model]  # raises a ModelError if a part is of an unsupported kind
+    make: Callable[[LoadedPipeline], Model]  # raises a ModelError if a part is of an unsupported kind
     dummies: Mapping[str, Recipe] = field(default_factory=dict)
     prompt_layers: tuple[str, ...] = ()  # layers of the network that prompts pass before the first step
 

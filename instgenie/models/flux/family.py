@@ -6,14 +6,14 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransf
 from transformers import CLIPTextModel, T5Config, T5EncoderModel
 
 from instgenie.errors import ModelError
-from instgenie.models.family import TWO_ENCODERS, Family, Loaded
+from instgenie.models.family import TWO_ENCODERS, Family, LoadedPipeline
 from instgenie.models.flux.model import MAX_TEXT_TOKENS, FluxModel
 from instgenie.models.recipe import CLIP_TOKENS, VOCABULARY, Recipe, clip_config, make_autoencoder, make_tokenizer
 
 PARTS = ("transformer", *TWO_ENCODERS)
 
 
-def make_flux(loaded: Loaded) -> FluxModel:
+def make_flux(loaded: LoadedPipeline) -> FluxModel:
     check_scheduler(loaded.name, loaded.parts["scheduler"])
     own_size, steps, guidance = stock_defaults(loaded.pipeline, loaded.parts["transformer"])
     return FluxModel(**loaded.parts, **loaded.placement, own_size=own_size, steps=steps, guidance=guidance)

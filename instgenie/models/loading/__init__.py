@@ -1,1 +1,1 @@
-"""From a name or a folder to a model on a device."""
+"""Loading: from a name, a folder or a hub id to a model on a device."""

@@ -21,7 +21,7 @@ from instgenie.errors import ModelError
 from instgenie.machine.device import choose_device, choose_dtype
 from instgenie.machine.device_memory import check_memory, is_out_of_memory, memory_guard
 from instgenie.models.families import PIPELINES
-from instgenie.models.family import Family, Loaded, PartKind
+from instgenie.models.family import Family, LoadedPipeline, PartKind
 from instgenie.models.loading.dummy import PREFIX, count_dummy, find_dummy, make_parts
 from instgenie.models.loading.folder import (
     BUILTIN,
@@ -66,7 +66,7 @@ def load_folder(name: str, device: torch.device, dtype: torch.dtype, weights: fr
         for part in family.weights_of(pipeline):
             parts[part].eval().requires_grad_(False)
             move(parts[part], device)
-    model = family.make(Loaded(name, device, dtype, pipeline, parts, loaded.config))
+    model = family.make(LoadedPipeline(name, device, dtype, pipeline, parts, loaded.config))
     is_builtin = folder.resolve() == BUILTIN.resolve()
     return replace(model, **BUILTIN_DEFAULTS) if is_builtin else model
 
@@ -77,7 +77,7 @@ def load_dummy(name: str, device: torch.device, dtype: torch.dtype, weights: fro
     check_memory(name, count_dummy(recipe, family, hollow) * dtype.itemsize, device)
     with memory_guard(f"the model {name!r}"), quiet():
         parts = make_parts(recipe, family, device, dtype, hollow)
-    return family.make(Loaded(name, device, dtype, recipe.pipeline, parts, recipe.options))
+    return family.make(LoadedPipeline(name, device, dtype, recipe.pipeline, parts, recipe.options))
 
 
 def hollow_parts(family: Family, pipeline: str, weights: frozenset[PartKind] | None) -> list[str]:

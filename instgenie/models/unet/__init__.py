@@ -1,1 +1,1 @@
-"""The Stable Diffusion family: 1.5, 2.1 and XL."""
+"""The UNet family: Stable Diffusion 1.5, 2.1 and XL."""

@@ -7,7 +7,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from instgenie.errors import ModelError
 from instgenie.jobs.sampler import Prediction
-from instgenie.models.family import ONE_ENCODER, TWO_ENCODERS, Family, Loaded
+from instgenie.models.family import ONE_ENCODER, TWO_ENCODERS, Family, LoadedPipeline
 from instgenie.models.recipe import CLIP_TOKENS, Recipe, clip_config, make_autoencoder, make_tokenizer
 from instgenie.models.unet.model import UnetModel, UnetXlModel
 
@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {  # of a UNet's config, and the suppor
 TRAINED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 
 
-def make_unet(loaded: Loaded) -> UnetModel:
+def make_unet(loaded: LoadedPipeline) -> UnetModel:
     """A model with the size, the steps and the guidance that the stock pipelines assume."""
     unet, vae = loaded.parts["unet"], loaded.parts["vae"]
     check_unet(loaded.name, unet, vae)
