@@ -17,7 +17,7 @@ from instgenie.jobs.job import Branch, Job, Template
 from instgenie.jobs.tokens import concat
 from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel
-from instgenie.models.flux.network import embed_time, flow, modulated, unembed
+from instgenie.models.flux.network import embed_time, modulated, run_blocks, unembed
 from instgenie.pictures.picture import working_size
 from instgenie.types import Edit, Pixels
 
@@ -154,7 +154,7 @@ class StepSkipping:
     def compute(self, jobs: Sequence[Job], tracks: Sequence[SkipState], embedded: Sequence[Tensor]) -> None:
         batch = pack(jobs)
         image = concat(embedded)
-        _, hidden = flow(self.transformer, batch, image, embed_time(self.transformer, batch))
+        _, hidden = run_blocks(self.transformer, batch, image, embed_time(self.transformer, batch))
         for track, residual in zip(tracks, (hidden - image).split(batch.layout.num_image), strict=True):
             track.residual, track.change = residual, 0.0
             track.num_computed += 1

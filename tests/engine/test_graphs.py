@@ -1,5 +1,5 @@
-"""Captured passes against passes as they are: same jobs, same numbers. On a CPU nothing is captured, but passes run
-over padded lists, columns of their own and rows that are found by address, as they do in a graph."""
+"""Captured passes against uncaptured ones: the same jobs give the same numbers. On a CPU nothing is captured, but the
+passes run over padded lists, over fixed tensors and with rows read by address, as they do in a graph."""
 
 import itertools
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def run_captured(graphs: Graphs, given: Sequence[Job]) -> list[torch.Tensor]:
 
 
 def make_strip(model: Model, num_columns: int) -> Job:
-    """Two rows of masked tokens."""
+    """A job with two rows of masked tokens."""
     edit = make_edit(size=(256, 256), steps=1)
     mask = np.zeros((256, 256), dtype=np.bool_)
     mask[: 2 * model.patch, : num_columns * model.patch] = True
@@ -73,8 +73,8 @@ def make_strip(model: Model, num_columns: int) -> Job:
 
 
 @pytest.mark.parametrize("kind", ["kv", "y", None])
-def test_law_2_captured_is_as_it_is(model: Model, kind: Kind | None) -> None:
-    """Jobs leave one after the other; the second time, all passes are known."""
+def test_law_2_captured_is_uncaptured(model: Model, kind: Kind | None) -> None:
+    """Jobs leave one after the other; in the second round all signatures are known."""
     jobs, graphs = make_jobs(model, kind), Graphs(model, max_readers=99)
     expected = run(model, jobs)
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_law_2_captured_is_as_it_is(model: Model, kind: Kind | None) -> None:
     num_captured = len(graphs.captured)
     others = make_jobs(model, kind, prompt="grass", seed=9)
     assert max(map(apart, run_captured(graphs, others), run(model, others))) <= close(model)
-    assert len(graphs.captured) == num_captured  # other values, the same passes
+    assert len(graphs.captured) == num_captured  # other values, but no other signature
     for job in jobs[:2]:
         for _ in range(2):
             [alone] = run_captured(graphs, [job])
@@ -110,7 +110,7 @@ def test_law_5_jobs_join_and_leave_captured_passes(model: Model) -> None:
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
 def test_law_4_captured_plans(model: Model, kind: Kind) -> None:
-    """A dense prefix, and for y taking turns."""
+    """A dense prefix, and for y alternating blocks."""
     [job] = make_jobs(model, kind, EDITS[1:2])
     blocks = range(model.num_blocks)
     plans: list[Plan] = [tuple(block > 0 for block in blocks)]
@@ -131,7 +131,7 @@ def test_kinds_do_not_mix_in_a_captured_pass(model: Model) -> None:
     assert len(graphs.reasons) == 1
 
 
-def test_large_batches_run_as_they_are(model: Model) -> None:
+def test_large_batches_are_not_captured(model: Model) -> None:
     jobs, graphs = make_jobs(model, None, EDITS[:1] * 3), Graphs(model, max_readers=2)
     run_captured(graphs, jobs)
     assert not graphs.captured
@@ -139,7 +139,7 @@ def test_large_batches_run_as_they_are(model: Model) -> None:
     assert graphs.captured
 
 
-def test_the_longest_unused_is_forgotten(model: Model) -> None:
+def test_the_least_recently_used_is_dropped(model: Model) -> None:
     first, second = make_jobs(model, None, EDITS[:1]), make_jobs(model, None, EDITS[2:3])
     graphs = Graphs(model, max_graphs=1)
     run_captured(graphs, first)
@@ -149,7 +149,7 @@ def test_the_longest_unused_is_forgotten(model: Model) -> None:
     assert known not in graphs.captured
 
 
-def test_what_cannot_be_captured_runs_as_it_is(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_cannot_be_captured_still_runs(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     model = models["sd"]
     [job], graphs = make_jobs(model, "kv", EDITS[:1]), Graphs(model)
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_captured_runs_as_it_is(models: dict[str, Model], monkeyp
 
 
 def test_masks_of_about_one_size_share_a_pass(models: dict[str, Model]) -> None:
-    """Lists are padded; the order of their tokens, and which they are, is no matter."""
+    """Lists are padded; a signature does not depend on which tokens are in them."""
     model = models["builtin"]
     jobs = [make_strip(model, num_tokens) for num_tokens in (13, 15, 5)]
     batches = [model.pack([job], pads=True) for job in jobs]
@@ -200,7 +200,7 @@ def test_a_cpu_has_no_graphs(models: dict[str, Model]) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["blend", "sdxl"])
-def test_whoever_came_first_the_same_masks_are_the_same_pass(family: str, models: dict[str, Model]) -> None:
+def test_the_order_of_jobs_does_not_change_the_pass(family: str, models: dict[str, Model]) -> None:
     graphs = Graphs(models[family], max_readers=99)
     first, second = make_jobs(models[family], "kv", EDITS[:1]), make_jobs(models[family], "kv", EDITS[:1], share=0.6)
     expected = models[family].predict([*first, *second])
@@ -236,11 +236,11 @@ def test_rows_are_brought_a_step_ahead(models: dict[str, Model]) -> None:
     assert not narrow.has_room(jobs)
     narrow.bring(jobs)
     narrow.look_ahead(jobs)
-    assert len(narrow.staged) == 2  # those that are read stay
+    assert len(narrow.staged) == 2  # rows of the present step stay
 
 
 @torch.inference_mode()
-def test_what_is_read_and_no_more_is_brought_and_behind_dense_steps_too(models: dict[str, Model]) -> None:
+def test_only_rows_that_are_read_are_brought_and_also_after_dense_steps(models: dict[str, Model]) -> None:
     [job] = make_jobs(models["blend"], "kv", EDITS[:1])
     assert job.activations
     num_places = len(job.activations.rows)
@@ -284,7 +284,7 @@ def test_a_step_that_lies_in_one_piece_moves_as_one(model: Model, kind: Kind, ca
 @pytest.mark.parametrize("kind", ["kv", "y"])
 @pytest.mark.parametrize("family", ["blend_guided", "sdxl"])
 def test_rows_in_main_memory_are_captured_too(family: str, kind: Kind, folders: dict[str, Path]) -> None:
-    """To the last bit, at steps that differ."""
+    """Results are bit-identical for jobs at different steps."""
     model = load(str(folders[family]), "cuda")
     near = make_jobs(model, kind, EDITS[:2] + EDITS[3:4])
     far = [replace(job, activations=in_main_memory(job)) for job in near]

@@ -26,24 +26,24 @@ def make_cached(model: Model, edit: Edit, kind: Kind, plan: Plan | None = None) 
     return reuse(prepare(edit, model), register_for(model, edit, kind), plan)
 
 
-def feasible(kind: Kind, units: tuple[int, ...]) -> list[Plan]:
-    """Every dense prefix; for y also every single dense block, every single cached one, and taking turns. Where there
-    are several units, the prefixes of each, the others cached."""
-    num_blocks = sum(units)
+def feasible(kind: Kind, run_lengths: tuple[int, ...]) -> list[Plan]:
+    """Every dense prefix; for y also every single dense block, every single cached one, and alternating ones. For kv
+    also the dense prefixes of each run, with the other runs cached."""
+    num_blocks = sum(run_lengths)
     prefixes = [(False,) * dense + (True,) * (num_blocks - dense) for dense in range(num_blocks)]
     lone = [tuple(block == index for block in range(num_blocks)) for index in range(num_blocks)]
     missing = [tuple(not cached for cached in plan) for plan in lone]
     turns = [tuple(block % 2 == odd for block in range(num_blocks)) for odd in (0, 1)]
-    in_units = [
+    in_runs = [
         tuple(not start <= block < end for block in range(num_blocks))
-        for start, length in zip(itertools.accumulate(units, initial=0), units, strict=False)
+        for start, length in zip(itertools.accumulate(run_lengths, initial=0), run_lengths, strict=False)
         for end in range(start + 1, start + length + 1)
     ]
-    return prefixes + in_units if kind == "kv" else prefixes + lone + missing + turns
+    return prefixes + in_runs if kind == "kv" else prefixes + lone + missing + turns
 
 
 def on_trajectory(model: Model, edit: Edit, step: int) -> Job:
-    """A job whose masked tokens are, at a step, what registration saw there."""
+    """A job whose masked tokens are, at a step, those of the registration."""
     job = prepare(edit, model)
     untouched = make_job(edit, np.zeros(edit.size, dtype=np.bool_), edit.size, model)
     latents = job.template.at(step, job.schedule)
@@ -51,6 +51,6 @@ def on_trajectory(model: Model, edit: Edit, step: int) -> Job:
 
 
 def predict(model: Model, job: Job) -> list[Tensor]:
-    """Of each branch, of the masked tokens."""
+    """The predictions for masked tokens, per branch."""
     [predictions] = model.predict([job])
     return [prediction if len(prediction) == len(job.inside) else prediction[job.inside] for prediction in predictions]

@@ -1,4 +1,4 @@
-"""Keys as text, and activations as their readers see them."""
+"""Keys as text, and rows of activations."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def test_a_key_is_read_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", "no", KEY.text + " ", KEY.text.replace("guidance", "colour")])
-def test_what_is_no_key(text: str) -> None:
+def test_other_texts_are_no_keys(text: str) -> None:
     with pytest.raises(ValueError, match=r"key|Expecting|expected|Extra"):
         parse_key(text)
 

@@ -1,4 +1,4 @@
-"""The laws of the engine with cached jobs, on every family. The truth is the dense engine."""
+"""The laws of the engine with cached jobs, on every family, against the dense engine."""
 
 import itertools
 from dataclasses import replace
@@ -83,7 +83,7 @@ MIX: list[tuple[Kind | None, dict[str, object]]] = [
 
 @pytest.fixture
 def mixed_jobs(model: Model) -> list[Job]:
-    """Dense and cached, both kinds; the first kv job has a dense prefix, the first y job takes turns."""
+    """Dense and cached jobs of both kinds; the first kv job has a dense prefix, the first y job alternates."""
     edits = [(kind, make_edit(**fields)) for kind, fields in MIX]
     jobs = [make_cached(model, edit, kind) if kind else prepare(edit, model) for kind, edit in edits]
     blocks = range(model.num_blocks)
@@ -115,7 +115,7 @@ def test_law_5_independent_of_arrival_and_of_others(model: Model, mixed_jobs: li
 
 
 def find_in_all_tiers(activations: Activations, model: Model, folder: Path) -> dict[str, Activations]:
-    """The same activations, found in each tier there is on this machine, and next to the model where they were not."""
+    """The same activations, read from every tier that this machine has."""
     disk, remote = DiskTier(folder / "disk", GIB), RemoteTier(f"file://{folder}/remote", GIB)
     stores = {"host": Store(host=HostTier(GIB)), "disk alone": Store(disk=disk), "remote": Store(remote=remote)}
     stores |= {"disk": Store(host=HostTier(GIB), disk=disk)}
@@ -135,7 +135,7 @@ def find_in_all_tiers(activations: Activations, model: Model, folder: Path) -> d
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_5_independent_of_the_tier(model: Model, kind: Kind, tmp_path: Path) -> None:
-    """To the last bit, and with whatever plan."""
+    """Results are bit-identical, with several plans."""
     edit = make_edit(steps=5, true_guidance=2.0)
     activations = register_for(model, edit, kind)
     found = find_in_all_tiers(activations, model, tmp_path)
@@ -235,10 +235,10 @@ def test_infeasible_plans_are_refused(model: Model) -> None:
 
 def test_feasible_plans() -> None:
     for kind in KINDS:
-        for units in ((5,), (1, 3, 1)):
-            for plan in feasible(kind, units):
-                check_plan(plan, kind, units)
-            check_plan((False,) * 5, kind, units)
+        for run_lengths in ((5,), (1, 3, 1)):
+            for plan in feasible(kind, run_lengths):
+                check_plan(plan, kind, run_lengths)
+            check_plan((False,) * 5, kind, run_lengths)
     with pytest.raises(PlanError, match="block 3 dense after block 1"):
         check_plan((False, True, True, False, True), "kv", (5,))
     check_plan((True, False, True, False, True), "kv", (1, 2, 2))
@@ -282,13 +282,13 @@ def test_what_a_registration_sees_is_part_of_its_key(model: Model) -> None:
         return
     alone = register_for(model, edit, "y", isolated=True)
     assert alone.key == replace(plain.key, isolated=True)
-    assert apart(alone.rows[0], plain.rows[0]) == 0  # into the first block, before anything saw text
+    assert apart(alone.rows[0], plain.rows[0]) == 0  # the input of the first block does not depend on text
     assert apart(alone.rows[-1], plain.rows[-1]) > 0
 
 
 @pytest.fixture
 def editor(model: Model) -> Editor:
-    editor = Editor.__new__(Editor)  # around a model that is loaded already
+    editor = Editor.__new__(Editor)  # with a model that is loaded already
     editor.model = model
     editor.store = make_store(model.device)
     return editor

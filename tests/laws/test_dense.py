@@ -46,7 +46,7 @@ def stock_latents(model: FluxModel, edit: Edit) -> Tensor:
 
 @torch.no_grad()
 def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
-    """diffusers' transformer and scheduler, one edit, every token; the outside is put back after each step."""
+    """Edit with diffusers' transformer and scheduler, token by token; unmasked tokens are reset after each step."""
     pipeline = quiet_pipeline(model)
     height, width = edit.picture.shape[:2]
     rows, cols = height // model.patch, width // model.patch
@@ -101,7 +101,7 @@ def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
 
 
 def own_edit(model: Model, divided_by: int = 1, **fields: object) -> Edit:
-    """At the built-in model's own size, or a part of it; the tiny ones work at any."""
+    """An edit at the built-in model's own size or a fraction of it; the tiny models work at any size."""
     side = model.own_size // divided_by
     return make_edit(**({"size": (side, side) if model.name == "builtin" else (32, 48), "seed": 7} | fields))
 
@@ -162,7 +162,9 @@ def test_law_5_independent_of_arrival_and_of_others(model: Model, order: list[in
 
 def test_law_5_pictures_come_in_the_order_of_the_edits(model: Model) -> None:
     edits = mixed_edits()
-    levels = 1 if model.dtype == torch.float32 else 255 * close(model)  # a rounding away, or bfloat16's
+    levels = (
+        1 if model.dtype == torch.float32 else 255 * close(model)
+    )  # the tolerance in levels: one rounding, more in bfloat16
     forward, backward = edit_many(model, edits), edit_many(model, edits[::-1])[::-1]
     for a, b, edit in zip(forward, backward, edits, strict=True):
         assert a.picture.shape == edit.picture.shape
@@ -204,7 +206,7 @@ def test_law_6_outside_the_mask_is_bit_identical(model: Model, feather: int) -> 
 
 
 def edit_many(model: Model, edits: list[Edit]) -> list[Result]:
-    editor = Editor.__new__(Editor)  # around a model that is loaded already
+    editor = Editor.__new__(Editor)  # with a model that is loaded already
     editor.model = model
     editor.store = make_store(model.device)
     return editor.edit_many(edits)

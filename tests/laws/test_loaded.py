@@ -1,4 +1,4 @@
-"""The laws with activations that are loaded while a step computes, that are planned for, and that are packed."""
+"""The laws with activations that are loaded during a step, with planned jobs and with packed rows."""
 
 import itertools
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from instgenie.jobs.rows import StepRows
 from instgenie.models.model import Model
 from instgenie.types import Edit, PlanPolicy
 
-QUANTISED = 0.03  # a value is off by up to 1/16 in e4m3; what comes of all of them by less
+QUANTISED = 0.03  # relative error: up to 1/16 per value in e4m3, less in a result of many values
 CACHE_DTYPES: tuple[CacheDtype, ...] = ("model", "fp8")
 
 
@@ -40,7 +40,7 @@ def register_for(model: Model, edit: Edit, kind: Kind, cache_dtype: CacheDtype =
 
 
 def off(found: Tensor, truth: Tensor) -> float:
-    """How far, as a share of what there is."""
+    """The relative error."""
     return float((found - truth).norm() / truth.norm())
 
 
@@ -62,8 +62,8 @@ def host() -> HostTier:
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_5_loaded_is_at_hand(model: Model, kind: Kind, cache_dtype: CacheDtype, host: HostTier) -> None:
-    """To the last bit, with whatever ring; jobs that share a template, that are at other steps of it and that have
-    other templates, in one batch."""
+    """Results are bit-identical for every size of the ring. The batch has jobs that share a template, jobs at other
+    steps of it, and jobs with other templates."""
     edits = [
         make_edit(steps=4, true_guidance=2.0),
         make_edit(steps=4, share=0.1, seed=1),
@@ -84,13 +84,13 @@ def test_law_5_loaded_is_at_hand(model: Model, kind: Kind, cache_dtype: CacheDty
     rows: tuple[RowChoice, ...] = ("auto", "whole", "needed") if on_cuda else ("auto",)
     for max_buffers, which in itertools.product(rings, rows):
         loader = Loader(model, max_buffers, which)
-        for _ in range(2):  # the second time through what the first left behind
+        for _ in range(2):  # the second time with the buffers and routes of the first
             found = run_with(model, make_jobs(far_away), loader)
             assert all(map(torch.equal, found, expected))
 
 
-class Noting(Loader):
-    """Notes the plan of every step."""
+class PlanRecorder(Loader):
+    """Records the plan of every step."""
 
     def __init__(self, model: Model, max_buffers: int | None = None) -> None:
         super().__init__(model, max_buffers)
@@ -102,27 +102,28 @@ class Noting(Loader):
 
 
 def slow_latency(model: Model, jobs: Sequence[Job]) -> Latency:
-    """Loading the first block takes longer than computing it cached and less long than computing it dense."""
+    """A latency at which loading the first block takes longer than computing it cached, and less than computing it
+    dense."""
     latency = Latency("slow", "any", block=0, flop=1e-9, flop_outside=0, load=0, byte=1)
     cost = latency.block_costs(model.describe(), away_from_here(model, jobs))[0]
     return replace(latency, byte=(cost.cached + cost.dense) / 2 / cost.load)
 
 
 def away_from_here(model: Model, jobs: Sequence[Job]) -> list[Demand]:
-    """On a CPU, what is in main memory needs no loading; here it does."""
+    """Demands as if the activations were on another device; on a CPU, main memory needs no loading."""
     return [replace(demand, in_gpu=frozenset()) for demand in make_demands(jobs, model.describe())]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_5_with_every_policy(model: Model, kind: Kind, policy: PlanPolicy, host: HostTier) -> None:
-    """Whatever is planned is computed as if the jobs had come with that plan, from whatever tier; alone or not."""
+    """A planned batch computes what jobs with that plan compute, from any tier, batched or alone."""
     edits = [make_edit(steps=3), make_edit(steps=3, share=0.1, seed=1, true_guidance=2.0)]
     near = register_for(model, edits[0], kind)
     away = move_to_host(near, host, model)
     jobs = [reuse(prepare(edit, model), away) for edit in edits]
     latency = slow_latency(model, jobs)
-    loader = Noting(model, 1 if policy == "naive" else None)
+    loader = PlanRecorder(model, 1 if policy == "naive" else None)
     together = run_with(model, jobs, loader, Planning(model, latency, policy))
     jobs = [reuse(prepare(edit, model), near) for edit in edits]
     for plan in loader.plans:

@@ -37,11 +37,13 @@ Block: TypeAlias = FluxTransformerBlock | FluxSingleTransformerBlock
 def velocity(transformer: FluxTransformer2DModel, batch: FluxBatch) -> Tensor:
     """[image tokens, latent channels]; for a job that caches any block, of its masked tokens alone."""
     time = embed_time(transformer, batch)
-    layout, image = flow(transformer, batch, embed_image(transformer, batch), time)
+    layout, image = run_blocks(transformer, batch, embed_image(transformer, batch), time)
     return unembed(transformer, image, time, layout)
 
 
-def flow(transformer: FluxTransformer2DModel, batch: FluxBatch, image: Tensor, time: Tensor) -> tuple[Layout, Tensor]:
+def run_blocks(
+    transformer: FluxTransformer2DModel, batch: FluxBatch, image: Tensor, time: Tensor
+) -> tuple[Layout, Tensor]:
     """Send embedded image rows through all blocks."""
     text = batch.text
     doubles, singles = transformer.transformer_blocks, transformer.single_transformer_blocks

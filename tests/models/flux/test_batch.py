@@ -1,4 +1,4 @@
-"""The ragged batch of a Flux: packing, taking apart, advancing; no model."""
+"""The ragged batch of a Flux: packing, splitting, advancing; no model."""
 
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ def test_masked_tokens_are_computed_alone_where_a_job_is_cached(jobs: list[Job])
     assert batch.layout.rotary.shape[0] == 23
     seen = torch.cat([jobs[1].latents, jobs[1].conditioning], dim=1)
     assert torch.equal(batch.image[5:8], seen[::3])
-    table = jobs[1].branches[0].rotary  # of three text tokens, then the image's
+    table = jobs[1].branches[0].rotary  # three text tokens, then the image tokens
     assert torch.equal(batch.layout.rotary[7:13], torch.cat([table[:3], table[3:][::3]]))
 
 
@@ -101,7 +101,7 @@ def test_places(jobs: list[Job]) -> None:
     assert layout.num_keys == (7, 10, 8, 6)
     assert layout.text_places.joint.tolist() == [0, 1, 7, 8, 9, 13, 17, 18]
     assert layout.image_places.joint.tolist() == [*range(2, 7), *range(10, 13), *range(14, 17), *range(19, 23)]
-    narrow = [*range(7), *(7, 8, 9), *(10, 13, 16), 17, *(18, 21, 24)]  # in between, the others
+    narrow = [*range(7), *(7, 8, 9), *(10, 13, 16), 17, *(18, 21, 24)]  # with gaps for tokens that are not computed
     assert layout.joint_places.keys.tolist() == [*narrow, *range(25, 31)]
     assert torch.equal(layout.image_places.keys, layout.joint_places.keys[layout.image_places.joint])
     assert layout.images == [[slice(2, 7)], [slice(10, 17), slice(18, 25)], [slice(27, 31)]]
@@ -119,7 +119,7 @@ def test_unmasked_tokens_come_back_and_leave(jobs: list[Job]) -> None:
     assert torch.equal(turned[5:12][::3], image[5:8])
     assert torch.equal(turned[5:12][1::3], OWN_ROWS.read(jobs[1], 1, 0)[0][1::3])
     narrow, again = batch.turn(wide, turned, 2)
-    assert narrow is batch.layout  # kept
+    assert narrow is batch.layout  # cached
     assert torch.equal(again, image)
     _, joint = batch.turn_joint(batch.layout, batch.layout.join(batch.text, image), 1)
     assert torch.equal(joint, wide.join(batch.text, turned))

@@ -1,4 +1,4 @@
-"""The ragged forward against diffusers' own, token by token."""
+"""The ragged forward pass against diffusers' own, token by token."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from instgenie.models.flux.network import embed_positions, embed_prompt, velocit
 
 @dataclass(frozen=True)
 class Sequence:
-    """What one call of the transformer sees, as diffusers wants it."""
+    """The inputs of one call of diffusers' transformer."""
 
     image: Tensor  # [tokens, channels]
     text: Tensor  # [text tokens, text channels]

@@ -1,4 +1,4 @@
-"""A residual block whose biases are added by its neighbours, against diffusers' own."""
+"""A residual block with biases fused into neighbouring launches, against diffusers' own."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def check(block: ResnetBlock2D, x: Tensor, time: Tensor | None) -> None:
 @pytest.mark.parametrize("num_out", [32, 64])
 @pytest.mark.parametrize("has_time", [False, True])
 def test_as_diffusers_does(monkeypatch: pytest.MonkeyPatch, has_time: bool, num_out: int, is_fused: bool) -> None:
-    """References run in place of kernels; what is fused is where biases go."""
+    """References run in place of kernels; the fused path adds biases elsewhere."""
     monkeypatch.setattr(module, "runs_fused", lambda _: is_fused)
     x = torch.randn(3, 32, 6, 5).contiguous(memory_format=torch.channels_last)
     check(make_block(num_out, has_time), x, torch.randn(3, WIDTH) if has_time else None)

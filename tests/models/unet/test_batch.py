@@ -49,7 +49,7 @@ def attend_plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def read(layout: LevelLayout, packed: Tensor) -> Tensor:
-    """What whoever reads the tokens that layout finds."""
+    """The results of computed tokens, without padding."""
     assert layout.origin is not None
     return packed[layout.origin[layout.origin >= 0]]
 
@@ -70,7 +70,7 @@ def test_branches_attend_as_alone(share: int | None, cached: tuple[bool, ...], n
         torch.testing.assert_close(read(layout, found), expected)
 
 
-def test_lists_are_filled_up_together() -> None:
+def test_lists_are_padded_together() -> None:
     layout = make_layout(COUNTS, share=12)
     assert layout.num_computed == 4 * NUM_ALL * 12 // 32 > sum(COUNTS)
     assert layout.bounds is not None
@@ -80,7 +80,10 @@ def test_lists_are_filled_up_together() -> None:
     equal = make_layout((9, 9), share=16)
     assert (equal.is_even, equal.num_computed) == (True, 2 * NUM_ALL * 16 // 32)
     assert equal.index is not None
-    assert [(part // NUM_ALL).unique().tolist() for part in equal.index.chunk(2)] == [[0], [1]]  # each of its own
+    assert [(part // NUM_ALL).unique().tolist() for part in equal.index.chunk(2)] == [
+        [0],
+        [1],
+    ]  # each branch is padded with a token of its own
     assert make_layout(COUNTS, None, (False,) * 4).index is None
 
 
@@ -105,7 +108,7 @@ def make_jobs(model: Model, shares: Sequence[float], kind: Kind = "kv") -> list[
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["sd", "sdxl"])
 def test_batches_of_other_masks_are_one_pass(models: dict[str, Model], family: str) -> None:
-    """Where it is about as many tokens in all; and each is computed as alone."""
+    """If the total number of tokens is about the same; each job is computed as if alone."""
     model = models[family]
     assert isinstance(model, UnetModel)
     mixes = [make_jobs(model, shares) for shares in ((0.1, 0.5), (0.2, 0.4))]
@@ -122,10 +125,10 @@ def test_batches_of_other_masks_are_one_pass(models: dict[str, Model], family: s
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["sd", "sdxl"])
 @pytest.mark.parametrize("turns", [(0, 0, 0), (0, 0, 1), (1, 0, 0)])
-def test_plans_that_turn_where_lists_are_filled_up(
+def test_plans_that_alternate_with_padded_lists(
     models: dict[str, Model], family: str, turns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Jobs that take turns together and against each other. What fills lists up is nothing that anybody reads."""
+    """Jobs whose plans alternate in step and out of step. Padding is never read."""
     model = models[family]
     jobs = [
         replace(job, plan=tuple(block % 2 == turn for block in range(model.num_blocks)))
@@ -152,7 +155,7 @@ def test_plans_that_turn_where_lists_are_filled_up(
 @pytest.mark.parametrize("num_keys", [NUM_ALL, 7])
 @pytest.mark.parametrize("channels", [8, 40, 64, 160])
 def test_one_launch_for_all_branches(channels: int, num_keys: int) -> None:
-    """Captured with one mask, replayed with others."""
+    """A graph is captured with one mask and replayed with others."""
     mixes = [make_layout(counts, 16, on="cuda") for counts in (COUNTS, (30, 2, 3, 61), (1, 0, 64, 10))]
     whole, k, v = draw(mixes[0], num_keys, channels, torch.bfloat16, "cuda")
     bounds = bounds_of_keys(4, num_keys, whole.device)

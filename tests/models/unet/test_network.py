@@ -1,4 +1,4 @@
-"""The first law on UNets, and what is theirs alone.
+"""The first law on UNets, and tests of UNets alone.
 
 Full mask, no cache == diffusers' stock inpainting pipelines; partial mask == a plain loop over diffusers' UNet and its
 scheduler's own stepping.
@@ -38,7 +38,7 @@ def noise_of(seed: int, edit: Edit, model: UnetModel) -> Tensor:  # [1, channels
 
 
 def encode(model: UnetModel, picture: Tensor) -> Tensor:
-    """The mean: the stock pipelines draw from the autoencoder's distribution."""
+    """Encode to the mean; the stock pipelines sample from the autoencoder's distribution."""
     return model.vae.encode(picture).latent_dist.mode() * model.vae.config.scaling_factor
 
 
@@ -54,7 +54,7 @@ def stock_latents(model: UnetModel, edit: Edit, **options: Any) -> Tensor:
 
 @torch.no_grad()
 def plain_loop(model: UnetModel, edit: Edit) -> Tensor:
-    """One edit, every token; the outside is put back after each step."""
+    """Edit with diffusers' UNet and scheduler, computing every token; unmasked tokens are reset after each step."""
     pipeline = quiet_pipeline(model)
     scheduler, unet, is_xl = pipeline.scheduler, model.unet, isinstance(model, UnetXlModel)
     height, width = edit.picture.shape[:2]
@@ -102,7 +102,7 @@ def plain_loop(model: UnetModel, edit: Edit) -> Tensor:
 
 
 def nearness(model: UnetModel, latents: Tensor) -> float:
-    """Euler's latents start large."""
+    """The tolerance; Euler's latents start large."""
     return CLOSE * latents.abs().max().item() if model.dtype == torch.float32 else close(model)
 
 
@@ -138,7 +138,7 @@ def test_guidance_is_true_guidance(model: UnetModel) -> None:
     assert [len(prepare(make_edit(guidance=scale), model).branches) for scale in (0.0, 1.0, 1.5)] == [1, 1, 2]
 
 
-def test_a_size_halves_at_every_level(models: dict[str, Model]) -> None:
+def test_sizes_can_be_halved_at_every_level(models: dict[str, Model]) -> None:
     assert [models[family].size_multiple for family in UNET_FAMILIES] == [8, 4, 4]
     assert [models[family].patch for family in UNET_FAMILIES] == [2, 2, 2]
 
@@ -159,7 +159,7 @@ def test_levels_are_max_pooled(model: UnetModel) -> None:
 
 
 def test_jobs_that_compute_every_token_pass_apart(model: UnetModel) -> None:
-    """So that branches of one pass have one length, and are one call of attention."""
+    """The branches of a pass then have one length, and attend in one call."""
     edit = make_edit(size=(64, 64), steps=4)
     activations = register(edit.picture, model, (64, 64), 4)
     dense = prepare(edit, model)
