@@ -83,7 +83,7 @@ class ExampleSource:
         texts = self.variants[rows, self._integers(self.variants.shape[1], num)]
         things = torch.where(self.is_clothing[rows][:, None, None], self._garments(pictures), outlines)
         mask, is_background, is_outline = self._masks(outlines, things, self.is_pet[rows])
-        # A pet-shaped hole without a caption would teach to fill in the surroundings, so outlines keep their caption.
+        # Without a caption, a pet-shaped hole means to continue the surroundings: true outlines keep their caption.
         texts = torch.where(self._chance(num, CAPTION_DROPOUT) & ~is_outline, 0, texts)
         texts = torch.where(is_background, self._background_texts(num), texts)
         # Content that contradicts its surroundings keeps its caption: an empty one means to continue them.

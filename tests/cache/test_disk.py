@@ -48,7 +48,7 @@ def tier(tmp_path: Path) -> DiskTier:
     return DiskTier(tmp_path / "cache", GIB)
 
 
-def test_what_was_stored_is_loaded_by_another(tier: DiskTier) -> None:
+def test_a_stored_span_is_loaded_by_another_tier(tier: DiskTier) -> None:
     assert tier.missing(KEY, SPANS) == SPANS
     assert tier.load(KEY, STEPS) is None
     tier.store(KEY, make_span())
@@ -66,7 +66,7 @@ def test_storing_again_replaces(tier: DiskTier) -> None:
     assert equal(tier.load(KEY, STEPS), make_span(seed=1))
 
 
-def test_files_are_plain_safetensors_for_their_owner_alone(tier: DiskTier) -> None:
+def test_files_are_plain_safetensors_readable_by_their_owner_only(tier: DiskTier) -> None:
     tier.store(KEY, make_span())
     path = one_file(tier)
     assert torch.equal(load_file(path)["rows.0000"], make_span().rows[0])
@@ -144,7 +144,7 @@ def test_damage_is_missing_before_it_is_loaded(damage: str, tier: DiskTier, capl
 
 
 def test_every_bit_counts(tier: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
-    """A flipped bit anywhere in a file is a miss, or changes nothing that is read."""
+    """A flipped bit anywhere in a file is a miss, or does not change the span."""
     span = make_span(range(1), num_tokens=1)
     tier.store(KEY, span)
     path = one_file(tier)
@@ -157,7 +157,7 @@ def test_every_bit_counts(tier: DiskTier, caplog: pytest.LogCaptureFixture) -> N
         assert loaded is None or equal(loaded, span)
 
 
-def test_the_least_recently_used_template_goes_first_and_goes_whole(tmp_path: Path) -> None:
+def test_the_least_recently_used_template_is_evicted_first_and_whole(tmp_path: Path) -> None:
     num_bytes = sum(make_span(steps).num_bytes for steps in SPANS)
     tier = DiskTier(tmp_path / "cache", int(3.4 * num_bytes))
     for index in range(3):
@@ -165,7 +165,7 @@ def test_the_least_recently_used_template_goes_first_and_goes_whole(tmp_path: Pa
             tier.store(other_key(index), make_span(steps))
     for index, age in enumerate((300, 200, 100)):
         grow_old(tier, other_key(index), age)
-    with DiskTier(tier.folder, GIB).pin(other_key(0)):  # a use by whomever
+    with DiskTier(tier.folder, GIB).pin(other_key(0)):  # a use by another process
         pass
     for steps in SPANS:
         tier.store(other_key(3), make_span(steps))
@@ -190,7 +190,7 @@ def test_pinned_templates_stay(tmp_path: Path) -> None:
     assert tier.missing(other_key(3), [STEPS]) == []
 
 
-def test_what_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
+def test_a_template_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "cache", int(2.4 * make_span().num_bytes))
     tier.store(other_key(0), make_span())
     with pytest.raises(CacheError, match=r"no room for .* it may hold .* and holds .* free"):
@@ -200,7 +200,7 @@ def test_what_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
     assert tier.missing(other_key(0), [STEPS]) == []
 
 
-def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+def test_foreign_files_stay(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, int(1.4 * make_span().num_bytes))
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "big.safetensors").write_bytes(bytes(make_span().num_bytes))
@@ -212,7 +212,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     assert (tmp_path / "letters" / "big.safetensors").is_file()
 
 
-def test_leftovers_of_the_dead_are_removed_but_not_those_of_the_living(tier: DiskTier) -> None:
+def test_partial_files_of_dead_processes_are_removed_but_not_those_of_live_ones(tier: DiskTier) -> None:
     tier.store(KEY, make_span())
     partial = one_file(tier).with_name("0123456789abcdef.partial")
     partial.write_bytes(b"half")
@@ -232,13 +232,13 @@ def test_a_pin_alone_leaves_nothing(tier: DiskTier) -> None:
     assert list(tier.folder.iterdir()) == []
 
 
-def test_who_unpins_an_empty_template_leaves_what_others_store_meanwhile(
+def test_unpinning_an_empty_template_keeps_spans_stored_meanwhile(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evict = disk.evict
 
     def evict_late(template: Path, if_empty: bool = False) -> bool:
-        tier.store(KEY, make_span())  # by somebody else, after it was found to be empty
+        tier.store(KEY, make_span())  # by another process, after the template was found empty
         return evict(template, if_empty)
 
     with monkeypatch.context() as patch:
@@ -250,7 +250,7 @@ def test_who_unpins_an_empty_template_leaves_what_others_store_meanwhile(
     assert list(tier.folder.iterdir()) == []
 
 
-def test_a_template_that_is_dropped_is_gone_pinned_or_not(tier: DiskTier) -> None:
+def test_a_dropped_template_is_gone_pinned_or_not(tier: DiskTier) -> None:
     for index in range(2):
         tier.store(other_key(index), make_span())
     tier.drop(other_key(0))
@@ -263,7 +263,7 @@ def test_a_template_that_is_dropped_is_gone_pinned_or_not(tier: DiskTier) -> Non
     tier.drop(KEY)
 
 
-def test_what_is_evicted_is_there_until_it_was_spilled(tmp_path: Path) -> None:
+def test_an_evicted_template_is_there_until_it_is_spilled(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "cache", int(2.4 * make_span().num_bytes))
     seen: list[tuple[Key, bool]] = []
     tier.spill = lambda key: seen.append((key, equal(tier.load(key, STEPS), make_span())))
@@ -277,7 +277,7 @@ def test_what_is_evicted_is_there_until_it_was_spilled(tmp_path: Path) -> None:
     assert tier.usage().num_templates == 2
 
 
-def test_what_does_not_say_whose_it_is_is_not_spilled(tmp_path: Path) -> None:
+def test_files_without_a_readable_key_are_not_spilled(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "cache", int(1.4 * make_span().num_bytes))
     seen: list[Key] = []
     tier.spill = seen.append
@@ -301,7 +301,7 @@ def test_a_span_that_was_loaded_outlives_its_file(tier: DiskTier) -> None:
     assert equal(tier.load(KEY, STEPS), make_span())
 
 
-def test_a_write_that_fails_leaves_what_was_there(tier: DiskTier) -> None:
+def test_a_write_that_fails_keeps_the_old_file(tier: DiskTier) -> None:
     tier.store(KEY, make_span())
     with no_long_files(), pytest.raises(CacheError, match=r"cannot be written: .*too large"):
         tier.store(KEY, make_span(seed=1))
@@ -322,7 +322,7 @@ for turn in range(30):
     try:
         tier.store(key, make_span(seed=turn % 4))
     except CacheError as error:
-        assert "no room" in str(error), error  # the others have pinned all there is
+        assert "no room" in str(error), error  # the other processes have pinned everything
     for index in range(4):
         loaded = tier.load(other_key(index), STEPS)
         assert loaded is None or equal(loaded, make_span(seed=index))
@@ -330,7 +330,7 @@ for turn in range(30):
 
 
 def test_processes_share_a_folder(tier: DiskTier) -> None:
-    """They store the same templates, evict each other's, read what may vanish; one is killed on the way."""
+    """They store the same templates, evict each other's, and read files that may vanish; one of them is killed."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WORK, str(tier.folder)]
     workers = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)]
@@ -345,7 +345,7 @@ def test_processes_share_a_folder(tier: DiskTier) -> None:
     assert equal(tier.load(KEY, STEPS), make_span())
 
 
-def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "instgenie" / "templates"
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -38,7 +38,7 @@ from instgenie.errors import CacheError
 MISS, PENDING, HIT = Lookup.MISS, Lookup.PENDING, Lookup.HIT
 
 
-def test_damage_in_one_tier_is_made_good_by_the_next(
+def test_damage_in_one_tier_is_repaired_from_the_next(
     disk: DiskTier, remote: RemoteTier, caplog: pytest.LogCaptureFixture
 ) -> None:
     for span in make_spans():
@@ -68,7 +68,7 @@ def test_damage_everywhere_is_a_miss(disk: DiskTier, caplog: pytest.LogCaptureFi
         store.forget(KEY)
 
 
-def test_a_full_disk_is_reported_and_memory_goes_on(disk: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_logged_and_memory_works_on(disk: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(host=HostTier(SLOT), disk=disk)
     with no_long_files():
         put(store, KEY)
@@ -85,7 +85,7 @@ def test_a_full_disk_is_reported_and_memory_goes_on(disk: DiskTier, caplog: pyte
 
 
 def use(store: Store, seed: int, num_turns: int, mistakes: list[str]) -> None:
-    """Does one thing after the other, as it comes."""
+    """Call the store at random, and collect mistakes."""
     chance = random.Random(seed)
     for _ in range(num_turns):
         index = chance.randrange(6)
@@ -121,7 +121,7 @@ def test_under_concurrent_load(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
     assert mistakes == []
     store.close()
     assert all(status.num_bytes <= status.max_bytes for status in store.status().values())
@@ -188,8 +188,8 @@ store.settle()
 
 
 @pytest.mark.parametrize("point", ["write", "fsync", "rename", "evict", "upload"])
-def test_a_process_that_is_killed_leaves_a_store_that_can_be_used(tmp_path: Path, point: str) -> None:
-    """What is found later is whole, and nothing is in the way."""
+def test_a_killed_process_leaves_a_usable_store(tmp_path: Path, point: str) -> None:
+    """Templates found later are whole, and new ones can be stored."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WORK, str(tmp_path), point]
     assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
@@ -215,7 +215,9 @@ def server() -> Iterator[Server]:
     server.kill()
 
 
-def test_over_s3_and_when_it_is_gone(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_over_s3_works_on_when_the_server_is_gone(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     def make_store(name: str) -> Store:
         remote = RemoteTier(URL, GIB, server.options, patience=2)
         return Store(host=HostTier(GIB), disk=DiskTier(tmp_path / name, int(1.5 * FILES)), remote=remote)

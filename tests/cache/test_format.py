@@ -1,4 +1,4 @@
-"""Spans as bytes: what was damaged anywhere is noticed. Files are the disk tier's matter, and tested there."""
+"""Spans as bytes: any damage is noticed. Files are tested with the disk tier."""
 
 import json
 
@@ -9,7 +9,7 @@ from safetensors.torch import load, save
 from instgenie.cache.format import DamagedError, decode, encode
 
 
-def test_bytes_are_a_span_again() -> None:
+def test_a_span_survives_encoding() -> None:
     assert equal(decode(encode(KEY, make_span()), KEY, STEPS), make_span())
 
 
@@ -20,7 +20,7 @@ def test_bytes_are_the_same_as_in_a_file() -> None:
 
 
 def test_every_bit_counts() -> None:
-    """A flipped bit anywhere is noticed, or changes nothing that is read."""
+    """A flipped bit anywhere is noticed, or does not change the span."""
     span = make_span(range(1), num_tokens=1)
     data = encode(KEY, span)
     num_noticed = 0
@@ -43,7 +43,7 @@ def test_every_length_counts() -> None:
         decode(data + b"\0", KEY, range(1))
 
 
-def test_what_is_whole_but_another() -> None:
+def test_undamaged_bytes_of_another_span_are_refused() -> None:
     data = encode(KEY, make_span())
     with pytest.raises(DamagedError, match="key is not the expected one"):
         decode(data, other_key(1), STEPS)

@@ -1,4 +1,4 @@
-"""Tiers in memory: the host tier on any machine, the gpu tier where there is a device."""
+"""Tiers in memory: the host tier on any machine, the gpu tier with a CUDA device."""
 
 import threading
 from collections import OrderedDict
@@ -34,7 +34,7 @@ def fill(tier: MemoryTier, key: Key, seed: int = 0) -> None:
         tier.store(key, span)
 
 
-def test_spans_and_the_whole_are_views(tier: MemoryTier) -> None:
+def test_spans_and_whole_templates_are_views(tier: MemoryTier) -> None:
     assert tier.load(KEY, STEPS) is None
     first, second = make_spans()
     tier.store(KEY, second)
@@ -60,14 +60,14 @@ def test_a_copy_is_kept(tier: MemoryTier) -> None:
     assert equal(tier.load(KEY, STEPS), make_span())
 
 
-def test_spans_of_either_mode(tier: MemoryTier) -> None:
+def test_spans_from_in_and_out_of_inference_mode(tier: MemoryTier) -> None:
     with torch.inference_mode():
         tier.store(KEY, make_span(SPANS[1]))
     tier.store(KEY, make_span())
     assert equal(tier.load(KEY, KEY.steps), join(6, make_spans(), CPU))
 
 
-def test_the_least_recently_used_goes_first_and_is_spilled_before(tier: MemoryTier) -> None:
+def test_the_least_recently_used_template_is_spilled_and_then_evicted(tier: MemoryTier) -> None:
     spilled: list[tuple[Key, bool]] = []
     tier.spill = lambda key: spilled.append((key, equal(tier.load(key, STEPS), make_span())))
     for index in range(2):
@@ -95,7 +95,7 @@ def test_pinned_templates_stay(tier: MemoryTier) -> None:
     assert tier.usage().num_templates == 2
 
 
-def test_what_was_loaded_outlives_its_template(tier: MemoryTier) -> None:
+def test_a_loaded_span_outlives_its_template(tier: MemoryTier) -> None:
     fill(tier, KEY)
     loaded = tier.load(KEY, STEPS)
     with tier.pin(KEY):
@@ -120,7 +120,7 @@ def test_threads_fill_one_template(tier: MemoryTier) -> None:
 
 @pytest.mark.gpu
 def test_host_memory_is_page_locked_as_long_as_it_is_viewed(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(8):  # at one address, most likely: it can be locked again once it is unlocked
+    for _ in range(8):  # most likely at one address, which can be locked again only after it is unlocked
         tier = HostTier(GIB)
         fill(tier, KEY)
         loaded = tier.load(KEY, KEY.steps)
@@ -132,7 +132,7 @@ def test_host_memory_is_page_locked_as_long_as_it_is_viewed(caplog: pytest.LogCa
 
 
 class Pool(RuleBasedStateMachine):
-    """A tier of three slots beside the plainest thing that could be one."""
+    """A tier of three slots against the simplest model of one."""
 
     keys = st.sampled_from([other_key(index) for index in range(5)])
 

@@ -31,7 +31,7 @@ Make = Callable[..., RemoteTier]
 
 @pytest.fixture(params=["s3", "file", "memory"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Makes tiers over one and the same place, which is empty at first."""
+    """Makes tiers over one place, which is empty at first."""
     name = request.param
     if name == "s3":
         server = request.getfixturevalue("server")
@@ -44,7 +44,7 @@ def paths(tier: RemoteTier) -> list[str]:
     return [path for path in tier._files.find(tier._root) if path.endswith(".safetensors")]
 
 
-def test_what_was_stored_is_loaded_by_another(make: Make) -> None:
+def test_a_stored_span_is_loaded_by_another_tier(make: Make) -> None:
     tier, other = make(), make()
     assert tier.missing(KEY, SPANS) == SPANS
     assert tier.load(KEY, STEPS) is None
@@ -85,13 +85,13 @@ def test_damage_is_a_miss_that_is_reported(damage: str, make: Make, caplog: pyte
     assert equal(tier.load(KEY, STEPS), make_span())
 
 
-def test_what_is_larger_than_all_there_may_be_is_not_read(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_larger_than_the_limit_is_not_read(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     make().store(KEY, make_span())
     assert make(NUM_BYTES - 1).load(KEY, STEPS) is None
     assert "but at most" in caplog.text
 
 
-def test_the_limit_holds_and_others_go(make: Make) -> None:
+def test_the_limit_holds_by_evicting_templates(make: Make) -> None:
     tier = make(2 * NUM_BYTES + 100)
     for index in range(4):
         tier.store(other_key(index), make_span())
@@ -116,7 +116,7 @@ def test_pinned_templates_stay(make: Make) -> None:
     assert tier.missing(other_key(2), [STEPS]) == []
 
 
-def test_what_is_not_ours_stays(make: Make) -> None:
+def test_foreign_files_stay(make: Make) -> None:
     tier = make(NUM_BYTES + 100)
     tier._files.pipe_file(f"{tier._root}/letters/big.safetensors", bytes(NUM_BYTES))
     for index in range(2):
@@ -125,7 +125,7 @@ def test_what_is_not_ours_stays(make: Make) -> None:
     assert any("letters" in path for path in paths(tier))
 
 
-def test_a_use_makes_a_template_young(tmp_path: Path) -> None:
+def test_a_use_protects_a_template_from_eviction(tmp_path: Path) -> None:
     tier = RemoteTier(f"file://{tmp_path}", 2 * NUM_BYTES + 100)
     for index in range(2):
         tier.store(other_key(index), make_span())
@@ -136,13 +136,13 @@ def test_a_use_makes_a_template_young(tmp_path: Path) -> None:
     assert [tier.missing(other_key(index), [STEPS]) for index in range(2)] == [[], [STEPS]]
 
 
-def test_files_are_for_their_owner_alone_and_nothing_is_left_half_written(tmp_path: Path) -> None:
+def test_files_are_readable_by_their_owner_only_and_no_partial_file_is_left(tmp_path: Path) -> None:
     tier = RemoteTier(f"file://{tmp_path}/templates", GIB)
     tier.store(KEY, make_span())
     [file] = (tmp_path / "templates").glob("*/*")
     assert file.stat().st_mode & 0o777 == 0o600
     file.unlink()
-    file.mkdir()  # what is written cannot take its place
+    file.mkdir()  # no file can be moved to this name
     (file / "file").write_text("")
     with pytest.raises(CacheError, match="cannot be written"):
         tier.store(KEY, make_span())
@@ -155,7 +155,7 @@ def test_urls_that_cannot_be_used(url: str) -> None:
         RemoteTier(url, GIB)
 
 
-def test_a_bucket_that_is_not_there(server: Server) -> None:
+def test_a_missing_bucket(server: Server) -> None:
     tier = RemoteTier("s3://nosuchbucket/templates", GIB, server.options)
     assert tier.load(KEY, STEPS) is None
     assert tier.missing(KEY, SPANS) == SPANS
@@ -206,7 +206,7 @@ def test_a_server_that_goes_away_and_comes_back(
     assert equal(tier.load(KEY, STEPS), make_span())
 
 
-def test_the_pause_grows_and_is_over_with_the_first_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_pause_grows_until_the_first_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     tier = RemoteTier(f"file://{tmp_path}/file/below", GIB)
     for _ in range(3):
@@ -226,7 +226,7 @@ def test_times_of_all_protocols() -> None:
     assert when({"size": 1}) == 0.0
 
 
-def test_keys_of_tenants_are_apart(make: Make) -> None:
+def test_tenants_have_keys_of_their_own(make: Make) -> None:
     mine, theirs = (Key(**vars(KEY) | {"tenant": tenant}) for tenant in ("mine", "theirs"))
     tier = make()
     tier.store(mine, make_span())

@@ -33,7 +33,7 @@ MISS, PENDING, HIT = Lookup.MISS, Lookup.PENDING, Lookup.HIT
 
 
 class SlowDisk(DiskTier):
-    """Counts what is loaded, and waits until it may."""
+    """Counts loads, and delays them until `may_load` is set."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, GIB)
@@ -46,7 +46,7 @@ class SlowDisk(DiskTier):
         return super().load(key, steps)
 
 
-def test_what_is_not_there_is_a_miss(disk: DiskTier, remote: RemoteTier) -> None:
+def test_a_missing_template_is_a_miss(disk: DiskTier, remote: RemoteTier) -> None:
     for store in (Store(), Store(host=HostTier(GIB)), Store(disk=disk), Store(disk=disk, remote=remote)):
         assert store.find(KEY) is MISS
         assert store.get(KEY) is None
@@ -70,7 +70,7 @@ def test_a_template_is_a_hit_when_all_of_it_is_in_memory() -> None:
     assert not store.is_empty
 
 
-def test_what_is_put_is_written_behind(disk: DiskTier) -> None:
+def test_spans_are_written_to_disk_after_put(disk: DiskTier) -> None:
     store = Store(host=HostTier(GIB), disk=disk)
     put(store, KEY)
     store.settle()
@@ -80,14 +80,14 @@ def test_what_is_put_is_written_behind(disk: DiskTier) -> None:
     assert other.find(KEY) is HIT
 
 
-def test_a_store_that_is_closed_has_written_all(disk: DiskTier) -> None:
+def test_closing_a_store_finishes_its_writes(disk: DiskTier) -> None:
     store = Store(host=HostTier(GIB), disk=disk)
     put(store, KEY)
     store.close()
     assert disk.missing(KEY, SPANS) == []
 
 
-def test_found_says_where_it_was(disk: DiskTier, remote: RemoteTier) -> None:
+def test_found_names_the_tier(disk: DiskTier, remote: RemoteTier) -> None:
     for span in make_spans():
         remote.store(KEY, span)
     disk.store(KEY, make_span())
@@ -99,7 +99,7 @@ def test_found_says_where_it_was(disk: DiskTier, remote: RemoteTier) -> None:
     assert {name: status.num_hits for name, status in store.status().items()} == {"host": 1, "disk": 1, "remote": 1}
 
 
-def test_many_who_ask_load_once(tmp_path: Path) -> None:
+def test_many_requests_load_once(tmp_path: Path) -> None:
     disk = SlowDisk(tmp_path / "disk")
     for span in make_spans():
         disk.store(KEY, span)
@@ -118,7 +118,7 @@ def test_many_who_ask_load_once(tmp_path: Path) -> None:
         assert store.status()["disk"].num_hits == 8
 
 
-def test_without_tiers_in_memory_it_is_there_as_long_as_it_is_held(tmp_path: Path) -> None:
+def test_without_tiers_in_memory_a_template_lives_as_long_as_it_is_held(tmp_path: Path) -> None:
     disk = SlowDisk(tmp_path / "disk")
     disk.may_load.set()
     for span in make_spans():
@@ -139,8 +139,8 @@ def test_without_tiers_in_memory_it_is_there_as_long_as_it_is_held(tmp_path: Pat
     assert equal(again.span, whole())
 
 
-def test_evicted_templates_go_down_tier_by_tier(tmp_path: Path) -> None:
-    """Nothing is lost as long as there is room somewhere, and all of it comes up again."""
+def test_evicted_templates_move_down_tier_by_tier(tmp_path: Path) -> None:
+    """Nothing is lost as long as a tier has room, and everything can be loaded again."""
     evicted = []
     store = Store(
         host=HostTier(2 * SLOT),
@@ -162,8 +162,7 @@ def test_evicted_templates_go_down_tier_by_tier(tmp_path: Path) -> None:
     assert store.status()["remote"].num_templates == 4
 
 
-def test_nothing_is_lost_in_a_hurry(tmp_path: Path) -> None:
-    """Templates are evicted before they were written behind."""
+def test_templates_evicted_before_they_are_written_are_not_lost(tmp_path: Path) -> None:
     disk, remote = DiskTier(tmp_path / "disk", int(2.5 * FILES)), RemoteTier(f"file://{tmp_path}/remote", GIB)
     store = Store(host=HostTier(SLOT), disk=disk, remote=remote)
     for index in (*range(8), *range(8)):
@@ -173,7 +172,7 @@ def test_nothing_is_lost_in_a_hurry(tmp_path: Path) -> None:
     assert all(is_found(store, other_key(index), index) for index in range(8))
 
 
-def test_what_fits_nowhere_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+def test_a_template_that_fits_nowhere_is_refused_and_evicts_nothing(tmp_path: Path) -> None:
     store = Store(host=HostTier(SLOT), disk=DiskTier(tmp_path / "disk", FILES + 500))
     put(store, KEY)
     large = make_span(num_tokens=200)
@@ -200,7 +199,7 @@ def test_pinned_templates_stay(disk: DiskTier) -> None:
     assert store.find(other_key(0)) is PENDING
 
 
-def test_without_room_in_memory_an_edit_does_without(disk: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_room_in_memory_a_template_is_a_miss(disk: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(host=HostTier(SLOT), disk=disk)
     put(store, KEY)
     for span in make_spans(1):
@@ -211,7 +210,7 @@ def test_without_room_in_memory_an_edit_does_without(disk: DiskTier, caplog: pyt
     assert is_found(store, other_key(1), 1)
 
 
-def test_a_pin_holds_what_comes_later(disk: DiskTier) -> None:
+def test_a_pin_holds_spans_that_are_loaded_later(disk: DiskTier) -> None:
     store = Store(host=HostTier(SLOT), disk=disk)
     for index in range(2):
         for span in make_spans(index):
@@ -239,7 +238,7 @@ def test_forgotten_templates_are_gone_from_everywhere(disk: DiskTier, remote: Re
     assert is_found(store, other_key(1), 1)
 
 
-def test_what_is_forgotten_on_its_way_up_does_not_come_back(tmp_path: Path) -> None:
+def test_a_template_forgotten_while_loading_does_not_come_back(tmp_path: Path) -> None:
     disk = SlowDisk(tmp_path / "disk")
     for span in make_spans():
         disk.store(KEY, span)
@@ -254,13 +253,13 @@ def test_what_is_forgotten_on_its_way_up_does_not_come_back(tmp_path: Path) -> N
     assert store.missing(KEY) == SPANS
 
 
-def test_what_is_forgotten_on_its_way_down_does_not_come_back(tmp_path: Path) -> None:
+def test_a_template_forgotten_while_being_written_does_not_come_back(tmp_path: Path) -> None:
     started = threading.Event()
 
     class SlowlyWritten(DiskTier):
         def store(self, key: Key, span: Span) -> None:
             started.set()
-            forgetting.join(0.2)  # which must not be over before this is
+            forgetting.join(0.2)  # `forget` must not return before this store does
             super().store(key, span)
 
     store = Store(host=HostTier(GIB), disk=SlowlyWritten(tmp_path / "disk", GIB))
@@ -274,7 +273,7 @@ def test_what_is_forgotten_on_its_way_down_does_not_come_back(tmp_path: Path) ->
     assert store.missing(KEY) == SPANS
 
 
-def test_no_tenant_finds_what_is_another_s(disk: DiskTier, remote: RemoteTier) -> None:
+def test_no_tenant_finds_the_template_of_another(disk: DiskTier, remote: RemoteTier) -> None:
     store = Store(host=HostTier(GIB), disk=disk, remote=remote)
     mine, theirs = (replace(KEY, tenant=tenant) for tenant in ("mine", "theirs"))
     put(store, mine)
@@ -285,13 +284,13 @@ def test_no_tenant_finds_what_is_another_s(disk: DiskTier, remote: RemoteTier) -
     assert is_found(store, mine)
 
 
-def test_a_picture_goes_where_its_template_goes(tmp_path: Path, remote: RemoteTier) -> None:
+def test_a_picture_moves_with_its_template(tmp_path: Path, remote: RemoteTier) -> None:
     store = Store(disk=DiskTier(tmp_path / "disk", FILES + 10_000), remote=remote)
     put(store, KEY)
     store.put_picture(KEY, make_picture())
     assert store.pictures() == {KEY: (24, 32)}
     assert remote.load_picture(KEY) is None
-    put(store, other_key(1))  # in its place
+    put(store, other_key(1))  # evicts the first
     assert np.array_equal(remote.load_picture(KEY), make_picture())
     assert store.pictures() == {KEY: (24, 32)}
     assert np.array_equal(store.picture(KEY), make_picture())

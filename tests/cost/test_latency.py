@@ -1,4 +1,4 @@
-"""Linear models of time, without measuring any: fits of times made up, files, and the two streams."""
+"""Latency models without any measuring: fits of invented times, files, and the two streams."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def make_samples() -> list[StepSample]:
     ]
 
 
-def test_a_fit_finds_what_made_the_times() -> None:
+def test_a_fit_finds_the_coefficients_that_made_the_times() -> None:
     loads = [LoadSample(size, 1e-3 + 1e-6 * size) for size in (100, 1000, 50_000)]
     fitted = fit_latency("a device", "a/model", NETWORK, make_samples(), loads)
     assert fitted.r2_compute == pytest.approx(1)
@@ -67,7 +67,7 @@ def test_a_fit_is_never_negative() -> None:
     assert 0 < r2 < 1
 
 
-def test_a_column_of_zeros_takes_no_part() -> None:
+def test_a_column_of_zeros_gets_the_coefficient_zero() -> None:
     slopes, r2 = fit([[1, 1, 1], [1, 2, 3], [0, 0, 0]], [3.0, 5.0, 7.0])
     assert slopes == pytest.approx([1, 2, 0])
     assert r2 == pytest.approx(1)
@@ -91,7 +91,7 @@ def test_costs_of_a_batch_are_sums() -> None:
         assert both.cached < both.dense
 
 
-def test_jobs_that_pass_apart_pay_for_two_passes() -> None:
+def test_dense_jobs_in_a_pass_of_their_own_pay_for_two_passes() -> None:
     latency = Latency("d", "m", block=1.0, flop=0.0, flop_outside=0.0, load=0.0, byte=0.0)
     cached, dense = demand(10), replace(demand(10), kind=None)
     for network, num_passes in ((NETWORK, 1), (replace(NETWORK, dense_apart=True), 2)):
@@ -99,7 +99,7 @@ def test_jobs_that_pass_apart_pay_for_two_passes() -> None:
         assert latency.predict_step(network, [cached, cached], (True,) * 3) == len(NETWORK.blocks)
 
 
-def test_what_is_in_gpu_memory_loads_in_no_time() -> None:
+def test_blocks_in_gpu_memory_need_no_load() -> None:
     costs = LATENCY.block_costs(NETWORK, [demand(8, in_gpu=frozenset({1}))])
     assert [cost.load > 0 for cost in costs] == [True, False, True]
 
@@ -111,7 +111,7 @@ def test_outside_of_the_blocks_nothing_is_cached() -> None:
     assert dense == pytest.approx(few + sum(cost.dense for cost in LATENCY.block_costs(NETWORK, [demand(8)])))
 
 
-def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_written_latency_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = latency_path(LATENCY.device, LATENCY.model)
     assert path.is_relative_to(tmp_path)
@@ -157,7 +157,7 @@ def test_fields_are_checked(tmp_path: Path, bad: dict[str, object]) -> None:
         read_latency(path)
 
 
-def test_a_missing_or_unwritable_file_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_missing_or_unwritable_file_is_a_calibration_error(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=r"missing\.json"):
         read_latency(tmp_path / "missing.json")
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""Which plans are feasible and which are fastest; no model."""
+"""Plans without a model: which are feasible, and which are fastest."""
 
 import itertools
 import subprocess
@@ -34,14 +34,14 @@ def test_kv_runs_a_dense_prefix_then_cached_to_the_end() -> None:
                 check_plan(plan, "kv", (5,))
 
 
-def test_refusals_say_what_is_wrong() -> None:
+def test_a_bad_plan_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match="block 3 dense after block 1"):
         check_plan((False, True, True, False, True), "kv", (5,))
     with pytest.raises(PlanError, match="has 4 blocks, but the model has 5"):
         check_plan((True,) * 4, "y", (5,))
 
 
-def test_after_the_last_block_masked_tokens_alone_matter() -> None:
+def test_past_the_last_block_a_plan_is_cached_if_any_block_was() -> None:
     assert [is_cached((True, False), block) for block in range(3)] == [True, False, True]
     assert not any(is_cached(plan, block) for plan in (DENSE, (False, False)) for block in range(3))
 
@@ -50,7 +50,7 @@ def cost(cached: float = 0.2, dense: float = 1.0, load: float = 0.5) -> BlockCos
     return BlockCost(cached, dense, load)
 
 
-# blocks of few shapes, as networks have them, or all different; times that tie, or do not
+# blocks of few shapes, as in real networks, or all different; times with ties or without
 times = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(0, 2))
 block_costs = st.builds(BlockCost, times, times, times)
 leads = st.sampled_from([0.0, 0.3, 1.5])
@@ -62,8 +62,8 @@ def networks(draw: st.DrawFn, max_runs: int, max_blocks: int) -> tuple[list[Bloc
     run_lengths = draw(st.lists(st.integers(1, max_blocks), min_size=1, max_size=max_runs))
     shapes = draw(st.lists(block_costs, min_size=1, max_size=4))
     if draw(st.booleans()):
-        unit = draw(st.lists(st.sampled_from(shapes), min_size=max_blocks, max_size=max_blocks))
-        return [shape for length in run_lengths for shape in unit[:length]], run_lengths
+        run = draw(st.lists(st.sampled_from(shapes), min_size=max_blocks, max_size=max_blocks))
+        return [shape for length in run_lengths for shape in run[:length]], run_lengths
     return [draw(st.one_of(st.sampled_from(shapes), block_costs)) for _ in range(sum(run_lengths))], run_lengths
 
 
@@ -76,7 +76,9 @@ def brute_force(costs: Sequence[BlockCost], kind: Kind, run_lengths: Sequence[in
 
 @settings(max_examples=400, deadline=None)
 @given(networks(max_runs=4, max_blocks=2), kinds, leads)
-def test_exact_is_brute_force(network: tuple[list[BlockCost], list[int]], kind: Kind, lead: float) -> None:
+def test_exact_finds_the_plan_of_brute_force(
+    network: tuple[list[BlockCost], list[int]], kind: Kind, lead: float
+) -> None:
     costs, run_lengths = network
     planned = plan_exact(costs, kind, run_lengths, lead)
     check_plan(planned.plan, kind, run_lengths)
@@ -86,7 +88,9 @@ def test_exact_is_brute_force(network: tuple[list[BlockCost], list[int]], kind: 
 
 @settings(max_examples=200, deadline=None)
 @given(networks(max_runs=6, max_blocks=9), kinds, leads)
-def test_exact_is_never_worse(network: tuple[list[BlockCost], list[int]], kind: Kind, lead: float) -> None:
+def test_exact_is_never_worse_than_another_policy(
+    network: tuple[list[BlockCost], list[int]], kind: Kind, lead: float
+) -> None:
     costs, run_lengths = network
     planned = {name: policy(costs, kind, run_lengths, lead) for name, policy in POLICIES.items()}
     for name, other in planned.items():
@@ -95,7 +99,7 @@ def test_exact_is_never_worse(network: tuple[list[BlockCost], list[int]], kind: 
 
 
 def test_greedy_is_the_printed_algorithm() -> None:
-    """Caches whenever that block ends no later: load-bound from the first block on, where waiting pays."""
+    """It caches whenever that block ends no later, so it is load-bound from the first block on, where waiting pays."""
     costs = [cost(0.05, 1, 0.9)] * 4
     assert plan_greedy(costs, "y", [4]).seconds == pytest.approx(3.65)
     assert plan_greedy(costs, "y", [4]).plan == (True,) * 4
@@ -103,7 +107,7 @@ def test_greedy_is_the_printed_algorithm() -> None:
     assert plan_exact(costs, "y", [4]).plan == plan_exact(costs, "kv", [4]).plan == (False, False, True, True)
 
 
-def test_greedy_computes_what_would_wait_too_long() -> None:
+def test_greedy_computes_blocks_that_would_wait_too_long() -> None:
     costs = [cost(0.1, 1, 2.5)] * 4
     # one load takes as long as two and a half blocks: only the fourth block ends no later cached
     assert plan_greedy(costs, "y", [4]).plan == (False, False, True, False)
@@ -117,7 +121,7 @@ def test_naive_hides_nothing_and_cached_hides_loads() -> None:
     assert plan_dense(costs, "kv", [3]).seconds == pytest.approx(3)
 
 
-def test_what_is_in_gpu_memory_is_cached() -> None:
+def test_blocks_in_gpu_memory_are_cached() -> None:
     costs = [cost(load=0.0) if block in (1, 4) else cost(load=50.0) for block in range(6)]
     assert plan_exact(costs, "y", [6]).plan == (False, True, False, False, True, False)
 
@@ -128,7 +132,7 @@ def test_a_lead_hides_the_first_loads() -> None:
     ahead = plan_exact(costs, "kv", [3], lead=3.0)
     assert ahead.seconds == pytest.approx(0.6)
     assert without.seconds > 1
-    assert ahead.lead == pytest.approx(3.0 + 0.6 - 2.7)  # what is left of it, and what this step leaves idle
+    assert ahead.lead == pytest.approx(3.0 + 0.6 - 2.7)  # the old lead plus the seconds minus the loads
     assert without.lead == pytest.approx(without.seconds - 0.9 * sum(without.plan))
 
 

@@ -1,4 +1,4 @@
-"""What steps are said to cost, against the planner; and what the router makes of it."""
+"""The table of step costs against the planner, and the router's use of it."""
 
 import msgspec
 import pytest
@@ -18,7 +18,9 @@ BLOCK = BlockShape(per_token=2 * 12 * 512**2, per_text=2 * 12 * 512**2, per_rest
                    width=512, joint=True)  # fmt: skip
 SHAPE = JobShape(NetworkShape((BLOCK,) * 20, (20,), per_token=2 * 64 * 512, per_branch=0), num_text=64)
 FAST = DEFAULTS["cuda"]  # loads are hidden
-SLOW = Latency("slow", "any", block=2e-4, flop=5e-13, flop_outside=5e-13, load=1e-5, byte=1 / 2e9)  # loads are not
+SLOW = Latency(
+    "slow", "any", block=2e-4, flop=5e-13, flop_outside=5e-13, load=1e-5, byte=1 / 2e9
+)  # loads are not hidden
 LATENCIES = {"fast": FAST, "slow": SLOW}
 WORK = Work(num_steps=10, num_tokens=NUM_TOKENS, num_masked_tokens=100, template="cat")
 TIERS: tuple[TierName | None, ...] = ("gpu", "host", "disk", "remote", None)
@@ -28,7 +30,9 @@ def costs_of(latency: Latency = SLOW, policy: PlanPolicy = "cached") -> StepCost
     return make_costs(SHAPE, latency, policy, NUM_TOKENS)
 
 
-def planned(latency: Latency, policy: PlanPolicy, ratios: list[float], num_dense: int, *, in_gpu: bool) -> float:
+def planner_seconds(
+    latency: Latency, policy: PlanPolicy, ratios: list[float], num_dense: int, *, in_gpu: bool
+) -> float:
     """Seconds of a step, by the planner."""
     demands = [SHAPE.demand(NUM_TOKENS, round(ratio * NUM_TOKENS), in_gpu) for ratio in ratios]
     demands += [SHAPE.dense_demand(NUM_TOKENS)] * num_dense
@@ -36,7 +40,7 @@ def planned(latency: Latency, policy: PlanPolicy, ratios: list[float], num_dense
     return plan_batch(SHAPE.network, demands, latency, policy=policy).seconds + outside
 
 
-def said(costs: StepCosts, ratios: list[float], num_dense: int, *, in_gpu: bool) -> float:
+def table_seconds(costs: StepCosts, ratios: list[float], num_dense: int, *, in_gpu: bool) -> float:
     """Seconds of a step, by the table."""
     tier: TierName = "gpu" if in_gpu else "host"
     prices = [costs.price(NUM_TOKENS, round(ratio * NUM_TOKENS), tier) for ratio in ratios]
@@ -50,10 +54,10 @@ def test_one_job_costs_what_the_planner_says(name: str, policy: PlanPolicy, in_g
     latency = LATENCIES[name]
     costs = costs_of(latency, policy)
     for ratio in RATIOS:
-        exact = planned(latency, policy, [ratio], 0, in_gpu=in_gpu)
-        assert said(costs, [ratio], 0, in_gpu=in_gpu) == pytest.approx(exact, rel=0.01)
-    dense = planned(latency, policy, [], 1, in_gpu=in_gpu)
-    assert said(costs, [], 1, in_gpu=in_gpu) == pytest.approx(dense, rel=1e-6)
+        exact = planner_seconds(latency, policy, [ratio], 0, in_gpu=in_gpu)
+        assert table_seconds(costs, [ratio], 0, in_gpu=in_gpu) == pytest.approx(exact, rel=0.01)
+    dense = planner_seconds(latency, policy, [], 1, in_gpu=in_gpu)
+    assert table_seconds(costs, [], 1, in_gpu=in_gpu) == pytest.approx(dense, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", LATENCIES)
@@ -64,10 +68,10 @@ def test_one_job_costs_what_the_planner_says(name: str, policy: PlanPolicy, in_g
 def test_a_batch_costs_what_the_planner_says(
     name: str, in_gpu: bool, ratios: list[float], num_dense: int, policy: PlanPolicy, error: float
 ) -> None:
-    """Where loading is slow, a plan for a batch is a little better than those of its jobs."""
+    """If loading is slow, the plan of a batch is a little better than the plans of its jobs."""
     latency = LATENCIES[name]
-    exact = planned(latency, policy, ratios, num_dense, in_gpu=in_gpu)
-    assert said(costs_of(latency, policy), ratios, num_dense, in_gpu=in_gpu) == pytest.approx(exact, rel=error)
+    exact = planner_seconds(latency, policy, ratios, num_dense, in_gpu=in_gpu)
+    assert table_seconds(costs_of(latency, policy), ratios, num_dense, in_gpu=in_gpu) == pytest.approx(exact, rel=error)
 
 
 def test_a_table_goes_over_the_wire() -> None:
@@ -82,7 +86,7 @@ def load_with(tier: TierName | None, worker: int = 0, num_edits: int = 0, max_ba
     return load
 
 
-def test_the_higher_the_tier_the_earlier() -> None:
+def test_a_higher_tier_finishes_earlier() -> None:
     finishes = [predicted_finish(WORK, load_with(tier)) for tier in TIERS]
     assert finishes[:3] == sorted(set(finishes[:3]))
     assert finishes[2] < finishes[3]
@@ -97,13 +101,13 @@ def test_a_fetch_is_charged_once() -> None:
     first = predicted_finish(WORK, load)
     load.expect("cat")
     second = predicted_finish(WORK, load)
-    num_bytes = 10 * 20 * 2 * 512 * NUM_TOKENS * 2  # steps, blocks, K and V, width, tokens, bytes of a value
+    num_bytes = 10 * 20 * 2 * 512 * NUM_TOKENS * 2  # steps, blocks, K and V, width, tokens, bytes per value
     assert first - second == pytest.approx(0.01 + num_bytes / 1e9)
     assert second == predicted_finish(WORK, load_with("host"))
 
 
-def test_a_busy_holder_against_an_idle_stranger() -> None:
-    """The holder wins as long as what it has to do first costs less than it saves."""
+def test_a_busy_holder_competes_with_an_idle_worker() -> None:
+    """The holder wins as long as its waiting work costs less than it saves."""
     saved = predicted_finish(WORK, load_with(None)) - predicted_finish(WORK, load_with("gpu"))
     for num_steps, winner in ((1, 1), (1000, 0)):
         holder = load_with("gpu", 1)
@@ -113,11 +117,11 @@ def test_a_busy_holder_against_an_idle_stranger() -> None:
         assert Router().choose(WORK, [load_with(None, 0), holder]) == winner
 
 
-def test_what_is_measured_corrects_the_table() -> None:
-    """A worker that is four times as slow as its table says."""
+def test_measured_steps_correct_the_table() -> None:
+    """A worker is four times as slow as its table says."""
     honest, slow = load_with("gpu", 0), load_with("gpu", 1)
     for ratio in (0.05, 0.2, 0.6) * 100:
-        step = said(honest.costs, [ratio], 0, in_gpu=True)
+        step = table_seconds(honest.costs, [ratio], 0, in_gpu=True)
         honest.pace.measure(step, step)
         slow.pace.measure(step, 4 * step)
     assert predicted_finish(WORK, slow) == pytest.approx(4 * predicted_finish(WORK, honest), rel=0.02)

@@ -1,4 +1,4 @@
-"""A folder of captioned photographs in tar shards, of made-up pictures."""
+"""A folder of captioned photographs in tar shards, with invented pictures."""
 
 import io
 import tarfile

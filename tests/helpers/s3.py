@@ -15,7 +15,7 @@ URL = f"s3://{BUCKET}/templates"
 
 
 class Server:
-    """Keeps objects in its memory: what it held is lost when it is killed."""
+    """Keeps objects in its memory: they are lost when it is killed."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""Spans to keep, and keys to keep them under."""
+"""Spans and keys for tests of the cache."""
 
 import contextlib
 import resource
@@ -27,7 +27,7 @@ def other_key(index: int) -> Key:
 
 
 def make_span(steps: range = STEPS, seed: int = 0, num_tokens: int = 24) -> Span:
-    """Of two dtypes, and a time without width, as UNets have."""
+    """A span with rows of two dtypes and a time without width, like a UNet's."""
     random = torch.Generator().manual_seed(seed)
     rows = (
         torch.randn(2, len(steps), 2, num_tokens, 16, generator=random),
@@ -37,7 +37,7 @@ def make_span(steps: range = STEPS, seed: int = 0, num_tokens: int = 24) -> Span
 
 
 def make_spans(seed: int = 0, num_tokens: int = 24) -> list[Span]:
-    """A whole template."""
+    """All spans of a template."""
     return [make_span(steps, seed, num_tokens) for steps in SPANS]
 
 
@@ -52,7 +52,7 @@ def equal(one: Span | None, other: Span) -> bool:
 
 
 def check_pictures(tier: DiskTier | RemoteTier, other: DiskTier | RemoteTier) -> None:
-    """Two over one place: what one keeps of a template's picture, the other finds beside the spans."""
+    """Two tiers over one place: a picture that one stores, the other finds beside the spans."""
     tier.store(KEY, make_span())
     tier.store(other_key(1), make_span())
     assert other.load_picture(KEY) is None

@@ -1,5 +1,5 @@
-"""Kernels against their references in float64. On a GPU where there is one, else in Triton's interpreter where that is
-on (TRITON_INTERPRET=1); references alone are tested through the laws."""
+"""Kernels against their references in float64: on a GPU if there is one, else in Triton's interpreter if it is on
+(TRITON_INTERPRET=1). The laws test the references."""
 
 import copy
 import itertools
@@ -23,7 +23,7 @@ from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place, place_f
 from instgenie.kernels.layer_norm import add_layer_norm_fused, layer_norm_fused, layer_norm_reference
 
 SHAPES = [(2, 8), (3, 24), (5, 16), (24, 128)]  # heads, head channels
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # half of the last place, in bfloat16
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # half a unit in the last place of bfloat16
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
@@ -41,7 +41,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def close(found: Tensor, truth: Tensor) -> None:
-    """Within one rounding of each value, plus float32's own. The interpreter cuts off where a GPU rounds."""
+    """Within one rounding of each value, plus float32's own. The interpreter truncates where a GPU rounds."""
     rounding = ROUNDING[found.dtype] * (1 if found.is_cuda else 2)
     torch.testing.assert_close(found.double(), truth, rtol=rounding, atol=1e-5)
 
@@ -130,7 +130,7 @@ def test_gathering_is_exact(device: str, dtype: torch.dtype, width: int) -> None
 def test_copying_is_exact_and_leaves_other_rows_alone(
     device: str, dtype: torch.dtype, width: int, num_chosen: int
 ) -> None:
-    """From main memory, that is locked where there is a GPU."""
+    """From main memory, which is page-locked if there is a GPU."""
     torch.manual_seed(0)
     source = torch.randn(2, 300, width).to(dtype)
     source = source.pin_memory() if device == "cuda" else source
@@ -145,7 +145,7 @@ def test_copying_is_exact_and_leaves_other_rows_alone(
 
 @pytest.mark.parametrize("width", [16, 72, 3072])
 def test_unpacking_is_exact(device: str, dtype: torch.dtype, width: int) -> None:
-    """Every value that eight bits can say, and the smallest and largest rows."""
+    """Every value of eight bits, and the smallest and largest rows."""
     torch.manual_seed(0)
     values = torch.randn(2, 40, width) * torch.logspace(-6, 4, 40)[:, None]
     values[0, 3] = 0
@@ -197,7 +197,9 @@ def test_group_norm(device: str, dtype: torch.dtype, num_channels: int, num_grou
 
 
 @pytest.mark.parametrize(("num_channels", "grid"), [(32, (3, 5)), (96, (16, 8)), (320, (9, 7))])
-def test_two_pictures_and_a_bias(device: str, dtype: torch.dtype, num_channels: int, grid: tuple[int, int]) -> None:
+def test_the_sum_of_two_pictures_and_a_bias(
+    device: str, dtype: torch.dtype, num_channels: int, grid: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(2, 2, num_channels, *grid, device=device, dtype=dtype)
     bias = torch.randn(num_channels, device=device, dtype=dtype)
@@ -209,7 +211,7 @@ def test_two_pictures_and_a_bias(device: str, dtype: torch.dtype, num_channels: 
 @torch.no_grad()
 @pytest.mark.gpu
 def test_group_norm_of_a_large_picture() -> None:
-    """As an autoencoder has it, whose sums are of more pieces."""
+    """A picture of an autoencoder's size, which is summed in more pieces."""
     torch.manual_seed(0)
     norm = nn.GroupNorm(32, 128, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(1, 128, 1024, 768, device="cuda").add(3).bfloat16().contiguous(memory_format=torch.channels_last)
@@ -280,7 +282,7 @@ def test_packed_rows_are_within_a_sixteenth(width: int) -> None:
     rows[1, 4] = 0
     found = torch.empty_like(rows)
     packed.unpack_rows(packed.pack_rows(rows), found)
-    smallest = rows.abs().amax(dim=2, keepdim=True) / packed.LARGEST * 2**-9  # of all steps that e4m3 has
+    smallest = rows.abs().amax(dim=2, keepdim=True) / packed.LARGEST * 2**-9  # the smallest step of e4m3
     assert ((found - rows).abs() <= rows.abs() / 16 + smallest / 2).all()
     assert packed.unpacked_shape(packed.pack_rows(rows)) == rows.shape
     assert not found[1, 4].any()

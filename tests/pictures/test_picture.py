@@ -1,4 +1,4 @@
-"""Pictures of every kind, good and hostile, on their way in and out."""
+"""Reading and writing pictures of every kind, good and hostile."""
 
 import io
 import struct
@@ -42,7 +42,7 @@ def encode(image: Image.Image, file_format: str = "PNG", **options: Any) -> byte
 
 
 def blank_png(width: int, height: int) -> bytes:
-    """A header that promises much and a body that holds nothing."""
+    """A header that announces a huge picture, without data."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -78,7 +78,7 @@ def test_cmyk_jpeg_opens() -> None:
     assert picture[..., 1:].max() < 60
 
 
-def test_transparent_parts_lie_on_white_and_opaque_ones_are_exact() -> None:
+def test_transparent_parts_are_put_on_white_and_opaque_ones_are_exact() -> None:
     pixels = noise(20, 30, 4)
     pixels[:, :15, 3], pixels[:, 15:, 3] = 255, 0
     picture = open_picture(encode(Image.fromarray(pixels)))
@@ -135,7 +135,7 @@ def hostile_files() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", hostile_files())
-def test_hostile_files_are_picture_errors_in_our_words(name: str) -> None:
+def test_hostile_files_are_picture_errors_that_quote_nothing(name: str) -> None:
     with pytest.raises(PictureError) as caught:
         open_picture(hostile_files()[name])
     assert "0x" not in str(caught.value)
@@ -153,7 +153,7 @@ def test_damaged_bytes_never_raise_anything_else(data: st.DataObject) -> None:
         assert open_picture(bytes(damaged)).dtype == np.uint8
 
 
-def test_names_that_are_no_files(tmp_path: Path) -> None:
+def test_names_that_are_not_files(tmp_path: Path) -> None:
     for path, reason in ((tmp_path, "not a file"), (tmp_path / "missing.png", "no such file"), ("x" * 5000, "reached")):
         with pytest.raises(PictureError, match=reason):
             open_picture(path)
@@ -182,7 +182,7 @@ def test_working_size_is_bounded_and_keeps_the_aspect(height: int, width: int, m
         assert abs(np.log(w / h / aspect)) < 1 / min(rows, cols)
 
 
-def test_working_sizes_people_meet() -> None:
+def test_common_working_sizes() -> None:
     assert working_size(1000, 1000, 16, 256) == (256, 256)
     assert working_size(1080, 1920, 16, 256) == (192, 336)
     assert working_size(4000, 3000, 16, 256) == (288, 224)
@@ -205,7 +205,7 @@ masks = hnp.arrays(np.bool_, hnp.array_shapes(min_dims=2, max_dims=2, min_side=1
 def test_resized_mask_is_masked_where_any_pixel_under_it_is(mask: PixelMask, height: int, width: int) -> None:
     resized = resize_mask(mask, (height, width))
     rows, cols = mask.shape
-    # repeat both to their common grid, where every pixel lies inside exactly one of each
+    # repeat both to their common grid, where every pixel is inside exactly one of each
     fine = mask.repeat(height, axis=0).repeat(width, axis=1)
     assert np.array_equal(resized, fine.reshape(height, rows, width, cols).any(axis=(1, 3)))
 
@@ -240,7 +240,7 @@ def test_feather_is_a_ramp_inside_the_mask() -> None:
     mask = box_mask((10, 0, 20, 40), (40, 40))
     result = composite(np.zeros((40, 40, 3), np.uint8), np.full((40, 40, 3), 100, np.uint8), mask, feather=3)
     assert result[20, 8:15, 0].tolist() == [0, 0, 25, 50, 75, 100, 100]
-    assert result[0, 20, 0] == 100  # the picture's border is no edge
+    assert result[0, 20, 0] == 100  # the picture's border is not an edge
 
 
 def test_composite_leaves_its_arguments_alone() -> None:
@@ -345,7 +345,7 @@ def test_bad_targets_are_picture_errors_and_leave_nothing(tmp_path: Path, name: 
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
-def test_sides_a_format_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_sides_too_long_for_a_format_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PictureError, match="16383"):
         save_picture(np.zeros((16, 16384, 3), np.uint8), tmp_path / "long.webp")
     assert not list(tmp_path.iterdir())

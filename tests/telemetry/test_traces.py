@@ -1,4 +1,4 @@
-"""Traces: when they are wanted, and what they need. tests/server/test_lifecycle.py traces edits of a real server."""
+"""Traces: when they are recorded, and what they need. tests/server/test_lifecycle.py traces edits of a real server."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The parts of the training code that can be wrong without anyone noticing: captions, masks, attention, resuming."""
+"""The parts of the training code whose mistakes would go unnoticed: captions, masks, attention, resuming."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_examples_hold_together(photos: Photos, size: tuple[int, int]) -> None:
     assert torch.equal(again.pictures, examples.pictures)
 
 
-def test_background_is_no_word_for_pets(photos: Photos) -> None:
+def test_background_captions_never_stand_for_pets(photos: Photos) -> None:
     captions = Captions(photos)
     source = ExampleSource(photos, captions, Generator().manual_seed(1))
     drawn = [source.draw(48, 256, 256) for _ in range(3)]
