@@ -247,3 +247,10 @@ def test_a_process_loads_only_the_weights_it_needs(folders: dict[str, Path], fam
         while engine.jobs:
             engine.step()
     assert (finish(job, roles["finish"]) == finish(expected, full)).all()
+
+
+def test_parts_without_use_are_not_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["sd"], tmp_path / "model")
+    edit_index(folder, safety_checker=["stable_diffusion", "StableDiffusionSafetyChecker"])
+    assert not (folder / "safety_checker").exists()
+    assert load(str(folder), "cpu").digest == load(str(folders["sd"]), "cpu").digest
