@@ -39,6 +39,8 @@ from instgenie.pictures.samples import sample_picture
 from instgenie.telemetry.progress import Progress, show_status
 from instgenie.types import Edit, PlanPolicy, TierName
 
+TABLE_WIDTH = 100
+
 
 @dataclass(frozen=True)
 class EditStudy:
@@ -81,9 +83,9 @@ def bench_edit(
     rows: list[EditRow] = []
     warm: set[tuple[System, int]] = set()
     cases = list(product(study.mask_ratios, study.batches))
+    with show_status("registering the sample picture"), memory_guard("the activations of a template"):
+        systems = make_systems(name, model, size, study)
     with Progress(transient=True) as progress:
-        with memory_guard("the activations of a template"):
-            systems = make_systems(name, model, size, study)
         task = progress.add("measuring", len(cases) * study.repeats * len(systems))
         for ratio, batch in cases:
             edits = make_edits(model, size, study.steps, ratio, batch)
@@ -176,4 +178,4 @@ def print_rows(rows: list[EditRow], machine: Machine, title: str) -> None:
             end_section=following is not None
             and (following.mask_ratio, following.batch) != (row.mask_ratio, row.batch),
         )
-    Console().print(table)
+    Console(width=max(Console().width, TABLE_WIDTH)).print(table)

@@ -82,6 +82,7 @@ def measure_engine(
         num_done += 1
         on_run(num_done, total)
 
+    on_run(num_done, total)
     for batch in study.batches:
         edits = draw_edits(model, size, study, batch)
         with memory_guard(f"a batch of {batch} edits"):

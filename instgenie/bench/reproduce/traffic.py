@@ -107,7 +107,7 @@ def sample(lab: Lab, step: Step) -> StepSample:
     return StepSample(tuple(demands), plan, step.seconds)
 
 
-def chores_of(run: Run) -> SideSeconds:
+def side_seconds(run: Run) -> SideSeconds:
     facts = [one.facts for one in run.practice]
     decoding = [one.finish_seconds - one.finish_thread_seconds for one in facts]
     decode, decode_token = fit_line([one.num_masked_tokens for one in facts], decoding)
@@ -142,7 +142,7 @@ def mean_shares(run: Run) -> list[str]:
 
 def service_of(lab: Lab, run: Run) -> PlannedService:
     """Model the service of the cluster: everything that can be cached is, with activations in GPU memory."""
-    return PlannedService(fitted(lab, run), lab.shape, chores_of(run), policy="cached", in_gpu=True)
+    return PlannedService(fitted(lab, run), lab.shape, side_seconds(run), policy="cached", in_gpu=True)
 
 
 # simulated edits

@@ -11,7 +11,7 @@ import pytest
 from instgenie.bench.pictures import draw_mask
 from instgenie.bench.reproduce import serving
 from instgenie.bench.reproduce.serving import Run, Served, Session, Watch
-from instgenie.bench.reproduce.traffic import chores_of, fit_line
+from instgenie.bench.reproduce.traffic import fit_line, side_seconds
 from instgenie.bench.workload import Arrival
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ClusterConfig
@@ -71,10 +71,10 @@ def test_finishing_is_learnt_as_a_line_over_masked_tokens() -> None:
     """Threads take the last tenth of a second."""
     facts = [replace(FACTS, num_masked_tokens=num, finish_seconds=0.2 + 0.01 * num + 0.1) for num in (10, 20, 60)]
     run = Run(ClusterConfig(), 1.0, [Served(ARRIVAL, 1.0, one) for one in facts], [], [], [])
-    chores = chores_of(run)
-    assert (chores.decode, chores.decode_token) == pytest.approx((0.2, 0.01))
-    assert (chores.prepare, chores.finish_thread) == pytest.approx((0.1, 0.1))
-    assert chores.finish_seconds(30) == pytest.approx(0.6)
+    side = side_seconds(run)
+    assert (side.decode, side.decode_token) == pytest.approx((0.2, 0.01))
+    assert (side.prepare, side.finish_thread) == pytest.approx((0.1, 0.1))
+    assert side.finish_seconds(30) == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(
