@@ -14,6 +14,9 @@ LogFormat = Literal["json", "text"]
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 log = logging.getLogger("instgenie.server")
 
+# loggers whose lines are written; a library that is missing here would write its warnings in a format of its own
+LEVELS = {"instgenie": logging.INFO, "uvicorn": logging.WARNING, "python_multipart": logging.WARNING}
+
 
 class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
@@ -33,7 +36,7 @@ def set_up_log(log_format: LogFormat) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(add_request_id)
-    for name, level in (("instgenie", logging.INFO), ("uvicorn", logging.WARNING)):
+    for name, level in LEVELS.items():
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
