@@ -27,7 +27,7 @@ class Seconds(AnswerBody):
     finish: float
 
 
-class EditAnswer(AnswerBody):
+class EditSummary(AnswerBody):
     """Facts about one edit, without its picture."""
 
     seed: int
@@ -42,7 +42,7 @@ class EditAnswer(AnswerBody):
     predicted_dense_seconds: float  # predicted denoising time if every token were computed
 
 
-class PictureAnswer(EditAnswer):
+class PictureAnswer(EditSummary):
     b64_json: str
 
 
@@ -121,7 +121,7 @@ class Error(BaseModel):
 def images_answer(results: Sequence[Finished], fields: ImageFields) -> bytes:
     answer = ImagesAnswer(
         created=int(time.time()),
-        data=[PictureAnswer(b64_json=encoded(one.picture), **edit_answer(one.facts)) for one in results],
+        data=[PictureAnswer(b64_json=encoded(one.picture), **edit_summary(one.facts)) for one in results],
         **picture_format(size_of(results[0].facts), fields),
         usage=token_usage([one.facts for one in results], fields.prompt),
     )
@@ -141,8 +141,8 @@ def size_of(facts: Facts) -> str:
     return f"{facts.width}x{facts.height}"
 
 
-def edit_answer(facts: Facts) -> dict[str, Any]:
-    return EditAnswer(
+def edit_summary(facts: Facts) -> dict[str, Any]:
+    return EditSummary(
         seed=facts.seed,
         masked_share=round(facts.num_masked_tokens / facts.num_tokens, 4),
         num_tokens=facts.num_tokens,
@@ -197,7 +197,7 @@ def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields:
             "created_at": int(time.time()),
             "index": index,
             **picture_format(size_of(finished.facts), fields),
-            **edit_answer(finished.facts),
+            **edit_summary(finished.facts),
             "usage": token_usage([finished.facts], fields.prompt).model_dump(),
         },
     )
