@@ -103,8 +103,8 @@ def report(figures: Figures, has_grid: bool) -> str:
     run, ratios = figures.run, bar_ratios(figures)
     about = ", ".join(f"{name} {value}" for name, value in run.items())
     real = (
-        f" The probe, fitted on {figures.ceiling['train']:.0f} photographs, reads {figures.ceiling['probe']:.3f} of the"
-        " real photographs right that were edited with their own captions."
+        f" The probe is fitted on {figures.ceiling['train']:.0f} photographs; it labels {figures.ceiling['probe']:.3f} "
+        "of the real photographs correctly whose edits asked for their own captions."
         if figures.ceiling
         else ""
     )
@@ -114,9 +114,9 @@ def report(figures: Figures, has_grid: bool) -> str:
         bar_table(figures),
         f"### Methods, mask ratios {ratios[0]:g} to {ratios[-1]:g}\n",
         table(figures, shown_methods(figures), [*COSTS, *CLOSENESS, *BORDER, *SETS], ratios),
-        "*operations* and *time* of the steps are shares of dense. *new seams*: pictures whose jump across the mask's "
-        f"border is more than {JUMP_BAR} of the dense edit's. KID-EffLite0 and probe look at "
-        f"the mask's box.{real}\n",
+        "*operations* and *time* of the steps are shares of the dense edit's. *new seams*: pictures whose jump across "
+        f"the mask's border is more than {JUMP_BAR} times the dense edit's. KID-EffLite0 and the probe see only the "
+        f"mask's box.{real}\n",
         "![SSIM by mask ratio](quality-ratio.svg)\n",
         "![Jump across the border of every picture](quality-jump.svg)\n",
         "### `balanced` by mask ratio\n",
