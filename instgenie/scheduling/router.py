@@ -181,9 +181,8 @@ def predicted_finish(work: Work, load: WorkerLoad) -> float:
     price = load.price_of(work)
     num_steps = max(work.num_steps, (load.num_steps + work.num_edits * work.num_steps) / load.max_batch_size)
     compute, loading = load.compute + work.num_steps * price.compute, load.loading + work.num_steps * price.load
-    steps = load.fetch_seconds(work) + load.pace.seconds(
-        num_steps, load.costs.total_seconds(num_steps, compute, loading)
-    )
+    predicted = load.costs.total_seconds(num_steps, compute, loading)
+    steps = load.fetch_seconds(work) + load.pace.seconds(num_steps, predicted)
     side = (load.num_unfinished + work.num_edits) * max(load.side_seconds.values(), default=0.0)
     return max(steps, side)
 

@@ -72,7 +72,7 @@ class Denoiser:
             Denoise: self.accept,
             Register: self.registrar.accept,
             Cancel: lambda message, _: self.cancel(message.id),
-            Fetch: lambda message, _: templates.announce(message.id, templates.keys.find(message.template)),
+            Fetch: lambda message, _: templates.fetcher.announce(message.id, templates.keys.find(message.template)),
             Forget: lambda message, _: templates.forget(templates.keys.find(message.template)),
             Recall: lambda message, _: templates.recall(templates.keys.find(message.template)),
             List: lambda message, _: templates.list_all(message.model),

@@ -13,9 +13,10 @@ from instgenie.jobs.activations import Key
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 from instgenie.scheduling.scheduler import PricedJob, Split
+from instgenie.workers.fetching import Fetching, FetchOutcome
 from instgenie.workers.frames import read_job
 from instgenie.workers.process import Line, failure
-from instgenie.workers.templates import Fetching, FetchOutcome, Templates
+from instgenie.workers.templates import Templates
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,9 @@ class WaitingQueue:
     def read(self, given: Denoising, frames: Sequence[Frame]) -> TrackedJob | None:
         try:
             job = read_job(given.job, frames, self.model.device)
-            fetching = self.templates.fetch(self.templates.keys.find(given.template)) if given.template else None
+            fetching = (
+                self.templates.fetcher.fetch(self.templates.keys.find(given.template)) if given.template else None
+            )
         except Exception as error:
             self.line.send(failure(given.id, given.attempt, error))
             return None
@@ -134,8 +137,8 @@ class WaitingQueue:
         else:
             tracked.job = reuse(tracked.job, make_activations(key, outcome.span, self.model))
             tracked.key = key
-            self.templates.pin(key)
-            self.line.send(TierFound(tracked.id, tracked.attempt, self.templates.where(tracked.id, outcome)))
+            self.templates.fetcher.pin(key)
+            self.line.send(TierFound(tracked.id, tracked.attempt, self.templates.fetcher.where(tracked.id, outcome)))
 
     def will_have_room(self, running: Collection[TrackedJob]) -> bool:
         """Return whether memory will have room for further templates: some are in use now."""
@@ -146,11 +149,11 @@ class WaitingQueue:
         """Unpin the activations of a job that leaves. Fetches that found no room try again."""
         if tracked.key is None:
             return
-        self.templates.unpin(tracked.key)
+        self.templates.fetcher.unpin(tracked.key)
         for group in self.groups:
             for other in group.jobs:
                 if other.fetching and other.fetching.outcome is FetchOutcome.REFUSED:
-                    self.templates.retry(other.fetching)
+                    self.templates.fetcher.retry(other.fetching)
 
     def drop_empty(self) -> None:
         self.groups = deque(group for group in self.groups if group.jobs)

@@ -47,7 +47,7 @@ class Registrar:
         except Exception as error:
             self.line.send(failure(message.id, message.attempt, error))
             return
-        self.templates.pin(key)
+        self.templates.fetcher.pin(key)
         missing = self.templates.missing(key)
         self.pending[message.id] = PendingTemplate(
             message.id, message.attempt, key, job, message.is_urgent, missing, picture
@@ -55,7 +55,7 @@ class Registrar:
 
     def cancel(self, id: str) -> None:
         if pending := self.pending.pop(id, None):
-            self.templates.unpin(pending.key)
+            self.templates.fetcher.unpin(pending.key)
 
     def next(self, is_idle: bool) -> PendingTemplate | None:
         """The template to work on now: an urgent one, or any one if the worker is idle. Templates whose missing spans

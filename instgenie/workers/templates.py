@@ -2,12 +2,8 @@
 sends what they report. Knows templates by their keys, and no jobs."""
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from enum import Enum
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -18,7 +14,7 @@ from instgenie.cache.disk import DiskTier
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.remote import RemoteTier
-from instgenie.cache.store import Found, Handle, Lookup, Store
+from instgenie.cache.store import Store
 from instgenie.cluster.config import ResolvedCache
 from instgenie.cluster.wire import (
     Forgotten,
@@ -33,72 +29,23 @@ from instgenie.cluster.wire import (
 from instgenie.jobs.activations import Key
 from instgenie.machine.device_memory import available_bytes
 from instgenie.types import Pixels, TierName
+from instgenie.workers.fetching import Fetcher
 from instgenie.workers.keys import Keys
-
-MAX_ANNOUNCED = 1024  # announced jobs that are remembered
 
 log = logging.getLogger(__name__)
 
 
-class FetchOutcome(Enum):
-    """Outcomes of a fetch that has not brought anything."""
-
-    LOADING = "loading"
-    ABSENT = "absent"  # no tier has it
-    REFUSED = "refused"  # a tier has it, but memory has no room for it
-
-
-@dataclass(eq=False)
-class Fetching:
-    """A template that is being brought into memory for one job."""
-
-    key: Key
-    outcome: Found | FetchOutcome = FetchOutcome.LOADING
-
-
 class Templates:
     def __init__(self, store: Store, device: torch.device, keys: Keys, wake: Callable[[], None]) -> None:
-        self.store, self.device, self.keys, self.wake = store, device, keys, wake
+        self.store, self.keys, self.wake = store, keys, wake
+        self.fetcher = Fetcher(store, device, self.report_if_changed, wake)
         self._reports: SimpleQueue[tuple[Message, Sequence[Frame]]] = SimpleQueue()  # for the loop to send
         self._evicted: SimpleQueue[Key] = SimpleQueue()
-        self._announced: OrderedDict[str, TierName] = OrderedDict()  # tiers in which announced jobs had activations
         self._reported: dict[Key, dict[TierName, int]] = {}  # bytes in memory as last reported
-        self._num_unpinned = 0
-        self._pinner = ThreadPoolExecutor(1, "templates-pin")
         self._clerk = ThreadPoolExecutor(1, "templates-clerk")
         self._lister = ThreadPoolExecutor(1, "templates-list")  # apart, because a long list takes a while
         store.on_evict = lambda _, key: self._evicted.put(key)
         self._later(self._clerk, self._report, None)
-
-    # fetching
-
-    def announce(self, job: str, key: Key) -> None:
-        """Start to load the activations that a job will use, and remember where they were."""
-        if self.store.memory:
-            self.store.prefetch(key, self.device).add_done_callback(partial(self._note_tier, job))
-            while len(self._announced) > MAX_ANNOUNCED:
-                self._announced.popitem(last=False)
-
-    def where(self, job: str, found: Found) -> TierName:
-        """The tier in which a job's activations were when it was announced."""
-        return self._announced.pop(job, found.tier)
-
-    def fetch(self, key: Key) -> Fetching:
-        fetching = Fetching(key)
-        self.retry(fetching)
-        return fetching
-
-    def retry(self, fetching: Fetching) -> None:
-        """Try again, after all unpinning that was asked for before."""
-        fetching.outcome = FetchOutcome.LOADING
-        self._pinner.submit(self._load, fetching, self._num_unpinned)
-
-    def pin(self, key: Key) -> None:
-        self._pinner.submit(self.store.pin, key)
-
-    def unpin(self, key: Key) -> None:
-        self._num_unpinned += 1
-        self._pinner.submit(self.store.unpin, key)
 
     # requests
 
@@ -121,6 +68,10 @@ class Templates:
     def report(self, key: Key) -> None:
         """Report the tiers of the template, and of those that were evicted to make room for it."""
         self._later(self._clerk, self._report, key)
+
+    def report_if_changed(self, key: Key) -> None:
+        if self._reported.get(key) != self.memory_bytes(key):
+            self.report(key)
 
     def keep_picture(self, key: Key, picture: Pixels) -> None:
         """Store the picture beside the activations, once they are written."""
@@ -148,28 +99,6 @@ class Templates:
         self.store.settle()
 
     # in threads
-
-    def _note_tier(self, job: str, handle: Handle) -> None:
-        if found := result_of(handle):
-            self._announced[job] = found.tier
-
-    def _load(self, fetching: Fetching, num_unpinned: int) -> None:
-        handle = self.store.prefetch(fetching.key, self.device)
-        handle.add_done_callback(partial(self._loaded, fetching, num_unpinned))
-
-    def _loaded(self, fetching: Fetching, num_unpinned: int, handle: Handle) -> None:
-        found = result_of(handle)
-        outcome = found or self._why_not(fetching.key)
-        if outcome is FetchOutcome.REFUSED and num_unpinned < self._num_unpinned:
-            self.retry(fetching)  # room was made meanwhile
-            return
-        fetching.outcome = outcome
-        if found and self._reported.get(fetching.key) != self.memory_bytes(fetching.key):
-            self.report(fetching.key)
-        self.wake()
-
-    def _why_not(self, key: Key) -> FetchOutcome:
-        return FetchOutcome.ABSENT if self.store.find(key) is Lookup.MISS else FetchOutcome.REFUSED
 
     def _forget(self, key: Key) -> None:
         self.store.forget(key)
@@ -216,14 +145,6 @@ class Templates:
 
     def _later(self, thread: ThreadPoolExecutor, work: Callable[..., None], *given: Any) -> None:
         thread.submit(work, *given).add_done_callback(log_error)
-
-
-def result_of(handle: Handle) -> Found | None:
-    """The result of a fetch; an error counts as a miss."""
-    if error := handle.exception():
-        log.error("a template was not loaded", exc_info=error)
-        return None
-    return handle.result()
 
 
 def log_error(future: Future[None]) -> None:

@@ -106,7 +106,7 @@ def test_a_job_waits_for_room(small: Model, tmp_path: Path) -> None:
     def send_and_queue(message: wire.Message, frames: Sequence[wire.Frame] = ()) -> None:
         send(message, frames)
         if isinstance(message, wire.Joined) and message.jobs[0].id == "a":
-            denoiser.templates._pinner.submit(lambda: None).result()
+            denoiser.templates.fetcher._pinner.submit(lambda: None).result()
             tape.rounds.append([jobs(small, ("b", 4), template=head_of("u"))])
 
     tape.send = send_and_queue  # type: ignore[method-assign]
