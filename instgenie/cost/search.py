@@ -2,9 +2,9 @@
 Knows the costs of blocks and the lengths of runs; `planner` decides which search is used.
 
 Two streams work side by side: one loads, one computes (see `latency.makespan`). After some runs of blocks, all that
-matters for the rest is the time at which each stream is. So the exact search goes from run to run and keeps only states
-that no other state beats in both streams, and that can still end before the best plan known. What it drops cannot be
-part of a faster plan, so the result is exact.
+matters for the rest is the time that each stream has reached. So the exact search goes from run to run and keeps only
+states that no other state beats in both streams, and that can still end before the best plan known. What it drops
+cannot be part of a faster plan, so the result is exact.
 """
 
 import math
@@ -43,7 +43,7 @@ def fastest_plan(costs: Sequence[BlockCost], kind: Kind, run_lengths: Sequence[i
         run_lengths = [len(list(equal)) for _, equal in groupby(costs)]
     runs = list(make_choices(costs, kind, run_lengths))
     known, limit = fastest_switch(runs, lead)
-    last_compute = min(cost.cached for cost in costs)  # follows the last load, whichever block that is of
+    last_compute = min(cost.cached for cost in costs)  # at least this follows the last load
     found = search(runs, find_weight(runs, lead), last_compute, lead, limit)
     return make_plan(found or known, run_lengths)
 
@@ -69,14 +69,14 @@ class RunChoice:
 
 
 @dataclass(slots=True)
-class State:
+class SearchState:
     """The two streams after some runs."""
 
-    loaded: float  # time at which loading is
-    computed: float  # time at which computing is
+    loaded: float  # time at which the last load ends
+    computed: float  # time at which the last compute ends
     cached_bits: int  # of all blocks cached so far
-    choice: RunChoice | None = None  # that led here
-    parent: "State | None" = None
+    choice: RunChoice | None = None  # of the last run
+    parent: "SearchState | None" = None  # before that run
 
 
 def search(
@@ -89,12 +89,12 @@ def search(
     """
     ahead = list(accumulate((least_mean(run, weight) for run in reversed(runs)), initial=weight * last_compute))[::-1]
     ahead_computing = list(accumulate((least_mean(run, 0.0) for run in reversed(runs)), initial=0.0))[::-1]
-    states = [State(-lead, 0.0, 0)]
+    states = [SearchState(-lead, 0.0, 0)]
     for index, run in enumerate(runs, 1):
         states = advance(states, run, weight, limit - ahead[index], limit - ahead_computing[index])
     if not states:
         return None
-    state: State | None = states[-1]
+    state: SearchState | None = states[-1]
     chosen = []
     while state and state.choice:
         chosen.append(state.choice)
@@ -103,28 +103,29 @@ def search(
 
 
 def advance(
-    states: Sequence[State], run: Sequence[RunChoice], weight: float, mean_limit: float, compute_limit: float
-) -> list[State]:
+    states: Sequence[SearchState], run: Sequence[RunChoice], weight: float, mean_limit: float, compute_limit: float
+) -> list[SearchState]:
     """The states after one more run that no other beats in both streams, and whose weighted mean and computing are
     below their limits. Loading rises along the list and computing falls: the last state is the fastest."""
     rest = 1 - weight
     reached = []
     for state in states:
-        at, now, cached_bits = state.loaded, state.computed, state.cached_bits
+        before_load, before_compute, cached_bits = state.loaded, state.computed, state.cached_bits
         for choice in run:
             if cached_bits & choice.dense_bits:
                 continue
-            loaded, computed, waited = at + choice.load, now + choice.compute, at + choice.wait
-            if waited > computed:
+            loaded = before_load + choice.load
+            computed, waited = before_compute + choice.compute, before_load + choice.wait
+            if waited > computed:  # quicker than max() in this innermost loop
                 computed = waited
             if weight * loaded + rest * computed < mean_limit:
                 reached.append((loaded, computed, choice, state))
-    reached.sort(key=itemgetter(0))
+    reached.sort(key=itemgetter(0))  # by loaded
     kept = []
     for loaded, computed, choice, state in reached:
         if computed < compute_limit:
             compute_limit = computed
-            kept.append(State(loaded, computed, state.cached_bits | choice.cached_bits, choice, state))
+            kept.append(SearchState(loaded, computed, state.cached_bits | choice.cached_bits, choice, state))
     return kept
 
 
