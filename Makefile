@@ -4,22 +4,32 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check
 
-.PHONY: help test format demo serve report chromium screenshots
+# tests that load no model and start no process: together they take about a minute
+QUICK := tests/architecture tests/cost tests/pictures tests/scheduling tests/simulate tests/telemetry/test_logs.py
+
+.PHONY: help check static test format demo serve report chromium screenshots
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make test    check format, lint and types, run the tests"
+	@echo "make check   check format, lint, types and layers, run the quick tests (under 2 minutes; for every save)"
+	@echo "make test    the same with all tests (about 15 minutes)"
 	@echo "make demo    edit the sample pictures into out/demo.png"
 	@echo "make serve   serve the built-in model on http://127.0.0.1:8000 (FLAGS='--port 9000' adds flags)"
 	@echo "make report  run the tables and figures of the paper again into docs/report (15 minutes)"
 	@echo "make screenshots  take the pictures of the pages in docs/"
 	@echo "make format  format the code and fix what lint can fix"
 
-test: .venv/.installed chromium
+check: static
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(QUICK)
+
+test: static chromium
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal  # one test per core, each on one thread
+
+static: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal  # a test a core, each on one thread
+	$(BIN)/lint-imports --no-cache
 
 # the browser for the tests of the web pages; without it they are skipped
 chromium:
