@@ -16,13 +16,13 @@ NUM_TEXT_TOKENS = 16
 LATENT_CHANNELS = 10
 
 
-def build_autoencoder() -> AutoencoderTiny:
+def build_autoencoder(latent_channels: int = LATENT_CHANNELS) -> AutoencoderTiny:
     return AutoencoderTiny(
         encoder_block_out_channels=(64,) * 4,
         decoder_block_out_channels=(80,) * 4,
         num_encoder_blocks=(0, 2, 4, 4),
         num_decoder_blocks=(3, 4, 3, 1),
-        latent_channels=LATENT_CHANNELS,
+        latent_channels=latent_channels,
     )
 
 
