@@ -60,9 +60,7 @@ class DiskTier:
         self.max_bytes = max_bytes
         self.num_evictions = 0
         self.spill: Spill = keep_nothing
-        self._storing = (
-            threading.RLock()
-        )  # one writer at a time, so that they do not share one estimate of the room left
+        self._storing = threading.RLock()  # one writer at a time: two would share one estimate of the room left
 
     def missing(self, key: Key, spans: Sequence[range]) -> list[range]:
         """The spans that are not there. Reads headers only; `load` checks the data, too."""

@@ -55,18 +55,20 @@ class Supervisor:
         _, late = await asyncio.wait(self._supervisions, timeout=max(timeout, SECONDS_TO_END))
         for process in self.processes:
             process.kill()
-        if late:
-            await asyncio.wait(late)
-        for task in self._tasks:
+        if late:  # a launcher that is still starting a process is not waited for
+            await asyncio.wait(late, timeout=SECONDS_TO_END)
+        for task in (*self._tasks, *self._supervisions):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._supervisions, return_exceptions=True)
         self._socket.close(linger=0)
         self._context.term()
         self.launcher.close()
 
     @property
     def is_running(self) -> bool:
-        return not self._is_ending and not any(task.done() for task in self._tasks)
+        """False once it ends, or if a task that must go on has stopped."""
+        has_crashed = any(map(is_crashed, self._supervisions)) or any(task.done() for task in self._tasks)
+        return not self._is_ending and not has_crashed
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition, which is looked at after every message and every death."""
@@ -95,6 +97,8 @@ class Supervisor:
         except OSError as error:
             process.message = f"could not be started: {error}"
             return None
+        if self._is_ending:
+            process.kill()
         return await process.launched.wait()
 
     def _lost(self, process: Process, code: int | None) -> None:
@@ -151,3 +155,8 @@ class Supervisor:
                     process.message = f"no sign of life for {limit:g} s"
                     log.error("process hangs", extra={"worker_process": process.name, "seconds": limit})
                     process.kill()
+
+
+def is_crashed(task: asyncio.Task[None]) -> bool:
+    """Return whether a task ended by raising an error."""
+    return task.done() and not task.cancelled() and task.exception() is not None

@@ -2,11 +2,8 @@
 
 import hashlib
 import weakref
-from collections import OrderedDict
 
 from instgenie.types import Pixels
-
-MAX_DIGESTS = 256  # pictures whose digests are remembered
 
 
 def digest(picture: Pixels) -> str:
@@ -17,17 +14,19 @@ def digest(picture: Pixels) -> str:
 
 
 class Digests:
-    """Remembers the digests of recent pictures, so that an array is hashed once. It keeps no picture alive; pictures
-    must not be changed."""
+    """Remembers the digests of live pictures, so that an array is hashed once. It keeps no picture alive; pictures must
+    not be changed."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[int, tuple[weakref.ref[Pixels], str]] = OrderedDict()
+        self._known: dict[int, tuple[weakref.ref[Pixels], str]] = {}
 
     def of(self, picture: Pixels) -> str:
-        known = self._known.get(id(picture))
-        if known is None or known[0]() is not picture:  # an id may be that of another picture by now
-            known = self._known[id(picture)] = weakref.ref(picture), digest(picture)
-        self._known.move_to_end(id(picture))
-        if len(self._known) > MAX_DIGESTS:
-            self._known.popitem(last=False)
+        number = id(picture)
+        known = self._known.get(number)
+        if known is None or known[0]() is not picture:
+            gone = weakref.ref(picture, lambda _: self._known.pop(number, None))
+            known = self._known[number] = gone, digest(picture)
         return known[1]
+
+    def __len__(self) -> int:
+        return len(self._known)

@@ -1,5 +1,6 @@
 """Keys of templates from the heads that messages carry, and back."""
 
+from collections import OrderedDict
 from functools import lru_cache
 
 from instgenie.cluster.orders import template_id
@@ -12,15 +13,25 @@ from instgenie.types import Edit
 
 KIND: Kind = "kv"
 MAX_KEYS = 1024  # remembered
+MAX_IDS = 2**16  # remembered
 
 
 class Keys:
     def __init__(self, model: Model, cache_dtype: CacheDtype) -> None:
         self.model, self.cache_dtype = model, cache_dtype
-        self.find = lru_cache(MAX_KEYS)(self.make)
+        self._find = lru_cache(MAX_KEYS)(self.make)
+        self._ids: OrderedDict[Key, str] = OrderedDict()  # as messages name the templates
+
+    def find(self, head: TemplateHead) -> Key:
+        """The key of a template that a message names. Its id is remembered."""
+        key = self._find(head)
+        self._ids[key] = head.id
+        self._ids.move_to_end(key)
+        if len(self._ids) > MAX_IDS:
+            self._ids.popitem(last=False)
+        return key
 
     def make(self, head: TemplateHead) -> Key:
-        """Make the key of a template. `find` remembers it."""
         edit = Edit(NO_PICTURE, NO_MASK, "", steps=head.steps, guidance=head.guidance, size=head.size)
         return name_key(head.picture, head.model, edit, self.model, KIND, self.cache_dtype, head.tenant)
 
@@ -32,4 +43,6 @@ class Keys:
         return TemplateHead(id, key.picture, key.tenant, key.model, key.size, key.num_steps, guidance)
 
     def id(self, key: Key) -> str:
-        return self.head(key).id
+        """The id under which the cluster knows a template. It cannot always be derived from the key: some schedules
+        have another number of steps than was asked for."""
+        return self._ids.get(key) or self.head(key).id

@@ -1,6 +1,5 @@
 """The queue of a worker: groups of jobs that wait to join the batch while the activations of their templates load."""
 
-import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from instgenie.workers.fetching import Fetching, FetchOutcome
 from instgenie.workers.frames import read_job
 from instgenie.workers.process import Line, failure
 from instgenie.workers.templates import Templates
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)

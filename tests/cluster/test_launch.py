@@ -124,6 +124,42 @@ def test_a_cluster_over_tcp_without_a_parent(
     assert not is_alive(pid)
 
 
+class StuckLauncher(TcpLauncher):
+    """Never gets a process started."""
+
+    async def start(self, worker: int, role: Role, config: ProcessConfig) -> TcpProcess:
+        await asyncio.sleep(3600)
+        raise OSError
+
+
+class BrokenLauncher(TcpLauncher):
+    async def start(self, worker: int, role: Role, config: ProcessConfig) -> TcpProcess:
+        raise ValueError("a mistake in the launcher")
+
+
+def test_a_start_that_hangs_does_not_keep_a_cluster_from_stopping(run: Run, tmp_path: Path) -> None:
+    launcher = StuckLauncher()
+
+    async def play() -> None:
+        cluster = Cluster(make_config(tmp_path), launcher)
+        await cluster.start()
+        async with asyncio.timeout(60):
+            await cluster.stop(0.1)
+
+    run(play())
+    assert launcher.is_closed
+
+
+def test_a_cluster_whose_launcher_breaks_is_unhealthy(run: Run, tmp_path: Path) -> None:
+    async def play() -> None:
+        cluster = Cluster(make_config(tmp_path), BrokenLauncher())
+        await cluster.start()
+        await until(lambda: not cluster.healthy)
+        await cluster.stop(0.1)
+
+    run(play())
+
+
 def test_local_sockets_are_in_a_private_folder() -> None:
     launcher = LocalLauncher()
     address = launcher.open()

@@ -46,9 +46,7 @@ class Denoising(Struct, frozen=True):
     attempt: int
     job: JobHead
     template: TemplateHead | None  # use its activations if they are found; None: compute every token
-    must_reuse: (
-        bool  # True if the job may not run without them: an earlier attempt used them, or they are known to exist
-    )
+    must_reuse: bool  # the job may not run without them: an earlier attempt used them, or they are known to exist
     num_partials: int
     trace: str = ""
 

@@ -37,10 +37,6 @@ class LevelLayout:
     def num_branches(self) -> int:
         return len(self.cached)
 
-    @property
-    def is_even(self) -> bool:
-        return self.bounds is None
-
     @cached_property
     def owners(self) -> Owners:
         return Owners(self.index, self.num_all)

@@ -78,7 +78,7 @@ def test_lists_are_padded_together() -> None:
     mixed = make_layout(COUNTS, share=16, cached=(True, True, False, True))
     assert mixed.num_computed == 3 * NUM_ALL * 16 // 32 + NUM_ALL
     equal = make_layout((9, 9), share=16)
-    assert (equal.is_even, equal.num_computed) == (True, 2 * NUM_ALL * 16 // 32)
+    assert (equal.bounds, equal.num_computed) == (None, 2 * NUM_ALL * 16 // 32)
     assert equal.index is not None
     assert [(part // NUM_ALL).unique().tolist() for part in equal.index.chunk(2)] == [
         [0],
