@@ -23,7 +23,7 @@ check: static
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(QUICK)
 
 test: static chromium
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile  # one file per core, each on one thread
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder  # one file per core, each on one thread
 
 static: .venv/.installed
 	$(BIN)/ruff format --check .
