@@ -61,12 +61,11 @@ def load_photos(folder: str | Path, split: PhotoSplit, limit: int | None = None)
         raise PictureError(f"{folder} holds no photographs of the split {split!r}: at least one is expected")
     if limit is not None:
         rows = rows[:: max(1, len(rows) // limit)][:limit]
-    files = dict(_members(folder, {row["shard"] for row in rows}, {row["id"] for row in rows}))
+    files = dict(read_members(folder, {row["shard"] for row in rows}, {row["id"] for row in rows}))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        pictures = list(pool.map(lambda row: _decode(files[row["id"] + ".webp"], "RGB"), rows))
         outlines = list(pool.map(lambda row: _outline(files.get(row["id"] + ".mask.png")), rows))
     return Photos(
-        pictures=torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous(),
+        pictures=decode_pictures([files[row["id"] + ".webp"] for row in rows]),
         outlines=torch.from_numpy(np.stack(outlines)),
         captions=[row["caption"] for row in rows],
         labels=[row["label"] for row in rows],
@@ -76,7 +75,8 @@ def load_photos(folder: str | Path, split: PhotoSplit, limit: int | None = None)
     )
 
 
-def _members(folder: Path, shards: set[str], ids: set[str]) -> Iterator[tuple[str, bytes]]:
+def read_members(folder: Path, shards: set[str], ids: set[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield name and bytes of every file of the shards that belongs to one of the ids."""
     for shard in sorted(shards):
         with tarfile.open(folder / shard) as tar:
             for member in tar:
@@ -85,6 +85,12 @@ def _members(folder: Path, shards: set[str], ids: set[str]) -> Iterator[tuple[st
                     data = tar.extractfile(member)
                     assert data is not None, f"{shard}: {name} is not a file"
                     yield name, data.read()
+
+
+def decode_pictures(files: list[bytes]) -> Tensor:  # [N, 3, 256, 256] uint8
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        pictures = list(pool.map(lambda data: _decode(data, "RGB"), files))
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
 
 
 def _decode(data: bytes, mode: str) -> Pixels:

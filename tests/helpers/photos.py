@@ -18,6 +18,12 @@ def encode(pixels: np.ndarray, file_format: str) -> bytes:
     return data.getvalue()
 
 
+def add_file(tar: tarfile.TarFile, path: str, data: bytes) -> None:
+    member = tarfile.TarInfo(path)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
 def write_photos(folder: Path, num_val: int, num_train: int) -> None:
     """Smooth pictures, cats and roses in turn; ids are tried until each split has enough."""
     generator = np.random.default_rng(0)
@@ -36,8 +42,6 @@ def write_photos(folder: Path, num_val: int, num_train: int) -> None:
                 outline[60:200, 80:180] = True
                 files[f"{name}.mask.png"] = encode(outline, "PNG")
             for path, data in files.items():
-                member = tarfile.TarInfo(path)
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+                add_file(tar, path, data)
     lines.append("elsewhere,made,cat,Siamese,,a cat,not-there.tar")
     (folder / "captions.csv").write_text("\n".join(lines) + "\n")

@@ -11,6 +11,7 @@ late answer to an abandoned attempt is told apart from the awaited one.
 
 from instgenie.cluster.wire.commands import (
     Cancel,
+    Command,
     Denoise,
     Denoising,
     Fetch,
@@ -25,8 +26,6 @@ from instgenie.cluster.wire.commands import (
 )
 from instgenie.cluster.wire.frames import (
     AnyMessage,
-    Command,
-    Report,
     decode,
     encode,
     picture_frames,
@@ -62,6 +61,7 @@ from instgenie.cluster.wire.reports import (
     Ready,
     Recalled,
     Registered,
+    Report,
     TierFound,
 )
 

@@ -1,5 +1,7 @@
 """Messages from the cluster to its processes."""
 
+from typing import TypeAlias
+
 from msgspec import Struct
 
 from instgenie.cluster.orders import OutputFormat
@@ -115,3 +117,8 @@ class Finish(Message, frozen=True):
     output_compression: int
     partial: int | None  # index of a partial picture; None: the final one
     trace: str = ""
+
+
+Command: TypeAlias = (
+    Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | List | Recall | Finish
+)

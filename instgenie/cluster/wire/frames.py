@@ -6,50 +6,11 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from instgenie.cluster.wire.commands import (
-    Cancel,
-    Denoise,
-    Denoising,
-    Fetch,
-    Finish,
-    Forget,
-    List,
-    Prepare,
-    PrepareTemplate,
-    Recall,
-    Register,
-    Stop,
-)
+from instgenie.cluster.wire.commands import Command, Denoising
 from instgenie.cluster.wire.heads import Frame, Message
-from instgenie.cluster.wire.reports import (
-    BatchStepped,
-    Beat,
-    Broken,
-    Denoised,
-    Forgotten,
-    Glimpsed,
-    JobFailed,
-    Joined,
-    Kept,
-    Listed,
-    Missing,
-    Painted,
-    Prepared,
-    Priced,
-    Ready,
-    Recalled,
-    Registered,
-    TierFound,
-)
+from instgenie.cluster.wire.reports import Report
 from instgenie.types import PixelMask, Pixels
 
-Command: TypeAlias = (
-    Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | List | Recall | Finish
-)
-Report: TypeAlias = (
-    Ready | Broken | Beat | JobFailed | Prepared | Priced | Joined | BatchStepped | Glimpsed | Denoised | Registered
-    | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
-)  # fmt: skip
 AnyMessage: TypeAlias = Command | Report
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,5 +1,7 @@
 """Messages from the processes to the cluster. Each answer carries the id and the attempt of the work it answers."""
 
+from typing import TypeAlias
+
 from msgspec import Struct
 
 from instgenie.cluster.config import finish_period
@@ -180,3 +182,9 @@ class Painted(Message, frozen=True):
     def period(self) -> float:
         """Seconds from one picture to the next when many are finished in a row."""
         return finish_period(self.seconds, self.thread_seconds)
+
+
+Report: TypeAlias = (
+    Ready | Broken | Beat | JobFailed | Prepared | Priced | Joined | BatchStepped | Glimpsed | Denoised | Registered
+    | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
+)  # fmt: skip
