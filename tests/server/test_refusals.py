@@ -29,7 +29,6 @@ BAD_EDITS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no size": ({"size": "large"}, "size", "invalid_value"),
     "quality": ({"quality": "superb"}, "quality", "invalid_value"),
     "format": ({"output_format": "gif"}, "output_format", "invalid_value"),
-    "transparent": ({"background": "transparent"}, "background", "invalid_value"),
     "partials without stream": ({"partial_images": 1}, "partial_images", "invalid_value"),
     "too many partials": ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value"),
     "seed": ({"extra_body": {"seed": -1}}, "seed", "invalid_value"),

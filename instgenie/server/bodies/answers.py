@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from instgenie.cluster.orders import Facts, Finished
 from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
 from instgenie.server.errors import ApiError
+from instgenie.types import Notes
 
 EventPrefix = Literal["image_edit", "image_generation"]
 
@@ -67,6 +68,7 @@ class ImagesAnswer(AnswerBody):
     background: Literal["opaque"]
     output_format: Literal["png", "jpeg", "webp"]
     usage: TokenUsage
+    notes: list[str]  # plain sentences: how the request was read, where that may surprise
 
 
 class ModelAnswer(AnswerBody):
@@ -118,12 +120,13 @@ class Error(BaseModel):
     error: ErrorFacts
 
 
-def images_answer(results: Sequence[Finished], fields: ImageFields) -> bytes:
+def images_answer(results: Sequence[Finished], fields: ImageFields, notes: Notes) -> bytes:
     answer = ImagesAnswer(
         created=int(time.time()),
         data=[PictureAnswer(b64_json=encoded(one.picture), **edit_summary(one.facts)) for one in results],
         **picture_format(size_of(results[0].facts), fields),
         usage=token_usage([one.facts for one in results], fields.prompt),
+        notes=notes,
     )
     return json.dumps(answer.model_dump()).encode()
 
@@ -189,7 +192,7 @@ def partial_event(
     )
 
 
-def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields: ImageFields) -> bytes:
+def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields: ImageFields, notes: Notes) -> bytes:
     return event(
         f"{prefix}.completed",
         {
@@ -199,6 +202,7 @@ def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields:
             **picture_format(size_of(finished.facts), fields),
             **edit_summary(finished.facts),
             "usage": token_usage([finished.facts], fields.prompt).model_dump(),
+            "notes": notes,
         },
     )
 

@@ -18,6 +18,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 from instgenie.server.errors import ApiError, bad, busy, echo, gone
+from instgenie.types import Notes
 
 MAX_FIELDS = 64
 MAX_FILES = 20
@@ -26,10 +27,14 @@ MAX_TEXT_PART = 256 * 1024
 
 @dataclass
 class RequestForm:
-    """The values of a body by field name, in order. Multipart values are text or bytes; JSON values have any type."""
+    """The values of a body by field name, in order. Multipart values are text or bytes; JSON values have any type.
+
+    `notes` collects sentences about how the request was read, from whatever reads it: fields, pictures, masks. They are
+    sent with the answer."""
 
     values: dict[str, list[Any]] = field(default_factory=dict)
     is_json: bool = False
+    notes: Notes = field(default_factory=list)
 
     def add(self, name: str, value: Any) -> None:
         self.values.setdefault(name, []).append(value)

@@ -19,6 +19,7 @@ from instgenie.pictures.picture import MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MA
 from instgenie.server.bodies.body import RequestForm
 from instgenie.server.errors import ApiError, bad, echo
 from instgenie.server.options import nearest
+from instgenie.types import Notes
 
 MAX_EDITS = 10
 MAX_ANSWER_SIDE = 4096
@@ -60,7 +61,7 @@ class ImageFields(Fields):
         "picture and mask to it before the edit. Generations: auto is the model's native size.",
     )  # fmt: skip
     quality: QualityName = Field("auto", description="fast, balanced or exact, or OpenAI's names for them.")
-    background: Literal["auto", "opaque"] = Field("auto", description="Results are always opaque.")
+    background: Literal["auto", "opaque", "transparent"] = Field("auto", description="Results are always opaque.")
     output_format: Literal["png", "jpeg", "webp"] = Field("png", description="png, and webp at 100, are lossless.")
     output_compression: int = Field(100, ge=0, le=100, description="Quality of jpeg and webp.")
     response_format: Literal["b64_json", "url"] = Field("b64_json", description="Both return b64_json.")
@@ -89,6 +90,11 @@ class ImageFields(Fields):
             raise bad("seed", f"The seed is {self.seed}: seed + n - 1 may be at most {MAX_SEED}.")
         if self.negative_prompt and self.true_cfg_scale <= 1 and embeds_guidance:
             raise bad("negative_prompt", "With this model a negative prompt needs a 'true_cfg_scale' above 1.")
+
+    def describe(self, notes: Notes) -> None:
+        """Add a note on each value that has not the effect its name promises."""
+        if self.background == "transparent":
+            notes.append("The background is opaque: this server makes no transparent pictures.")
 
     def edit_settings(self, seed: int) -> Wish:
         """Return the values that travel to the worker with the edit."""

@@ -10,6 +10,7 @@ from typing import Any
 from instgenie.server.bodies.body import RequestForm
 from instgenie.server.bodies.fields import EditFields, Fields, PictureField, TemplateFields, parse_fields
 from instgenie.server.errors import ApiError, bad, echo
+from instgenie.types import Notes
 
 DATA_URL_PREFIX = r"data:image/[a-z0-9.+-]{1,32};base64,"
 
@@ -19,6 +20,7 @@ class EditForm:
     fields: EditFields
     image: bytes | None  # None: a template is named instead
     mask: bytes | None  # None: the whole picture is masked
+    notes: Notes  # the form's
 
 
 def read_edit(form: RequestForm) -> EditForm:
@@ -29,7 +31,7 @@ def read_edit(form: RequestForm) -> EditForm:
         raise missing_image()
     if fields.template is not None and image is not None:
         raise bad("template", "The request has both an image and a template: one of them is expected.")
-    return EditForm(fields, image, pictures.get("mask"))
+    return EditForm(fields, image, pictures.get("mask"), form.notes)
 
 
 def read_template(form: RequestForm) -> tuple[TemplateFields, bytes]:

@@ -13,6 +13,7 @@ from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.errors import ApiError
 from instgenie.server.service import HttpService
 from instgenie.server.watch import EditWatch, unless_gone
+from instgenie.types import Notes
 
 SECONDS_BETWEEN_KEEPALIVES = 10.0
 KEEPALIVE = b": still working\n\n"
@@ -20,7 +21,13 @@ KEEPALIVE = b": still working\n\n"
 
 class EventStream(Response):
     def __init__(
-        self, request: Request, service: HttpService, orders: Sequence[Order], fields: ImageFields, prefix: EventPrefix
+        self,
+        request: Request,
+        service: HttpService,
+        orders: Sequence[Order],
+        fields: ImageFields,
+        notes: Notes,
+        prefix: EventPrefix,
     ) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -30,6 +37,7 @@ class EventStream(Response):
         self.service = service
         self.orders = orders
         self.fields = fields
+        self.notes = notes
         self.prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +68,7 @@ class EventStream(Response):
                 size = f"{width}x{height}"
                 return partial_event(self.prefix, index, happened.index, happened.picture, size, self.fields)
             case Finished():
-                return completed_event(self.prefix, index, happened, self.fields)
+                return completed_event(self.prefix, index, happened, self.fields, self.notes)
             case Queued(position) if self.fields.stream_progress:
                 return event("instgenie.queued", {"index": index, "position": position})
             case Stepped(step, num_steps) if self.fields.stream_progress:

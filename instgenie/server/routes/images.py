@@ -17,7 +17,7 @@ from instgenie.server.errors import JsonResponse, bad, closed, from_user_error, 
 from instgenie.server.routes.events import EventStream
 from instgenie.server.service import SECONDS_TO_LOAD, HttpService, draw_seed, service_of, tenant_of, trace_of
 from instgenie.server.watch import unless_gone
-from instgenie.types import PixelMask, Pixels
+from instgenie.types import Notes, PixelMask, Pixels
 
 router = APIRouter(prefix="/v1")
 
@@ -28,10 +28,10 @@ async def edit_images(request: Request) -> Response:
     service.check_open()
     async with service.intake.form(request) as form:
         edit = await service.decoder.run(read_edit, form)
-        check_fields(service, edit.fields)
+        check_fields(service, edit.fields, edit.notes)
         picture, mask = await open_edit(service, tenant_of(request), edit)
     orders = make_orders(request, picture, mask, edit.fields)
-    return await run(request, service, orders, edit.fields, "image_edit")
+    return await run(request, service, orders, edit.fields, edit.notes, "image_edit")
 
 
 @router.post("/images/generations", summary="Make a picture from a prompt", **GENERATION)
@@ -40,12 +40,12 @@ async def generate_images(request: Request) -> Response:
     service.check_open()
     async with service.intake.form(request) as form:
         fields = parse_fields(GenerationFields, form)
-    check_fields(service, fields)
+    check_fields(service, fields, form.notes)
     own_size = service.model_facts.own_size
     picture = blank_picture(answer_size(fields.size, service.config.max_pixels) or (own_size, own_size))
     mask = await service.decoder.mask(picture, None, "alpha")
     orders = make_orders(request, picture, mask, fields)
-    return await run(request, service, orders, fields, "image_generation")
+    return await run(request, service, orders, fields, form.notes, "image_generation")
 
 
 @router.get("/models", summary="List the models", **MODELS)
@@ -66,9 +66,10 @@ def describe_model(name: str) -> ModelAnswer:
     return ModelAnswer(id=name, object="model", created=0, owned_by="instgenie")
 
 
-def check_fields(service: HttpService, fields: ImageFields) -> None:
+def check_fields(service: HttpService, fields: ImageFields, notes: Notes) -> None:
     service.check_model(fields.model)
     fields.check_together(service.model_facts.embeds_guidance)
+    fields.describe(notes)
 
 
 async def open_edit(service: HttpService, tenant: str, edit: EditForm) -> tuple[Pixels, PixelMask]:
@@ -119,11 +120,16 @@ def make_orders(request: Request, picture: Pixels, mask: PixelMask, fields: Imag
 
 
 async def run(
-    request: Request, service: HttpService, orders: Sequence[Order], fields: ImageFields, prefix: EventPrefix
+    request: Request,
+    service: HttpService,
+    orders: Sequence[Order],
+    fields: ImageFields,
+    notes: Notes,
+    prefix: EventPrefix,
 ) -> Response:
     if fields.stream:
-        return EventStream(request, service, orders, fields, prefix)
+        return EventStream(request, service, orders, fields, notes, prefix)
     async with service.watch(orders, fields.deadline_ms) as watch:
         results = await unless_gone(request, watch.all())
-    body = await service.decoder.run(images_answer, results, fields)
+    body = await service.decoder.run(images_answer, results, fields, notes)
     return Response(body, media_type="application/json")

@@ -13,6 +13,7 @@ export function showFacts(list, facts) {
       ["Steps took", seconds(denoise), ...savedOf(facts)],
       ["Other time", seconds(queue + prepare + finish), `of which ${seconds(queue)} waiting`],
       ["Seed", String(facts.seed)],
+      ...(facts.notes.length ? [["Notes", ...facts.notes]] : []),
     ]),
   );
 }
