@@ -1,0 +1,1 @@
+"""Runs the real clients that people use against a server. See `__main__.py`."""
