@@ -60,12 +60,29 @@ class Cluster:
 
     @property
     def healthy(self) -> bool:
-        return self._supervisor.is_running and any(worker.state != "failed" for worker in self.workers)
+        """True if a worker is ready or may become ready soon."""
+        return self._supervisor.is_running and not all(worker.is_broken for worker in self.workers)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if no worker will ever start."""
+        return not self._supervisor.is_running or all(worker.state == "failed" for worker in self.workers)
 
     @property
     def failure(self) -> str:
         """Why a worker cannot start; empty if all can."""
         return next((process.message for process in self._supervisor.processes if process.state == "failed"), "")
+
+    @property
+    def problems(self) -> list[str]:
+        """What keeps workers from becoming ready, without reasons, which may name files."""
+        broken = [process for process in self._supervisor.processes if process.is_broken]
+        found = [
+            f"worker {process.worker}: its {process.role} process failed to start "
+            f"{process.num_failed_starts} times in a row"
+            for process in broken
+        ]
+        return found if self._supervisor.is_running else ["the supervision of the workers has ended", *found]
 
     @property
     def model_facts(self) -> wire.ModelFacts | None:
@@ -74,7 +91,7 @@ class Cluster:
 
     async def until_ready(self) -> None:
         """Wait for the first worker. Raises if none can start."""
-        await self._supervisor.until(lambda: self.ready or not self.healthy or not self._is_open)
+        await self._supervisor.until(lambda: self.ready or self.has_failed or not self._is_open)
         self._check_open()
 
     # edits
@@ -133,7 +150,6 @@ class Cluster:
             num_finished=reporter.counts["finished"],
             num_failed=reporter.counts["failed"],
             num_cancelled=reporter.counts["cancelled"],
-            num_restarts=sum(max(process.num_starts - 1, 0) for process in self._supervisor.processes),
             num_cache_queries=reporter.counts["queries"],
             cache_hits=dict(reporter.cache_hits),
         )
@@ -161,5 +177,5 @@ class Cluster:
     def _check_open(self) -> None:
         if not self._is_open:
             raise ClosedError("the server is stopping: it takes no more edits")
-        if not self.healthy:
+        if self.has_failed:
             raise ClosedError(f"no worker can start: {self.failure}")

@@ -8,7 +8,7 @@ from instgenie.cluster.wish import Wish
 from instgenie.types import PixelMask, Pixels, TierName
 
 OutputFormat = Literal["png", "jpeg", "webp"]
-FailureKind = Literal["bad_input", "out_of_memory", "crashed", "internal"]
+FailureKind = Literal["bad_input", "out_of_memory", "crashed", "unavailable", "internal"]
 TemplateState = Literal["queued", "registering", "ready", "failed"]
 
 

@@ -22,7 +22,7 @@ class Placement:
         """Choose one worker for all of the works: a ready one, or else one that may become ready. `holders` are workers
         that have the template's activations in memory."""
         ready = [worker for worker in self.workers if worker.is_ready]
-        hopeful = [worker for worker in self.workers if worker.state != "failed"]
+        hopeful = [worker for worker in self.workers if not worker.is_broken]
         loads = [worker.load for worker in ready or hopeful or self.workers]
         total = Work(
             num_steps=max(work.num_steps for work in works),

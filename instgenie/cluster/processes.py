@@ -16,7 +16,8 @@ from instgenie.types import TierName
 
 NUM_AHEAD = 2  # entries that prepare and finish hold, one in work and one at hand; finish adds one per encoder thread
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0  # seconds before a dead process is started again
-HEALTHY_SECONDS = 60.0  # a process that lived this long restarts after the first back-off
+HEALTHY_SECONDS = 60.0  # a process that was ready for this long restarts after the first back-off
+MAX_FAILED_STARTS = 5  # in a row, after which a process that is not ready counts as broken
 
 
 @dataclass(eq=False)
@@ -30,8 +31,10 @@ class Process:
     state: ProcessState = "starting"
     message: str = ""  # why it is down
     num_starts: int = 0
+    num_failed_starts: int = 0  # in a row: it ended before it was ready
     num_quick_deaths: int = 0
-    started_at: float = 0.0
+    has_been_ready: bool = False  # at any of its starts
+    ready_at: float | None = None  # None: its current start is not ready yet
     heard_at: float = 0.0
     launched: LaunchedProcess | None = None
     queue: list[Entry] = field(default_factory=list)  # to be sent, the oldest first
@@ -51,6 +54,11 @@ class Process:
         return self.launched is not None and self.launched.is_alive
 
     @property
+    def is_broken(self) -> bool:
+        """True if it is not expected to come back soon."""
+        return self.state == "failed" or (not self.is_ready and self.num_failed_starts >= MAX_FAILED_STARTS)
+
+    @property
     def status(self) -> ProcessStatus:
         pid = self.launched.pid if self.launched is not None and self.is_alive else None
         return ProcessStatus(self.role, pid, self.state, self.num_starts, self.message)
@@ -61,15 +69,28 @@ class Process:
         """Enter a new start, under a new name."""
         self.num_starts += 1
         self.state, self.message, self.launched = "starting", "", None
-        self.started_at = self.heard_at = time.monotonic()
+        self.ready_at, self.heard_at = None, time.monotonic()
+
+    def succeed(self) -> None:
+        """Note that the current start is ready."""
+        self.state, self.ready_at, self.has_been_ready = "ready", time.monotonic(), True
+        self.num_failed_starts = 0
+
+    def end(self, message: str) -> None:
+        """Note that the current start has ended; a reason that is already known stands."""
+        self.num_failed_starts += self.ready_at is None
+        self.message = self.message or message
+        if self.state != "failed":
+            self.state = "down"
 
     def kill(self) -> None:
         if self.launched is not None:
             self.launched.kill()
 
     def back_off(self) -> float:
-        """Seconds to wait before the next start."""
-        if time.monotonic() - self.started_at > HEALTHY_SECONDS:
+        """Seconds to wait before the next start. However long a start took, it was no healthy life until it was
+        ready."""
+        if self.ready_at is not None and time.monotonic() - self.ready_at > HEALTHY_SECONDS:
             self.num_quick_deaths = 0
         self.num_quick_deaths += 1
         return min(FIRST_BACK_OFF * 2.0 ** (self.num_quick_deaths - 1), LAST_BACK_OFF)
@@ -158,6 +179,10 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def is_broken(self) -> bool:
+        return any(process.is_broken for process in self.processes.values())
 
     @property
     def identity(self) -> str | None:

@@ -51,14 +51,14 @@ class Recovery:
         for entry in held + queue:
             if entry.num_deaths >= MAX_DEATHS:
                 self.edits.fail(entry, "crashed", f"{MAX_DEATHS} processes died while they worked on it")
-            elif process.state == "failed" and self._is_lost(entry):
-                self.edits.fail(entry, "internal", process.message)
+            elif process.is_broken and self._is_lost(entry):
+                self.edits.fail(entry, "unavailable", process.message)
             else:
                 self.placement.put(entry)
 
     def _is_lost(self, entry: Entry) -> bool:
         """True if no worker can run it. A template is tied to its worker; an edit may go to any other."""
-        return not isinstance(entry, EditEntry) or all(worker.state == "failed" for worker in self.workers)
+        return not isinstance(entry, EditEntry) or all(worker.is_broken for worker in self.workers)
 
     def give_up(self, reason: str) -> None:
         for entry in list(self.edits.entries.values()):

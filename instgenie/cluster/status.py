@@ -28,6 +28,10 @@ class ProcessStatus:
     num_starts: int
     message: str  # why it is down
 
+    @property
+    def num_restarts(self) -> int:
+        return max(self.num_starts - 1, 0)
+
 
 @dataclass(frozen=True)
 class WorkerStatus:
@@ -61,9 +65,12 @@ class ClusterStatus:
     num_finished: int
     num_failed: int
     num_cancelled: int
-    num_restarts: int
     num_cache_queries: int
     cache_hits: dict[TierName, int]
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(process.num_restarts for worker in self.workers for process in worker.processes)
 
 
 class Observer:

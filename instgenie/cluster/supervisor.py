@@ -5,12 +5,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import zmq
 import zmq.asyncio
 
 from instgenie.cluster import wire
-from instgenie.cluster.config import ResolvedConfig, process_config
+from instgenie.cluster.config import ResolvedConfig, Role, process_config
 from instgenie.cluster.coordinator import Coordinator
 from instgenie.cluster.launch import Launcher
 from instgenie.cluster.processes import Process, Worker
@@ -29,8 +30,8 @@ class Supervisor:
         self.coordinator = Coordinator(config, workers, self._send)
         self._by_name: dict[bytes, Process] = {}  # the current start of each process
         self._changed = asyncio.Event()
+        self._ending = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._is_ending = False
 
     def start(self) -> None:
         """Bind the socket, and start all processes in the background."""
@@ -46,7 +47,8 @@ class Supervisor:
 
     async def stop(self, timeout: float) -> None:
         """End all processes, and kill those that take longer than the timeout; a few seconds are granted always."""
-        self._is_ending = True
+        self._ending.set()
+        self._changed.set()
         for process in self.processes:
             if process.is_ready:
                 self._send(process, wire.Stop())
@@ -68,7 +70,7 @@ class Supervisor:
     def is_running(self) -> bool:
         """False once it ends, or if a task that must go on has stopped."""
         has_crashed = any(map(is_crashed, self._supervisions)) or any(task.done() for task in self._tasks)
-        return not self._is_ending and not has_crashed
+        return not self._ending.is_set() and not has_crashed
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition, which is looked at after every message and every death."""
@@ -80,11 +82,24 @@ class Supervisor:
 
     async def _supervise(self, process: Process) -> None:
         """Start a process, wait for its end, start it again."""
-        while not self._is_ending and process.state != "failed":
+        while not self._ending.is_set():
             code = await self._run(process)
-            if not self._is_ending:
+            if not self._ending.is_set():
                 self._lost(process, code)
-                await asyncio.sleep(process.back_off())
+                await self._pause(process.back_off())  # in which its last message arrives
+                if process.state == "failed":
+                    await self.until(lambda: self._can_load(process.role) or self._ending.is_set())
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not beyond the end of the cluster."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ending.wait()
+
+    def _can_load(self, role: Role) -> bool:
+        """True if a process of the role has loaded the model. What keeps others from it, like memory or a disk that are
+        full, may then pass."""
+        return any(process.has_been_ready for process in self.processes if process.role == role)
 
     async def _run(self, process: Process) -> int | None:
         """Run a process from its start to its end. Return its exit code; None if it could not be started."""
@@ -97,13 +112,12 @@ class Supervisor:
         except OSError as error:
             process.message = f"could not be started: {error}"
             return None
-        if self._is_ending:
+        if self._ending.is_set():
             process.kill()
         return await process.launched.wait()
 
     def _lost(self, process: Process, code: int | None) -> None:
-        if process.state != "failed":
-            process.state, process.message = "down", process.message or f"ended with exit code {code}"
+        process.end(f"ended with exit code {code}")
         log.error("process ended", extra={"worker_process": process.name, "code": code, "reason": process.message})
         self.coordinator.died(process)
         self._changed.set()
@@ -131,11 +145,13 @@ class Supervisor:
             case wire.Beat():
                 pass
             case wire.Ready(facts, digest):
-                process.state = "ready"
+                process.succeed()
                 log.info("process ready", extra={"worker_process": process.name})
                 self.coordinator.ready(process, facts, digest)
             case wire.Broken(reason):
-                process.state, process.message = "failed", reason
+                process.message = reason
+                if not self._can_load(process.role):
+                    process.state = "failed"
             case _:
                 self.coordinator.handle(process, message, frames)
 

@@ -16,6 +16,7 @@ from instgenie.errors import InstGenieError, MaskError, PictureError
 
 MAX_ECHO = 100
 NO_RETRY = {"x-should-retry": "false"}
+SECONDS_TO_RECOVER = 30  # the longest pause before a dead process is started again
 
 
 class ApiError(Exception):
@@ -97,6 +98,8 @@ def from_failure(failed: Failed) -> ApiError:
             return ApiError(503, "The edit does not fit in the worker's memory.", "out_of_memory", headers=NO_RETRY)
         case "crashed":
             return ApiError(500, "The worker that ran the edit crashed.", "worker_crashed")
+        case "unavailable":
+            return closed("No worker can run the edit.", SECONDS_TO_RECOVER, "unavailable")
         case "internal":
             return ApiError(500, "The edit failed inside the worker.", "internal_error")
 

@@ -15,7 +15,7 @@ from instgenie.errors import ClosedError, QueueFullError
 from instgenie.server.bodies.body import Intake
 from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
-from instgenie.server.errors import busy, closed, not_found
+from instgenie.server.errors import SECONDS_TO_RECOVER, busy, closed, not_found
 from instgenie.server.guard.keys import ApiKeys
 from instgenie.server.monitoring.metrics import Metrics
 from instgenie.server.monitoring.pulse import Pulse
@@ -55,6 +55,8 @@ class HttpService:
         """Raise unless the server accepts new work."""
         if self.draining:
             raise closed("The server is shutting down.", self.config.shutdown_timeout, "shutting_down")
+        if not self.cluster.healthy:
+            raise closed("No worker can be started.", SECONDS_TO_RECOVER, "unavailable")
         if not self.cluster.ready:
             raise closed("The model is loading.", SECONDS_TO_LOAD, "loading")
 

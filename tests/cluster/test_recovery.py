@@ -119,4 +119,4 @@ def test_edits_fail_if_no_worker_can_start() -> None:
     process = cluster.process("prepare")
     process.state, process.message = "failed", "no such model"
     cluster.coordinator.died(process)
-    assert events(ticket)[-2:] == [Failed("internal", "no such model"), None]
+    assert events(ticket)[-2:] == [Failed("unavailable", "no such model"), None]

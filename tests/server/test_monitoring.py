@@ -18,6 +18,7 @@ def test_metrics(server: Running, edited: Any) -> None:
         "request_queue_time_seconds": "histogram", "request_success": "counter", "step_time_seconds": "histogram",
         "batch_size": "histogram", "mask_ratio": "histogram", "cache_queries": "counter", "cache_hits": "counter",
         "cache_usage_bytes": "gauge", "http_requests": "counter", "step_loop_interruptions": "counter",
+        "worker_state": "gauge", "worker_restarts": "counter",
     }  # fmt: skip
 
     def labels(name: str, label: str) -> set[str]:

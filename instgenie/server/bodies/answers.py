@@ -107,6 +107,7 @@ class TemplateRemoved(AnswerBody):
 
 class HealthState(AnswerBody):
     status: Literal["ok", "loading", "draining", "broken"]
+    message: str | None = None  # what is broken
 
 
 class ErrorFacts(BaseModel):

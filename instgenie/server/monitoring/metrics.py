@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.orders import Facts, FailureKind
-from instgenie.cluster.status import Observer
+from instgenie.cluster.status import Observer, ProcessState, WorkerStatus
 from instgenie.cluster.templates import SHARED
 from instgenie.types import TierName
 
@@ -102,6 +102,20 @@ class ClusterCollector(Collector):
         for worker in status.workers:
             interruptions.add_metric([str(worker.index)], worker.num_interruptions)
         yield interruptions
+        yield from self.collect_workers(status.workers)
+
+    def collect_workers(self, workers: Sequence[WorkerStatus]) -> Iterator[Metric]:
+        about = "1 for the state a worker is in, 0 for the others."
+        states = GaugeMetricFamily("instgenie:worker_state", about, labels=["worker", "device", "state"])
+        about = "Starts of a worker's process after its first."
+        restarts = CounterMetricFamily("instgenie:worker_restarts_total", about, labels=["worker", "role"])
+        for worker in workers:
+            for state in get_args(ProcessState):
+                states.add_metric([str(worker.index), worker.device, state], worker.state == state)
+            for process in worker.processes:
+                restarts.add_metric([str(worker.index), process.role], process.num_restarts)
+        yield states
+        yield restarts
 
 
 def gauge(name: str, about: str, value: float) -> GaugeMetricFamily:

@@ -11,17 +11,21 @@ from instgenie.server.service import service_of
 router = APIRouter()
 
 
-@router.get("/health", summary="Can the server run edits at all?", **HEALTH)
+@router.get("/health", summary="Can the server run edits, now or soon?", **HEALTH)
 async def health(request: Request) -> Response:
-    healthy = service_of(request).cluster.healthy
-    return JsonResponse({"status": "ok" if healthy else "broken"}, 200 if healthy else 503)
+    cluster = service_of(request).cluster
+    if cluster.healthy:
+        return JsonResponse({"status": "ok"})
+    return JsonResponse({"status": "broken", "message": "; ".join(cluster.problems)}, 503)
 
 
 @router.get("/ready", summary="Does the server accept new work?", **HEALTH)
 async def ready(request: Request) -> Response:
     service = service_of(request)
-    status = "draining" if service.draining else "ok" if service.ready else "loading"
-    return JsonResponse({"status": status}, 200 if service.ready else 503)
+    if service.ready:
+        return JsonResponse({"status": "ok"})
+    status = "draining" if service.draining else "loading" if service.cluster.healthy else "broken"
+    return JsonResponse({"status": status}, 503)
 
 
 @router.get("/metrics", summary="Metrics for Prometheus", **METRICS)

@@ -1,0 +1,80 @@
+"""A launcher whose processes are played by tasks of the test: they speak over the real socket, and do what the test
+scripts for each start."""
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import mkdtemp
+
+import zmq
+import zmq.asyncio
+
+from helpers.fake_cluster import FACTS
+from instgenie.cluster import wire
+from instgenie.cluster.config import ProcessConfig, Role
+
+PIDS = itertools.count(10**9)  # of no real process
+
+
+class PlayedProcess:
+    """Says a first message, or ends without one. After a `Ready` it lives until it is killed or told to stop."""
+
+    def __init__(self, config: ProcessConfig, says: wire.Message | None) -> None:
+        self.pid = next(PIDS)
+        self.config = config
+        self._task = asyncio.create_task(self._play(says))
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._task.done()
+
+    async def wait(self) -> int:
+        await asyncio.wait([self._task])
+        return -9 if self._task.cancelled() else 1
+
+    def kill(self) -> None:
+        self._task.cancel()
+
+    async def _play(self, says: wire.Message | None) -> None:
+        if says is None:
+            return
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 1000)
+            socket.setsockopt(zmq.IDENTITY, self.config.name.encode())
+            socket.connect(self.config.endpoint)
+            await socket.send(wire.encode(says))
+            while isinstance(says, wire.Ready):
+                head, *_ = await socket.recv_multipart()
+                if isinstance(wire.decode(head), wire.Stop):
+                    return
+
+
+READY, DEATH = wire.Ready(FACTS, "digest"), None
+
+
+class ScriptedLauncher:
+    """The script has the first message of each start of a worker's process; the last is repeated."""
+
+    def __init__(self, script: Callable[[int, Role], list[wire.Message | None]]) -> None:
+        self.script = script
+        self.starts: defaultdict[tuple[int, Role], list[PlayedProcess]] = defaultdict(list)
+
+    def worker_bytes(self, num_workers: int) -> float:
+        return 2.0**30
+
+    def open(self) -> str:
+        return f"ipc://{Path(mkdtemp(prefix='played-'))}/cluster"
+
+    def endpoint(self, bound: str) -> str:
+        return bound
+
+    async def start(self, worker: int, role: Role, config: ProcessConfig) -> PlayedProcess:
+        started = self.starts[worker, role]
+        lines = self.script(worker, role)
+        started.append(PlayedProcess(config, lines[min(len(started), len(lines) - 1)]))
+        return started[-1]
+
+    def close(self) -> None:
+        pass
