@@ -18,7 +18,7 @@ from instgenie.jobs.tokens import concat
 from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.flux.network import embed_time, modulated, run_blocks, unembed
-from instgenie.pictures.picture import working_size
+from instgenie.pictures.resizing import working_size
 from instgenie.types import Edit, Pixels
 
 # TeaCache's polynomial for FLUX, from the change of the first block's modulated input to that of the output; highest

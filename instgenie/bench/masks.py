@@ -7,8 +7,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from instgenie.pictures.compositing import edge_distance
 from instgenie.pictures.mask import token_mask
-from instgenie.pictures.picture import edge_distance
 from instgenie.types import PixelMask
 
 MaskKind = Literal["outline", "box", "stroke"]

@@ -18,7 +18,7 @@ from instgenie.engine.pricing import job_shape
 from instgenie.jobs.quality import DEFAULT, SETTINGS
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
-from instgenie.pictures.picture import working_size
+from instgenie.pictures.resizing import working_size
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
 from instgenie.simulate.service import PlannedService, SideSeconds

@@ -9,7 +9,7 @@ from instgenie.cluster.orders import Order, TemplateOrder
 from instgenie.cluster.processes import Worker
 from instgenie.cluster.wire import ModelFacts, TemplateHead
 from instgenie.pictures.digest import Digests
-from instgenie.pictures.picture import working_size
+from instgenie.pictures.resizing import working_size
 from instgenie.scheduling.router import Work
 from instgenie.types import Pixels
 

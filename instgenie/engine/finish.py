@@ -15,7 +15,7 @@ from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.vae.autoencoder import decode_latents
 from instgenie.models.vae.region import can_decode_boxes, decode_box
-from instgenie.pictures.picture import composite, composited
+from instgenie.pictures.compositing import composite, composited
 from instgenie.types import PixelMask, Pixels
 
 

@@ -17,7 +17,8 @@ from instgenie.jobs.job import Job, Template
 from instgenie.models.model import Model, pack_latents
 from instgenie.models.vae.autoencoder import encode_pictures
 from instgenie.pictures.mask import token_mask
-from instgenie.pictures.picture import check_edit, resize_mask, resize_picture, working_size
+from instgenie.pictures.picture import check_edit
+from instgenie.pictures.resizing import resize_mask, resize_picture, working_size
 from instgenie.types import Edit, PixelMask, Pixels
 
 MAX_ENCODINGS = 64

@@ -1,21 +1,18 @@
-"""Pictures from file to file: open, resize for the model, composite back, save. Knows no model and no device."""
+"""Pictures from file to file: open, choose the size to work at, check the edit, save. Knows no model and no device."""
 
 import io
-import math
 import os
-from itertools import pairwise
 from pathlib import Path
 from typing import SupportsIndex
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from instgenie.errors import EditError, PictureError
 from instgenie.machine.files import complete_file
 from instgenie.pictures.decode import MAX_PIXELS, MIN_SIDE, decode
 from instgenie.pictures.mask import check_mask
-from instgenie.types import Box, Edit, PixelMask, Pixels
+from instgenie.types import Edit, Pixels
 
 MAX_STEPS = 1000
 MAX_GUIDANCE = 100.0
@@ -24,7 +21,6 @@ MAX_HALO = 256
 MAX_PROMPT = 32_000
 MAX_SEED = 2**63 - 1
 SIZE_MULTIPLE = 16
-LANCZOS_REACH = 3  # pixels of the coarser of the two pictures, on each side
 MIN_SIZE, MAX_SIZE = 32, 4096
 
 FORMAT_OF_SUFFIX = {".png": "PNG", ".webp": "WEBP", ".jpg": "JPEG", ".jpeg": "JPEG"}
@@ -37,105 +33,6 @@ def open_picture(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Pi
     if image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.array(image.convert("RGB"))
-
-
-def working_size(height: int, width: int, patch: int, own_size: int) -> tuple[int, int]:
-    """The (height, width) the model works at: whole patches, at least two per side, and in all no more than
-    `own_size` x `own_size` has. Among these, it is the size that best keeps both the picture's aspect ratio and the
-    area of `own_size`."""
-    max_tokens = (own_size // patch) ** 2
-    assert max_tokens >= 4, (own_size, patch)
-
-    def loss(grid: tuple[int, int]) -> float:
-        rows, cols = grid
-        stretch = abs(math.log(cols * height / (rows * width)))
-        return stretch + math.log(max_tokens / (rows * cols)) / 2
-
-    grids = []
-    for rows in range(2, max_tokens // 2 + 1):
-        ideal, most = rows * width // height, max_tokens // rows
-        grids += [(rows, min(max(cols, 2), most)) for cols in (ideal, ideal + 1)]
-    rows, cols = min(grids, key=loss)
-    return rows * patch, cols * patch
-
-
-def resize_picture(picture: Pixels, size: tuple[int, int]) -> Pixels:
-    if picture.shape[:2] == size:
-        return picture
-    height, width = size
-    return np.array(Image.fromarray(picture).resize((width, height), Image.Resampling.LANCZOS))
-
-
-def resize_mask(mask: PixelMask, size: tuple[int, int]) -> PixelMask:
-    """Resize a mask; a pixel of the result is masked if it overlaps any masked pixel of the source."""
-    height, width = size
-    return _any_under(_any_under(mask, height).T, width).T
-
-
-def _any_under(mask: PixelMask, num_rows: int) -> PixelMask:
-    if len(mask) == num_rows:
-        return mask
-    # row i covers the source's rows from i * len / num_rows to (i + 1) * len / num_rows, in exact arithmetic
-    edges = [i * len(mask) for i in range(num_rows + 1)]
-    return np.stack([mask[a // num_rows : -(-b // num_rows)].any(axis=0) for a, b in pairwise(edges)])
-
-
-def composite(original: Pixels, edited: Pixels, mask: PixelMask, feather: int = 0) -> Pixels:
-    """The edited picture where masked, with a soft edge of `feather` pixels inside the mask; elsewhere the original,
-    bit for bit."""
-    height, width = mask.shape
-    edited = resize_picture(edited, (height, width))
-    result = original.copy()
-    result[mask] = edited[mask]
-    if feather:
-        weight = edge_distance(mask, feather + 1) / np.float32(feather + 1)
-        soft = mask & (weight < 1)
-        share = weight[soft][:, None]
-        result[soft] = np.rint(original[soft] * (1 - share) + edited[soft] * share).astype(np.uint8)
-    return result
-
-
-def composited(mask: PixelMask, size: tuple[int, int]) -> Box:
-    """The box of an edited picture of `size` that `composite` reads: around the mask, with the pixels that resizing
-    needs."""
-    rows, cols = _masked_lines(mask)
-    return Box(_read(rows, mask.shape[0], size[0]), _read(cols, mask.shape[1], size[1]))
-
-
-def _masked_lines(mask: PixelMask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The rows and the columns that have masked pixels."""
-    return np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-
-
-def _read(masked: NDArray[np.intp], own_length: int, length: int) -> range:
-    """The pixels read of a side of `length` pixels that is resized to `own_length`, given the masked pixels there."""
-    scale = length / own_length
-    around = 0 if length == own_length else LANCZOS_REACH * max(scale, 1.0) + 1
-    start, stop = masked[0] * scale - around, (masked[-1] + 1) * scale + around
-    return range(max(math.floor(start), 0), min(math.ceil(stop), length))
-
-
-def edge_distance(mask: PixelMask, limit: int) -> NDArray[np.float32]:
-    """Distance of each masked pixel from the nearest unmasked one, at most `limit`; 0 for unmasked pixels. The border
-    of the picture is not an edge."""
-    distance = np.zeros(mask.shape, np.float32)
-    if not mask.any():
-        return distance
-    rows, cols = _masked_lines(mask)
-    # one pixel around the mask is enough: unmasked pixels beyond it are farther away
-    window = slice(max(rows[0] - 1, 0), rows[-1] + 2), slice(max(cols[0] - 1, 0), cols[-1] + 2)
-    inside = mask[window]
-    height, width = inside.shape
-    line = np.arange(height, dtype=np.int32)[:, None]
-    above = np.maximum.accumulate(np.where(inside, -limit, line), axis=0)  # last unmasked row at or above
-    below = np.minimum.accumulate(np.where(inside, height + limit, line)[::-1], axis=0)[::-1]
-    vertical = np.minimum(np.minimum(line - above, below - line), limit) ** 2
-    squared = vertical.copy()
-    for shift in range(1, min(limit, width)):
-        np.minimum(squared[:, shift:], vertical[:, :-shift] + shift**2, out=squared[:, shift:])
-        np.minimum(squared[:, :-shift], vertical[:, shift:] + shift**2, out=squared[:, :-shift])
-    distance[window] = np.sqrt(squared, dtype=np.float32)
-    return distance
 
 
 def check_edit(edit: Edit) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from instgenie.pictures.compositing import edge_distance
 from instgenie.pictures.examples import Example
-from instgenie.pictures.picture import edge_distance
 from instgenie.types import PixelMask, Pixels
 
 CELL, GAP, MARGIN = 256, 16, 32

@@ -20,7 +20,8 @@ from instgenie.cluster.wire import Finish, Frame, JobFailed, Painted, Stop, read
 from instgenie.engine.finish import decode
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
-from instgenie.pictures.picture import composite, encode_picture
+from instgenie.pictures.compositing import composite
+from instgenie.pictures.picture import encode_picture
 from instgenie.telemetry import traces
 from instgenie.workers.frames import read_tensor
 from instgenie.workers.process import Line, failure, run_process

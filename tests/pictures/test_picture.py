@@ -12,23 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from PIL import Image
 
 from instgenie.errors import EditError, InstGenieError, MaskError, PictureError
 from instgenie.pictures.mask import box_mask
 from instgenie.pictures.picture import (
     check_edit,
-    composite,
-    edge_distance,
     encode_picture,
     open_picture,
-    resize_mask,
-    resize_picture,
     save_picture,
-    working_size,
 )
-from instgenie.types import Edit, PixelMask, Pixels
+from instgenie.types import Edit, Pixels
 
 
 def noise(height: int, width: int, channels: int = 3, seed: int = 0) -> Pixels:
@@ -157,97 +151,6 @@ def test_names_that_are_not_files(tmp_path: Path) -> None:
     for path, reason in ((tmp_path, "not a file"), (tmp_path / "missing.png", "no such file"), ("x" * 5000, "reached")):
         with pytest.raises(PictureError, match=reason):
             open_picture(path)
-
-
-# sizes
-
-
-sides = st.integers(16, 20000)
-
-
-@settings(deadline=None)
-@given(sides, sides, st.sampled_from([(16, 256), (16, 512), (8, 64), (16, 1024)]))
-def test_working_size_is_bounded_and_keeps_the_aspect(height: int, width: int, model: tuple[int, int]) -> None:
-    patch, own_size = model
-    h, w = working_size(height, width, patch, own_size)
-    rows, cols = h // patch, w // patch
-    max_tokens = (own_size // patch) ** 2
-    assert (rows * patch, cols * patch) == (h, w)
-    assert min(rows, cols) >= 2
-    assert rows * cols <= max_tokens
-    assert rows * cols >= 0.55 * max_tokens
-    aspect = width / height
-    if min(rows, cols) >= 4:
-        assert rows * cols >= 0.7 * max_tokens
-        assert abs(np.log(w / h / aspect)) < 1 / min(rows, cols)
-
-
-def test_common_working_sizes() -> None:
-    assert working_size(1000, 1000, 16, 256) == (256, 256)
-    assert working_size(1080, 1920, 16, 256) == (192, 336)
-    assert working_size(4000, 3000, 16, 256) == (288, 224)
-    assert working_size(16, 60000, 16, 256) == (32, 2048)
-    assert working_size(60000, 16, 16, 256) == (2048, 32)
-
-
-def test_resize_picture_has_the_size_and_the_colour() -> None:
-    picture = np.full((30, 50, 3), (10, 100, 200), np.uint8)
-    resized = resize_picture(picture, (64, 48))
-    assert resized.shape == (64, 48, 3)
-    assert (resized == (10, 100, 200)).all()
-
-
-masks = hnp.arrays(np.bool_, hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=12))
-
-
-@settings(deadline=None)
-@given(masks, st.integers(1, 15), st.integers(1, 15))
-def test_resized_mask_is_masked_where_any_pixel_under_it_is(mask: PixelMask, height: int, width: int) -> None:
-    resized = resize_mask(mask, (height, width))
-    rows, cols = mask.shape
-    # repeat both to their common grid, where every pixel is inside exactly one of each
-    fine = mask.repeat(height, axis=0).repeat(width, axis=1)
-    assert np.array_equal(resized, fine.reshape(height, rows, width, cols).any(axis=(1, 3)))
-
-
-# compositing
-
-
-@settings(deadline=None)
-@given(masks, st.integers(0, 6), st.integers(0, 3), st.data())
-def test_outside_the_mask_every_bit_stays(mask: PixelMask, feather: int, seed: int, data: st.DataObject) -> None:
-    height, width = mask.shape
-    original = noise(height, width, seed=seed)
-    edited = noise(data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20)), seed=seed + 1)
-    result = composite(original, edited, mask, feather)
-    assert result.dtype == np.uint8
-    assert np.array_equal(result[~mask], original[~mask])
-    if feather == 0:
-        assert np.array_equal(result[mask], resize_picture(edited, (height, width))[mask])
-
-
-@settings(deadline=None)
-@given(masks, st.integers(1, 8))
-def test_edge_distance_is_euclidean(mask: PixelMask, limit: int) -> None:
-    ys, xs = np.nonzero(~mask)
-    rows, cols = np.indices(mask.shape)
-    squared = (rows[..., None] - ys) ** 2 + (cols[..., None] - xs) ** 2
-    expected = np.sqrt(squared.min(axis=2, initial=limit**2))
-    assert np.allclose(edge_distance(mask, limit), np.where(mask, expected, 0))
-
-
-def test_feather_is_a_ramp_inside_the_mask() -> None:
-    mask = box_mask((10, 0, 20, 40), (40, 40))
-    result = composite(np.zeros((40, 40, 3), np.uint8), np.full((40, 40, 3), 100, np.uint8), mask, feather=3)
-    assert result[20, 8:15, 0].tolist() == [0, 0, 25, 50, 75, 100, 100]
-    assert result[0, 20, 0] == 100  # the picture's border is not an edge
-
-
-def test_composite_leaves_its_arguments_alone() -> None:
-    original, edited = noise(20, 20), noise(20, 20, seed=1)
-    composite(original, edited, box_mask((2, 2, 9, 9), (20, 20)), feather=2)
-    assert np.array_equal(original, noise(20, 20))
-    assert np.array_equal(edited, noise(20, 20, seed=1))
 
 
 # edits

@@ -12,7 +12,8 @@ import pytest
 from helpers.serving import MASK, PICTURE, QUICK, Running, alike, edit, mask, picture, pixels, png, register, wait_for
 from PIL import Image
 
-from instgenie.pictures.picture import open_picture, resize_mask, resize_picture
+from instgenie.pictures.picture import open_picture
+from instgenie.pictures.resizing import resize_mask, resize_picture
 
 
 def test_an_edit_changes_only_masked_pixels(edited: Any) -> None:

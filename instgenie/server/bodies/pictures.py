@@ -11,7 +11,8 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from instgenie.pictures.mask import MaskMode, read_mask
-from instgenie.pictures.picture import open_picture, resize_mask, resize_picture
+from instgenie.pictures.picture import open_picture
+from instgenie.pictures.resizing import resize_mask, resize_picture
 from instgenie.types import PixelMask, Pixels
 
 P = ParamSpec("P")

@@ -12,7 +12,7 @@ from instgenie.engine.finish import finish, finish_many, to_pixels
 from instgenie.engine.prepare import prepare
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.vae.region import can_decode_boxes, decode_box
-from instgenie.pictures.picture import composite, composited
+from instgenie.pictures.compositing import composite, composited
 from instgenie.types import Box, Edit, Pixels
 
 BOXES = {
