@@ -16,7 +16,7 @@ TemplateState = Literal["queued", "registering", "ready", "failed"]
 class Order:
     """One edit as a client asks for it."""
 
-    tenant: str  # digest of the client's key: tenants never see each other's templates and caches
+    tenant: str  # name or digest of the client's key: tenants never see each other's templates and caches
     picture: Pixels
     mask: PixelMask
     wish: Wish

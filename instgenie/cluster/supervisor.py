@@ -31,6 +31,7 @@ class Supervisor:
         self._by_name: dict[bytes, Process] = {}  # the current start of each process
         self._changed = asyncio.Event()
         self._ending = asyncio.Event()
+        self._supervisions: list[asyncio.Task[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:

@@ -1,5 +1,7 @@
 """Joins routes, error handlers, OpenAPI document and gate into one ASGI application."""
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -7,7 +9,7 @@ from starlette.types import ASGIApp
 
 from instgenie.server.bodies.schema import add_schema
 from instgenie.server.errors import ApiError, add_error_handlers, error_response
-from instgenie.server.guard.gate import Gate
+from instgenie.server.guard.gate import Gate, KeyCheck
 from instgenie.server.routes import images, operators, pages, templates
 from instgenie.server.service import HttpService
 
@@ -23,13 +25,17 @@ def make_app(service: HttpService, version: str) -> ASGIApp:
     add_error_handlers(app)
     app.add_exception_handler(Exception, on_bug)
     add_schema(app, needs_key=bool(service.config.api_keys))
-    gate = Gate(app, service)
-    if not service.config.allowed_origins:
-        return gate
-    # CORS wraps the gate, so that a browser may read the gate's refusals
+    return Gate(with_cors(KeyCheck(app, service), service.config.allowed_origins), service)
+
+
+def with_cors(app: ASGIApp, allowed_origins: Sequence[str]) -> ASGIApp:
+    """Let pages of these origins read answers, also the refusals of the key check: CORS wraps it. Preflights carry no
+    key and are answered before it."""
+    if not allowed_origins:
+        return app
     return CORSMiddleware(
-        gate,
-        allow_origins=service.config.allowed_origins,
+        app,
+        allow_origins=allowed_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],

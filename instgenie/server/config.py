@@ -13,6 +13,8 @@ from instgenie.cluster.config import CacheConfig, ClusterConfig
 from instgenie.errors import ConfigError
 from instgenie.pictures.decode import MAX_PIXELS
 from instgenie.scheduling.names import Batching, RoutingPolicy
+from instgenie.server.guard.hosts import ANY, HOST
+from instgenie.server.guard.keys import ApiKey, check_keys, parse_key_file
 from instgenie.server.monitoring.log import LogFormat
 from instgenie.server.options import (
     AUTO,
@@ -35,8 +37,9 @@ GIB = 2**30
 class HttpConfig:
     host: str
     port: int
-    api_keys: tuple[str, ...]
+    api_keys: tuple[ApiKey, ...]
     served_model_names: tuple[str, ...]
+    allowed_hosts: tuple[str, ...]
     allowed_origins: tuple[str, ...]
     max_body_bytes: int
     max_pixels: int
@@ -53,14 +56,25 @@ class ServeConfig:
     cluster: ClusterConfig
 
 
+def host_name(given: str) -> str:
+    parts = HOST.fullmatch(given.removeprefix("*."))
+    if given != ANY and (parts is None or parts[2]):
+        raise ValueError("a host name without scheme and port is expected, or *")
+    return given
+
+
 OPTIONS = (
     # HTTP
     Option("host", text, "127.0.0.1", "address to listen on; 0.0.0.0 = all", "ADDRESS"),
     Option("port", whole_number(0, 65535), 8000, "port to listen on; 0 = any free port"),
     Option("api-key", text, (), "key that clients must send; repeatable", "KEY", repeatable=True, secret=True),
-    Option("api-key-file", text, None, "file with one API key per line", "FILE"),
+    Option("api-key-file", text, None, "file with one API key per line: KEY, or NAME:KEY for keys that share templates",
+           "FILE"),
     Option("served-model-name", text, (), "model name that clients use; repeatable", "NAME",
            default_text="the model's own name", repeatable=True),
+    Option("allowed-hosts", host_name, (),
+           "name that clients may call this server by, in the header Host; *.example.com = all below it; * = any; "
+           "repeatable", "NAME", default_text="loopback names and the address; with an API key any", repeatable=True),
     Option("allowed-origins", text, (), "web origin whose pages may call this server; * = any; repeatable", "ORIGIN",
            default_text="none", repeatable=True),
     Option("max-body-mib", whole_number(1, 4096), 64, "largest request body", "MIB"),
@@ -118,8 +132,9 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         HttpConfig(
             host=values["host"],
             port=values["port"],
-            api_keys=values["api_key"] + read_keys(values["api_key_file"]),
+            api_keys=collect_keys(values["api_key"], values["api_key_file"]),
             served_model_names=values["served_model_name"] or (short_name(values["model"]),),
+            allowed_hosts=values["allowed_hosts"],
             allowed_origins=values["allowed_origins"],
             max_body_bytes=values["max_body_mib"] * 2**20,
             max_pixels=round(values["max_megapixels"] * 1e6),
@@ -158,14 +173,24 @@ def make_cache(values: Mapping[str, Any], devices: Sequence[str]) -> CacheConfig
     )
 
 
-def read_keys(path: str | None) -> tuple[str, ...]:
+def collect_keys(given: Sequence[str], path: str | None) -> tuple[ApiKey, ...]:
+    """Return the keys of the option, which have no names, and those of the file."""
+    keys = (*map(ApiKey, given), *read_keys(path))
+    check_keys(keys)
+    return keys
+
+
+def read_keys(path: str | None) -> list[ApiKey]:
     if path is None:
-        return ()
+        return []
     try:
-        lines = Path(path).read_text().splitlines()
+        text = Path(path).read_text()
     except (OSError, UnicodeDecodeError):
         raise ConfigError(f"the API key file {path} cannot be read") from None
-    keys = tuple(line.strip() for line in lines if line.strip())
+    try:
+        keys = parse_key_file(text)
+    except ConfigError as wrong:
+        raise ConfigError(f"the API key file {path}, {wrong}") from None
     if not keys:
         raise ConfigError(f"the API key file {path} is empty: one key per line is expected")
     return keys

@@ -3,12 +3,13 @@ how a value is found and parsed, not what any option means.
 
 A flag overrides the environment, the environment overrides the file, the file overrides the default. The option
 max-queue is `--max-queue 64`, `INSTGENIE_MAX_QUEUE=64` or `max-queue = 64`. Unknown names are refused, with the nearest
-known name as a hint.
+known name as a hint; variables that Kubernetes sets for a Service named instgenie are ignored.
 """
 
 import argparse
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,12 @@ from instgenie.errors import ConfigError
 PREFIX = "INSTGENIE_"
 AUTO = "auto"
 OTHER_VARIABLES = ["INSTGENIE_CONFIG", "INSTGENIE_LPIPS"]  # the TOML file; weights of an optional quality metric
+
+# what Kubernetes sets in every container for a Service whose name begins with instgenie; PORT only if it is a URL
+SERVICE_VARIABLE = re.compile(
+    PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ def read_options(
 ) -> dict[str, Any]:
     """Return the value of every option, by field name."""
     file_values = read_file(file, options) if file else {}
+    environment = without_service_variables(environment)
     check_variables(environment, options)
     return {option.field: find_value(option, flags, environment, file_values, file) for option in options}
 
@@ -126,6 +134,16 @@ def check_variables(environment: Mapping[str, str], options: Sequence[Option]) -
     for name in environment:
         if name.startswith(PREFIX) and name not in known:
             raise ConfigError(f"unknown environment variable {name}{nearest(name, known)}")
+
+
+def without_service_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not is_service_variable(name, value)}
+
+
+def is_service_variable(name: str, value: str) -> bool:
+    if name.startswith(PREFIX) and name.endswith("PORT") and SERVICE_URL.match(value):
+        return True
+    return SERVICE_VARIABLE.fullmatch(name) is not None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -6,11 +6,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ResolvedCache, ResolvedConfig
@@ -18,6 +19,7 @@ from instgenie.errors import ServeError
 from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
 from instgenie.server.guard.connection import HEAD_TIMEOUT, Connection
+from instgenie.server.guard.keys import ApiKey
 from instgenie.server.monitoring.log import say, set_up_log
 from instgenie.server.service import HttpService
 from instgenie.telemetry import traces
@@ -55,7 +57,7 @@ def set_up_traces(config: HttpConfig) -> None:
 
 def listen(config: HttpConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio asks for the protocol
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
@@ -65,13 +67,11 @@ def listen(config: HttpConfig) -> socket.socket:
     return listener
 
 
-async def run(config: ServeConfig, listener: socket.socket, version: str) -> int:
-    cluster = Cluster(config.cluster)
-    service = HttpService(config.http, cluster, with_traces=traces.are_wanted(os.environ))
-    server = Server(
+def make_server(app: ASGIApp, config: HttpConfig) -> Server:
+    return Server(
         uvicorn.Config(
-            make_app(service, version),
-            http=partial(Connection, head_timeout=min(HEAD_TIMEOUT, config.http.body_timeout)),  # type: ignore[arg-type]
+            app,
+            http=partial(Connection, head_timeout=min(HEAD_TIMEOUT, config.body_timeout)),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -81,10 +81,16 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
             timeout_graceful_shutdown=SECONDS_TO_SEND,
         )
     )
+
+
+async def run(config: ServeConfig, listener: socket.socket, version: str) -> int:
+    cluster = Cluster(config.cluster)
+    service = HttpService(config.http, cluster, with_traces=traces.are_wanted(os.environ))
+    server = make_server(make_app(service, version), config.http)
     signalled = catch_signals()
     stop_before = 0.0
     serving = asyncio.create_task(server.serve([listener]))
-    address = f"{config.http.host}:{listener.getsockname()[1]}"
+    address = f"{f'[{host}]' if ':' in (host := config.http.host) else host}:{listener.getsockname()[1]}"
     print_plan(config.http, cluster.config, address, version)
     try:
         await cluster.start()
@@ -139,7 +145,7 @@ def print_plan(http: HttpConfig, cluster: ResolvedConfig, address: str, version:
         "workers": ", ".join(cluster.devices),
         "batching": f"{cluster.batching}, at most {cluster.max_batch_size} per batch and {cluster.max_queue} waiting",
         "activations": describe_cache(cluster.cache) if cluster.reuse else "not cached",
-        "API keys": f"{len(http.api_keys)} accepted" if http.api_keys else "none required",
+        "API keys": describe_keys(http.api_keys),
         "limits": f"{http.max_body_bytes / 2**20:.0f} MiB per request, {http.max_pixels / 1e6:.1f} megapixels",
         "pages": f"http://{address}/  http://{address}/engine",
         "endpoints": f"http://{address}/ready  http://{address}/metrics  http://{address}/openapi.json",
@@ -148,6 +154,14 @@ def print_plan(http: HttpConfig, cluster: ResolvedConfig, address: str, version:
         print(f"{name:<16} {value}", flush=True)
     if not http.api_keys and not http.host.startswith(LOOPBACK):
         print("anyone who can reach this address may use it: set --api-key to require a key", flush=True)
+
+
+def describe_keys(keys: Sequence[ApiKey]) -> str:
+    """Count the keys, and name the tenants that have names."""
+    if not keys:
+        return "none required"
+    names = sorted({key.name for key in keys if key.name})
+    return f"{len(keys)} accepted" + (f", with tenants {', '.join(names)}" if names else "")
 
 
 def describe_cache(cache: ResolvedCache) -> str:

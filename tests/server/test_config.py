@@ -95,7 +95,35 @@ def test_memory_for_activations(flags: dict[str, str], expected: int | None) -> 
 def test_keys_come_from_flags_and_a_file(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n two \n")
     config = read({"INSTGENIE_API_KEY_FILE": str(tmp_path / "keys")}, api_key=["zero"])
-    assert config.http.api_keys == ("zero", "one", "two")
+    assert [key.secret for key in config.http.api_keys] == ["zero", "one", "two"]
+    assert "zero" not in repr(config)
+
+
+def test_keys_of_a_file_may_have_names(tmp_path: Path) -> None:
+    """A key given as a flag is taken as it is: it may have a colon."""
+    (tmp_path / "keys").write_text("alice:one\nalice: two\nthree\n:fo:ur\nbob:fi:ve\n")
+    config = read(api_key=["zero:0"], api_key_file=str(tmp_path / "keys"))
+    found = [(key.name, key.secret) for key in config.http.api_keys]
+    named = [("alice", "one"), ("alice", "two"), (None, "three"), (None, "fo:ur"), ("bob", "fi:ve")]
+    assert found == [(None, "zero:0"), *named]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("alice:", "line 1: a key is expected after alice:"),
+        ("one\n\nthe boss:hunter2", "line 3: the name before the colon has up to 64 letters"),
+        ("alice:hunter2\nbob:hunter2", "one API key is given twice, with 'alice' and 'bob'"),
+        ("hunter2\nbob:hunter2", "one API key is given twice, with 'bob' and 'no name'"),
+        ("bob:flag", "one API key is given twice, with 'bob' and 'no name'"),
+    ],
+)
+def test_keys_that_cannot_be_told_apart_are_refused(content: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        read(api_key=["flag"], api_key_file=str(tmp_path / "keys"))
+    assert expected in str(refused.value)
+    assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize("content", [None, "\n \n"])

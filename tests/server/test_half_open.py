@@ -13,7 +13,7 @@ from helpers.serving import MASK, PICTURE, Running, wait_for
 NUM_EACH = 10
 MAX_ROUNDS = 6
 TCP_REPAIR = 19  # socket option: closing the socket then sends nothing
-POST = b"POST /v1/images/edits HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/images/edits HTTP/1.1\r\nHost: localhost\r\n"
 PARTS = POST + b"Content-Type: multipart/form-data; boundary=b\r\n"
 IMAGE = b'--b\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n' + PICTURE
 HEADLESS = {"nothing": b"", "half a line": b"POST /v1/ima", "half a head": POST + b"Content-"}
@@ -92,7 +92,9 @@ def test_clients_that_fall_silent(narrow: Running) -> None:
 
 def whole(steps: int, *, stream: bool) -> bytes:
     fields = {"prompt": "a cat", "num_inference_steps": str(steps), "stream": str(stream).lower()}
-    request = httpx.Request("POST", "http://x/v1/images/edits", files={"image": PICTURE, "mask": MASK}, data=fields)
+    request = httpx.Request(
+        "POST", "http://localhost/v1/images/edits", files={"image": PICTURE, "mask": MASK}, data=fields
+    )
     head = b"".join(name + b": " + value + b"\r\n" for name, value in request.headers.raw)
     return b"POST /v1/images/edits HTTP/1.1\r\n" + head + b"\r\n" + request.read()
 

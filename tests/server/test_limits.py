@@ -59,7 +59,7 @@ def test_a_body_that_trickles_is_cut_off(narrow: Running) -> None:
     place = urlsplit(narrow.url)
     with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
         connection.sendall(
-            b"POST /v1/images/edits HTTP/1.1\r\nHost: x\r\n"
+            b"POST /v1/images/edits HTTP/1.1\r\nHost: localhost\r\n"
             b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
         )
         assert b"408" in connection.recv(4096)
@@ -79,6 +79,17 @@ def test_an_allowed_origin_may_call(narrow: Running) -> None:
         assert seen["access-control-allow-origin"] == ORIGIN
         stranger = client.get("/health", headers={"origin": "https://evil.test"}).headers
         assert "access-control-allow-origin" not in stranger
+
+
+def test_a_server_without_a_key_does_not_answer_foreign_pages(narrow: Running) -> None:
+    """Neither a page that calls from afar, nor one whose name was re-pointed to this machine."""
+    calls = [("GET", "/v1/templates"), ("DELETE", "/v1/templates/x"), ("GET", "/engine/events"), ("GET", "/")]
+    with narrow.http() as client:
+        for method, path in calls:
+            taken = {"host": "evil.example", "origin": "http://evil.example"}
+            answers = [client.request(method, path, headers=one) for one in (taken, {"origin": "http://evil.example"})]
+            assert [answer.status_code for answer in answers] == [403, 403]
+            assert [answer.json()["error"]["code"] for answer in answers] == ["host_not_allowed", "origin_not_allowed"]
 
 
 def test_a_full_queue_refuses_and_says_when_to_retry(narrow: Running) -> None:

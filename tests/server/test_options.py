@@ -55,6 +55,31 @@ def test_a_flag_overrides_the_environment(toml: Path) -> None:
     assert (found["port"], found["reuse"], found["name"]) == (9, False, ("p", "q"))
 
 
+SERVICE = {
+    "INSTGENIE_SERVICE_HOST": "10.0.171.239",
+    "INSTGENIE_SERVICE_PORT": "8000",
+    "INSTGENIE_SERVICE_PORT_HTTP": "8000",
+    "INSTGENIE_PORT": "tcp://10.0.171.239:8000",
+    "INSTGENIE_PORT_8000_TCP": "tcp://10.0.171.239:8000",
+    "INSTGENIE_PORT_8000_TCP_PROTO": "tcp",
+    "INSTGENIE_PORT_8000_TCP_PORT": "8000",
+    "INSTGENIE_PORT_8000_TCP_ADDR": "10.0.171.239",
+}
+
+
+@pytest.mark.parametrize("service", ["INSTGENIE", "INSTGENIE_EDIT", "INSTGENIE_MAX_QUEUE"])
+def test_variables_that_kubernetes_sets_for_a_service_are_ignored(service: str) -> None:
+    injected = {name.replace("INSTGENIE", service): value for name, value in SERVICE.items()}
+    assert read([], injected | {"INSTGENIE_SHARE": "1"}) == read(["--share", "1"])
+    assert read([], injected | {"INSTGENIE_PORT": "9000"})["port"] == 9000
+
+
+@pytest.mark.parametrize("name", ["INSTGENIE_SERVICE", "INSTGENIE_PORTS", "INSTGENIE_PORT_8000", "INSTGENIE_MY_PORT"])
+def test_other_variables_are_not_taken_for_those_of_kubernetes(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown environment variable {name}"):
+        read([], {name: "8000"})
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "expected"),
     [

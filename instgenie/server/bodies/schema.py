@@ -23,6 +23,7 @@ from instgenie.server.bodies.forms import DATA_URL_PREFIX
 ERRORS = {
     400: "The request is not valid.",
     401: "The API key is missing or unknown.",
+    403: "The host is not a name of this server, or the web page may not call it.",
     404: "The named model or template does not exist.",
     408: "The body arrived too slowly, or the deadline has passed.",
     413: "The body is too large.",
@@ -35,7 +36,7 @@ HEADERS = {
     "x-request-id": {"description": "The id sent with the request, or a new one.", "schema": {"type": "string"}},
 }
 RETRY_AFTER = {"retry-after": {"description": "Seconds to wait before a retry.", "schema": {"type": "string"}}}
-UPLOAD_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+UPLOAD_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 FILE = {"type": "string", "format": "binary"}
 DATA_URL = {"type": "string", "pattern": f"^{DATA_URL_PREFIX}[A-Za-z0-9+/]+={{0,2}}$"}
 SERVER_SENT_EVENT = {
@@ -109,14 +110,15 @@ TEMPLATE: dict[str, Any] = {
     "responses": answers(TemplateAnswer, *UPLOAD_ERRORS, status=201),
     "openapi_extra": body(TemplateFields),
 }
-MODELS: dict[str, Any] = {"responses": answers(ModelsAnswer, 401)}
-MODEL: dict[str, Any] = {"responses": answers(ModelAnswer, 401, 404)}
-TEMPLATES: dict[str, Any] = {"responses": answers(TemplatesAnswer, 401)}
-ONE_TEMPLATE: dict[str, Any] = {"responses": answers(TemplateAnswer, 401, 404)}
-REMOVED_TEMPLATE: dict[str, Any] = {"responses": answers(TemplateRemoved, 401, 404)}
+MODELS: dict[str, Any] = {"responses": answers(ModelsAnswer, 401, 403)}
+MODEL: dict[str, Any] = {"responses": answers(ModelAnswer, 401, 403, 404)}
+TEMPLATES: dict[str, Any] = {"responses": answers(TemplatesAnswer, 401, 403)}
+ONE_TEMPLATE: dict[str, Any] = {"responses": answers(TemplateAnswer, 401, 403, 404)}
+REMOVED_TEMPLATE: dict[str, Any] = {"responses": answers(TemplateRemoved, 401, 403, 404)}
 HEALTH: dict[str, Any] = {
     "responses": {
         200: {"model": HealthState, "description": "Yes."},
+        403: {"model": Error, "description": ERRORS[403]},
         503: {"model": HealthState, "description": "No."},
     },
     "openapi_extra": {"security": []},
@@ -125,6 +127,7 @@ METRICS: dict[str, Any] = {
     "responses": {
         200: {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}},
         401: {"model": Error, "description": ERRORS[401]},
+        403: {"model": Error, "description": ERRORS[403]},
     }
 }
 
@@ -138,6 +141,9 @@ def add_schema(app: FastAPI, needs_key: bool) -> None:
     for unused in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(unused, None)
     if needs_key:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        document["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "azure": {"type": "apiKey", "in": "header", "name": "api-key"},
+        }
+        document["security"] = [{"bearer": []}, {"azure": []}]
     app.openapi_schema = document

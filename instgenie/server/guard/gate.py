@@ -1,5 +1,5 @@
-"""The gate that every request passes: it assigns a request id, checks the API key, and writes a log line. Knows no
-route."""
+"""The gate that every request passes: it assigns a request id, refuses foreign hosts and origins, and writes a log
+line. Behind it the key check finds the tenant. Knows no route."""
 
 import re
 import secrets
@@ -9,6 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from instgenie.server.errors import ApiError, error_response
+from instgenie.server.guard.hosts import HostGuard
 from instgenie.server.monitoring.log import log, request_id, say
 from instgenie.server.service import HttpService
 from instgenie.telemetry.traces import RequestSpan
@@ -23,6 +24,8 @@ class Gate:
     def __init__(self, app: ASGIApp, service: HttpService) -> None:
         self.app = app
         self.service = service
+        config = service.config
+        self.guard = HostGuard(config.host, config.allowed_hosts, config.allowed_origins, bool(config.api_keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,7 +38,7 @@ class Gate:
             visit.span = RequestSpan(headers.get("traceparent", ""))
         scope["trace"] = visit.span.trace if visit.span else ""
         try:
-            scope["tenant"] = self.tenant(scope["path"], headers)
+            self.guard.check(scope, headers)
             await self.app(scope, receive, visit.send)
         except ApiError as refused:
             await error_response(refused)(scope, receive, visit.send)
@@ -45,9 +48,25 @@ class Gate:
             visit.log(self.service)
             visit.end_span()
 
+
+class KeyCheck:
+    """Finds the tenant of each request, and refuses those without a valid key."""
+
+    def __init__(self, app: ASGIApp, service: HttpService) -> None:
+        self.app = app
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            scope["tenant"] = self.tenant(scope["path"], Headers(scope=scope))
+        except ApiError as refused:
+            await error_response(refused)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
     def tenant(self, path: str, headers: Headers) -> str:
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
-        return "" if is_open else self.service.keys.tenant(headers.get("authorization"))
+        return "" if is_open else self.service.keys.tenant(headers)
 
 
 class Visit:
@@ -76,7 +95,7 @@ class Visit:
         service.metrics.answered(self.scope["method"], route, self.status)
         say(
             "answered",
-            method=self.scope["method"],
+            method=self.scope["method"][:20],
             path=self.scope["raw_path"].decode("ascii", "backslashreplace")[:200],
             status=self.status,
             seconds=round(time.perf_counter() - self.start, 4),

@@ -21,6 +21,8 @@ RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 INTERRUPTIONS = "instgenie:step_loop_interruptions_total"
 REASONS = ("stop", "abort", "error")  # finished, cancelled, failed
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+OTHER_METHOD = "other"  # a label for each token that a client makes up would fill the memory
 
 
 class Metrics(Observer):
@@ -76,7 +78,7 @@ class Metrics(Observer):
         self.success.labels("abort").inc()
 
     def answered(self, method: str, route: str, status: int) -> None:
-        self.http.labels(method, route, status).inc()
+        self.http.labels(method if method in METHODS else OTHER_METHOD, route, status).inc()
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
