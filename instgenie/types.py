@@ -13,6 +13,7 @@ TierName = Literal["gpu", "host", "disk", "remote"]  # the places where activati
 OnStep = Callable[[int, int], None]  # called with the steps taken so far and the steps in all
 Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or the rows that go into it
 CacheDtype = Literal["model", "fp8"]  # activations in the model's dtype, or packed into half the bytes of bfloat16
+Reuse = Literal["auto", "off", "template"]  # activations are used if they are there, never, always
 PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # how blocks are planned; see `cost.planner`
 Notes = list[str]  # plain sentences for the user about how a request was read; readers append to it
 NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y

@@ -51,10 +51,24 @@ class Edits:
         log.warning("failed", extra={"job": entry.id, "kind": kind, "reason": message})
         match entry:
             case TemplateEntry():
-                self.library.fail(entry, message)
+                self._fail_template(entry, message)
             case EditEntry():
                 self.reporter.failed(kind)
                 self._answer(entry, Failed(kind, message, param))
+
+    def _fail_template(self, entry: TemplateEntry, message: str) -> None:
+        """Fail a registration. Edits that wait for it and find the template nowhere else are computed in full."""
+        for edit in self.library.fail(entry, message):
+            self.compute_in_full(edit, f"its template could not be registered: {message}")
+            if edit.id in self.entries:
+                self.library.unpark(self.library.templates[entry.id], edit)
+
+    def compute_in_full(self, entry: EditEntry, why: str) -> None:
+        """Let an edit do without activations, or fail it if its client insists on them."""
+        if entry.must_not_run_dense:
+            self.fail(entry, "no_reuse", why)
+        else:
+            entry.run_dense(why)
 
     def cancel(self, entry: EditEntry) -> None:
         self.reporter.cancelled()

@@ -16,6 +16,7 @@ from instgenie.scheduling.router import Work
 from instgenie.types import TierName
 
 StageName = Literal["prepare", "gather", "park", "denoise", "finish"]
+MAX_PARKS = 3  # registrations that an edit waits for; a store that loses what was registered is too small for it
 MAX_DEATHS = 3  # of processes holding an entry at one stage, before the entry is taken for the cause
 
 
@@ -82,6 +83,8 @@ class EditEntry(Entry):
     group: list["EditEntry"]  # edits that join a batch together, itself among them
     mode: ComputeMode = ComputeMode.DENSE
     tier: TierName | None = None  # where the template's activations were found
+    why_dense: str = ""  # the reason, if its mode is DENSE
+    num_parks: int = 0  # times that it waited for a registration
     is_running: bool = False  # True while it is in a batch
     step: int = 0
     plan: tuple[bool, ...] = ()  # known once it has joined a batch
@@ -128,8 +131,14 @@ class EditEntry(Entry):
             plan=self.plan,
         )
 
-    def run_dense(self) -> None:
-        self.mode, self.tier = ComputeMode.DENSE, None
+    @property
+    def must_not_run_dense(self) -> bool:
+        """True if its client would rather see it fail."""
+        return self.order.wish.reuse == "template"
+
+    def run_dense(self, why: str) -> None:
+        """Have every token computed. `why` is a clause for the client."""
+        self.mode, self.tier, self.why_dense = ComputeMode.DENSE, None, why
 
     def lose(self) -> None:
         super().lose()

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 
 from instgenie.cluster import wire
 from instgenie.cluster.config import ClusterConfig
@@ -14,7 +15,8 @@ from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Worker
 from instgenie.cluster.reporter import Reporter
 from instgenie.cluster.templates import TemplateRecord
-from instgenie.errors import QueueFullError
+from instgenie.errors import ClosedError, QueueFullError
+from instgenie.scheduling.router import Work
 
 
 class Front:
@@ -40,7 +42,7 @@ class Front:
         if num_waiting + len(orders) > self.config.max_queue:
             raise QueueFullError(num_waiting, self.config.max_queue, self._retry_after())
         group: list[EditEntry] = []
-        works = self.library.naming.works_of(orders)
+        works = [self._checked(*pair) for pair in zip(orders, self.library.naming.works_of(orders), strict=True)]
         for order, work in zip(orders, works, strict=True):
             group.append(EditEntry(id=uuid.uuid4().hex, order=order, work=work, group=group))
         worker = self.placement.choose(works, self.library.holders(works[0].template))
@@ -62,24 +64,34 @@ class Front:
 
     def forget(self, template: TemplateRecord) -> None:
         """Delete a template. Edits that do not yet use it compute every token."""
-        for entry in self.edits.entries.values():
+        for entry in list(self.edits.entries.values()):
             if entry.template == template.id and not entry.is_running:
-                entry.run_dense()
+                self.edits.compute_in_full(entry, "its template was deleted")
         self.library.forget(template)
 
+    def _checked(self, order: Order, work: Work) -> Work:
+        """The work, with the note whether it must use activations: they are known to exist, or the client insists."""
+        insists = order.wish.reuse == "template"
+        if insists and work.template is None:
+            raise ClosedError("the model is not known yet, so its templates are not either")
+        return replace(work, must_reuse=insists or self.library.is_ready(work.template))
+
     def _decide(self, entry: EditEntry, worker: Worker) -> None:
-        """Decide whether an edit uses its template's activations, or leave it to the worker to look for them."""
+        """Decide whether an edit uses its template's activations, or leave it to the worker to look for them. Whether a
+        template is used does not depend on the worker: one that lacks the activations of a ready template registers
+        them before it runs the edit."""
         name = entry.work.template
-        if not entry.order.can_reuse:
+        if name is None:
+            entry.run_dense(entry.order.obstacle or "the model was not known yet")
             return
-        if name in worker.load.templates:
+        if entry.work.must_reuse or name in worker.load.templates:
             entry.mode = ComputeMode.CACHED
-        elif name and self.library.may_be_below(name):
+        elif self.library.may_be_below(name):
             entry.mode = ComputeMode.UNDECIDED
         else:
+            entry.run_dense(self.library.why_not(name))
             self.reporter.cache_query(entry)
-        if name:
-            worker.load.expect(name)
+        worker.load.expect(name)
 
     def _announce(self, entry: EditEntry) -> None:
         """Have the activations loaded now if the edit is among those its worker takes next."""

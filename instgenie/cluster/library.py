@@ -15,6 +15,7 @@ from instgenie.cluster.naming import Naming
 from instgenie.cluster.orders import TemplateOrder
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process, Worker
+from instgenie.cluster.retries import Retries
 from instgenie.cluster.templates import SHARED, TemplateRecord
 from instgenie.scheduling.router import Work
 
@@ -30,6 +31,7 @@ class Library:
         self.send = send
         self.templates: dict[str, TemplateRecord] = {}
         self.forgetting = Forgetting(placement.workers, send)
+        self.retries = Retries()
 
     # templates
 
@@ -45,9 +47,9 @@ class Library:
     def register_unasked(self, name: str, order: TemplateOrder, worker: Worker) -> None:
         """Register the picture of a finished edit, so that the next edit of it finds activations."""
         known = self.templates.get(name)
-        is_tried = known is not None and known.order.picture is not None
+        is_under_way = known is not None and (known.state == "ready" or bool(known.entries))
         num_unasked = sum(not template.is_asked_for and bool(template.entries) for template in self.templates.values())
-        if not is_tried and num_unasked < MAX_UNASKED:
+        if not is_under_way and num_unasked < MAX_UNASKED and self.retries.may_try(name):
             self._register_on(self._learn(name, order), worker)
 
     def meet(self, name: str, entry: EditEntry) -> None:
@@ -62,6 +64,20 @@ class Library:
         """Workers that have the template's activations in memory."""
         template = self.templates.get(name or "")
         return list(template.holders) if template else ()
+
+    def is_ready(self, name: str | None) -> bool:
+        """True if the template's activations are known to be somewhere. A worker that lacks them registers them."""
+        template = self.templates.get(name or "")
+        return template is not None and template.state == "ready"
+
+    def why_not(self, name: str) -> str:
+        """Why an edit of a template that is not ready is computed in full."""
+        template = self.templates.get(name)
+        if not self.config.reuse:
+            return "the server runs without reuse"
+        if template is None or not (template.entries or template.state == "failed"):
+            return "no activations are registered for the picture with these steps and this guidance"
+        return f"the registration of its template {'failed' if template.state == 'failed' else 'is not yet finished'}"
 
     def may_be_below(self, template: str) -> bool:
         """True if a tier that outlives the cluster may hold activations that the cluster does not know of."""
@@ -107,29 +123,51 @@ class Library:
         if is_news and entry.stage == "denoise" and entry.id in process.held:
             self.dispatch(process, entry)
 
-    def fail(self, entry: TemplateEntry, message: str) -> None:
-        """End a registration that failed; the edits that wait for it compute every token."""
+    def fail(self, entry: TemplateEntry, message: str) -> Sequence[EditEntry]:
+        """End a registration that failed. The edits that wait for it go to another worker that has the template.
+        Returns those that cannot, which are released by `unpark`."""
         template = self.templates.get(entry.id)
         if template is None:
-            return
+            return ()
         template.entries.pop(entry.worker, None)
+        self.retries.failed(template.id)
         if not template.is_held:
             template.fail(message)
-        for parked in template.parked:
-            if parked.worker == entry.worker:
-                parked.run_dense()
-        self._unpark(template, entry.worker)
+        stuck = [parked for parked in template.parked if parked.worker == entry.worker]
+        if not self._other_holders(template, entry.worker):
+            return stuck
+        for parked in stuck:
+            template.parked.remove(parked)
+            self._send_to_holder(template, parked)
+        return ()
 
     # edits that wait for a template
 
     def park(self, entry: EditEntry) -> None:
-        """Hold back an edit until its worker has registered the activations it must use."""
+        """Hold back an edit until its worker has registered the activations it must use. If a registration of the
+        template failed a moment ago, the edit goes to a worker that has it."""
         assert entry.template is not None
         self.placement.process_of(entry).remove(entry)
         template = self._learn(entry.template, self.naming.template_order_of(entry.order))
+        if not self.retries.may_try(template.id) and self._other_holders(template, entry.worker):
+            self._send_to_holder(template, entry)
+            return
         entry.move("park")
+        entry.num_parks += 1
         template.parked.append(entry)
         self._register_on(template, self.workers[entry.worker], is_urgent=True)
+
+    def _other_holders(self, template: TemplateRecord, worker: int) -> list[Worker]:
+        """Workers other than this one that can run an edit of the template."""
+        holders = [self.workers[index] for index in template.holders if index != worker]
+        return [holder for holder in holders if holder.is_ready]
+
+    def _send_to_holder(self, template: TemplateRecord, entry: EditEntry) -> None:
+        """Move an edit to the least busy of the workers that have its template."""
+        holders = self._other_holders(template, entry.worker)
+        self.placement.settle(entry, min(holders, key=lambda worker: worker.load.seconds))
+        entry.move("denoise")
+        self.placement.put(entry)
 
     def drop(self, entry: EditEntry) -> None:
         """Remove an edit that no longer waits."""
@@ -137,12 +175,11 @@ class Library:
         if template and entry in template.parked:
             template.parked.remove(entry)
 
-    def _unpark(self, template: TemplateRecord, worker: int | None = None) -> None:
-        """Release the edits that wait for a template, on one worker or on all."""
-        for entry in [entry for entry in template.parked if worker in (None, entry.worker)]:
-            template.parked.remove(entry)
-            entry.move("denoise")
-            self.placement.put(entry)
+    def unpark(self, template: TemplateRecord, entry: EditEntry) -> None:
+        """Let an edit go on that waited for a template."""
+        template.parked.remove(entry)
+        entry.move("denoise")
+        self.placement.put(entry)
 
     # reports of workers
 
@@ -150,16 +187,19 @@ class Library:
         template = self.templates.get(message.id)
         if template is None or process.holding(message.id, message.attempt) is None:
             return
-        template.num_registered_steps = message.num_registered_steps
-        template.state = "registering"
+        if not template.is_held:
+            template.num_registered_steps = message.num_registered_steps
+            template.state = "registering"
         if message.num_registered_steps == message.num_steps:
             process.take_back(message.id, message.attempt)
             template.entries.pop(process.worker, None)
-            template.state = "ready"
+            template.state, template.num_registered_steps = "ready", message.num_steps
+            self.retries.succeeded(template.id)
             template.keep_in_memory(process.worker, message.tier_bytes)
             tier = template.tier_at(process.worker) or "disk"  # provisional: the next Kept message has the tiers
             self.workers[process.worker].load.templates[template.id] = tier
-            self._unpark(template, process.worker)
+            for entry in [entry for entry in template.parked if entry.worker == process.worker]:
+                self.unpark(template, entry)
 
     def on_kept(self, process: Process, message: wire.Kept, frames: list[wire.Frame]) -> None:
         self.workers[process.worker].tier_bytes = message.tier_bytes
@@ -217,7 +257,8 @@ class Library:
                 self.forgetting.add(worker, head)
         for entry in template.entries.values():
             self.placement.process_of(entry).remove(entry)
-        self._unpark(template)
+        for parked in list(template.parked):
+            self.unpark(template, parked)
 
 
 def update_load(worker: Worker, template: TemplateRecord) -> None:

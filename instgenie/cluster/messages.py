@@ -27,6 +27,7 @@ def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Deno
         template=template,
         must_reuse=entry.mode is ComputeMode.CACHED,
         num_partials=entry.order.num_partials,
+        fails_dense=entry.must_not_run_dense,
         trace=entry.order.trace,
     )
 

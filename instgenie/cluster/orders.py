@@ -2,13 +2,15 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from instgenie.cluster.wish import Wish
+from instgenie.jobs.quality import SETTINGS
 from instgenie.types import PixelMask, Pixels, TierName
 
 OutputFormat = Literal["png", "jpeg", "webp"]
-FailureKind = Literal["bad_input", "out_of_memory", "crashed", "unavailable", "internal"]
+FailureKind = Literal["bad_input", "no_reuse", "out_of_memory", "crashed", "unavailable", "internal"]
 TemplateState = Literal["queued", "registering", "ready", "failed"]
 
 
@@ -27,8 +29,20 @@ class Order:
 
     @property
     def can_reuse(self) -> bool:
-        """True if a template's activations would save any computation."""
-        return self.wish.quality != "exact" and not self.mask.all()
+        """True if a template's activations may be used and would save any computation."""
+        return not self.obstacle
+
+    @cached_property
+    def obstacle(self) -> str:
+        """Why a template's activations are of no use to this edit; empty if they are."""
+        wish = self.wish
+        if wish.reuse == "off":
+            return "the request asks for reuse=off"
+        if wish.quality == "exact":
+            return "the quality 'exact' computes every token"
+        if wish.steps is not None and SETTINGS[wish.quality].dense_steps(wish.steps) >= wish.steps:
+            return f"the quality {wish.quality!r} computes {wish.steps} of {wish.steps} steps in full"
+        return "the mask covers the whole picture" if self.mask.all() else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +93,7 @@ class Facts:
     num_tokens: int
     num_masked_tokens: int
     num_computed_tokens: int
-    cache_tier: TierName | None  # where the template's activations were found; None: a miss
+    cache_tier: TierName | None  # where the template's activations were found; None: every token was computed
     worker: int
     num_attempts: int
     queue_seconds: float
@@ -88,6 +102,7 @@ class Facts:
     dense_seconds: float  # predicted time of the steps if every token were computed
     finish_seconds: float
     finish_thread_seconds: float  # the part of finish_seconds during which the next picture is decoded
+    why_dense: str = ""  # why every token was computed, as a clause; empty if a template's activations were used
 
 
 @dataclass(frozen=True, eq=False)

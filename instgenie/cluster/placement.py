@@ -1,6 +1,7 @@
 """The worker an entry belongs to, and the process that its stage runs in. Knows no message."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from instgenie.cluster.config import Role
 from instgenie.cluster.entries import ComputeMode, EditEntry, Entry
@@ -30,6 +31,7 @@ class Placement:
             num_masked_tokens=sum(work.num_masked_tokens for work in works),
             template=works[0].template,
             num_edits=len(works),
+            must_reuse=works[0].must_reuse,
         )
         holding = [self.workers[index].load for index in holders if self.workers[index].is_ready]
         return self.workers[self.router.choose(total, loads, holding)]
@@ -51,7 +53,7 @@ class Placement:
         a template stays with its worker."""
         is_stranded = not self.process_of(entry).is_ready and any(worker.is_ready for worker in self.workers)
         if is_stranded and isinstance(entry, EditEntry):
-            self.settle(entry, self.choose([entry.work]))
+            self.settle(entry, self.choose([replace(entry.work, must_reuse=entry.mode is ComputeMode.CACHED)]))
         self.process_of(entry).put(entry)
 
     def process_of(self, entry: Entry) -> Process:

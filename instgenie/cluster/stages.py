@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from instgenie.cluster import wire
 from instgenie.cluster.edits import Edits
-from instgenie.cluster.entries import ComputeMode, DenoisedJob, EditEntry, Entry, PreparedJob, TemplateEntry
+from instgenie.cluster.entries import MAX_PARKS, ComputeMode, DenoisedJob, EditEntry, Entry, PreparedJob, TemplateEntry
 from instgenie.cluster.library import Library
 from instgenie.cluster.messages import Send, denoising, finish_message, prepare_message
 from instgenie.cluster.orders import Facts
@@ -53,13 +53,21 @@ class Stages:
     def _dispatch_jobs(self, process: Process, entries: Sequence[EditEntry]) -> None:
         """Send jobs to be denoised, and park those that must use activations which the worker does not have."""
         known = self.workers[process.worker].load.templates
-        missing = [entry for entry in entries if entry.mode is ComputeMode.CACHED and entry.template not in known]
-        for entry in missing:
-            self.library.park(entry)
-        if going := [entry for entry in entries if entry not in missing]:
+        for entry in entries:
+            if entry.mode is ComputeMode.CACHED and entry.template not in known:
+                self._wait_for_template(entry)
+        if going := [entry for entry in entries if entry.id in process.held]:
             frames = [frame for entry in going if entry.prepared for frame in entry.prepared.tensors]
             jobs = tuple(denoising(entry, self.library.naming.head(entry)) for entry in going)
             self.send(process, wire.Denoise(jobs), frames)
+
+    def _wait_for_template(self, entry: EditEntry) -> None:
+        """Have the template registered on the edit's worker first, unless that was in vain a few times."""
+        if entry.num_parks < MAX_PARKS:
+            self.library.park(entry)
+        else:
+            why = f"its template was registered {MAX_PARKS} times and each time lost its memory to others"
+            self.edits.compute_in_full(entry, why)
 
     # prepare
 
@@ -88,7 +96,7 @@ class Stages:
         entry.tier = message.tier
         self.reporter.cache_query(entry)
         if message.tier is None:
-            entry.run_dense()
+            entry.run_dense(message.why_none)
         elif entry.template:
             entry.mode = ComputeMode.CACHED
             self.library.meet(entry.template, entry)
@@ -98,9 +106,10 @@ class Stages:
         entry = process.take_back(message.id, message.attempt)
         if isinstance(entry, EditEntry):
             entry.attempt += 1
-            if not self.library.lacks(process.worker, message.template):  # it was forgotten
-                entry.run_dense()
-            self.placement.put(entry)
+            if not self.library.lacks(process.worker, message.template):
+                self.edits.compute_in_full(entry, "its template was deleted")
+            if entry.id in self.edits.entries:
+                self.placement.put(entry)
 
     def on_joined(self, process: Process, message: wire.Joined, frames: list[wire.Frame]) -> None:
         for told, plan in zip(message.jobs, message.plans, strict=True):
@@ -190,6 +199,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
         num_masked_tokens=prepared.num_masked_tokens,
         num_computed_tokens=denoised.num_computed_tokens,
         cache_tier=entry.tier,
+        why_dense=entry.why_dense,
         worker=entry.worker,
         num_attempts=entry.attempt,
         queue_seconds=max(time.monotonic() - entry.accepted_at - worked, 0.0),

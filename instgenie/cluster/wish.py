@@ -4,7 +4,7 @@ knows no model."""
 from dataclasses import dataclass
 
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
-from instgenie.types import Edit, PixelMask, Pixels
+from instgenie.types import Edit, PixelMask, Pixels, Reuse
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Wish:
     strength: float = 1.0
     feather: int = 0
     quality: Quality = DEFAULT
+    reuse: Reuse = "auto"
 
     def edit(self, picture: Pixels, mask: PixelMask, own_steps: int, own_guidance: float) -> Edit:
         """The complete edit, for a model whose default steps and guidance are given."""

@@ -33,6 +33,7 @@ class Work:
     num_masked_tokens: int
     template: str | None = None  # id; where its activations are, only masked tokens are computed
     num_edits: int = 1
+    must_reuse: bool = False  # True if a worker without the activations registers them before it runs the edits
 
 
 class Pace:
@@ -157,13 +158,25 @@ class WorkerLoad:
     def tier_of(self, work: Work) -> TierName | None:
         return self.templates.get(work.template) if work.template else None
 
+    def has_to_register(self, work: Work) -> bool:
+        return work.must_reuse and self.tier_of(work) is None
+
     def tokens_of(self, work: Work) -> int:
         """Tokens that a step of this work computes on this worker."""
-        return work.num_tokens if self.tier_of(work) is None else work.num_masked_tokens
+        is_dense = self.tier_of(work) is None and not work.must_reuse
+        return work.num_tokens if is_dense else work.num_masked_tokens
 
     def price_of(self, work: Work) -> Price:
         """Price of a step of this work on this worker."""
-        return self.costs.price(work.num_tokens, work.num_masked_tokens, self.tier_of(work))
+        tier: TierName | None = "host" if self.has_to_register(work) else self.tier_of(work)
+        return self.costs.price(work.num_tokens, work.num_masked_tokens, tier)
+
+    def registration_compute(self, work: Work) -> float:
+        """Seconds of computing before its edits may start: a dense pass over every step of the template, once for all
+        of them; 0 if the worker has the activations or may do without."""
+        if not self.has_to_register(work):
+            return 0.0
+        return work.num_steps * self.costs.price(work.num_tokens / work.num_edits, 0, None).compute
 
     def fetch_seconds(self, work: Work) -> float:
         """Seconds until its template is in memory; 0 if no tier has it."""
@@ -180,7 +193,8 @@ def predicted_finish(work: Work, load: WorkerLoad) -> float:
     in the slower side stage, which takes edits one by one, whichever is longer."""
     price = load.price_of(work)
     num_steps = max(work.num_steps, (load.num_steps + work.num_edits * work.num_steps) / load.max_batch_size)
-    compute, loading = load.compute + work.num_steps * price.compute, load.loading + work.num_steps * price.load
+    compute = load.compute + work.num_steps * price.compute + load.registration_compute(work)
+    loading = load.loading + work.num_steps * price.load
     predicted = load.costs.total_seconds(num_steps, compute, loading)
     steps = load.fetch_seconds(work) + load.pace.seconds(num_steps, predicted)
     side = (load.num_unfinished + work.num_edits) * max(load.side_seconds.values(), default=0.0)

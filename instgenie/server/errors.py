@@ -100,6 +100,10 @@ def from_failure(failed: Failed) -> ApiError:
     match failed.kind:
         case "bad_input":
             return ApiError(400, failed.message, "invalid_value", failed.param)
+        case "no_reuse":
+            advice = "Send reuse=auto to have the edit computed in full."
+            message = f"The edit cannot use its template: {failed.message}. {advice}"
+            return ApiError(503, message, "no_reuse", "reuse", NO_RETRY)
         case "out_of_memory":
             return ApiError(503, "The edit does not fit in the worker's memory.", "out_of_memory", headers=NO_RETRY)
         case "crashed":

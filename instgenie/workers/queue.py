@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from instgenie.cluster.wire import Denoise, Denoising, Frame, JobStep, Missing, TierFound, split_frames
+from instgenie.cluster.wire import Denoise, Denoising, Frame, JobFailed, JobStep, Missing, TierFound, split_frames
 from instgenie.cost.table import StepCosts
 from instgenie.engine.pricing import priced
 from instgenie.engine.register import make_activations, reuse
@@ -27,7 +27,8 @@ class TrackedJob:
     job: Job
     partials: tuple[int, ...]  # steps after which the client wants to see a picture
     fetching: Fetching | None = None  # activations that it waits for
-    must_reuse: bool = False  # True if it may not run without activations
+    must_reuse: bool = False  # True if it may not run without activations that could be registered
+    fails_dense: bool = False  # True if it may not run without activations at all
     key: Key | None = None  # of the activations it uses
     joined_at: float = 0.0
     trace: str = ""
@@ -92,7 +93,16 @@ class WaitingQueue:
             self.line.send(failure(given.id, given.attempt, error))
             return None
         partials = partial_steps(job.num_steps, given.num_partials)
-        return TrackedJob(given.id, given.attempt, job, partials, fetching, given.must_reuse, trace=given.trace)
+        return TrackedJob(
+            id=given.id,
+            attempt=given.attempt,
+            job=job,
+            partials=partials,
+            fetching=fetching,
+            must_reuse=given.must_reuse,
+            fails_dense=given.fails_dense,
+            trace=given.trace,
+        )
 
     def cancel(self, id: str) -> None:
         for group in self.groups:
@@ -129,8 +139,11 @@ class WaitingQueue:
         if outcome is FetchOutcome.ABSENT and tracked.must_reuse:
             self.line.send(Missing(tracked.id, tracked.attempt, self.templates.keys.id(key)))
             group.jobs.remove(tracked)
+        elif isinstance(outcome, FetchOutcome) and tracked.fails_dense:
+            self.line.send(JobFailed(tracked.id, tracked.attempt, "no_reuse", self.templates.why_not(outcome)))
+            group.jobs.remove(tracked)
         elif isinstance(outcome, FetchOutcome):
-            self.line.send(TierFound(tracked.id, tracked.attempt, None))
+            self.line.send(TierFound(tracked.id, tracked.attempt, None, self.templates.why_not(outcome)))
         else:
             tracked.job = reuse(tracked.job, make_activations(key, outcome.span, self.model))
             tracked.key = key

@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.gpu import GpuTier
@@ -29,7 +30,7 @@ from instgenie.cluster.wire import (
 from instgenie.jobs.activations import Key
 from instgenie.machine.device_memory import available_bytes
 from instgenie.types import Pixels, TierName
-from instgenie.workers.fetching import Fetcher
+from instgenie.workers.fetching import Fetcher, FetchOutcome
 from instgenie.workers.keys import Keys
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,13 @@ class Templates:
 
     def memory_bytes(self, key: Key) -> dict[TierName, int]:
         return {tier.name: num_bytes for tier in self.store.memory if (num_bytes := tier.num_bytes(key))}
+
+    def why_not(self, outcome: FetchOutcome) -> str:
+        """Why activations are not used, as a clause for the client."""
+        if outcome is FetchOutcome.ABSENT:
+            return "no activations are registered for the picture with these steps and this guidance"
+        num_bytes = decimal(sum(tier.max_bytes for tier in self.store.memory))
+        return f"the worker's memory, which may hold {num_bytes} of activations, has no room for those of its template"
 
     def forget(self, key: Key) -> None:
         self._later(self._clerk, self._forget, key)

@@ -1,5 +1,7 @@
 """The router: which worker gets an edit."""
 
+from dataclasses import replace
+
 import pytest
 
 from instgenie.scheduling.names import RoutingPolicy
@@ -35,6 +37,23 @@ def test_mask_aware_goes_where_the_activations_are() -> None:
 def test_mask_aware_leaves_the_activations_when_the_queue_there_is_long() -> None:
     loads = [make_load(0), make_load(1, *[(10, 1000)] * 4, templates=("cat",))]
     assert Router("mask_aware").choose(WORK, loads) == 0
+
+
+def test_a_worker_without_the_activations_of_a_ready_template_is_charged_for_the_registration() -> None:
+    """Registering costs as much as one dense edit, which the queue at the worker that has the template must exceed."""
+    ready = replace(WORK, must_reuse=True)
+    for num_queued, chosen in ((1, 1), (2, 0)):
+        loads = [make_load(0), make_load(1, *[(10, 900)] * num_queued, templates=("cat",))]
+        assert Router("mask_aware").choose(ready, loads) == chosen
+    idle, holder = make_load(0), make_load(1, templates=("cat",))
+    assert (idle.tokens_of(ready), idle.price_of(ready)) == (100, holder.price_of(ready))
+    assert (idle.has_to_register(ready), holder.has_to_register(ready), idle.has_to_register(WORK)) == (
+        True,
+        False,
+        False,
+    )
+    both = replace(ready, num_tokens=2000, num_masked_tokens=200, num_edits=2)
+    assert idle.registration_compute(both) == idle.registration_compute(ready)  # once for all edits
 
 
 def test_a_worker_with_pictures_to_finish_is_busy() -> None:

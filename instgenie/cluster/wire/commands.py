@@ -50,6 +50,7 @@ class Denoising(Struct, frozen=True):
     template: TemplateHead | None  # use its activations if they are found; None: compute every token
     must_reuse: bool  # the job may not run without them: an earlier attempt used them, or they are known to exist
     num_partials: int
+    fails_dense: bool = False  # if the activations fit nowhere, the job fails instead of computing every token
     trace: str = ""
 
 

@@ -119,6 +119,7 @@ class TierFound(Message, frozen=True):
     id: str
     attempt: int
     tier: TierName | None
+    why_none: str = ""  # a clause for the client
 
 
 class Missing(Message, frozen=True):
