@@ -12,6 +12,7 @@ from contextlib import suppress
 from instgenie.cluster import wire
 from instgenie.cluster.config import ClusterConfig, resolve
 from instgenie.cluster.entries import Ticket
+from instgenie.cluster.front import Place
 from instgenie.cluster.launch import Launcher, LocalLauncher
 from instgenie.cluster.orders import Order, TemplateStatus
 from instgenie.cluster.processes import Worker, make_workers
@@ -96,12 +97,23 @@ class Cluster:
 
     # edits
 
-    def submit(self, orders: Sequence[Order]) -> list[Ticket]:
-        """Accept the edits of one request; they share a worker and a batch. Raises if a parameter is out of range."""
+    def reserve(self, num_edits: int) -> Place:
+        """Take places in the queue for edits that will be submitted soon. Raises if there are too few."""
+        self._check_open()
+        return self._coordinator.front.reserve(num_edits)
+
+    def submit(self, orders: Sequence[Order], place: Place | None = None) -> list[Ticket]:
+        """Accept the edits of one request, in the places reserved for them if there are any; they share a worker and a
+        batch. Raises if a parameter is out of range."""
         self._check_open()
         for order in orders:
             check_edit(order.wish.edit(order.picture, order.mask, 1, 1.0))  # the model's own defaults are in range
-        return self._coordinator.accept(orders)
+        return self._coordinator.accept(orders, place)
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds after which an edit that was refused may find room."""
+        return self._coordinator.front.retry_after
 
     # templates
 
@@ -145,7 +157,7 @@ class Cluster:
         edits, reporter = self._coordinator.edits, self._coordinator.reporter
         return ClusterStatus(
             workers=tuple(self._worker_status(worker) for worker in self.workers),
-            num_waiting=edits.num_waiting,
+            num_waiting=edits.num_waiting + self._coordinator.front.num_reserved,
             num_running=edits.num_running,
             num_finished=reporter.counts["finished"],
             num_failed=reporter.counts["failed"],

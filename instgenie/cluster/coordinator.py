@@ -23,7 +23,7 @@ from instgenie.cluster.archive import Archive
 from instgenie.cluster.config import ClusterConfig
 from instgenie.cluster.edits import Edits
 from instgenie.cluster.entries import EditEntry, Entry, Ticket
-from instgenie.cluster.front import Front
+from instgenie.cluster.front import Front, Place
 from instgenie.cluster.library import Library
 from instgenie.cluster.messages import Send
 from instgenie.cluster.naming import Naming
@@ -69,9 +69,9 @@ class Coordinator:
 
     # clients
 
-    def accept(self, orders: Sequence[Order]) -> list[Ticket]:
+    def accept(self, orders: Sequence[Order], place: Place | None = None) -> list[Ticket]:
         """Accept the edits of one request; they share a worker and a batch."""
-        tickets = [Ticket(entry, self.cancel) for entry in self.front.accept(orders)]
+        tickets = [Ticket(entry, self.cancel) for entry in self.front.accept(orders, place)]
         self.pump()
         return tickets
 

@@ -23,6 +23,11 @@ class Edits:
         return sum(entry.is_waiting for entry in self.entries.values())
 
     @property
+    def num_outside_batches(self) -> int:
+        """Edits that wait for a stage, or are being prepared or finished."""
+        return sum(not entry.is_running for entry in self.entries.values())
+
+    @property
     def num_running(self) -> int:
         return len(self.entries) - self.num_waiting
 

@@ -19,6 +19,20 @@ from instgenie.errors import ClosedError, QueueFullError
 from instgenie.scheduling.router import Work
 
 
+class Place:
+    """Places in the queue, taken for edits that are not yet submitted."""
+
+    def __init__(self, front: "Front", num_edits: int) -> None:
+        self._front = front
+        self._num_edits = num_edits
+        front.num_reserved += num_edits
+
+    def release(self) -> None:
+        """Give the places back; a second call does nothing."""
+        self._front.num_reserved -= self._num_edits
+        self._num_edits = 0
+
+
 class Front:
     def __init__(
         self,
@@ -35,12 +49,21 @@ class Front:
         self.edits = edits
         self.reporter = reporter
         self.send = send
+        self.num_reserved = 0
 
-    def accept(self, orders: Sequence[Order]) -> list[EditEntry]:
-        """Queue the edits of one request; they share a worker and a batch."""
-        num_waiting = self.edits.num_waiting
-        if num_waiting + len(orders) > self.config.max_queue:
-            raise QueueFullError(num_waiting, self.config.max_queue, self._retry_after())
+    def reserve(self, num_edits: int) -> Place:
+        """Take places for edits that will be submitted soon. Every accepted edit that is not in a batch counts, from
+        here until it is answered."""
+        num_waiting = self.num_reserved + self.edits.num_outside_batches
+        if num_edits and num_waiting + num_edits > self.config.max_queue:
+            raise QueueFullError(num_waiting, self.config.max_queue, self.retry_after)
+        return Place(self, num_edits)
+
+    def accept(self, orders: Sequence[Order], place: Place | None = None) -> list[EditEntry]:
+        """Queue the edits of one request; they share a worker and a batch. They take the place of the request, if one
+        was reserved."""
+        place = place or self.reserve(len(orders))
+        place.release()
         group: list[EditEntry] = []
         works = [self._checked(*pair) for pair in zip(orders, self.library.naming.works_of(orders), strict=True)]
         for order, work in zip(orders, works, strict=True):
@@ -100,6 +123,7 @@ class Front:
         if has_room and (head := self.library.naming.head(entry)):
             self.send(worker.denoiser, wire.Fetch(entry.id, head))
 
-    def _retry_after(self) -> float:
+    @property
+    def retry_after(self) -> float:
         """Seconds until the first worker has done all its work."""
         return max(min(worker.load.seconds for worker in self.placement.workers), 1.0)

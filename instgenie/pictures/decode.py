@@ -2,6 +2,8 @@
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,18 @@ MIN_SIDE = 16
 def decode(source: str | Path | bytes, error: type[InstGenieError], max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The upright, fully decoded image: L or RGB, or RGBA if the file has any kind of transparency. Any defect of the
     file is raised as `error`, with a message that quotes nothing of Pillow's."""
-    name = "the data" if isinstance(source, bytes) else str(source)
+    with checked_image(source, error, max_pixels) as image:
+        try:
+            return _upright(_plain(image))
+        except Exception:
+            defect = f"{_name(source)} is damaged or cut short: its {image.format} data cannot be decoded"
+            raise error(defect) from None
+
+
+@contextmanager
+def checked_image(source: str | Path | bytes, error: type[InstGenieError], max_pixels: int) -> Iterator[Image.Image]:
+    """The image of a file whose header is read and whose size is accepted; nothing of it is decoded yet."""
+    name = _name(source)
     if not isinstance(source, bytes):
         _check_file(Path(source), error)
     with warnings.catch_warnings():
@@ -32,10 +45,11 @@ def decode(source: str | Path | bytes, error: type[InstGenieError], max_pixels: 
             raise error(f"{name} is not a readable picture: PNG, JPEG or WebP is expected") from None
         with image:
             _check_size(image, name, error, max_pixels)
-            try:
-                return _upright(_plain(image))
-            except Exception:
-                raise error(f"{name} is damaged or cut short: its {image.format} data cannot be decoded") from None
+            yield image
+
+
+def _name(source: str | Path | bytes) -> str:
+    return "the data" if isinstance(source, bytes) else str(source)
 
 
 def _plain(image: Image.Image) -> Image.Image:

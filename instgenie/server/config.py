@@ -2,6 +2,7 @@
 resolves "auto" for this machine. To add an option, add one entry to `OPTIONS` and use its value in `make_config`."""
 
 import ctypes
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal, get_args
 from instgenie.cache.folder import make_folder
 from instgenie.cluster.config import CacheConfig, ClusterConfig
 from instgenie.errors import ConfigError
+from instgenie.machine.memory import available_memory
 from instgenie.pictures.decode import MAX_PIXELS
 from instgenie.scheduling.names import Batching, RoutingPolicy
 from instgenie.server.guard.hosts import ANY, HOST
@@ -44,6 +46,7 @@ class HttpConfig:
     max_body_bytes: int
     max_pixels: int
     decode_threads: int
+    max_decoded_bytes: int
     body_timeout: float
     shutdown_timeout: float
     log_format: LogFormat
@@ -79,6 +82,9 @@ OPTIONS = (
            default_text="none", repeatable=True),
     Option("max-body-mib", whole_number(1, 4096), 64, "largest request body", "MIB"),
     Option("max-megapixels", number(0.1, MAX_PIXELS / 1e6), 16.8, "largest picture"),
+    Option("max-decoded-gib", auto_or(number(0.001, 65536)), AUTO,
+           "main memory for the decoded pictures of accepted edits; further edits are refused", "GIB",
+           default_text="an eighth of the available memory"),
     Option("body-timeout", number(0.1, 3600), 60.0,
            "seconds for a request body to arrive; also for the request's head, but at most 20"),
     Option("shutdown-timeout", number(0, 86400), 30.0,
@@ -126,7 +132,7 @@ def read_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 
 
 def make_config(values: Mapping[str, Any]) -> ServeConfig:
-    """Resolve every "auto" except memory sizes, which the cluster resolves when it is created."""
+    """Resolve every "auto" except the sizes of caches, which the cluster resolves when it is created."""
     devices = choose_devices(values["device"], values["workers"])
     return ServeConfig(
         HttpConfig(
@@ -139,6 +145,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             max_body_bytes=values["max_body_mib"] * 2**20,
             max_pixels=round(values["max_megapixels"] * 1e6),
             decode_threads=min(4, os.cpu_count() or 1),
+            max_decoded_bytes=choose_decoded_bytes(values["max_decoded_gib"]),
             body_timeout=values["body_timeout"],
             shutdown_timeout=values["shutdown_timeout"],
             log_format=values["log_format"],
@@ -199,6 +206,14 @@ def read_keys(path: str | None) -> list[ApiKey]:
 def short_name(model: str) -> str:
     """Return the name clients see: of a folder only its last part."""
     return Path(model).name if os.path.isdir(model) else model
+
+
+def choose_decoded_bytes(gib: float | str) -> int:
+    """Return the bytes for decoded pictures; where the amount of memory is unknown, as if there were 16 GiB."""
+    if isinstance(gib, str):
+        available = available_memory()
+        return int(available if math.isfinite(available) else 16 * GIB) // 8
+    return round(gib * GIB)
 
 
 def choose_devices(device: str, num_workers: int | str) -> tuple[str, ...]:

@@ -107,6 +107,7 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
         server.should_exit = True
         await serving
         service.decoder.close()
+        service.admission.close()
         traces.close()
     say("stopped", finished=finished)
     return 0 if finished else 1

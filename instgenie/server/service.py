@@ -11,11 +11,12 @@ from starlette.requests import Request
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.orders import Order
 from instgenie.cluster.wire import ModelFacts
-from instgenie.errors import ClosedError, QueueFullError
+from instgenie.errors import ClosedError
+from instgenie.server.admission import Admission, Admitted
 from instgenie.server.bodies.body import Intake
 from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
-from instgenie.server.errors import SECONDS_TO_RECOVER, busy, closed, not_found
+from instgenie.server.errors import SECONDS_TO_RECOVER, closed, not_found
 from instgenie.server.guard.keys import ApiKeys
 from instgenie.server.monitoring.metrics import Metrics
 from instgenie.server.monitoring.pulse import Pulse
@@ -33,6 +34,7 @@ class HttpService:
         self.keys = ApiKeys(config.api_keys)
         self.intake = Intake(config.max_body_bytes, BODIES_AT_ONCE * config.max_body_bytes, config.body_timeout)
         self.decoder = PictureDecoder(config.decode_threads, config.max_pixels)
+        self.admission = Admission(cluster, config.max_decoded_bytes, config.decode_threads)
         self.metrics = Metrics(cluster)
         self.pulse = Pulse(cluster, config.served_model_names[0])
         self.draining = False
@@ -60,19 +62,28 @@ class HttpService:
         if not self.cluster.ready:
             raise closed("The model is loading.", SECONDS_TO_LOAD, "loading")
 
+    def admit(self, request: Request, num_edits: int) -> Admitted:
+        """Take places in the queue for the edits of a request, until it is answered or its client is gone."""
+        try:
+            admitted = self.admission.admit(num_edits)
+        except ClosedError:
+            raise closed("No worker can run the edit.", SECONDS_TO_LOAD, "unavailable") from None
+        request.scope["on_end"].callback(admitted.leave)
+        return admitted
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.config.served_model_names:
             raise not_found("model", name, "model_not_found", "model")
 
     @asynccontextmanager
-    async def watch(self, orders: Sequence[Order], deadline_ms: int | None) -> AsyncIterator[EditWatch]:
-        """Submit the orders to the cluster and watch them. The server does not stop while a watch is open."""
+    async def watch(
+        self, orders: Sequence[Order], deadline_ms: int | None, admitted: Admitted
+    ) -> AsyncIterator[EditWatch]:
+        """Submit the orders of an admitted request to the cluster and watch them. The server does not stop while a
+        watch is open."""
         self.check_open()
         try:
-            tickets = self.cluster.submit(orders)
-        except QueueFullError as full:
-            message = f"The queue is full: {full.num_waiting} edits are waiting, {full.limit} are allowed."
-            raise busy(message, full.retry_after, "queue_full") from None
+            tickets = self.cluster.submit(orders, admitted.place)
         except ClosedError:
             raise closed("No worker can run the edit.", SECONDS_TO_LOAD, "unavailable") from None
         self.num_watches += 1
@@ -81,6 +92,7 @@ class HttpService:
             async with EditWatch(tickets, deadline_ms) as watch:
                 yield watch
         finally:
+            admitted.leave()
             self.num_watches -= 1
             if not self.num_watches:
                 self.idle.set()

@@ -1,15 +1,16 @@
-"""Decodes pictures and masks in a few threads. Knows how many run at once; `instgenie.pictures` knows how.
-
-Pillow releases the GIL while it decodes. Few threads bound the memory: a picture that waits for one is still encoded.
-"""
+"""Decodes the picture and the mask of an edit. Knows in which order; `instgenie.pictures` knows how, and `admission`
+when."""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 
+from instgenie.errors import InstGenieError
+from instgenie.pictures.header import Header, read_header
 from instgenie.pictures.mask import MaskMode, read_mask
 from instgenie.pictures.picture import open_picture
 from instgenie.pictures.resizing import resize_mask, resize_picture
@@ -22,32 +23,44 @@ GREY = 127
 
 
 class PictureDecoder:
+    """Threads for work on requests that takes little memory. Decodes have threads of their own, so that nothing else
+    waits for them."""
+
     def __init__(self, num_threads: int, max_pixels: int) -> None:
         self.max_pixels = max_pixels
-        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
+        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="requests")
 
     async def run(self, work: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:
         assert not kwargs, kwargs
         return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
 
-    async def open(self, image: bytes) -> Pixels:
-        return await self.run(open_picture, image, self.max_pixels)
-
-    async def mask(self, picture: Pixels, mask: bytes | None, mode: MaskMode) -> PixelMask:
-        """Decode a mask of the picture's size; without a mask the whole picture is masked."""
-        height, width, _ = picture.shape
-        if mask is None:
-            return np.ones((height, width), np.bool_)
-        return await self.run(read_mask, mask, (height, width), mode, self.max_pixels)
-
-    async def fit(self, picture: Pixels, mask: PixelMask, size: tuple[int, int] | None) -> tuple[Pixels, PixelMask]:
-        """Stretch both to `size`, (height, width)."""
-        if size is None or picture.shape[:2] == size:
-            return picture, mask
-        return await self.run(resize_picture, picture, size), await self.run(resize_mask, mask, size)
+    async def header(self, encoded: bytes, error: type[InstGenieError]) -> Header:
+        return await self.run(read_header, encoded, error, self.max_pixels)
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, eq=False)
+class EditSources:
+    """What the picture and the mask of an edit are made from."""
+
+    picture: bytes | Pixels  # pixels: a template's
+    mask: bytes | None  # None: the whole picture is masked
+    mode: MaskMode
+    size: tuple[int, int] | None  # (height, width) that both are stretched to; None: the picture's own
+
+
+def decode_edit(sources: EditSources, max_pixels: int) -> tuple[Pixels, PixelMask]:
+    """Decode picture and mask, one after the other, and fit both to the size that was asked for."""
+    picture = sources.picture if isinstance(sources.picture, np.ndarray) else open_picture(sources.picture, max_pixels)
+    height, width, _ = picture.shape
+    if sources.mask is None:
+        mask = np.ones((height, width), np.bool_)
+    else:
+        mask = read_mask(sources.mask, (height, width), sources.mode, max_pixels)
+    size = sources.size or (height, width)
+    return resize_picture(picture, size), resize_mask(mask, size)
 
 
 def blank_picture(size: tuple[int, int]) -> Pixels:

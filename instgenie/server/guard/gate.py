@@ -4,6 +4,7 @@ line. Behind it the key check finds the tenant. Knows no route."""
 import re
 import secrets
 import time
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,6 +37,7 @@ class Gate:
         request_id.set(visit.id)
         if self.service.with_traces and scope["method"] == "POST":
             visit.span = RequestSpan(headers.get("traceparent", ""))
+        on_end = scope["on_end"] = ExitStack()  # releases what the request holds, however it ends
         scope["trace"] = visit.span.trace if visit.span else ""
         try:
             self.guard.check(scope, headers)
@@ -45,6 +47,7 @@ class Gate:
         except Exception:  # the framework has already answered with 500 if it could
             log.exception("unhandled error in a request")
         finally:
+            on_end.close()
             visit.log(self.service)
             visit.end_span()
 

@@ -1,5 +1,5 @@
 """Answers with server-sent events: progress if the client asks for it, partial pictures, then finished ones. Nothing is
-sent before the cluster accepts the edits, so a full queue is still answered with a plain 429."""
+sent before the cluster accepts the edits, so a refusal is still a plain answer."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from instgenie.cluster.orders import Event, Finished, Order, Partial, Queued, Stepped
+from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import EventPrefix, completed_event, error_event, event, partial_event
 from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.errors import ApiError
@@ -24,6 +25,7 @@ class EventStream(Response):
         self,
         request: Request,
         service: HttpService,
+        admitted: Admitted,
         orders: Sequence[Order],
         fields: ImageFields,
         notes: Notes,
@@ -35,13 +37,14 @@ class EventStream(Response):
         del self.headers["content-length"]
         self.request = request
         self.service = service
+        self.admitted = admitted
         self.orders = orders
         self.fields = fields
         self.notes = notes
         self.prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.service.watch(self.orders, self.fields.deadline_ms) as watch:
+        async with self.service.watch(self.orders, self.fields.deadline_ms, self.admitted) as watch:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await unless_gone(self.request, self.send_events(watch, send))

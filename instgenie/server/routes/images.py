@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.orders import Order
-from instgenie.errors import ClosedError, InstGenieError
+from instgenie.errors import ClosedError, InstGenieError, MaskError, PictureError
+from instgenie.pictures.header import Header, decoding_bytes, kept_bytes
 from instgenie.pictures.picture import MAX_SIDE
+from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import EventPrefix, ModelAnswer, ModelsAnswer, images_answer
 from instgenie.server.bodies.fields import GenerationFields, ImageFields, answer_size, parse_fields
 from instgenie.server.bodies.forms import EditForm, read_edit
-from instgenie.server.bodies.pictures import blank_picture
+from instgenie.server.bodies.pictures import EditSources, blank_picture, decode_edit
 from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS
 from instgenie.server.errors import JsonResponse, bad, closed, from_user_error, not_found
 from instgenie.server.routes.events import EventStream
@@ -29,9 +32,12 @@ async def edit_images(request: Request) -> Response:
     async with service.intake.form(request) as form:
         edit = await service.decoder.run(read_edit, form)
         check_fields(service, edit.fields, edit.notes)
-        picture, mask = await open_edit(service, tenant_of(request), edit)
-    orders = make_orders(request, picture, mask, edit.fields)
-    return await run(request, service, orders, edit.fields, edit.notes, "image_edit")
+        admitted = service.admit(request, edit.fields.n)
+        picture, mask = await unless_gone(request, open_edit(service, tenant_of(request), edit, admitted))
+    fields, notes = edit.fields, edit.notes
+    del edit, form  # their encoded pictures no longer count towards the intake's limit
+    orders = make_orders(request, picture, mask, fields)
+    return await run(request, service, admitted, orders, fields, notes, "image_edit")
 
 
 @router.post("/images/generations", summary="Make a picture from a prompt", **GENERATION)
@@ -42,10 +48,11 @@ async def generate_images(request: Request) -> Response:
         fields = parse_fields(GenerationFields, form)
     check_fields(service, fields, form.notes)
     own_size = service.model_facts.own_size
-    picture = blank_picture(answer_size(fields.size, service.config.max_pixels) or (own_size, own_size))
-    mask = await service.decoder.mask(picture, None, "alpha")
-    orders = make_orders(request, picture, mask, fields)
-    return await run(request, service, orders, fields, form.notes, "image_generation")
+    height, width = answer_size(fields.size, service.config.max_pixels) or (own_size, own_size)
+    admitted = service.admit(request, fields.n)
+    admitted.keep(kept_bytes(Header(width, height), None))
+    orders = make_orders(request, blank_picture((height, width)), np.ones((height, width), np.bool_), fields)
+    return await run(request, service, admitted, orders, fields, form.notes, "image_generation")
 
 
 @router.get("/models", summary="List the models", **MODELS)
@@ -72,27 +79,41 @@ def check_fields(service: HttpService, fields: ImageFields, notes: Notes) -> Non
     fields.describe(notes)
 
 
-async def open_edit(service: HttpService, tenant: str, edit: EditForm) -> tuple[Pixels, PixelMask]:
+async def open_edit(service: HttpService, tenant: str, edit: EditForm, admitted: Admitted) -> tuple[Pixels, PixelMask]:
+    """Decode the picture and the mask of an edit, once the headers show that there is room for both."""
     fields, decoder = edit.fields, service.decoder
-    size = answer_size(fields.size, service.config.max_pixels)
+    size = answer_size(fields.size, decoder.max_pixels)
     try:
+        headers = [await decoder.header(edit.mask, MaskError)] if edit.mask else []
         if edit.image is None:
-            picture = await template_picture(service, tenant, fields.template)
+            name = fields.template or ""
+            own = template_header(service, tenant, name)
+            admitted.keep(kept_bytes(own, size))
+            image: bytes | Pixels = await template_picture(service, tenant, name)
         else:
-            picture = await decoder.open(edit.image)
-        mask = await decoder.mask(picture, edit.mask, fields.mask_mode)
+            own = await decoder.header(edit.image, PictureError)
+            admitted.keep(kept_bytes(own, size))
+            image = edit.image
+        sources = EditSources(image, edit.mask, fields.mask_mode, size)
+        return await admitted.decode(decoding_bytes(own, *headers), decode_edit, sources, decoder.max_pixels)
     except InstGenieError as error:
         raise from_user_error(error) from None
-    return await decoder.fit(picture, mask, size)
 
 
-async def template_picture(service: HttpService, tenant: str, template: str | None) -> Pixels:
+def template_header(service: HttpService, tenant: str, name: str) -> Header:
+    status = service.cluster.template(tenant, name)
+    if status is None:
+        raise not_found("template", name, "template_not_found", "template")
+    return Header(status.width, status.height)
+
+
+async def template_picture(service: HttpService, tenant: str, name: str) -> Pixels:
     try:
-        picture = await service.cluster.picture(tenant, template or "")
+        picture = await service.cluster.picture(tenant, name)
     except ClosedError:
         raise closed("The template's picture cannot be read at present.", SECONDS_TO_LOAD, "unavailable") from None
     if picture is None:
-        raise not_found("template", template or "", "template_not_found", "template")
+        raise not_found("template", name, "template_not_found", "template")
     return picture
 
 
@@ -122,14 +143,15 @@ def make_orders(request: Request, picture: Pixels, mask: PixelMask, fields: Imag
 async def run(
     request: Request,
     service: HttpService,
+    admitted: Admitted,
     orders: Sequence[Order],
     fields: ImageFields,
     notes: Notes,
     prefix: EventPrefix,
 ) -> Response:
     if fields.stream:
-        return EventStream(request, service, orders, fields, notes, prefix)
-    async with service.watch(orders, fields.deadline_ms) as watch:
+        return EventStream(request, service, admitted, orders, fields, notes, prefix)
+    async with service.watch(orders, fields.deadline_ms, admitted) as watch:
         results = await unless_gone(request, watch.all())
     body = await service.decoder.run(images_answer, results, fields, notes)
     return Response(body, media_type="application/json")

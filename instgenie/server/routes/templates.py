@@ -5,12 +5,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.orders import TemplateStatus
-from instgenie.errors import ClosedError, InstGenieError
+from instgenie.errors import ClosedError, InstGenieError, PictureError
+from instgenie.pictures.header import decoding_bytes, kept_bytes
+from instgenie.pictures.picture import open_picture
+from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import TemplateAnswer, TemplateRemoved, TemplatesAnswer
 from instgenie.server.bodies.forms import read_template
 from instgenie.server.bodies.schema import ONE_TEMPLATE, REMOVED_TEMPLATE, TEMPLATE, TEMPLATES
 from instgenie.server.errors import NO_RETRY, ApiError, JsonResponse, closed, from_user_error, not_found
 from instgenie.server.service import SECONDS_TO_LOAD, HttpService, service_of, tenant_of
+from instgenie.server.watch import unless_gone
+from instgenie.types import Pixels
 
 MAX_BYTES = 2**31  # for the pixels of one tenant's templates
 
@@ -26,7 +31,7 @@ async def register_template(request: Request) -> Response:
     async with service.intake.form(request) as form:
         fields, image = await service.decoder.run(read_template, form)
         try:
-            picture = await service.decoder.open(image)
+            picture = await unless_gone(request, open_template(service, image, service.admit(request, 0)))
             status = await service.cluster.register(tenant, picture, fields.num_inference_steps, fields.guidance_scale)
         except ClosedError:
             raise closed("No worker can register the template.", SECONDS_TO_LOAD, "unavailable") from None
@@ -56,6 +61,12 @@ async def delete_template(request: Request, template: str) -> Response:
     if not await service.cluster.forget(tenant, template):
         raise unknown(template)
     return JsonResponse(TemplateRemoved(id=template, object="template", deleted=True).model_dump())
+
+
+async def open_template(service: HttpService, image: bytes, admitted: Admitted) -> Pixels:
+    header = await service.decoder.header(image, PictureError)
+    admitted.keep(kept_bytes(header, None))
+    return await admitted.decode(decoding_bytes(header), open_picture, image, service.decoder.max_pixels)
 
 
 def check_room(service: HttpService, tenant: str) -> None:
