@@ -38,7 +38,7 @@ def checked_image(source: str | Path | bytes, error: type[InstGenieError], max_p
         try:
             image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
         except Image.DecompressionBombError:
-            raise error(f"{name} is too large: at most {max_pixels:,} pixels are accepted") from None
+            raise error(f"{name} is too large: at most {_limit(max_pixels)} pixels are accepted") from None
         except PermissionError:
             raise error(f"{name} cannot be read: permission denied") from None
         except Exception:  # a hostile header makes Pillow raise anything, with text that may carry addresses
@@ -83,6 +83,10 @@ def _check_file(path: Path, error: type[InstGenieError]) -> None:
 def _check_size(image: Image.Image, name: str, error: type[InstGenieError], max_pixels: int) -> None:
     width, height = image.size
     if width * height > max_pixels:
-        raise error(f"{name} is too large: {width}x{height} pixels; at most {max_pixels:,} are accepted")
+        raise error(f"{name} is too large: {width}x{height} pixels; at most {_limit(max_pixels)} are accepted")
     if min(width, height) < MIN_SIDE:
         raise error(f"{name} is too small: {width}x{height} pixels; each side needs at least {MIN_SIDE}")
+
+
+def _limit(max_pixels: int) -> str:
+    return f"{max_pixels:,}" if max_pixels == MAX_PIXELS else f"{max_pixels:,} (the server's option --max-megapixels)"

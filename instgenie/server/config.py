@@ -81,7 +81,7 @@ OPTIONS = (
     Option("allowed-origins", text, (), "web origin whose pages may call this server; * = any; repeatable", "ORIGIN",
            default_text="none", repeatable=True),
     Option("max-body-mib", whole_number(1, 4096), 64, "largest request body", "MIB"),
-    Option("max-megapixels", number(0.1, MAX_PIXELS / 1e6), 16.8, "largest picture"),
+    Option("max-megapixels", number(0.1, MAX_PIXELS / 1e6), 40.0, "largest picture"),
     Option("max-decoded-gib", auto_or(number(0.001, 65536)), AUTO,
            "main memory for the decoded pictures of accepted edits; further edits are refused", "GIB",
            default_text="an eighth of the available memory"),

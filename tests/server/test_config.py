@@ -21,6 +21,7 @@ def test_defaults_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     config = read()
     assert (config.cluster.model, config.cluster.devices) == ("builtin", ("cpu",))
     assert (config.http.host, config.http.port, config.http.served_model_names) == ("127.0.0.1", 8000, ("builtin",))
+    assert config.http.max_pixels == 40_000_000
     with pytest.raises(FrozenInstanceError):
         config.http.port = 1  # type: ignore[misc]
 

@@ -99,7 +99,12 @@ def test_cancel_ends_the_job(visitor: Visitor, server: Running) -> None:
     [
         ("notes.txt", "text/plain", b"hello", "notes.txt is not a picture this server accepts"),
         ("broken.png", "image/png", png(picture())[:60], "broken.png cannot be opened"),
-        ("large.png", "image/png", png(np.zeros((4200, 4200, 3), np.uint8)), "large.png has 17.6 megapixels"),
+        (
+            "large.png",
+            "image/png",
+            png(np.zeros((6400, 6400), np.uint8)),
+            "large.png has 41.0 megapixels: the server accepts up to 40.0",
+        ),
     ],
     ids=["text", "damaged", "large"],
 )

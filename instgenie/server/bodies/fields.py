@@ -22,7 +22,7 @@ from instgenie.server.options import nearest
 from instgenie.types import Notes
 
 MAX_EDITS = 10
-MAX_ANSWER_SIDE = 4096
+MAX_ANSWER_SIDE = 16_383  # of a WebP
 MAX_DEADLINE_MS = 3_600_000
 
 QualityName = Literal["auto", "low", "medium", "high", "xhigh", "max", "standard", "hd", "fast", "balanced", "exact"]
@@ -183,6 +183,6 @@ def answer_size(size: str, max_pixels: int) -> tuple[int, int] | None:
         raise bad(
             "size",
             f"The size is {size}: sides from {MIN_SIDE} to {MAX_ANSWER_SIDE} "
-            f"and at most {max_pixels:,} pixels in total are expected.",
+            f"and at most {max_pixels:,} pixels in total (the server's option --max-megapixels) are expected.",
         )
     return height, width

@@ -16,7 +16,7 @@ export async function openPicture(file, name, limits) {
   });
   if (width * height > limits.max_pixels) {
     const [has, may] = [width * height, limits.max_pixels].map((pixels) => (pixels / 1e6).toFixed(1));
-    throw new PictureError(`${name} has ${has} megapixels: the server accepts up to ${may}.`);
+    throw new PictureError(`${name} has ${has} megapixels: the server accepts up to ${may} (its option --max-megapixels).`);
   }
   return { file, name, width, height, bitmap };
 }
