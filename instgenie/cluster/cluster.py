@@ -95,6 +95,12 @@ class Cluster:
         await self._supervisor.until(lambda: self.ready or self.has_failed or not self._is_open)
         self._check_open()
 
+    @property
+    def host_bytes(self) -> int:
+        """Main memory for activations, of all workers."""
+        told = self.config.cache.host_bytes
+        return sum(told if worker.host_bytes is None else worker.host_bytes for worker in self.workers)
+
     # edits
 
     def reserve(self, num_edits: int) -> Place:

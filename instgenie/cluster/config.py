@@ -37,6 +37,7 @@ class ResolvedCache(CacheConfig):
     loaded."""
 
     host_bytes: int = field(kw_only=True)
+    is_host_open: bool = False  # True: host_bytes may be less, if less memory is left once the model is loaded
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class ProcessConfig:
     cache: ResolvedCache
     plan: PlanPolicy = "cached"
     graphs: bool = True
+    num_workers: int = 1  # of the cluster
+    num_sharing: int = 1  # workers on the same device, this one among them
     parent: int | None = None  # pid of the parent that the process does not outlive; None: no parent is checked
 
 
@@ -90,7 +93,8 @@ def resolve(config: ClusterConfig, worker_bytes: float) -> ResolvedConfig:
     host_bytes = config.cache.host_bytes
     if host_bytes is None:
         host_bytes = int(worker_bytes / 2) if math.isfinite(worker_bytes) else UNTOLD_HOST_BYTES
-    cache = ResolvedCache(**vars(config.cache) | {"host_bytes": host_bytes})
+    is_open = config.cache.host_bytes is None
+    cache = ResolvedCache(**vars(config.cache) | {"host_bytes": host_bytes, "is_host_open": is_open})
     return ResolvedConfig(**vars(config) | {"cache": cache})
 
 
@@ -106,6 +110,8 @@ def process_config(config: ResolvedConfig, name: str, device: str, endpoint: str
         cache=config.cache,
         plan=config.plan,
         graphs=config.graphs,
+        num_workers=len(config.devices),
+        num_sharing=config.devices.count(device),
     )
 
 

@@ -19,9 +19,8 @@ from typing import Protocol
 import msgspec
 
 from instgenie.cluster.config import ProcessConfig, Role
+from instgenie.cluster.environment import process_environment, seen_device
 from instgenie.machine.memory import available_memory
-
-PACKAGE_ROOT = Path(__file__).parent.parent.parent
 
 
 class LaunchedProcess(Protocol):
@@ -105,10 +104,11 @@ class LocalLauncher:
         return bound
 
     async def start(self, worker: int, role: Role, config: ProcessConfig) -> LocalProcess:
+        device = seen_device(config.device, os.environ).name
         child = await asyncio.create_subprocess_exec(
-            *process_command(role, replace(config, parent=os.getpid())),
+            *process_command(role, replace(config, parent=os.getpid(), device=device)),
             stdin=asyncio.subprocess.DEVNULL,
-            env=process_environment(),
+            env=process_environment(config),
         )
         return LocalProcess(child)
 
@@ -119,9 +119,3 @@ class LocalLauncher:
 def process_command(role: Role, config: ProcessConfig) -> list[str]:
     """The command line of a process, on a machine where this Python and this package are installed."""
     return [sys.executable, "-m", f"instgenie.workers.{role}", msgspec.json.encode(config).decode()]
-
-
-def process_environment() -> dict[str, str]:
-    """This process's environment, in which Python finds this very copy of the package."""
-    paths = [str(PACKAGE_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -33,6 +33,8 @@ class Process:
     num_starts: int = 0
     num_failed_starts: int = 0  # in a row: it ended before it was ready
     num_quick_deaths: int = 0
+    is_loaded: bool = False  # its current start holds the model's weights
+    has_begun: bool = False  # its current start was told to take the memory that is left
     has_been_ready: bool = False  # at any of its starts
     ready_at: float | None = None  # None: its current start is not ready yet
     heard_at: float = 0.0
@@ -54,6 +56,11 @@ class Process:
         return self.launched is not None and self.launched.is_alive
 
     @property
+    def is_settled(self) -> bool:
+        """True if it has taken the memory for its weights, or could not."""
+        return self.is_loaded or self.num_failed_starts > 0
+
+    @property
     def is_broken(self) -> bool:
         """True if it is not expected to come back soon."""
         return self.state == "failed" or (not self.is_ready and self.num_failed_starts >= MAX_FAILED_STARTS)
@@ -69,11 +76,13 @@ class Process:
         """Enter a new start, under a new name."""
         self.num_starts += 1
         self.state, self.message, self.launched = "starting", "", None
+        self.is_loaded = self.has_begun = False
         self.ready_at, self.heard_at = None, time.monotonic()
 
     def succeed(self) -> None:
         """Note that the current start is ready."""
-        self.state, self.ready_at, self.has_been_ready = "ready", time.monotonic(), True
+        self.state, self.ready_at = "ready", time.monotonic()
+        self.is_loaded = self.has_been_ready = True
         self.num_failed_starts = 0
 
     def end(self, message: str) -> None:
@@ -160,6 +169,7 @@ class Worker:
     load: WorkerLoad
     digests: dict[Role, str] = field(default_factory=dict)  # of the weights that each process has loaded
     tier_bytes: dict[TierName, int] = field(default_factory=dict)
+    host_bytes: int | None = None  # main memory for activations; None: not yet measured
     num_steps: int = 0
     num_interruptions: int = 0
     last_step_seconds: float = 0.0

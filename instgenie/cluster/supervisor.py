@@ -26,6 +26,7 @@ class Supervisor:
     def __init__(self, config: ResolvedConfig, launcher: Launcher, workers: Sequence[Worker]) -> None:
         self.config = config
         self.launcher = launcher
+        self.workers = workers
         self.processes = [process for worker in workers for process in worker.processes.values()]
         self.coordinator = Coordinator(config, workers, self._send)
         self._by_name: dict[bytes, Process] = {}  # the current start of each process
@@ -121,7 +122,29 @@ class Supervisor:
         process.end(f"ended with exit code {code}")
         log.error("process ended", extra={"worker_process": process.name, "code": code, "reason": process.message})
         self.coordinator.died(process)
+        self._begin_all()
         self._changed.set()
+
+    # memory
+
+    def _begin_all(self) -> None:
+        """Have denoise processes take the memory that is left on their device, once all that share it have loaded."""
+        for worker in self.workers:
+            process = worker.denoiser
+            sharing = (one for one in self.processes if one.device == process.device)
+            if process.is_loaded and not process.has_begun and all(one.is_settled for one in sharing):
+                process.has_begun = True
+                self._send(process, wire.Begin(self._host_bytes(worker)))
+
+    def _host_bytes(self, worker: Worker) -> int:
+        """Main memory for a worker's activations. It is measured once: at a restart, activations of the other workers
+        are no reason to take less."""
+        if worker.host_bytes is None:
+            worker.host_bytes = self.config.cache.host_bytes
+            left = self.launcher.worker_bytes(len(self.workers)) / 2
+            if self.config.cache.is_host_open and left < worker.host_bytes:
+                worker.host_bytes = int(left)
+        return worker.host_bytes
 
     # messages
 
@@ -145,12 +168,16 @@ class Supervisor:
         match message:
             case wire.Beat():
                 pass
+            case wire.Loaded():
+                process.is_loaded = True
+                self._begin_all()
             case wire.Ready(facts, digest):
                 process.succeed()
+                self._begin_all()
                 log.info("process ready", extra={"worker_process": process.name})
                 self.coordinator.ready(process, facts, digest)
             case wire.Broken(reason):
-                process.message = reason
+                process.message = f"{process.device}: {reason}" if process.device.startswith("cuda") else reason
                 if not self._can_load(process.role):
                     process.state = "failed"
             case _:

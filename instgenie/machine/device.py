@@ -1,12 +1,15 @@
 """The device a model runs on: chosen by the name a user gives, and what it calls itself."""
 
+import os
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from instgenie.errors import ModelError
+from instgenie.machine.cores import cores_near
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -23,6 +26,18 @@ def choose_device(name: str) -> torch.device:
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are launched on the current device
     return device
+
+
+def stay_near(device: torch.device) -> None:
+    """Run this process on the cores near its GPU, on whose side of the machine the memory it locks for the GPU then is.
+    Nothing changes where the system does not say which cores those are."""
+    if device.type != "cuda":
+        return
+    facts: Any = torch.cuda.get_device_properties(device)
+    near = cores_near(f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0")
+    if near:
+        os.sched_setaffinity(0, near)
+        torch.set_num_threads(min(torch.get_num_threads(), len(near)))
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

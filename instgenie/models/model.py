@@ -77,6 +77,10 @@ class Model(PipelineParts):
         """The branch of the prompt, and with classifier-free guidance that of the negative prompt."""
 
     @abstractmethod
+    def blank_branch(self, grid: tuple[int, int]) -> Branch:
+        """A branch with zeros for its embeddings, which needs no text encoder."""
+
+    @abstractmethod
     def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
         """The branches of a registration: that of the prompt, and that of the empty negative prompt if it differs. An
         isolated registration has one branch without text."""

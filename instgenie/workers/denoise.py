@@ -32,15 +32,17 @@ from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import make_planning
 from instgenie.engine.pricing import price_of, price_steps, priced
+from instgenie.engine.warm import warm_up_finishing, warm_up_preparing, warm_up_steps
 from instgenie.jobs.job import Job
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.scheduling.names import ONE_PROCESS
 from instgenie.scheduling.scheduler import SCHEDULERS
+from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
 from instgenie.workers.keys import Keys
 from instgenie.workers.mailbox import Handler, Mailbox
-from instgenie.workers.process import Line, run_process
+from instgenie.workers.process import Line, await_begin, run_process, say_ready
 from instgenie.workers.queue import TrackedJob, WaitingQueue
 from instgenie.workers.registrar import PendingTemplate, Registrar
 from instgenie.workers.templates import Templates, open_store
@@ -204,7 +206,14 @@ class Denoiser:
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
-    Denoiser(config, model, line).run()
+    warm_up_steps(model, config.cache.dtype)
+    if config.batching in ONE_PROCESS:
+        warm_up_preparing(model)
+        warm_up_finishing(model)
+    if begin := await_begin(line):
+        denoiser = Denoiser(with_budget(config, begin.host_bytes, model.device), model, line)
+        say_ready(line, model)
+        denoiser.run()
 
 
 if __name__ == "__main__":

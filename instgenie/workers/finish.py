@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from instgenie.cluster.config import NUM_ENCODERS, ProcessConfig
 from instgenie.cluster.wire import Finish, Frame, JobFailed, Painted, Stop, read_mask, read_picture
 from instgenie.engine.finish import decode
+from instgenie.engine.warm import warm_up_finishing
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.pictures.compositing import composite
 from instgenie.pictures.picture import encode_picture
 from instgenie.telemetry import traces
 from instgenie.workers.frames import read_tensor
-from instgenie.workers.process import Line, failure, run_process
+from instgenie.workers.process import Line, failure, run_process, say_ready
 
 PARTS: frozenset[PartKind] = frozenset({"vae"})
 
@@ -127,6 +128,8 @@ def encode(message: Finish, frames: list[Frame], decoded: NDArray[np.uint8]) -> 
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
+    warm_up_finishing(model)
+    say_ready(line, model)
     run(ThreadedFinisher(model, line) if model.device.type == "cuda" else Finisher(model, line))
 
 

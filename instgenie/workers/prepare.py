@@ -9,12 +9,13 @@ from instgenie.cluster.config import ProcessConfig
 from instgenie.cluster.wire import Frame, Prepare, Prepared, PrepareTemplate, Stop, read_mask, read_picture
 from instgenie.engine.prepare import Encodings, prepare
 from instgenie.engine.register import template_edit, template_job
+from instgenie.engine.warm import warm_up_preparing
 from instgenie.jobs.job import Job
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.telemetry import traces
 from instgenie.workers.frames import job_frames
-from instgenie.workers.process import Line, failure, run_process
+from instgenie.workers.process import Line, failure, run_process, say_ready
 
 PARTS: frozenset[PartKind] = frozenset({"vae", "text_encoder"})
 
@@ -54,6 +55,8 @@ class Preparer:
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
     preparer = Preparer(model, line)
+    warm_up_preparing(model)
+    say_ready(line, model)
     while True:
         match line.receive(wait=True):
             case (Prepare() | PrepareTemplate()) as message, frames:

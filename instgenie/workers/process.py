@@ -21,12 +21,15 @@ from instgenie.cluster.config import ProcessConfig
 from instgenie.cluster.wire import (
     AnyMessage,
     Beat,
+    Begin,
     Broken,
     Frame,
     JobFailed,
+    Loaded,
     Message,
     ModelFacts,
     Ready,
+    Stop,
     decode,
     encode,
 )
@@ -40,6 +43,7 @@ from instgenie.errors import (
     OutOfMemoryError,
     PictureError,
 )
+from instgenie.machine.device import choose_device, stay_near
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.family import PartKind
 from instgenie.models.loading.load import load
@@ -120,8 +124,8 @@ def run_process(serve: Serve, parts: frozenset[PartKind]) -> None:
     torch.set_grad_enabled(False)
     line = Line(config)
     try:
+        stay_near(choose_device(config.device))
         model = load(config.model, config.device, config.dtype, None if config.batching in ONE_PROCESS else parts)
-        line.send(Ready(facts_of(model), model.digest))
         serve(config, model, line)
     except (ModelError, OutOfMemoryError, CacheError, CalibrationError) as error:
         log.error("cannot start", extra={"reason": str(error)})
@@ -142,6 +146,22 @@ def die_with(parent: int) -> None:
 def check_parent(parent: int) -> None:
     if os.getppid() != parent:
         sys.exit("the parent process is gone")
+
+
+def say_ready(line: Line, model: Model) -> None:
+    line.send(Ready(facts_of(model), model.digest))
+
+
+def await_begin(line: Line) -> Begin | None:
+    """Say that the model is loaded, and wait until all processes on the device have loaded theirs. None: the process is
+    told to stop instead."""
+    line.send(Loaded())
+    while True:
+        match line.receive(wait=True):
+            case Begin() as begin, _:
+                return begin
+            case Stop(), _:
+                return None
 
 
 def facts_of(model: Model) -> ModelFacts:

@@ -28,7 +28,6 @@ from instgenie.cluster.wire import (
     picture_frames,
 )
 from instgenie.jobs.activations import Key
-from instgenie.machine.device_memory import available_bytes
 from instgenie.types import Pixels, TierName
 from instgenie.workers.fetching import Fetcher, FetchOutcome
 from instgenie.workers.keys import Keys
@@ -161,17 +160,12 @@ def log_error(future: Future[None]) -> None:
 
 
 def open_store(config: ResolvedCache, device: torch.device) -> Store:
-    """Open the tiers that have any room. Raises a CacheError for a folder or a URL that cannot be used."""
-    gpu_bytes = choose_gpu_bytes(config, device)
+    """Open the tiers that have any room; a GPU tier needs a CUDA device and a size. Raises a CacheError for a folder or
+    a URL that cannot be used."""
+    gpu_bytes = config.gpu_bytes if device.type == "cuda" else 0
     return Store(
         gpu=GpuTier(device, gpu_bytes) if gpu_bytes else None,
         host=HostTier(config.host_bytes) if config.host_bytes else None,
         disk=DiskTier(Path(config.disk), config.disk_bytes) if config.disk else None,
         remote=RemoteTier(config.remote, config.remote_bytes) if config.remote else None,
     )
-
-
-def choose_gpu_bytes(config: ResolvedCache, device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return int(available_bytes(device) / 2) if config.gpu_bytes is None else config.gpu_bytes

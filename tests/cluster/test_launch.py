@@ -27,7 +27,8 @@ from helpers.clusters import (
 
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ProcessConfig, Role
-from instgenie.cluster.launch import LocalLauncher, process_command, process_environment
+from instgenie.cluster.environment import process_environment
+from instgenie.cluster.launch import LocalLauncher, process_command
 from instgenie.cluster.orders import Event, Failed, Finished
 from instgenie.errors import ClosedError
 from instgenie.models.model import Model

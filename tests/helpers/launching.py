@@ -19,11 +19,13 @@ PIDS = itertools.count(10**9)  # of no real process
 
 
 class PlayedProcess:
-    """Says a first message, or ends without one. After a `Ready` it lives until it is killed or told to stop."""
+    """Says a first message, or ends without one. Unless it is broken, it lives until it is killed or told to stop, and
+    is ready when it is told to begin."""
 
     def __init__(self, config: ProcessConfig, says: wire.Message | None) -> None:
         self.pid = next(PIDS)
         self.config = config
+        self.budgets: list[int] = []  # of main memory, as it was told
         self._task = asyncio.create_task(self._play(says))
 
     @property
@@ -45,13 +47,18 @@ class PlayedProcess:
             socket.setsockopt(zmq.IDENTITY, self.config.name.encode())
             socket.connect(self.config.endpoint)
             await socket.send(wire.encode(says))
-            while isinstance(says, wire.Ready):
+            while not isinstance(says, wire.Broken):
                 head, *_ = await socket.recv_multipart()
-                if isinstance(wire.decode(head), wire.Stop):
-                    return
+                match wire.decode(head):
+                    case wire.Begin(host_bytes):
+                        self.budgets.append(host_bytes)
+                        await socket.send(wire.encode(READY))
+                    case wire.Stop():
+                        return
 
 
-READY, DEATH = wire.Ready(FACTS, "digest"), None
+READY, LOADED, DEATH = wire.Ready(FACTS, "digest"), wire.Loaded(), None
+LOADING = wire.Beat()  # a sign of life, and then nothing
 
 
 class ScriptedLauncher:
@@ -59,10 +66,11 @@ class ScriptedLauncher:
 
     def __init__(self, script: Callable[[int, Role], list[wire.Message | None]]) -> None:
         self.script = script
+        self.memory = 2.0**30
         self.starts: defaultdict[tuple[int, Role], list[PlayedProcess]] = defaultdict(list)
 
     def worker_bytes(self, num_workers: int) -> float:
-        return 2.0**30
+        return self.memory
 
     def open(self) -> str:
         return f"ipc://{Path(mkdtemp(prefix='played-'))}/cluster"

@@ -10,6 +10,7 @@ late answer to an abandoned attempt is told apart from the awaited one.
 """
 
 from instgenie.cluster.wire.commands import (
+    Begin,
     Cancel,
     Command,
     Denoise,
@@ -54,6 +55,7 @@ from instgenie.cluster.wire.reports import (
     Kept,
     Listed,
     Listing,
+    Loaded,
     Missing,
     Painted,
     Prepared,
@@ -69,6 +71,7 @@ __all__ = [
     "AnyMessage",
     "BatchStepped",
     "Beat",
+    "Begin",
     "Broken",
     "Cancel",
     "Command",
@@ -89,6 +92,7 @@ __all__ = [
     "List",
     "Listed",
     "Listing",
+    "Loaded",
     "Message",
     "Missing",
     "ModelFacts",

@@ -15,6 +15,12 @@ class Stop(Message, frozen=True):
     """Write what is worth keeping, then exit."""
 
 
+class Begin(Message, frozen=True):
+    """All processes on the device have loaded: take the memory that is left, and get ready."""
+
+    host_bytes: int  # main memory for activations
+
+
 # to prepare
 
 
@@ -121,5 +127,5 @@ class Finish(Message, frozen=True):
 
 
 Command: TypeAlias = (
-    Stop | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | List | Recall | Finish
+    Stop | Begin | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | List | Recall | Finish
 )

@@ -13,8 +13,12 @@ from instgenie.types import TierName
 # from any process
 
 
+class Loaded(Message, frozen=True):
+    """The process has loaded its parts of the model and has run them once. It takes no further memory until `Begin`."""
+
+
 class Ready(Message, frozen=True):
-    """The process has loaded its parts of the model."""
+    """The process takes work."""
 
     facts: ModelFacts
     digest: str  # of the weights this process has loaded
@@ -186,6 +190,6 @@ class Painted(Message, frozen=True):
 
 
 Report: TypeAlias = (
-    Ready | Broken | Beat | JobFailed | Prepared | Priced | Joined | BatchStepped | Glimpsed | Denoised | Registered
-    | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
+    Loaded | Ready | Broken | Beat | JobFailed | Prepared | Priced | Joined | BatchStepped | Glimpsed | Denoised
+    | Registered | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
 )  # fmt: skip

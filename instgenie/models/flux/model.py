@@ -101,6 +101,11 @@ class FluxModel(Model):
         without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:])
         return (without_text,) if isolated else (branch,)
 
+    def blank_branch(self, grid: tuple[int, int]) -> Branch:
+        text = torch.zeros(self.num_text_tokens, self.transformer.inner_dim, device=self.device, dtype=self.dtype)
+        pooled = text.new_zeros(self.transformer.config.pooled_projection_dim)
+        return Branch(text, pooled, embed_positions(self.transformer, len(text), grid))
+
     def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
         sequence = embed_prompt(self.transformer, self.encode_sequence(prompt))
         rotary = embed_positions(self.transformer, len(sequence), grid)

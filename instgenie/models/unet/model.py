@@ -104,6 +104,16 @@ class UnetModel(Model):
     def negative(self, prompt: str) -> Branch:
         return self.branch(prompt)
 
+    def blank_branch(self, grid: tuple[int, int]) -> Branch:
+        text = torch.zeros(
+            self.num_text_tokens, self.unet.config.cross_attention_dim, device=self.device, dtype=self.dtype
+        )
+        return Branch(text=text, pooled=text.new_zeros(self.num_pooled_channels), rotary=text[:0])
+
+    @property
+    def num_pooled_channels(self) -> int:
+        return 0
+
     def branch(self, prompt: str) -> Branch:
         ids = tokenize(self.tokenizer, prompt, self.tokenizer.model_max_length).to(self.device)
         text = self.text_encoder(ids)[0][0].to(self.dtype)
@@ -165,6 +175,10 @@ class UnetXlModel(UnetModel):
     @property
     def stock_parts(self) -> dict[str, Any]:
         return self.parts
+
+    @property
+    def num_pooled_channels(self) -> int:
+        return int(self.text_encoder_2.config.projection_dim)
 
     def negative(self, prompt: str) -> Branch:
         branch = self.branch(prompt)

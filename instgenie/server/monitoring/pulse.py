@@ -73,7 +73,7 @@ class Pulse(Observer):
             "model": {"name": self.model_name, "num_blocks": model.num_blocks, "dtype": model.dtype} if model else None,
             "max_batch_size": config.max_batch_size,
             "max_queue": config.max_queue,
-            "cache_bytes": config.cache.host_bytes * len(status.workers) if config.reuse else 0,
+            "cache_bytes": self.cluster.host_bytes if config.reuse else 0,
             "num_waiting": status.num_waiting,
             "num_running": status.num_running,
             "num_finished": status.num_finished,

@@ -1,0 +1,104 @@
+"""Warming up: each part of the model runs once before a process says that it is ready, so that the first edit does not
+wait for kernels to be compiled and libraries to be set up, and a part that cannot run is noticed at once.
+
+On a CUDA device the parts run at the model's own size, because kernels are chosen by the sizes they work on. On a CPU a
+small picture does.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from instgenie.cost.plan import DENSE
+from instgenie.engine.finish import decode
+from instgenie.engine.loop import Engine
+from instgenie.engine.prepare import prepare
+from instgenie.engine.register import make_activations, name_key, observe_span, reuse
+from instgenie.jobs.job import Job, Template
+from instgenie.machine.clock import now
+from instgenie.machine.device_memory import memory_guard
+from instgenie.models.model import Model
+from instgenie.pictures.mask import token_mask
+from instgenie.pictures.picture import SIZE_MULTIPLE
+from instgenie.pictures.samples import MIDDLE, mask_around, sample_picture
+from instgenie.types import CacheDtype, Edit, PixelMask
+
+NUM_STEPS = 2  # the second begins with what the first has loaded ahead
+MASK_RATIO = 0.2
+SMALL = 64  # pixels a side, on a CPU
+
+
+def warm_up_preparing(model: Model) -> None:
+    """Encode a picture and a prompt."""
+    with memory_guard("warming up"):
+        prepare(sample_edit(model), model)
+        now(model.device)
+
+
+@torch.inference_mode()
+def warm_up_steps(model: Model, cache_dtype: CacheDtype) -> None:
+    """Register a template, and take steps that compute every token and steps that reuse activations. Needs the network
+    alone: text is zeros."""
+    with memory_guard("warming up"):
+        edit = sample_edit(model)
+        job = blank_job(edit, model)
+        span = observe_span(job, model, "kv", cache_dtype, range(NUM_STEPS))
+        activations = make_activations(name_key("", "", edit, model, "kv", cache_dtype), span, model)
+        for one in (replace(job, plan=DENSE), reuse(job, activations)):
+            engine = Engine(model)
+            engine.join(one)
+            while engine.jobs:
+                engine.step()
+        now(model.device)
+
+
+@torch.inference_mode()
+def warm_up_finishing(model: Model) -> None:
+    """Decode latents."""
+    with memory_guard("warming up"):
+        size = sample_size(model)
+        grid = size[0] // model.patch, size[1] // model.patch
+        decode([blank_latents(model, grid)], [sample_mask(model)], grid, model)
+
+
+def sample_size(model: Model) -> tuple[int, int]:
+    unit = math.lcm(model.size_multiple, SIZE_MULTIPLE)
+    side = SMALL if model.device.type == "cpu" else max(model.own_size, SMALL)
+    return unit * math.ceil(side / unit), unit * math.ceil(side / unit)
+
+
+def sample_mask(model: Model) -> PixelMask:
+    return mask_around(MIDDLE, sample_size(model), model.patch, MASK_RATIO)
+
+
+def sample_edit(model: Model) -> Edit:
+    size = sample_size(model)
+    picture, mask = sample_picture(size), sample_mask(model)
+    return Edit(picture, mask, "a flower", steps=NUM_STEPS, guidance=model.guidance, size=size, dense_steps=0)
+
+
+def blank_latents(model: Model, grid: tuple[int, int]) -> torch.Tensor:
+    num_channels = model.latent_channels * model.latents_per_token**2
+    return torch.zeros(grid[0] * grid[1], num_channels, device=model.device)
+
+
+def blank_job(edit: Edit, model: Model) -> Job:
+    """A job of an edit whose picture and prompt are not encoded."""
+    height, width = sample_size(model)
+    grid = height // model.patch, width // model.patch
+    clean = blank_latents(model, grid)
+    masked = torch.tensor(token_mask(edit.mask, model.patch), device=model.device).reshape(-1, 1)
+    pixels = torch.zeros(1, 1, height, width, device=model.device)
+    num_branches = 2 if model.guidance_scale(edit) > 1 else 1
+    return Job(
+        edit=edit,
+        grid=grid,
+        template=Template(clean, clean),
+        masked=masked,
+        conditioning=model.beside(clean, pixels) if model.is_fill else clean[:, :0],
+        branches=(model.blank_branch(grid),) * num_branches,
+        scale=model.guidance_scale(edit),
+        schedule=model.schedule(edit, len(masked)),
+        latents=clean,
+    )

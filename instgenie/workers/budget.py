@@ -1,0 +1,17 @@
+"""The memory that a denoise process takes for activations, once all processes on its device have loaded."""
+
+from dataclasses import replace
+
+import torch
+
+from instgenie.cluster.config import ProcessConfig
+from instgenie.machine.device_memory import available_bytes
+
+
+def with_budget(config: ProcessConfig, host_bytes: int, device: torch.device) -> ProcessConfig:
+    """The configuration with a size for each tier in memory. A GPU tier that was left open gets half of the device's
+    free memory, divided among the workers on the device; the rest is for the steps."""
+    gpu_bytes = config.cache.gpu_bytes
+    if gpu_bytes is None and device.type == "cuda":
+        gpu_bytes = int(available_bytes(device) / 2 / config.num_sharing)
+    return replace(config, cache=replace(config.cache, gpu_bytes=gpu_bytes, host_bytes=host_bytes))
