@@ -70,7 +70,7 @@ class Coordinator:
     # clients
 
     def accept(self, orders: Sequence[Order], place: Place | None = None) -> list[Ticket]:
-        """Accept the edits of one request; they share a worker and a batch."""
+        """Accept the edits of one request; they share a worker, and a batch as far as there is room."""
         tickets = [Ticket(entry, self.cancel) for entry in self.front.accept(orders, place)]
         self.pump()
         return tickets

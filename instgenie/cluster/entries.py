@@ -13,6 +13,7 @@ from instgenie.cluster.orders import Event, Order, TemplateOrder
 from instgenie.cluster.status import JobStatus
 from instgenie.cluster.wire import Denoised, Frame, Prepared
 from instgenie.scheduling.router import Work
+from instgenie.scheduling.scheduler import LONG
 from instgenie.types import TierName
 
 StageName = Literal["prepare", "gather", "park", "denoise", "finish"]
@@ -105,6 +106,11 @@ class EditEntry(Entry):
     @property
     def num_steps(self) -> int:
         return self.prepared.message.num_steps if self.prepared else self.work.num_steps
+
+    @property
+    def is_long(self) -> bool:
+        """True if it would take its steps for so long that others may overtake it."""
+        return self.stage == "denoise" and self.num_steps > LONG
 
     @property
     def num_masked_tokens(self) -> int:

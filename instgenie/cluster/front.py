@@ -60,8 +60,8 @@ class Front:
         return Place(self, num_edits)
 
     def accept(self, orders: Sequence[Order], place: Place | None = None) -> list[EditEntry]:
-        """Queue the edits of one request; they share a worker and a batch. They take the place of the request, if one
-        was reserved."""
+        """Queue the edits of one request; they share a worker, and a batch if it has room. They take the place
+        of the request, if one was reserved."""
         place = place or self.reserve(len(orders))
         place.release()
         group: list[EditEntry] = []

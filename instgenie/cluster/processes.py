@@ -117,21 +117,34 @@ class Process:
     def take(self) -> Iterator[list[Entry]]:
         """Yield what may be sent now: entries one by one, a group at once, a suspect only to a process that holds
         nothing."""
-        while self.is_ready and self.queue and self.has_room():
-            head = self.queue[0]
+        while self.is_ready and (head := self.next()):
             together = [head] if head.is_suspect or head.stage != "denoise" else self.companions(head)
             for entry in together:
                 self.queue.remove(entry)
             self.held |= {entry.id: entry for entry in together}
             yield together
 
-    def has_room(self) -> bool:
-        """True if the first entry of the queue may be sent. Templates need no room."""
-        head = self.queue[0]
-        if head.is_suspect or any(entry.is_suspect for entry in self.held.values()):
+    def next(self) -> Entry | None:
+        """The entry to send next: the first one, or if that is a long edit which finds no room, the first one behind
+        the long edits."""
+        for entry in self.queue:
+            if self.has_room(entry):
+                return entry
+            if entry.is_suspect or not (isinstance(entry, EditEntry) and entry.is_long):
+                break
+        return None
+
+    def has_room(self, entry: Entry) -> bool:
+        """True if an entry may be sent. Templates need no room. Long edits get at most half of it."""
+        if entry.is_suspect or any(held.is_suspect for held in self.held.values()):
             return not self.held
-        num_edits = sum(isinstance(entry, EditEntry) for entry in self.held.values())
-        return num_edits < self.max_held or not isinstance(head, EditEntry)
+        if not isinstance(entry, EditEntry):
+            return True
+        edits = [held for held in self.held.values() if isinstance(held, EditEntry)]
+        num_long, max_long = sum(held.is_long for held in edits), max(self.max_held // 2, 1)
+        if entry.is_long and num_long >= max_long:
+            return False
+        return len(edits) - max(num_long - max_long, 0) < self.max_held  # a group may have gone beyond the half
 
     def companions(self, head: Entry) -> list[Entry]:
         """The queued entries that are sent together with the first one, which is among them."""

@@ -59,6 +59,7 @@ class SingleJob:
 
     job: Job
     is_ready: ClassVar[bool] = True
+    is_overdue: ClassVar[bool] = False
     num_jobs: ClassVar[int] = 1
 
     def priced(self, costs: StepCosts) -> Sequence[PricedJob]:

@@ -4,6 +4,9 @@ It sees plain numbers: the groups that wait, the price and the remaining steps o
 The step loop of a worker, the single-process editor and the simulator ask the same object. Jobs that arrive together
 form a group and join together. A group whose activations are still loading is passed over.
 
+Long jobs leave some slots of a batch to others, and a long group joins part by part as there is room. So no job waits
+for a batch of long ones to end.
+
 A joining job amortises the step's fixed cost but lengthens the step for the others. Two jobs that share nothing take
 as long together as one after the other, except that the first one ends later. So a batch grows while that pays, and it
 pays more the longer the queue is.
@@ -20,6 +23,7 @@ from instgenie.cost.table import Price, StepCosts
 from instgenie.scheduling.names import Batching
 
 PATIENCE = 0.35  # weight of a running job's loss against a waiting job's gain
+LONG = 100  # a job with more steps left than this is long
 
 
 class PricedJob(NamedTuple):
@@ -35,6 +39,10 @@ class WaitingGroup(Protocol):
     @property
     def is_ready(self) -> bool:
         """False while the activations of one of its jobs are loading."""
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if too many younger jobs have overtaken it."""
 
     @property
     def num_jobs(self) -> int: ...
@@ -75,10 +83,12 @@ Admit = Callable[[Sequence[PricedJob], Sequence[PricedJob], int, StepCosts], boo
 
 @dataclass(frozen=True)
 class FirstCome:
-    """Ready groups join in the order of arrival while there is room and `admit` agrees. No ready group
-    overtakes another."""
+    """Ready groups join in the order of arrival while there is room and `admit` agrees. No ready group overtakes
+    another, except that with `keeps_room` all may overtake long ones: these join part by part, leave some slots of the
+    batch to others, and need no agreement once they are overdue."""
 
     admit: Admit
+    keeps_room: bool = False
 
     def decide(
         self,
@@ -89,25 +99,32 @@ class FirstCome:
         costs: StepCosts,
     ) -> Decision:
         batch, joining, split = list(running), list[int](), None
-        for position, group in enumerate(waiting):
+        for index, group in enumerate(waiting):
             if not group.is_ready:
                 continue
             room = max_jobs - len(batch)
-            fits = not batch or group.num_jobs <= room
-            if not fits and (joining or room <= 0):
+            if batch and room <= 0:
                 break
-            jobs = group.priced(costs)
-            if not fits:
-                if not waits_too_long(jobs, running, room):
+            jobs, position = group.priced(costs), index + bool(split)  # a split moves the groups behind it
+            if self.keeps_room and is_long(jobs):
+                part = jobs[: room_for_long(batch, max_jobs)]
+                is_cut = len(part) < len(jobs)
+                if not part or (is_cut and split):
+                    continue
+                if batch and not group.is_overdue and not self.admit(part, batch, num_ready, costs):
+                    continue
+                split = Split(position, len(part)) if is_cut else split
+            else:
+                part, fits = jobs, not batch or len(jobs) <= room
+                if not fits:
+                    if joining or not waits_too_long(jobs, running, room):
+                        break
+                    split, part = Split(position, room), jobs[:room]
+                if batch and not self.admit(part, batch, num_ready, costs):
                     break
-                split, jobs = Split(position, room), jobs[:room]
-            if batch and not self.admit(jobs, batch, num_ready, costs):
-                break
-            batch += jobs
+            batch += part
             joining.append(position)
-            num_ready -= len(jobs)
-            if split:
-                break
+            num_ready -= len(part)
         return Decision(joining, split)
 
 
@@ -126,6 +143,18 @@ class OneBatch:
         if running:
             return Decision()
         return FILL.decide(waiting, num_ready, running, max_jobs, costs)
+
+
+def is_long(jobs: Iterable[PricedJob]) -> bool:
+    return any(job.num_steps > LONG for job in jobs)
+
+
+def room_for_long(batch: Sequence[PricedJob], max_jobs: int) -> int:
+    """Slots that further long jobs may take: a quarter of the slots, and one at least where there are two, stays free
+    of them."""
+    num_long = sum(job.num_steps > LONG for job in batch)
+    max_long = max(max_jobs - max(max_jobs // 4, 1), 1)
+    return max(min(max_jobs - len(batch), max_long - num_long), 0)
 
 
 def waits_too_long(group: Sequence[PricedJob], running: Sequence[PricedJob], room: int) -> bool:
@@ -155,7 +184,7 @@ def always(group: Sequence[PricedJob], batch: Sequence[PricedJob], num_waiting: 
 FILL = FirstCome(always)  # every job joins as soon as there is room
 
 SCHEDULERS: dict[Batching, Scheduler] = {
-    "continuous": FirstCome(pays),
+    "continuous": FirstCome(pays, keeps_room=True),
     "static": OneBatch(),
     "static-pipelined": OneBatch(),
     "naive": FILL,

@@ -51,6 +51,11 @@ class SimulatedJob:
         return True
 
     @property
+    def is_overdue(self) -> bool:
+        """Always false: simulated jobs are short."""
+        return False
+
+    @property
     def num_jobs(self) -> int:
         return 1
 

@@ -74,7 +74,7 @@ class Denoiser:
             Denoise: self.accept,
             Register: self.registrar.accept,
             Cancel: lambda message, _: self.cancel(message.id),
-            Fetch: lambda message, _: templates.fetcher.announce(message.id, templates.keys.find(message.template)),
+            Fetch: lambda message, _: self.queue.announce(message),
             Forget: lambda message, _: templates.forget(templates.keys.find(message.template)),
             Recall: lambda message, _: templates.recall(templates.keys.find(message.template)),
             List: lambda message, _: templates.list_all(message.model),
@@ -142,7 +142,7 @@ class Denoiser:
 
     def join(self) -> None:
         """Let waiting groups join the batch, as the scheduler decides."""
-        self.queue.settle(self.running.values())
+        self.queue.settle()
         num_ready = self.queue.num_ready
         if not num_ready:
             return
@@ -171,6 +171,7 @@ class Denoiser:
         for job, error in result.failed.items():
             self.mailbox.report_failure(self.running[job], error)
             self.leave(self.running[job])
+        self.registrar.stepped(seconds)
         stepped = [self.running[job] for job in jobs if job not in result.failed]
         self.mailbox.report_step(stepped, seconds, predicted, self.num_interruptions)
         for job, latents in before.items():
@@ -199,7 +200,7 @@ class Denoiser:
         return self.registrar.next(is_idle=not (self.engine.jobs or self.side_work.away))
 
     def register(self) -> None:
-        """Register a few steps of a template, if it is urgent or no job runs."""
+        """Register a few steps of a template, if no job runs, an edit waits for it, or it has waited too long."""
         if pending := self.next_template():
             self.interrupt()
             self.registrar.advance(pending)

@@ -1,10 +1,21 @@
 """The queue of a worker: groups of jobs that wait to join the batch while the activations of their templates load."""
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from instgenie.cluster.wire import Denoise, Denoising, Frame, JobFailed, JobStep, Missing, TierFound, split_frames
+from instgenie.cache.store import Found
+from instgenie.cluster.wire import (
+    Denoise,
+    Denoising,
+    Fetch,
+    Frame,
+    JobFailed,
+    JobStep,
+    Missing,
+    TierFound,
+    split_frames,
+)
 from instgenie.cost.table import StepCosts
 from instgenie.engine.pricing import priced
 from instgenie.engine.register import make_activations, reuse
@@ -16,6 +27,8 @@ from instgenie.workers.fetching import Fetching, FetchOutcome
 from instgenie.workers.frames import read_job
 from instgenie.workers.process import Line, failure
 from instgenie.workers.templates import Templates
+
+MAX_OVERTAKEN = 16  # jobs that overtake a group before it is overdue
 
 
 @dataclass(eq=False)
@@ -43,10 +56,26 @@ class JobGroup:
     """Waiting jobs that join together."""
 
     jobs: list[TrackedJob]
+    num_overtaken: int = 0  # jobs of younger groups that joined before it
+    needs_room: bool = False  # True if it has waited too long for room in memory
 
     @property
     def is_ready(self) -> bool:
         return not any(job.fetching for job in self.jobs)
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.num_overtaken >= MAX_OVERTAKEN
+
+    @property
+    def holds_others_back(self) -> bool:
+        """True if younger groups get no activations before it."""
+        return self.needs_room and not self.is_ready
+
+    def note_refusal(self) -> None:
+        """Note whether memory has refused it for too long."""
+        is_refused = any(job.fetching and job.fetching.outcome is FetchOutcome.REFUSED for job in self.jobs)
+        self.needs_room |= self.is_overdue and is_refused
 
     @property
     def num_jobs(self) -> int:
@@ -60,6 +89,7 @@ class WaitingQueue:
     def __init__(self, model: Model, templates: Templates, line: Line) -> None:
         self.model, self.templates, self.line = model, templates, line
         self.groups: deque[JobGroup] = deque()  # in the order of arrival
+        self.is_holding_back = False  # True if the jobs that come now get no activations yet
 
     def __iter__(self) -> Iterator[JobGroup]:
         return iter(self.groups)
@@ -86,9 +116,7 @@ class WaitingQueue:
     def read(self, given: Denoising, frames: Sequence[Frame]) -> TrackedJob | None:
         try:
             job = read_job(given.job, frames, self.model.device)
-            fetching = (
-                self.templates.fetcher.fetch(self.templates.keys.find(given.template)) if given.template else None
-            )
+            fetching = self.fetch(self.templates.keys.find(given.template)) if given.template else None
         except Exception as error:
             self.line.send(failure(given.id, given.attempt, error))
             return None
@@ -104,6 +132,18 @@ class WaitingQueue:
             trace=given.trace,
         )
 
+    def fetch(self, key: Key) -> Fetching:
+        if not self.is_holding_back:
+            return self.templates.fetcher.fetch(key)
+        fetching = Fetching(key)
+        fetching.put_off()
+        return fetching
+
+    def announce(self, message: Fetch) -> None:
+        """Start to load for a job that will come, unless an older job needs the room."""
+        if not self.is_holding_back:
+            self.templates.fetcher.announce(message.id, self.templates.keys.find(message.template))
+
     def cancel(self, id: str) -> None:
         for group in self.groups:
             for tracked in [tracked for tracked in group.jobs if tracked.id == id]:
@@ -113,27 +153,46 @@ class WaitingQueue:
 
     def split(self, split: Split) -> None:
         group = self.groups[split.position]
-        self.groups[split.position] = JobGroup(group.jobs[split.num_first :])
-        self.groups.insert(split.position, JobGroup(group.jobs[: split.num_first]))
+        self.groups[split.position] = replace(group, jobs=group.jobs[split.num_first :])
+        self.groups.insert(split.position, replace(group, jobs=group.jobs[: split.num_first]))
 
     def take(self, positions: Sequence[int]) -> list[JobGroup]:
         """Remove groups from the queue."""
         taken = [self.groups[position] for position in positions]
-        for group in taken:
-            self.groups.remove(group)
+        num_overtaking = 0
+        for group in reversed(self.groups):
+            if group in taken:
+                num_overtaking += group.num_jobs
+            else:
+                group.num_overtaken += num_overtaking
+        self.groups = deque(group for group in self.groups if group not in taken)
         return taken
 
-    def settle(self, running: Collection[TrackedJob]) -> None:
-        """Give waiting jobs the activations that have arrived, or let them go on without."""
+    def settle(self) -> None:
+        """Give waiting jobs the activations that have arrived, or let them go on without. A group that has waited too
+        long for room in memory holds back all younger ones, so that those which use the room come to their end."""
+        self.is_holding_back = False
         for group in self.groups:
             for tracked in [tracked for tracked in group.jobs if tracked.fetching]:
-                self.settle_one(tracked, group, running)
+                if self.is_holding_back:
+                    self.hold_back(tracked)
+                else:
+                    self.settle_one(tracked, group)
+            group.note_refusal()
+            self.is_holding_back |= group.holds_others_back
         self.drop_empty()
 
-    def settle_one(self, tracked: TrackedJob, group: JobGroup, running: Collection[TrackedJob]) -> None:
+    def hold_back(self, tracked: TrackedJob) -> None:
+        assert tracked.fetching
+        if isinstance(tracked.fetching.outcome, Found):
+            tracked.fetching.put_off()
+
+    def settle_one(self, tracked: TrackedJob, group: JobGroup) -> None:
         assert tracked.fetching
         key, outcome = tracked.fetching.key, tracked.fetching.outcome
-        if outcome is FetchOutcome.LOADING or (outcome is FetchOutcome.REFUSED and self.will_have_room(running)):
+        if outcome is FetchOutcome.LOADING:
+            return
+        if outcome is FetchOutcome.REFUSED and self.may_find_room(tracked.fetching):
             return
         tracked.fetching = None
         if outcome is FetchOutcome.ABSENT and tracked.must_reuse:
@@ -150,20 +209,16 @@ class WaitingQueue:
             self.templates.fetcher.pin(key)
             self.line.send(TierFound(tracked.id, tracked.attempt, self.templates.fetcher.where(tracked.id, outcome)))
 
-    def will_have_room(self, running: Collection[TrackedJob]) -> bool:
-        """Return whether memory will have room for further templates: some are in use now."""
-        ready = (tracked for group in self.groups if group.is_ready for tracked in group.jobs)
-        return any(tracked.key for tracked in (*running, *ready))
+    def may_find_room(self, fetching: Fetching) -> bool:
+        """Return whether a refused fetch may still succeed: it is tried again, or others use the room for a while."""
+        fetches = (job.fetching for group in self.groups for job in group.jobs if job.fetching)
+        is_loading = any(other.outcome is FetchOutcome.LOADING or isinstance(other.outcome, Found) for other in fetches)
+        return self.templates.fetcher.retry_if_room(fetching) or is_loading
 
     def release(self, tracked: TrackedJob) -> None:
-        """Unpin the activations of a job that leaves. Fetches that found no room try again."""
-        if tracked.key is None:
-            return
-        self.templates.fetcher.unpin(tracked.key)
-        for group in self.groups:
-            for other in group.jobs:
-                if other.fetching and other.fetching.outcome is FetchOutcome.REFUSED:
-                    self.templates.fetcher.retry(other.fetching)
+        """Unpin the activations of a job that leaves."""
+        if tracked.key is not None:
+            self.templates.fetcher.unpin(tracked.key)
 
     def drop_empty(self) -> None:
         self.groups = deque(group for group in self.groups if group.jobs)

@@ -1,5 +1,11 @@
-"""The registrar of a worker: registers templates between steps, a few steps of one template at a time."""
+"""The registrar of a worker: registers templates between steps, a few steps of one template at a time.
 
+It works while no job runs, or while a job waits for the template. A registration that has waited through many steps is
+given a share of the time beside the running jobs, so that a busy worker fills its cache too.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -14,6 +20,9 @@ from instgenie.workers.frames import read_job
 from instgenie.workers.process import Line, failure
 from instgenie.workers.templates import Templates
 
+MAX_STEPS_WAITED = 200  # steps of the running jobs after which a registration waits for no idle moment
+SHARE = 0.2  # of the time, for registrations that have waited so long
+
 
 @dataclass(eq=False)
 class PendingTemplate:
@@ -26,6 +35,7 @@ class PendingTemplate:
     is_urgent: bool  # True if an edit waits for it
     missing: Future[list[range]]  # spans that no tier has
     picture: Pixels | None  # to keep beside the activations
+    since: int  # steps that the worker had taken when it came
     registration: Registration | None = None  # None until the missing spans are known
 
 
@@ -33,6 +43,14 @@ class Registrar:
     def __init__(self, model: Model, templates: Templates, line: Line) -> None:
         self.model, self.templates, self.line = model, templates, line
         self.pending: dict[str, PendingTemplate] = {}  # by template id
+        self.num_steps = 0  # taken by jobs
+        self._step_seconds = 0.0  # spent on steps of jobs since the last span
+        self._span_seconds = 0.0  # spent on the last span
+
+    def stepped(self, seconds: float) -> None:
+        """Note a step of the running jobs."""
+        self.num_steps += 1
+        self._step_seconds += seconds
 
     def accept(self, message: Register, frames: list[Frame]) -> None:
         known = self.pending.get(message.id)
@@ -50,7 +68,7 @@ class Registrar:
         self.templates.fetcher.pin(key)
         missing = self.templates.missing(key)
         self.pending[message.id] = PendingTemplate(
-            message.id, message.attempt, key, job, message.is_urgent, missing, picture
+            message.id, message.attempt, key, job, message.is_urgent, missing, picture, self.num_steps
         )
 
     def cancel(self, id: str) -> None:
@@ -58,13 +76,24 @@ class Registrar:
             self.templates.fetcher.unpin(pending.key)
 
     def next(self, is_idle: bool) -> PendingTemplate | None:
-        """The template to work on now: an urgent one, or any one if the worker is idle. Templates whose missing spans
-        are not yet known are passed over."""
-        known = (pending for pending in self.pending.values() if pending.missing.done())
-        return next((pending for pending in known if is_idle or pending.is_urgent), None)
+        """The template to work on now: an urgent one, any one if the worker is idle, or one that has waited too long.
+        Templates whose missing spans are not yet known are passed over."""
+        known = [pending for pending in self.pending.values() if pending.missing.done()]
+        now = [pending for pending in known if is_idle or pending.is_urgent]
+        return next(iter(now or self._overdue(known)), None)
+
+    def _overdue(self, known: Sequence[PendingTemplate]) -> Iterator[PendingTemplate]:
+        """Yield those that may take time from the running jobs."""
+        if self._span_seconds * (1 - SHARE) <= self._step_seconds * SHARE:
+            yield from (pending for pending in known if self.num_steps - pending.since >= MAX_STEPS_WAITED)
 
     def advance(self, pending: PendingTemplate) -> None:
-        """Register the next span of a template."""
+        """Register the next span of a template, and note how long that took."""
+        start = time.perf_counter()
+        self._advance(pending)
+        self._span_seconds, self._step_seconds = time.perf_counter() - start, 0.0
+
+    def _advance(self, pending: PendingTemplate) -> None:
         key = pending.key
         try:
             registration = self.registration_of(pending)

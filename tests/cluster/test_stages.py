@@ -6,6 +6,7 @@ from helpers.fake_cluster import JOB, LATENTS, FakeCluster, events, make_order
 from instgenie.cluster import wire
 from instgenie.cluster.orders import Failed, Finished, Partial, Queued, Stepped
 from instgenie.scheduling.names import Batching
+from instgenie.scheduling.scheduler import LONG
 
 
 def test_an_order_goes_through_all_stages() -> None:
@@ -70,6 +71,29 @@ def test_a_group_does_not_wait_for_a_member_that_failed_or_left() -> None:
     assert [job.id for job in message.jobs] == [third.id]
     assert events(first)[1:] == [Failed("bad_input", "no"), None]
     assert events(second)[-1] is None
+
+
+def test_long_edits_do_not_take_all_places_of_a_worker() -> None:
+    """Two groups of long edits fill what a worker holds; a short edit is sent to it all the same."""
+    cluster = FakeCluster(max_batch_size=4)
+    cluster.open()
+
+    def prepare() -> None:
+        while m := cluster.next("prepare", 0):
+            num_steps = m.wish.steps
+            cluster.answer("prepare", 0, wire.Prepared(m.id, m.attempt, JOB, 16, 4, num_steps, 0.1), b"\0" * 4)
+
+    groups = [cluster.accept(*(make_order(seed, steps=LONG + 1) for seed in range(5))) for _ in range(3)]
+    prepare()
+    sent = cluster.take("denoise")
+    assert [[job.id for job in message.jobs] for message in sent] == [[ticket.id for ticket in groups[0]]]
+    short = [cluster.accept(make_order(seed, steps=4))[0] for seed in range(5)]
+    prepare()
+    sent += cluster.take("denoise")
+    assert [job.id for message in sent[1:] for job in message.jobs] == [ticket.id for ticket in short[:4]]
+    for job in sent[0].jobs[:2]:
+        cluster.denoised(job)
+    assert [len(message.jobs) for message in cluster.take("denoise")] == [5]  # the next group
 
 
 @pytest.mark.parametrize("batching", ["naive", "static"])

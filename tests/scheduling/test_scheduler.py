@@ -8,7 +8,7 @@ import pytest
 
 from instgenie.cost.table import Price, StepCosts, linear_costs
 from instgenie.scheduling.names import Batching
-from instgenie.scheduling.scheduler import PATIENCE, SCHEDULERS, Decision, PricedJob, Split, pays
+from instgenie.scheduling.scheduler import LONG, PATIENCE, SCHEDULERS, Decision, PricedJob, Split, pays
 
 SHARED = linear_costs(per_step=1.0, per_token=0.0)  # a step takes as long, however many jobs share it
 FREE = PricedJob(Price(0.0, 0.0), 4)
@@ -19,6 +19,7 @@ DEAR = PricedJob(Price(50.0, 0.0), 4)
 class Group:
     jobs: Sequence[PricedJob]
     is_ready: bool = True
+    is_overdue: bool = False
     num_priced: int = 0
 
     @property
@@ -118,6 +119,42 @@ def test_only_groups_that_may_join_are_priced() -> None:
     groups = [Group([FREE]) for _ in range(1000)]
     assert decide("continuous", groups, [FREE] * 2) == ([0, 1], None)
     assert sum(group.num_priced for group in groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "running", "max_jobs", "expected"),
+    [
+        ([("L", 8)], "", 8, ([0], Split(0, 6))),  # a quarter of the slots stays free
+        ([("L", 8), ("S", 1)], "", 8, ([0, 2], Split(0, 6))),  # the rest of the group is between them
+        ([("L", 2), ("S", 1), ("S", 1), ("S", 1)], "LLLLLL", 8, ([1, 2], None)),
+        ([("L", 2), ("S", 1)], "LLLLL", 8, ([0, 2], Split(0, 1))),
+        ([("L", 2), ("L", 2), ("S", 1)], "LLLL", 8, ([0, 2], None)),
+        ([("L", 1)], "LS", 4, ([0], None)),
+        ([("L", 3)], "SSSSSS", 8, ([0], Split(0, 2))),  # a long group does not wait until all of it fits
+        ([("L", 2)], "", 2, ([0], Split(0, 1))),
+        ([("L", 2)], "", 1, ([0], Split(0, 1))),
+        ([("L", 1)], "L", 1, ([], None)),
+    ],
+)
+def test_long_jobs_leave_room_for_others(
+    sizes: list[tuple[str, int]], running: str, max_jobs: int, expected: tuple[list[int], Split | None]
+) -> None:
+    """L is a long job, S a short one."""
+    kinds = {"L": PricedJob(FREE.price, LONG + 1), "S": FREE}
+    groups = [Group([kinds[kind]] * num) for kind, num in sizes]
+    assert decide("continuous", groups, [kinds[kind] for kind in running], max_jobs) == expected
+
+
+def test_a_long_group_that_does_not_pay_is_overtaken_until_it_is_overdue() -> None:
+    long, other = PricedJob(DEAR.price, 600), PricedJob(DEAR.price, 1000)
+    for is_overdue, expected in ((False, [1]), (True, [0, 1])):
+        groups = [Group([long], is_overdue=is_overdue), Group([DEAR])]
+        assert decide("continuous", groups, [other], 8) == (expected, None)
+
+
+def test_a_job_is_no_longer_long_near_its_end() -> None:
+    running = [PricedJob(FREE.price, LONG)] * 3
+    assert decide("continuous", [Group([PricedJob(FREE.price, LONG + 1)])], running, 4) == ([0], None)
 
 
 def reference(
