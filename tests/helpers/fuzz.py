@@ -1,9 +1,9 @@
 """Sends many malformed requests to a running server. From the root of the repository:
 
-    PYTHONPATH=tests python -m helpers.fuzz --base-url http://127.0.0.1:8000 --num-requests 10000 [--api-key KEY]
+    PYTHONPATH=tests python -m helpers.fuzz --base-url http://127.0.0.1:8000 --num-requests 100000 [--api-key KEY]
 
 Each must be answered with a well-formed error and no status of 500 or above; the server must stay healthy, and its
-memory must not grow.
+memory must not grow by more than 32 MiB after the first thousand.
 """
 
 import argparse
@@ -12,26 +12,35 @@ import random
 import re
 import socket
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
 
-from helpers.serving import MASK, PICTURE, SIZE, alpha_png, bomb, mask, png
+from helpers.serving import MASK, PICTURE, SIZE, alpha_png, bomb, mask, png, wait_for
 from instgenie.server.bodies.fields import EditFields
 
 Request = tuple[str, bytes, dict[str, str]]  # path, body, headers
 PATHS = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")
 BOUNDARY = "xyz"
+BLOCK = 1000  # requests per row of the report
+GROWTH = 32  # MiB by which the HTTP process may grow after the first block
 LEAK = re.compile(r"\b0x[0-9a-f]|/tmp|/usr|\.py|Traceback|site-packages")
 BOMB = bomb(12_000)
+OTHER_SHAPE = alpha_png(mask((16, 200)))
 MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
 SCALARS = ("", "0", "-1", "1e999", "nan", "true", "null", "9" * 5000, "\x00", "é" * 100, "1x1", "99999x99999", "{}")
 NAMES = (*EditFields.model_fields, "image[]", "mask")
 FILE_NAMES = ("upload", "../../etc/passwd", "a\x00b", "x" * 5000, "con", ".", "/dev/null", "a.png.exe")
-URLS = ("http://127.0.0.1:1/x.png", "file:///etc/passwd", "data:image/png;base64,####", "data:text/html,x", "ftp://x")
+URLS = (
+    "http://127.0.0.1:1/x.png", "file:///etc/passwd", "data:image/png;base64,####", "data:text/html,x", "ftp://x",
+    "data:image/png;charset=utf-8;base64,iVBOR\nw0KGgo=", "data:,", "data:image/png;base64", "",
+)  # fmt: skip
 
 
 def part(name: str, value: bytes, file_name: str | None = None) -> bytes:
@@ -52,13 +61,13 @@ def bad_scalar(draw: random.Random) -> Request:
 
 
 def broken_picture(draw: random.Random) -> Request:
-    """Flip, cut or repeat bytes. If the picture still decodes, the request is refused for its size field."""
+    """Flip, cut or repeat bytes. If the picture still decodes, the request is refused for its mask."""
     data = bytearray(PICTURE)
     for _ in range(draw.randint(1, 40)):
         data[draw.randrange(len(data))] = draw.randrange(256)
     cut = bytes(data[: draw.randint(0, len(data))]) * draw.randint(1, 2)
     picture = part("image", cut, draw.choice(FILE_NAMES))
-    return multipart(draw, picture, part("mask", MASK, "m"), part("prompt", b"a"), part("size", b"1x1"))
+    return multipart(draw, picture, part("mask", OTHER_SHAPE, "m"), part("prompt", b"a"))
 
 
 def wrong_mask(draw: random.Random) -> Request:
@@ -67,6 +76,7 @@ def wrong_mask(draw: random.Random) -> Request:
         alpha_png(np.zeros(SIZE, np.bool_)), png(np.zeros((1, 1), np.uint8)), draw.randbytes(99),
     ]  # fmt: skip
     fields = [part("image", PICTURE, "upload"), part("prompt", b"a"), part("mask", draw.choice(masks), "m")]
+    fields.append(part("num_inference_steps", b"1"))  # some of these masks can be read
     return PATHS[0], multipart(draw, *fields)[1], {"content-type": MULTIPART}
 
 
@@ -101,6 +111,8 @@ def bad_json(draw: random.Random) -> Request:
         b'{"prompt": "\\ud800", "n": 0}', b'{"prompt": "a", "n": 1e400}', b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}",
         b"\xff\xfe\x00", json.dumps({"prompt": "a", "image": draw.choice(URLS), "n": 0}).encode(),
         json.dumps({"prompt": ["a"] * 1000, "image": {"a": {}}}).encode(),
+        json.dumps({"prompt": "a", "images": [{"image_url": draw.choice(URLS)}] * draw.choice([0, 1, 17])}).encode(),
+        json.dumps({"prompt": "a", "images": draw.choice([{}, [[]], 5, [None]]), "mask": {"image_url": {}}}).encode(),
         json.dumps({f"f{i}": i for i in range(1000)}).encode(),
     ]  # fmt: skip
     return draw.choice(PATHS), draw.choice(bodies), {"content-type": "application/json"}
@@ -117,8 +129,17 @@ def odd_request(draw: random.Random) -> Request:
     return path, draw.choice([b"", b"prompt=a&n=1", b"{}"]), headers
 
 
+def foreign_page(draw: random.Random) -> Request:
+    """Send what a browser sends for a page of another site, or for a name that was made to point here."""
+    path, body, headers = odd_request(draw)
+    names = ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[::1].evil", "a b", "", "x" * 5000]
+    stranger = {draw.choice(["host", "origin"]): draw.choice(names)}
+    return path, body, headers | stranger
+
+
 MAKERS: tuple[Callable[[random.Random], Request], ...] = (
     bad_scalar, broken_picture, wrong_mask, bombs, broken_multipart, many_parts, bad_json, odd_request,
+    foreign_page,
 )  # fmt: skip
 
 
@@ -174,21 +195,38 @@ def memory(client: httpx.Client) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Send malformed requests to a running server.")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--num-requests", type=int, default=10_000)
+    parser.add_argument("--num-requests", type=int, default=100_000)
+    parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--api-key", default="")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    with httpx.Client(base_url=options.base_url, headers=headers, timeout=60, trust_env=False) as client:
-        for block in range(max(1, options.num_requests // 1000)):
-            statuses = fuzz(client, min(1000, options.num_requests), options.seed + block)
-            healthy = client.get("/health").status_code == 200
-            print(
-                f"{(block + 1) * 1000:>6} {dict(sorted(statuses.items()))} healthy={healthy} {memory(client):.0f} MiB"
-            )
-            if not healthy:
+    local = threading.local()
+
+    def client() -> httpx.Client:
+        if not hasattr(local, "client"):
+            local.client = httpx.Client(base_url=options.base_url, headers=headers, timeout=60, trust_env=False)
+        found: httpx.Client = local.client
+        return found
+
+    wait_for(lambda: client().get("/ready").status_code == 200)
+    total: Counter[int] = Counter()
+    started, sizes = time.monotonic(), []
+    with ThreadPoolExecutor(options.concurrency) as pool:
+        for block in range(max(1, options.num_requests // BLOCK)):
+            seeds = [options.seed + block * options.concurrency + thread for thread in range(options.concurrency)]
+            num = min(BLOCK, options.num_requests) // options.concurrency
+            for statuses in pool.map(lambda seed, num=num: fuzz(client(), num, seed), seeds):
+                total += statuses
+            is_healthy = client().get("/health").status_code == 200
+            sizes.append(memory(client()))
+            seconds = time.monotonic() - started
+            print(f"{(block + 1) * num * options.concurrency:>7} {seconds:>5.0f} s {sizes[-1]:>5.0f} MiB "
+                  f"healthy={is_healthy} {dict(sorted(total.items()))}", flush=True)  # fmt: skip
+            if not is_healthy:
                 return 1
-    return 0
+    print(f"growth after the first {BLOCK}: {sizes[-1] - sizes[0]:.1f} MiB")
+    return int(sizes[-1] - sizes[0] > GROWTH)
 
 
 if __name__ == "__main__":
