@@ -34,6 +34,7 @@ from instgenie.cluster.recovery import Recovery
 from instgenie.cluster.reporter import Reporter
 from instgenie.cluster.stages import Stages
 from instgenie.cluster.templates import TemplateRecord
+from instgenie.telemetry.logs import names_of
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,6 @@ class Coordinator:
         try:
             self.stages.dispatch(process, entries)
         except Exception:
-            log.exception("not sent", extra={"job": entries[0].id})
+            log.exception("not sent", extra=names_of(entries[0]))
             for entry in entries:
                 self.edits.fail(entry, "internal", "the edit could not be sent to a worker")

@@ -7,6 +7,7 @@ from instgenie.cluster.library import Library
 from instgenie.cluster.orders import Event, Facts, Failed, FailureKind, Finished
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.reporter import Reporter
+from instgenie.telemetry.logs import names_of
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +48,13 @@ class Edits:
             self.reporter.left(entry)
 
     def finish(self, entry: EditEntry, picture: bytes, facts: Facts, seconds: float) -> None:
-        log.info("finished", extra={"job": entry.id, "seconds": round(seconds, 3), "worker": entry.worker})
+        log.info("finished", extra=names_of(entry) | {"seconds": round(seconds, 3), "worker": entry.worker})
         self.reporter.finished(facts, seconds)
         self._answer(entry, Finished(picture, facts))
 
     def fail(self, entry: Entry, kind: FailureKind, message: str, param: str | None = None) -> None:
         """Fail an edit, or a registration."""
-        log.warning("failed", extra={"job": entry.id, "kind": kind, "reason": message})
+        log.warning("failed", extra=names_of(entry) | {"kind": kind, "reason": message})
         match entry:
             case TemplateEntry():
                 self._fail_template(entry, message)

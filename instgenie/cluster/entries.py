@@ -56,6 +56,11 @@ class Entry:
     number: int = field(default_factory=itertools.count().__next__)  # older entries have lower numbers
 
     @property
+    def request_id(self) -> str:
+        """The request that asked for it; empty: none did."""
+        return ""
+
+    @property
     def is_suspect(self) -> bool:
         """True if it may be what kills the processes that hold it."""
         return self.num_deaths >= MAX_DEATHS - 1
@@ -76,6 +81,10 @@ class TemplateEntry(Entry):
     order: TemplateOrder
     is_urgent: bool = False  # True if an edit waits for it
 
+    @property
+    def request_id(self) -> str:
+        return self.order.request_id
+
 
 @dataclass(eq=False, kw_only=True)
 class EditEntry(Entry):
@@ -93,6 +102,10 @@ class EditEntry(Entry):
     accepted_at: float = field(default_factory=time.monotonic)
     waits_from: float = field(default_factory=time.monotonic)  # when it began to wait for its stage
     events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)  # None ends the stream
+
+    @property
+    def request_id(self) -> str:
+        return self.order.request_id
 
     @property
     def template(self) -> str | None:

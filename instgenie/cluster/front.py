@@ -1,5 +1,6 @@
 """The cluster's front: it accepts edits, chooses their worker, and decides whether they reuse activations."""
 
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,9 @@ from instgenie.cluster.reporter import Reporter
 from instgenie.cluster.templates import TemplateRecord
 from instgenie.errors import ClosedError, QueueFullError
 from instgenie.scheduling.router import Work
+from instgenie.telemetry.logs import names_of
+
+log = logging.getLogger(__name__)
 
 
 class Place:
@@ -71,6 +75,7 @@ class Front:
         worker = self.placement.choose(works, self.library.holders(works[0].template))
         entries = list(group)
         for entry in entries:
+            log.info("accepted", extra=names_of(entry) | {"worker": worker.index})
             self.reporter.accepted(entry)
             self._decide(entry, worker)
             self.edits.entries[entry.id] = entry

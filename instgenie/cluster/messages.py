@@ -14,7 +14,7 @@ class Send(Protocol):
 
 def prepare_message(entry: EditEntry) -> tuple[wire.Prepare, list[wire.Frame]]:
     order = entry.order
-    message = wire.Prepare(entry.id, entry.attempt, order.wish, order.picture.shape[:2], order.trace)
+    message = wire.Prepare(entry.id, entry.attempt, order.wish, order.picture.shape[:2], order.trace, entry.request_id)
     return message, wire.picture_frames(order.picture, order.mask)
 
 
@@ -29,6 +29,7 @@ def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Deno
         num_partials=entry.order.num_partials,
         fails_dense=entry.must_not_run_dense,
         trace=entry.order.trace,
+        request_id=entry.request_id,
     )
 
 
@@ -48,6 +49,7 @@ def finish_message(
         output_compression=order.output_compression,
         partial=partial,
         trace=order.trace,
+        request_id=entry.request_id,
     )
     return message, [*frames, *wire.picture_frames(order.picture, order.mask)]
 
@@ -55,7 +57,7 @@ def finish_message(
 def prepare_template_message(entry: TemplateEntry) -> tuple[wire.PrepareTemplate, list[wire.Frame]]:
     order = entry.order
     assert order.picture is not None
-    message = wire.PrepareTemplate(entry.id, entry.attempt, order.steps, order.guidance, order.size)
+    message = wire.PrepareTemplate(entry.id, entry.attempt, order.steps, order.guidance, order.size, entry.request_id)
     return message, wire.picture_frames(order.picture)
 
 
@@ -72,5 +74,6 @@ def register_message(
         job=entry.prepared.message.job,
         is_urgent=entry.is_urgent,
         picture=entry.order.size if is_kept else None,
+        request_id=entry.request_id,
     )
     return message, [*entry.prepared.tensors, *(wire.picture_frames(entry.order.picture) if is_kept else ())]

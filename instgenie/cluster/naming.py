@@ -2,6 +2,7 @@
 facts of the model. Knows no registration."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from instgenie.cluster.entries import EditEntry
@@ -33,7 +34,8 @@ class Naming:
 
     def template_order_of(self, order: Order) -> TemplateOrder:
         """The template that an edit could use."""
-        return self.template_order(order.tenant, order.picture, order.wish.steps, order.wish.guidance)
+        made = self.template_order(order.tenant, order.picture, order.wish.steps, order.wish.guidance)
+        return replace(made, request_id=order.request_id)
 
     def head(self, entry: EditEntry) -> TemplateHead | None:
         """Address the template that an edit uses, if it uses one."""

@@ -1,12 +1,13 @@
 """Orders that clients give to a cluster, and the events they get back. Knows no socket, no process and no torch."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import SETTINGS
+from instgenie.telemetry.logs import request_id
 from instgenie.types import PixelMask, Pixels, TierName
 
 OutputFormat = Literal["png", "jpeg", "webp"]
@@ -26,6 +27,7 @@ class Order:
     output_compression: int = 100
     num_partials: int = 0  # pictures to send before the final one
     trace: str = ""  # traceparent; empty: not traced
+    request_id: str = field(default_factory=request_id.get)  # of the request that is being answered
 
     @property
     def can_reuse(self) -> bool:
@@ -55,6 +57,7 @@ class TemplateOrder:
     guidance: float
     digest: str  # of the picture
     picture: Pixels | None  # None: only stored beside the activations
+    request_id: str = field(default_factory=request_id.get)
 
     @property
     def id(self) -> str:

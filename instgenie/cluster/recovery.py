@@ -9,6 +9,7 @@ from instgenie.cluster.entries import MAX_DEATHS, EditEntry, Entry
 from instgenie.cluster.library import Library
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process
+from instgenie.telemetry.logs import names_of
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class Recovery:
             self.archive.lose(worker)
             self.library.lose_memory(worker)
         for entry in held:
-            log.warning("run again", extra={"job": entry.id, "attempt": entry.attempt, "num_deaths": entry.num_deaths})
+            facts = {"attempt": entry.attempt, "num_deaths": entry.num_deaths}
+            log.warning("run again", extra=names_of(entry) | facts)
             if isinstance(entry, EditEntry):
                 self.edits.leave_batch(entry)
             entry.lose()

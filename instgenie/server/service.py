@@ -18,6 +18,7 @@ from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
 from instgenie.server.errors import SECONDS_TO_RECOVER, closed, not_found
 from instgenie.server.guard.keys import ApiKeys
+from instgenie.server.monitoring.log import note_jobs
 from instgenie.server.monitoring.metrics import Metrics
 from instgenie.server.monitoring.pulse import Pulse
 from instgenie.server.watch import EditWatch
@@ -86,6 +87,7 @@ class HttpService:
             tickets = self.cluster.submit(orders, admitted.place)
         except ClosedError:
             raise closed("No worker can run the edit.", SECONDS_TO_LOAD, "unavailable") from None
+        note_jobs(ticket.id for ticket in tickets)
         self.num_watches += 1
         self.idle.clear()
         try:

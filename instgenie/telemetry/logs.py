@@ -1,12 +1,30 @@
-"""Logs as JSON lines on stderr: time, level, logger, message, and the extra fields of a record."""
+"""Logs as JSON lines on stderr: time, level, logger, message, and the extra fields of a record. A line about an edit or
+a registration names its request and its job."""
 
 import json
 import logging
 import sys
 import time
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}  # attributes of any record
+request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the HTTP request that is being answered
+
+
+class Named(Protocol):
+    """Work that a request asked for."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+
+def names_of(work: Named) -> dict[str, Any]:
+    """The fields of a log line about the work. Work that no request asked for has no request id."""
+    return {"job": work.id} | ({"request_id": work.request_id} if work.request_id else {})
 
 
 class JsonFormatter(logging.Formatter):

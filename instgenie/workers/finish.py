@@ -44,7 +44,7 @@ class Finisher:
         try:
             encoded, _ = self.decode(message, frames)()
         except Exception as error:
-            self.line.send(failure(message.id, message.attempt, error))
+            self.line.send(failure(message, error))
         else:
             self.send(message, encoded, time.perf_counter() - start)
 
@@ -94,7 +94,7 @@ class ThreadedFinisher(Finisher):
             encoded = self.pool.submit(self.decode(message, frames))
             encoded.add_done_callback(lambda _: self.line.wake())
         except Exception as error:
-            encoded = failure(message.id, message.attempt, error)
+            encoded = failure(message, error)
         self.pending.append(PendingPicture(message, time.perf_counter() - start, encoded))
 
     def send_done(self) -> None:
@@ -108,7 +108,7 @@ class ThreadedFinisher(Finisher):
         if isinstance(encoded, JobFailed):
             self.line.send(encoded)
         elif error := encoded.exception():
-            self.line.send(failure(message.id, message.attempt, error))
+            self.line.send(failure(message, error))
         else:
             picture, thread_seconds = encoded.result()
             self.send(message, picture, first.seconds, thread_seconds)

@@ -36,7 +36,7 @@ class Mailbox:
         self.line.send(BatchStepped(seconds, predicted, num_interruptions, steps))
 
     def report_failure(self, tracked: TrackedJob, error: Exception) -> None:
-        self.line.send(failure(tracked.id, tracked.attempt, error))
+        self.line.send(failure(tracked, error))
 
     def send_partial(self, tracked: TrackedJob, before: Tensor) -> None:
         """Send a prediction of the job's result, made from its latents before and after the last step."""

@@ -33,7 +33,7 @@ class Preparer:
             job = self.make_job(message, frames)
             head, tensors = job_frames(job)
         except Exception as error:
-            self.line.send(failure(message.id, message.attempt, error))
+            self.line.send(failure(message, error))
             return False
         num_masked = int(job.masked.sum())
         seconds = time.perf_counter() - start

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 import torch
@@ -50,7 +51,7 @@ from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.scheduling.names import ONE_PROCESS
 from instgenie.telemetry import traces
-from instgenie.telemetry.logs import log_to_stderr
+from instgenie.telemetry.logs import Named, log_to_stderr, names_of
 
 MS_BETWEEN_BEATS = 500
 PR_SET_PDEATHSIG = 1
@@ -181,12 +182,20 @@ def facts_of(model: Model) -> ModelFacts:
     )
 
 
-def failure(id: str, attempt: int, error: BaseException) -> JobFailed:
+class Work(Named, Protocol):
+    """One attempt at a job or a registration."""
+
+    @property
+    def attempt(self) -> int: ...
+
+
+def failure(work: Work, error: BaseException) -> JobFailed:
     """The failure to report. Clients get the details only of errors that they can fix; others are logged."""
+    id, attempt = work.id, work.attempt
     if isinstance(error, OutOfMemoryError | CacheError) or is_out_of_memory(error):
-        log.warning("out of memory", extra={"job": id})
+        log.warning("out of memory", extra=names_of(work))
         return JobFailed(id, attempt, "out_of_memory", str(error).splitlines()[0])
     if isinstance(error, EditError | PictureError | MaskError):
         return JobFailed(id, attempt, "bad_input", str(error), PARAMS.get(type(error)))
-    log.error("job failed", exc_info=error, extra={"job": id})
+    log.error("job failed", exc_info=error, extra=names_of(work))
     return JobFailed(id, attempt, "internal", f"the edit failed: {type(error).__name__}")

@@ -45,6 +45,7 @@ class TrackedJob:
     key: Key | None = None  # of the activations it uses
     joined_at: float = 0.0
     trace: str = ""
+    request_id: str = ""
 
     @property
     def progress(self) -> JobStep:
@@ -118,7 +119,7 @@ class WaitingQueue:
             job = read_job(given.job, frames, self.model.device)
             fetching = self.fetch(self.templates.keys.find(given.template)) if given.template else None
         except Exception as error:
-            self.line.send(failure(given.id, given.attempt, error))
+            self.line.send(failure(given, error))
             return None
         partials = partial_steps(job.num_steps, given.num_partials)
         return TrackedJob(
@@ -130,6 +131,7 @@ class WaitingQueue:
             must_reuse=given.must_reuse,
             fails_dense=given.fails_dense,
             trace=given.trace,
+            request_id=given.request_id,
         )
 
     def fetch(self, key: Key) -> Fetching:

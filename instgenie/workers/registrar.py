@@ -36,6 +36,7 @@ class PendingTemplate:
     missing: Future[list[range]]  # spans that no tier has
     picture: Pixels | None  # to keep beside the activations
     since: int  # steps that the worker had taken when it came
+    request_id: str
     registration: Registration | None = None  # None until the missing spans are known
 
 
@@ -63,12 +64,20 @@ class Registrar:
             job = read_job(message.job, frames[: len(message.job.tensors)], self.model.device)
             picture = read_picture(frames[-1], message.picture) if message.picture else None
         except Exception as error:
-            self.line.send(failure(message.id, message.attempt, error))
+            self.line.send(failure(message, error))
             return
         self.templates.fetcher.pin(key)
         missing = self.templates.missing(key)
         self.pending[message.id] = PendingTemplate(
-            message.id, message.attempt, key, job, message.is_urgent, missing, picture, self.num_steps
+            id=message.id,
+            attempt=message.attempt,
+            key=key,
+            job=job,
+            is_urgent=message.is_urgent,
+            missing=missing,
+            picture=picture,
+            since=self.num_steps,
+            request_id=message.request_id,
         )
 
     def cancel(self, id: str) -> None:
@@ -101,7 +110,7 @@ class Registrar:
         except Exception as error:
             self.cancel(pending.id)
             free_memory(self.model.device)
-            self.line.send(failure(pending.id, pending.attempt, error))
+            self.line.send(failure(pending, error))
             return
         if registration.done:
             self.cancel(pending.id)

@@ -1,9 +1,10 @@
 """What operators see: metrics, log lines, engine events."""
 
 import json
+import re
 from typing import Any
 
-from helpers.serving import ALICE, Running, wait_for
+from helpers.serving import ALICE, PICTURE, Running, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -52,6 +53,23 @@ def test_log_lines_are_json_and_carry_the_request_id(server: Running) -> None:
     assert (line["method"], line["path"], line["status"]) == ("GET", "/v1/models", 200)
     assert ALICE not in server.log.read_text()
     assert "secret" not in server.log.read_text()
+
+
+def test_every_line_about_an_edit_names_its_request_and_its_job(server: Running, edited: Any) -> None:
+    """From the acceptance to the answer, so that a request can be followed through the processes."""
+    with server.http() as client:
+        fields = {"prompt": "a red cat", "num_inference_steps": "2", "n": "2"}
+        client.post(
+            "/v1/images/edits", files={"image": PICTURE}, data=fields, headers={"x-request-id": "follow-me"}
+        ).raise_for_status()
+    wait_for(lambda: re.search(r'"answered".*"follow-me"', whole_lines(server)))
+    lines = [json.loads(line) for line in whole_lines(server).splitlines() if "follow-me" in line]
+    jobs = {line["message"]: [] for line in lines}
+    for line in lines:
+        jobs[line["message"]] += [line["job"]] if "job" in line else line["jobs"]
+    assert set(jobs) == {"accepted", "finished", "answered"}
+    assert len(jobs["accepted"]) == 2
+    assert set(jobs["accepted"]) == set(jobs["finished"]) == set(jobs["answered"])
 
 
 def whole_lines(server: Running) -> str:

@@ -32,6 +32,7 @@ class Prepare(Message, frozen=True):
     wish: Wish
     size: tuple[int, int]  # (height, width) of the picture
     trace: str = ""  # traceparent; empty: not traced
+    request_id: str = ""  # for logs; empty: no request asked for it
 
 
 class PrepareTemplate(Message, frozen=True):
@@ -42,6 +43,7 @@ class PrepareTemplate(Message, frozen=True):
     steps: int
     guidance: float
     size: tuple[int, int]  # (height, width) of the picture
+    request_id: str = ""
 
 
 # to denoise
@@ -58,6 +60,7 @@ class Denoising(Struct, frozen=True):
     num_partials: int
     fails_dense: bool = False  # if the activations fit nowhere, the job fails instead of computing every token
     trace: str = ""
+    request_id: str = ""
 
 
 class Denoise(Message, frozen=True):
@@ -82,6 +85,7 @@ class Register(Message, frozen=True):
     job: JobHead
     is_urgent: bool  # True if an edit is waiting for it: it then runs between steps instead of in an idle moment
     picture: tuple[int, int] | None  # (height, width) of the picture to store beside the activations; None: none
+    request_id: str = ""
 
 
 class Cancel(Message, frozen=True):
@@ -124,6 +128,7 @@ class Finish(Message, frozen=True):
     output_compression: int
     partial: int | None  # index of a partial picture; None: the final one
     trace: str = ""
+    request_id: str = ""
 
 
 Command: TypeAlias = (

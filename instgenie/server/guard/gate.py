@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from instgenie.server.errors import ApiError, error_response
 from instgenie.server.guard.hosts import HostGuard
-from instgenie.server.monitoring.log import log, request_id, say
+from instgenie.server.monitoring.log import begin_request, log, say
 from instgenie.server.service import HttpService
 from instgenie.telemetry.traces import RequestSpan
 
@@ -34,7 +34,7 @@ class Gate:
             return
         headers = Headers(scope=scope)
         visit = Visit(scope, choose_id(headers.get("x-request-id")), send)
-        request_id.set(visit.id)
+        begin_request(visit.id)
         if self.service.with_traces and scope["method"] == "POST":
             visit.span = RequestSpan(headers.get("traceparent", ""))
         on_end = scope["on_end"] = ExitStack()  # releases what the request holds, however it ends
