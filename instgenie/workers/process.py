@@ -182,14 +182,14 @@ def facts_of(model: Model) -> ModelFacts:
     )
 
 
-class Work(Named, Protocol):
+class Attempt(Named, Protocol):
     """One attempt at a job or a registration."""
 
     @property
     def attempt(self) -> int: ...
 
 
-def failure(work: Work, error: BaseException) -> JobFailed:
+def failure(work: Attempt, error: BaseException) -> JobFailed:
     """The failure to report. Clients get the details only of errors that they can fix; others are logged."""
     id, attempt = work.id, work.attempt
     if isinstance(error, OutOfMemoryError | CacheError) or is_out_of_memory(error):
