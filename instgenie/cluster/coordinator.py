@@ -52,6 +52,7 @@ class Coordinator:
         self.recovery = Recovery(self.placement, self.library, self.archive, self.edits)
         self._handlers: dict[type, Callable[[Process, Any, list[wire.Frame]], None]] = {
             wire.JobFailed: self.stages.on_failed,
+            wire.Dropped: self.front.on_dropped,
             wire.Prepared: self.stages.on_prepared,
             wire.Priced: self.stages.on_priced,
             wire.TierFound: self.stages.on_found,

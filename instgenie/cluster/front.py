@@ -13,7 +13,7 @@ from instgenie.cluster.library import Library
 from instgenie.cluster.messages import Send
 from instgenie.cluster.orders import Order
 from instgenie.cluster.placement import Placement
-from instgenie.cluster.processes import Worker
+from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.reporter import Reporter
 from instgenie.cluster.templates import TemplateRecord
 from instgenie.errors import ClosedError, QueueFullError
@@ -85,10 +85,17 @@ class Front:
         return entries
 
     def cancel(self, entry: EditEntry) -> None:
+        """Drop an edit at whatever stage it is. A process that works on a part of it is told so."""
         holder = self.placement.process_of(entry)
-        if entry.id in holder.held and holder.role == "denoise":
+        if holder.abandon(entry):
             self.send(holder, wire.Cancel(entry.id))
+        finisher = self.placement.workers[entry.worker].processes.get("finish")
+        if finisher and finisher.is_ready and finisher is not holder and entry.order.num_partials:
+            self.send(finisher, wire.Cancel(entry.id))  # partial pictures
         self.edits.cancel(entry)
+
+    def on_dropped(self, process: Process, message: wire.Dropped, frames: list[wire.Frame]) -> None:
+        process.leaving.discard(message.id)
 
     def forget(self, template: TemplateRecord) -> None:
         """Delete a template. Edits that do not yet use it compute every token."""

@@ -41,6 +41,7 @@ class Process:
     launched: LaunchedProcess | None = None
     queue: list[Entry] = field(default_factory=list)  # to be sent, the oldest first
     held: dict[str, Entry] = field(default_factory=dict)  # sent and not yet answered
+    leaving: set[str] = field(default_factory=set)  # ids of entries that it was told to drop, and may still work on
 
     @property
     def name(self) -> str:
@@ -114,6 +115,15 @@ class Process:
         if entry in self.queue:
             self.queue.remove(entry)
 
+    def abandon(self, entry: Entry) -> bool:
+        """Remove an entry that was cancelled. Return whether the process has to be told to drop it; until it has, the
+        entry takes its room."""
+        is_held = entry.id in self.held
+        if is_held:
+            self.leaving.add(entry.id)
+        self.remove(entry)
+        return is_held
+
     def take(self) -> Iterator[list[Entry]]:
         """Yield what may be sent now: entries one by one, a group at once, a suspect only to a process that holds
         nothing."""
@@ -137,14 +147,15 @@ class Process:
     def has_room(self, entry: Entry) -> bool:
         """True if an entry may be sent. Templates need no room. Long edits get at most half of it."""
         if entry.is_suspect or any(held.is_suspect for held in self.held.values()):
-            return not self.held
+            return not (self.held or self.leaving)
         if not isinstance(entry, EditEntry):
             return True
         edits = [held for held in self.held.values() if isinstance(held, EditEntry)]
         num_long, max_long = sum(held.is_long for held in edits), max(self.max_held // 2, 1)
         if entry.is_long and num_long >= max_long:
             return False
-        return len(edits) - max(num_long - max_long, 0) < self.max_held  # a group may have gone beyond the half
+        num_edits = len(edits) + len(self.leaving) - max(num_long - max_long, 0)  # a group may have gone beyond the half
+        return num_edits < self.max_held
 
     def companions(self, head: Entry) -> list[Entry]:
         """The queued entries that are sent together with the first one, which is among them."""
@@ -168,7 +179,7 @@ class Process:
     def empty(self) -> tuple[list[Entry], list[Entry]]:
         """Remove all entries, and return those it held and those in its queue."""
         held, queue = list(self.held.values()), self.queue
-        self.held, self.queue = {}, []
+        self.held, self.queue, self.leaving = {}, [], set()
         return held, queue
 
 

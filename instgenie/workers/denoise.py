@@ -16,6 +16,7 @@ from instgenie.cluster.config import ProcessConfig
 from instgenie.cluster.wire import (
     Cancel,
     Denoise,
+    Dropped,
     Fetch,
     Finish,
     Forget,
@@ -73,7 +74,7 @@ class Denoiser:
         handlers: dict[type, Handler] = {
             Denoise: self.accept,
             Register: self.registrar.accept,
-            Cancel: lambda message, _: self.cancel(message.id),
+            Cancel: lambda message, _: self.drop(message.id),
             Fetch: lambda message, _: self.queue.announce(message),
             Forget: lambda message, _: templates.forget(templates.keys.find(message.template)),
             Recall: lambda message, _: templates.recall(templates.keys.find(message.template)),
@@ -110,6 +111,10 @@ class Denoiser:
         for given in message.jobs:
             self.cancel(given.id)  # an older attempt
         self.queue.accept(message, frames)
+
+    def drop(self, id: str) -> None:
+        self.cancel(id)
+        self.line.send(Dropped(id))
 
     def cancel(self, id: str) -> None:
         """Drop an edit or a registration, wherever it is."""

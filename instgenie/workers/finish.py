@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instgenie.cluster.config import NUM_ENCODERS, ProcessConfig
-from instgenie.cluster.wire import Finish, Frame, JobFailed, Painted, Stop, read_mask, read_picture
+from instgenie.cluster.wire import Finish, Frame, JobFailed, Painted, read_mask, read_picture
 from instgenie.engine.finish import decode
 from instgenie.engine.warm import warm_up_finishing
 from instgenie.models.family import PartKind
@@ -25,6 +25,7 @@ from instgenie.pictures.compositing import composite
 from instgenie.pictures.picture import encode_picture
 from instgenie.telemetry import traces
 from instgenie.workers.frames import read_tensor
+from instgenie.workers.inbox import Inbox
 from instgenie.workers.process import Line, failure, run_process, say_ready
 
 PARTS: frozenset[PartKind] = frozenset({"vae"})
@@ -58,6 +59,9 @@ class Finisher:
         self.line.send(Painted(message.id, message.attempt, message.partial, seconds, thread_seconds), [encoded])
         spent = seconds + thread_seconds
         traces.record(message.trace, "finish", spent, attempt=message.attempt, partial=message.partial)
+
+    def cancel(self, id: str) -> None:
+        """Drop the pictures of an edit that are not yet sent. Here each is sent at once."""
 
     def send_done(self) -> None:
         """Send the pictures that are done. Here each is sent at once."""
@@ -97,6 +101,13 @@ class ThreadedFinisher(Finisher):
             encoded = failure(message, error)
         self.pending.append(PendingPicture(message, time.perf_counter() - start, encoded))
 
+    def cancel(self, id: str) -> None:
+        """Drop the pictures of an edit. A thread that has begun with one goes on, and its result is not sent."""
+        for picture in [picture for picture in self.pending if picture.message.id == id]:
+            self.pending.remove(picture)
+            if isinstance(picture.encoded, Future):
+                picture.encoded.cancel()
+
     def send_done(self) -> None:
         """Send pictures in order, up to the first that is not done."""
         while self.pending and self.pending[0].is_done:
@@ -135,14 +146,12 @@ def serve(config: ProcessConfig, model: Model, line: Line) -> None:
 
 def run(finisher: Finisher) -> None:
     """Finish pictures until the process is told to stop."""
-    while True:
-        match finisher.line.receive(wait=True):
-            case Finish() as message, frames:
-                finisher.handle(message, frames)
-            case Stop(), _:
-                finisher.close()
-                return
+    inbox = Inbox(finisher.line, finisher.cancel)
+    while not inbox.is_done:
+        if task := inbox.next():
+            finisher.handle(*task)
         finisher.send_done()
+    finisher.close()
 
 
 if __name__ == "__main__":

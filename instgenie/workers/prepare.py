@@ -6,7 +6,7 @@ It remembers recent encodings: templates by their picture, prompts by their text
 import time
 
 from instgenie.cluster.config import ProcessConfig
-from instgenie.cluster.wire import Frame, Prepare, Prepared, PrepareTemplate, Stop, read_mask, read_picture
+from instgenie.cluster.wire import Frame, Prepare, Prepared, PrepareTemplate, read_mask, read_picture
 from instgenie.engine.prepare import Encodings, prepare
 from instgenie.engine.register import template_edit, template_job
 from instgenie.engine.warm import warm_up_preparing
@@ -15,6 +15,7 @@ from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.telemetry import traces
 from instgenie.workers.frames import job_frames
+from instgenie.workers.inbox import Inbox
 from instgenie.workers.process import Line, failure, run_process, say_ready
 
 PARTS: frozenset[PartKind] = frozenset({"vae", "text_encoder"})
@@ -54,15 +55,16 @@ class Preparer:
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
-    preparer = Preparer(model, line)
     warm_up_preparing(model)
     say_ready(line, model)
-    while True:
-        match line.receive(wait=True):
-            case (Prepare() | PrepareTemplate()) as message, frames:
-                preparer.handle(message, frames)
-            case Stop(), _:
-                return
+    run(Preparer(model, line), Inbox(line))
+
+
+def run(preparer: Preparer, inbox: Inbox) -> None:
+    """Prepare edits, and templates when no edit waits, until the process is told to stop."""
+    while not inbox.is_done:
+        if task := inbox.next():
+            preparer.handle(*task)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,11 @@ from helpers.clusters import (
 )
 from PIL import Image
 
+from instgenie.cluster import wire
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.entries import Ticket
 from instgenie.cluster.orders import Event, Failed, Finished, Order, Partial, Queued, Stepped
+from instgenie.cluster.processes import Process
 from instgenie.cluster.status import Observer
 from instgenie.editor import Editor
 from instgenie.errors import ClosedError, MaskError
@@ -129,6 +131,30 @@ def test_a_cancelled_job_leaves_and_the_others_stay(run: Run, cluster: Cluster) 
         assert cluster.status().num_running == 0
 
     run(cancel())
+
+
+def test_no_cancelled_edit_is_prepared(run: Run, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[wire.AnyMessage] = []
+    handle = cluster._coordinator.handle
+
+    def note(process: Process, message: wire.AnyMessage, frames: list[wire.Frame]) -> None:
+        answers.append(message)
+        handle(process, message, frames)
+
+    async def cancel() -> set[str]:
+        monkeypatch.setattr(cluster._coordinator, "handle", note)
+        tickets = [cluster.submit([make_order(seed, quality="exact")])[0] for seed in range(50)]
+        for ticket in tickets:
+            ticket.cancel()
+        [last] = await collect(cluster.submit([make_order(steps=2, quality="exact")]))
+        assert isinstance(last, Finished)
+        await until(lambda: not any(process.leaving for process in cluster.workers[0].processes.values()))
+        return {ticket.id for ticket in tickets}
+
+    cancelled = run(cancel())
+    # one may have begun before it was cancelled, and one may have been at hand
+    assert sum(isinstance(answer, wire.Prepared) and answer.id in cancelled for answer in answers) <= 2
+    assert sum(isinstance(answer, wire.Dropped) and answer.id in cancelled for answer in answers) <= 2
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,9 @@ class FakeCluster:
         name = f"{worker}.{role}"
         if message := next((message for to, message in self.sent if to == name), None):
             self.sent.remove((name, message))
+            if isinstance(message, wire.Cancel):
+                self.drop(role, message, worker)
+                return self.next(role, worker)
             if (role, message.id) == self.deadly:
                 self.num_deaths += 1
                 self.kill(role, worker)
@@ -109,6 +112,12 @@ class FakeCluster:
             if isinstance(message, wire.Denoise):
                 for job in message.jobs:
                     self.denoised(job, worker)
+            elif isinstance(message, wire.Cancel):
+                self.drop("denoise", message, worker)
+
+    def drop(self, role: Role, message: wire.Cancel, worker: int = 0) -> None:
+        """Drop what was cancelled."""
+        self.answer(role, worker, wire.Dropped(message.id))
 
     def found(self, job: Any, tier: TierName | None, worker: int = 0) -> None:
         self.answer("denoise", worker, wire.TierFound(job.id, job.attempt, tier))

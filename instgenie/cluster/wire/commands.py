@@ -21,6 +21,12 @@ class Begin(Message, frozen=True):
     host_bytes: int  # main memory for activations
 
 
+class Cancel(Message, frozen=True):
+    """Drop a job, or a registration: one that waits at once, one that runs at its next step. `Dropped` answers it."""
+
+    id: str
+
+
 # to prepare
 
 
@@ -86,12 +92,6 @@ class Register(Message, frozen=True):
     is_urgent: bool  # True if an edit is waiting for it: it then runs between steps instead of in an idle moment
     picture: tuple[int, int] | None  # (height, width) of the picture to store beside the activations; None: none
     request_id: str = ""
-
-
-class Cancel(Message, frozen=True):
-    """Drop a job, or a registration, at the next step."""
-
-    id: str
 
 
 class Forget(Message, frozen=True):

@@ -42,6 +42,12 @@ class JobFailed(Message, frozen=True):
     param: str | None = None
 
 
+class Dropped(Message, frozen=True):
+    """Answer to `Cancel`: the process no longer works on the job, or never began."""
+
+    id: str
+
+
 # from prepare
 
 
@@ -190,6 +196,6 @@ class Painted(Message, frozen=True):
 
 
 Report: TypeAlias = (
-    Loaded | Ready | Broken | Beat | JobFailed | Prepared | Priced | Joined | BatchStepped | Glimpsed | Denoised
-    | Registered | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
+    Loaded | Ready | Broken | Beat | JobFailed | Dropped | Prepared | Priced | Joined | BatchStepped | Glimpsed
+    | Denoised | Registered | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
 )  # fmt: skip
