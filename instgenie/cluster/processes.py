@@ -154,7 +154,9 @@ class Process:
         num_long, max_long = sum(held.is_long for held in edits), max(self.max_held // 2, 1)
         if entry.is_long and num_long >= max_long:
             return False
-        num_edits = len(edits) + len(self.leaving) - max(num_long - max_long, 0)  # a group may have gone beyond the half
+        num_edits = (
+            len(edits) + len(self.leaving) - max(num_long - max_long, 0)
+        )  # a group may have gone beyond the half
         return num_edits < self.max_held
 
     def companions(self, head: Entry) -> list[Entry]:

@@ -86,7 +86,10 @@ class Admission:
         try:
             return Admitted(self, self.cluster.reserve(num_edits))
         except QueueFullError as full:
-            message = f"The queue is full: {full.num_waiting} edits are waiting, {full.limit} are allowed."
+            message = (
+                f"The queue is full: {full.num_waiting} edits are waiting, {full.limit} are allowed, "
+                f"and the request has {num_edits}."
+            )
             raise busy(message, full.retry_after, "queue_full") from None
 
     def close(self) -> None:
