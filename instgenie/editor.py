@@ -18,6 +18,7 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.pricing import SingleJob, priced
 from instgenie.engine.register import can_reuse, make_activations, make_key, may_reuse, register_in, reuse
+from instgenie.errors import CacheError, EditError
 from instgenie.jobs.activations import NUM_PARTS, CacheDtype, Key, Kind
 from instgenie.jobs.job import Job
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
@@ -113,10 +114,20 @@ class Editor:
     def _queue(self, edit: Edit) -> QueuedEdit:
         """Queue an edit and start to load its activations, so that they are there when the job may start."""
         check_edit(edit)
+        if edit.reuse == "template":
+            self._register_for(edit)
         if self.store.is_empty or not may_reuse(edit):
             return QueuedEdit(edit, None, 0.0)
         key, seconds = self._timed(self._find, edit)
         return QueuedEdit(edit, (key, self.store.prefetch(key, self.model.device)) if key else None, seconds)
+
+    def _register_for(self, edit: Edit) -> None:
+        """Register the picture of an edit that insists on activations, unless it is registered."""
+        if not may_reuse(edit):
+            what = f"{edit.dense_steps} of {edit.steps} steps are dense, and the mask covers {edit.mask.mean():.0%}"
+            raise EditError(f"the edit cannot use a template: {what}")
+        if self._find(edit, self.model) is None:
+            self.register(edit.picture, edit.size, edit.steps, edit.guidance)
 
     def _find(self, edit: Edit, model: Model) -> Key | None:
         """Find the edit's template in the store. If both kinds are there, `kv` is taken because it computes less."""
@@ -126,10 +137,15 @@ class Editor:
 
     def _prepare(self, queued: QueuedEdit) -> PreparedEdit:
         job, seconds = self._timed(prepare, queued.edit)
+        is_pinned = queued.edit.reuse == "template"
+        if is_pinned and not can_reuse(job):
+            raise EditError(f"the edit cannot use a template: the mask covers all {len(job.masked)} tokens")
         if not queued.loading or not can_reuse(job):
             return PreparedEdit(job, None, seconds, queued.lookup_seconds)
         key, handle = queued.loading
         found, load_seconds = self._timed(lambda handle, _: handle.result(), handle)
+        if is_pinned and not found:
+            raise CacheError("the picture is registered, but its activations cannot be read or do not fit into memory")
         if found:
             job = reuse(job, make_activations(key, found.span, self.model))
         return PreparedEdit(job, found, seconds, queued.lookup_seconds + load_seconds)

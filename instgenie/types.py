@@ -43,6 +43,7 @@ class Edit:
     size: tuple[int, int] | None = None  # (height, width) the model works at; None = the model's own
     dense_steps: int = 0  # leading steps that compute every token even if the template has activations
     halo: int = 0  # width in tokens of the rim around the mask that is computed too, but keeps its content
+    reuse: Reuse = "auto"  # off computes every token; template registers the picture first if need be, or fails
 
 
 @dataclass(frozen=True)

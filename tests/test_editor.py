@@ -1,6 +1,8 @@
 """The editor as a user meets it."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from helpers.edits import make_edit
 
 from instgenie import Editor
 from instgenie.errors import EditError, MaskError
+from instgenie.types import Result
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +78,31 @@ def test_bad_edits(editor: Editor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(editor.model), "size_multiple", 32)
     with pytest.raises(EditError, match=r"\(64, 48\): multiples of 32"):
         editor.edit(edit.picture, edit.mask, "sky", size=(64, 48))
+
+
+def test_reuse_can_be_pinned(folders: dict[str, Path]) -> None:
+    """The same seed gives the same picture, whatever was registered before."""
+    editor, edit = Editor(model=str(folders["fill"]), device="cpu"), make_edit(steps=2)
+
+    def run(reuse: str) -> Result:
+        return editor.edit_many([replace(edit, reuse=reuse)])[0]
+
+    dense, cached = run("off"), run("template")
+    assert (dense.cache_tier, cached.cache_tier) == (None, "host")
+    assert cached.num_computed_tokens < dense.num_computed_tokens == dense.num_tokens
+    assert (run("auto").picture == cached.picture).all()
+    assert (run("template").picture == cached.picture).all()
+    assert (run("off").picture == dense.picture).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"reuse": "template", "dense_steps": 2}, "2 of 2 steps are dense"),
+        ({"reuse": "template", "mask": np.ones(make_edit().mask.shape, np.bool_)}, "the mask covers 100%"),
+        ({"reuse": "always"}, "one of auto, off, template is expected"),
+    ],
+)
+def test_activations_that_cannot_be_used_are_an_error(editor: Editor, fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(EditError, match=why):
+        editor.edit_many([replace(make_edit(steps=2), **fields)])

@@ -18,7 +18,7 @@ from instgenie.jobs.quality import DEFAULT, Quality, with_quality
 from instgenie.pictures.mask import box_mask, read_mask
 from instgenie.pictures.picture import check_edit, check_target, open_picture, save_picture
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Edit, PixelMask, Pixels, RegisterResult, Result
+from instgenie.types import Edit, PixelMask, Pixels, RegisterResult, Result, Reuse
 
 if TYPE_CHECKING:
     from instgenie.cache.store import Store
@@ -59,6 +59,11 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add("--feather", int, "width in pixels of a soft edge inside the mask (default 0)")
     about_quality = "closeness of an edit of a registered picture to the dense edit; exact is dense (default balanced)"
     parser.add_argument("--quality", choices=get_args(Quality), default=DEFAULT, help=about_quality)
+    about_reuse = (
+        "auto: use cached activations if there are any (the default); off: compute every token; template: register the "
+        "photograph first if need be, so that the same seed always gives the same picture"
+    )
+    parser.add_argument("--reuse", choices=get_args(Reuse), default="auto", help=about_reuse)
     add_model(parser)
     about_cache = "neither read nor write cached activations"
     parser.add_argument("--no-cache", action="store_true", help=about_cache)
@@ -85,7 +90,8 @@ def run_edit(options: argparse.Namespace) -> None:
     save_picture(result.picture, output)
     print_summary(result, edit, editor, time.perf_counter() - start)
     print(output, flush=True)
-    if editor.cache and result.can_reuse and not result.cache_hit and not options.no_register:
+    is_wanted = result.can_reuse and not result.cache_hit and edit.reuse != "off" and not options.no_register
+    if editor.cache and is_wanted:
         register_behind(edit, editor, console)
 
 
@@ -115,7 +121,7 @@ def print_summary(result: Result, edit: Edit, editor: "Editor", seconds: float) 
         "picture": f"{width}x{height}, worked on at {working_width}x{working_height}",
         "masked": f"{result.masked_share:.0%}, {result.num_masked_tokens} of {result.num_tokens} tokens",
         "computed": f"{result.num_computed_tokens} of {result.num_tokens} tokens",
-        "cache": describe_cache(result, is_on=editor.cache is not None),
+        "cache": describe_cache(result, is_on=editor.cache is not None and edit.reuse != "off"),
         "seconds": f"{seconds:.1f} with loading the model ({parts})",
         "seed": f"{result.seed}",
     }

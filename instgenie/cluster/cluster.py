@@ -18,7 +18,7 @@ from instgenie.cluster.orders import Order, TemplateStatus
 from instgenie.cluster.processes import Worker, make_workers
 from instgenie.cluster.status import ClusterStatus, Observer, WorkerStatus
 from instgenie.cluster.supervisor import Supervisor
-from instgenie.errors import ClosedError
+from instgenie.errors import ClosedError, EditError
 from instgenie.pictures.picture import check_edit
 from instgenie.types import Pixels
 
@@ -114,7 +114,13 @@ class Cluster:
         self._check_open()
         for order in orders:
             check_edit(order.wish.edit(order.picture, order.mask, 1, 1.0))  # the model's own defaults are in range
+            if order.wish.reuse == "template" and (why := self.why_no_reuse(order)):
+                raise EditError(f"the edit cannot use a template: {why}")
         return self._coordinator.accept(orders, place)
+
+    def why_no_reuse(self, order: Order) -> str:
+        """Why an edit cannot use a template, whatever is registered; empty if it can."""
+        return order.obstacle or ("" if self.config.reuse else "the server runs without reuse")
 
     @property
     def retry_after(self) -> float:

@@ -35,5 +35,6 @@ class Wish:
             negative_prompt=self.negative_prompt,
             strength=self.strength,
             feather=self.feather,
+            reuse=self.reuse,
         )
         return with_quality(edit, self.quality)

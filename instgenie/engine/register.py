@@ -211,7 +211,7 @@ def num_tokens(size: tuple[int, int], model: Model) -> int:
 
 def may_reuse(edit: Edit) -> bool:
     """Return whether activations may save the edit any work, as far as its fields tell."""
-    return edit.dense_steps < edit.steps and not edit.mask.all()
+    return edit.reuse != "off" and edit.dense_steps < edit.steps and not edit.mask.all()
 
 
 def can_reuse(job: Job) -> bool:

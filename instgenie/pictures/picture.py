@@ -3,7 +3,7 @@
 import io
 import os
 from pathlib import Path
-from typing import SupportsIndex
+from typing import SupportsIndex, get_args
 
 import numpy as np
 from PIL import Image
@@ -12,7 +12,7 @@ from instgenie.errors import EditError, PictureError
 from instgenie.machine.files import complete_file
 from instgenie.pictures.decode import MAX_PIXELS, MIN_SIDE, decode
 from instgenie.pictures.mask import check_mask
-from instgenie.types import Edit, Pixels
+from instgenie.types import Edit, Pixels, Reuse
 
 MAX_STEPS = 1000
 MAX_GUIDANCE = 100.0
@@ -59,6 +59,8 @@ def check_edit(edit: Edit) -> None:
     _check_real("guidance", edit.guidance, 0.0, MAX_GUIDANCE)
     _check_real("true guidance", edit.true_guidance, 0.0, MAX_GUIDANCE)
     _check_real("strength", edit.strength, 0.0, 1.0)
+    if edit.reuse not in get_args(Reuse):
+        raise EditError(f"the reuse is {edit.reuse!r}: one of {', '.join(get_args(Reuse))} is expected")
     if edit.strength == 0:
         raise EditError("the strength is 0: more than 0 and at most 1 is expected")
     if edit.size is not None:

@@ -14,7 +14,9 @@ from instgenie.cluster.config import CacheConfig, ClusterConfig
 from instgenie.errors import ConfigError
 from instgenie.machine.memory import available_memory
 from instgenie.pictures.decode import MAX_PIXELS
+from instgenie.pictures.picture import MAX_STEPS
 from instgenie.scheduling.names import Batching, RoutingPolicy
+from instgenie.server.bodies.fields import MAX_EDITS
 from instgenie.server.guard.hosts import ANY, HOST
 from instgenie.server.guard.keys import ApiKey, check_keys, parse_key_file
 from instgenie.server.monitoring.log import LogFormat
@@ -45,6 +47,8 @@ class HttpConfig:
     allowed_origins: tuple[str, ...]
     max_body_bytes: int
     max_pixels: int
+    max_steps: int
+    max_n: int
     decode_threads: int
     max_decoded_bytes: int
     body_timeout: float
@@ -85,6 +89,9 @@ OPTIONS = (
     Option("max-decoded-gib", auto_or(number(0.001, 65536)), AUTO,
            "main memory for the decoded pictures of accepted edits; further edits are refused", "GIB",
            default_text="an eighth of the available memory"),
+    Option("max-steps", whole_number(1, MAX_STEPS), MAX_STEPS,
+           "largest number of steps that a request may ask for; the model's own number is always accepted"),
+    Option("max-n", whole_number(1, MAX_EDITS), MAX_EDITS, "largest number of pictures that a request may ask for"),
     Option("body-timeout", number(0.1, 3600), 60.0,
            "seconds for a request body to arrive; also for the request's head, but at most 20"),
     Option("shutdown-timeout", number(0, 86400), 30.0,
@@ -144,6 +151,8 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             allowed_origins=values["allowed_origins"],
             max_body_bytes=values["max_body_mib"] * 2**20,
             max_pixels=round(values["max_megapixels"] * 1e6),
+            max_steps=values["max_steps"],
+            max_n=values["max_n"],
             decode_threads=min(4, os.cpu_count() or 1),
             max_decoded_bytes=choose_decoded_bytes(values["max_decoded_gib"]),
             body_timeout=values["body_timeout"],

@@ -16,7 +16,7 @@ from instgenie.server.admission import Admission, Admitted
 from instgenie.server.bodies.body import Intake
 from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
-from instgenie.server.errors import SECONDS_TO_RECOVER, closed, not_found
+from instgenie.server.errors import SECONDS_TO_RECOVER, bad, closed, not_found
 from instgenie.server.guard.keys import ApiKeys
 from instgenie.server.monitoring.log import note_jobs
 from instgenie.server.monitoring.metrics import Metrics
@@ -71,6 +71,14 @@ class HttpService:
             raise closed("No worker can run the edit.", SECONDS_TO_LOAD, "unavailable") from None
         request.scope["on_end"].callback(admitted.leave)
         return admitted
+
+    def check_work(self, steps: int | None, num_pictures: int = 1) -> None:
+        """Raise if a request asks for more work than the operator allows."""
+        max_steps, max_n = self.config.max_steps, self.config.max_n
+        if steps is not None and steps > max(max_steps, self.model_facts.steps):
+            raise bad("num_inference_steps", f"The number of steps is {steps}: this server allows {max_steps} at most.")
+        if num_pictures > max_n:
+            raise bad("n", f"The number of pictures is {num_pictures}: this server allows {max_n} at most.")
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.config.served_model_names:

@@ -40,6 +40,17 @@ def test_the_second_edit_of_a_photograph_hits(
     assert "computed 24 of 24 tokens" in off.out
 
 
+def test_reuse_can_be_pinned(desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", str(folders["fill"]), "--box", "20,10,40,30"]
+    assert edit_here(*model, "--reuse", "off") == 0
+    off = capsys.readouterr()
+    assert ("cache    off" in off.out, "registering" in off.err, cached_files()) == (True, False, [])
+    assert edit_here(*model, "--reuse", "template") == 0
+    assert "cache    hit (disk)" in capsys.readouterr().out
+    assert edit_here("--model", str(folders["fill"]), "--reuse", "template") == 2
+    assert "the edit cannot use a template" in capsys.readouterr().err
+
+
 def test_registering_where_it_cannot_help_is_left_out(
     desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ def narrow(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     flags = [
         "--max-queue", "6", "--max-batch-size", "2", "--body-timeout", "1.5", "--max-body-mib", "1",
         "--max-megapixels", "0.1", "--max-decoded-gib", "0.001", "--allowed-origins", ORIGIN, "--no-reuse",
+        "--max-steps", "900", "--max-n", "9",
     ]  # fmt: skip
     with running_server(tmp_path_factory.mktemp("narrow"), str(folders["sd_fill"]), *flags) as running:
         yield running

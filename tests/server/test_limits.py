@@ -45,6 +45,25 @@ def test_the_limit_on_pixels_is_an_option(narrow: Running) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "size")
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"num_inference_steps": "901"}, "num_inference_steps", "The number of steps is 901: this server allows 900"),
+        ({"n": "10"}, "n", "The number of pictures is 10: this server allows 9"),
+    ],
+)
+def test_limits_on_the_work_of_a_request_are_options(
+    narrow: Running, fields: dict[str, str], param: str, message: str
+) -> None:
+    refused = edit(narrow, {"prompt": "a", "num_inference_steps": "1"} | fields)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (400, param, "invalid_value")
+    assert error["message"].startswith(message)
+    with narrow.http() as client:
+        facts = client.get("/page/facts").json()
+    assert (facts["max_steps"], facts["max_edits"]) == (900, 9)
+
+
 def test_without_reuse_nothing_is_registered(narrow: Running) -> None:
     with narrow.http() as client:
         refused = client.post("/v1/templates", files={"image": PICTURE})
@@ -100,7 +119,7 @@ def test_a_full_queue_refuses_and_says_when_to_retry(narrow: Running) -> None:
     for answer in refused:
         assert answer.json()["error"]["code"] == "queue_full"
         assert 1 <= int(answer.headers["retry-after"]) <= 120
-    too_many = edit(narrow, {"prompt": "a", "num_inference_steps": "1", "n": "10"})
+    too_many = edit(narrow, {"prompt": "a", "num_inference_steps": "1", "n": "9"})
     assert too_many.status_code in (200, 429)
 
 

@@ -37,6 +37,8 @@ class EditSummary(AnswerBody):
     num_masked_tokens: int
     num_computed_tokens: int
     cache_tier: Literal["gpu", "host", "disk", "remote"] | None
+    reuse: Literal["template", "none"]
+    reuse_reason: str | None  # why reuse is none
     worker: int
     num_attempts: int
     seconds: Seconds
@@ -153,6 +155,8 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         num_masked_tokens=facts.num_masked_tokens,
         num_computed_tokens=facts.num_computed_tokens,
         cache_tier=facts.cache_tier,
+        reuse="template" if facts.cache_tier else "none",
+        reuse_reason=sentence(facts.why_dense) if facts.why_dense else None,
         worker=facts.worker,
         num_attempts=facts.num_attempts,
         seconds=Seconds(
@@ -163,6 +167,10 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         ),
         predicted_dense_seconds=round(facts.dense_seconds, 4),
     ).model_dump()
+
+
+def sentence(clause: str) -> str:
+    return f"{clause[:1].upper()}{clause[1:]}."
 
 
 def token_usage(facts: Sequence[Facts], prompt: str) -> TokenUsage:

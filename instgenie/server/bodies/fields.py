@@ -19,7 +19,7 @@ from instgenie.pictures.picture import MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MA
 from instgenie.server.bodies.body import RequestForm
 from instgenie.server.errors import ApiError, bad, echo
 from instgenie.server.options import nearest
-from instgenie.types import Notes
+from instgenie.types import Notes, Reuse
 
 MAX_EDITS = 10
 MAX_ANSWER_SIDE = 16_383  # of a WebP
@@ -117,13 +117,18 @@ class EditFields(ImageFields):
     mask_mode: Literal["alpha", "luma"] = Field(
         "alpha", description="alpha: pixels of alpha 0 are edited; luma: white pixels are edited."
     )
+    reuse: Reuse = Field(
+        "auto",
+        description="Activations of the picture: auto uses them if they are there; off computes every token; template "
+        "registers them first if need be, and fails if that is impossible.",
+    )
     feather: int = Field(0, ge=0, le=MAX_FEATHER, description="Width in pixels of a soft edge inside the mask.")
     input_fidelity: Literal["low", "high"] = Field(
         "high", description="Accepted, but not used: pixels outside the mask never change."
     )
 
     def edit_settings(self, seed: int) -> Wish:
-        return replace(super().edit_settings(seed), feather=self.feather)
+        return replace(super().edit_settings(seed), feather=self.feather, reuse=self.reuse)
 
 
 class GenerationFields(ImageFields):

@@ -37,6 +37,8 @@ async def edit_images(request: Request) -> Response:
     fields, notes = edit.fields, edit.notes
     del edit, form  # their encoded pictures no longer count towards the intake's limit
     orders = make_orders(request, picture, mask, fields)
+    if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
+        raise bad("reuse", f"The edit cannot use a template: {why}.")
     return await run(request, service, admitted, orders, fields, notes, "image_edit")
 
 
@@ -75,6 +77,7 @@ def describe_model(name: str) -> ModelAnswer:
 
 def check_fields(service: HttpService, fields: ImageFields, notes: Notes) -> None:
     service.check_model(fields.model)
+    service.check_work(fields.num_inference_steps, fields.n)
     fields.check_together(service.model_facts.embeds_guidance)
     fields.describe(notes)
 

@@ -14,7 +14,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from instgenie.pictures.examples import EXAMPLES
-from instgenie.server.bodies.fields import MAX_EDITS
 from instgenie.server.errors import JsonResponse, not_found
 from instgenie.server.routes.suggestions import suggested_examples, suggested_prompts
 from instgenie.server.service import HttpService, service_of
@@ -95,7 +94,8 @@ async def page_facts(request: Request) -> Response:
             "is_ready": service.ready,
             "steps": model.steps if model else None,
             "guidance": model.guidance if model else None,
-            "max_edits": MAX_EDITS,
+            "max_edits": config.max_n,
+            "max_steps": config.max_steps,
             "max_pixels": config.max_pixels,
             "max_body_bytes": config.max_body_bytes,
             "reuse": service.cluster.config.reuse,

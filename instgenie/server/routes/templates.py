@@ -30,6 +30,7 @@ async def register_template(request: Request) -> Response:
     check_room(service, tenant)
     async with service.intake.form(request) as form:
         fields, image = await service.decoder.run(read_template, form)
+        service.check_work(fields.num_inference_steps)
         try:
             picture = await unless_gone(request, open_template(service, image, service.admit(request, 0)))
             status = await service.cluster.register(tenant, picture, fields.num_inference_steps, fields.guidance_scale)

@@ -31,6 +31,7 @@ async function loadFacts() {
   find("server").dataset.state = facts.is_ready ? "ready" : "loading";
   find("steps").placeholder = facts.steps ?? "";
   find("guidance").placeholder = facts.guidance ?? "";
+  find("steps").max = Math.max(facts.max_steps, facts.steps ?? 1);
   find("count").max = facts.max_edits;
   if (!facts.is_ready) setTimeout(connect, SECONDS_BETWEEN_LOOKS * 1000);
 }

@@ -18,8 +18,8 @@ export function showFacts(list, facts) {
   );
 }
 
-function cacheOf({ cache_tier }) {
-  return cache_tier ? ["hit", `from ${TIERS[cache_tier]}`] : ["miss", "the next edit of this picture can hit"];
+function cacheOf({ cache_tier, reuse_reason }) {
+  return cache_tier ? ["hit", `from ${TIERS[cache_tier]}`] : ["miss", reuse_reason ?? ""];
 }
 
 function savedOf({ cache_tier, seconds: { denoise }, predicted_dense_seconds: dense }) {
