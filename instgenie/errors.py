@@ -10,6 +10,7 @@ InstGenieError
 ├── CacheError        a cache folder that cannot be used or has no room
 ├── OutOfMemoryError  the model or the edit does not fit
 ├── QueueFullError    more edits wait than the server accepts
+├── TemplatesFullError  a tenant has as many templates as it may have
 ├── ClosedError       the server is stopping, or cannot work at all
 ├── WorkloadError     a workload, or the file it is drawn from, cannot be read
 ├── ConfigError       an unknown or invalid option, from a flag, the environment or a file
@@ -61,6 +62,12 @@ class QueueFullError(InstGenieError):
         self.num_waiting = num_waiting
         self.limit = limit
         self.retry_after = retry_after  # seconds
+
+
+class TemplatesFullError(InstGenieError):
+    def __init__(self, message: str, passes: bool = False) -> None:
+        super().__init__(message)
+        self.passes = passes  # True if it clears without the tenant's doing
 
 
 class ClosedError(InstGenieError):

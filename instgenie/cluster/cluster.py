@@ -137,6 +137,10 @@ class Cluster:
         order = self._coordinator.naming.template_order(tenant, picture, steps, guidance)
         return self._coordinator.register(order).status()
 
+    def check_quota(self, tenant: str) -> None:
+        """Raise unless a tenant may ask for one more template."""
+        self._coordinator.library.check_quota(tenant)
+
     def templates(self, tenant: str) -> list[TemplateStatus]:
         records = self._coordinator.library.templates.values()
         return [record.status() for record in records if record.order.tenant == tenant]
@@ -171,6 +175,7 @@ class Cluster:
             workers=tuple(self._worker_status(worker) for worker in self.workers),
             num_waiting=edits.num_waiting + self._coordinator.front.num_reserved,
             num_running=edits.num_running,
+            num_registrations_waiting=self._coordinator.library.registrations.num_waiting,
             num_finished=reporter.counts["finished"],
             num_failed=reporter.counts["failed"],
             num_cancelled=reporter.counts["cancelled"],

@@ -47,6 +47,7 @@ class ClusterConfig:
     dtype: str = "auto"
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
+    max_templates: int = 1000  # that one tenant may ask for
     cache: CacheConfig = CacheConfig()
     policy: RoutingPolicy = "mask_aware"  # of the router
     batching: Batching = "continuous"

@@ -109,6 +109,7 @@ class Coordinator:
 
     def pump(self) -> None:
         """Send what can be sent, and tell waiting clients their positions."""
+        self.library.registrations.release()
         while taken := [(process, group) for process in self.placement.processes for group in process.take()]:
             for process, entries in taken:  # one may put another entry into a queue
                 self._try_dispatch(process, entries)

@@ -15,6 +15,8 @@ from instgenie.cluster.naming import Naming
 from instgenie.cluster.orders import TemplateOrder
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process, Worker
+from instgenie.cluster.quota import check_quota
+from instgenie.cluster.registrations import Registrations
 from instgenie.cluster.retries import Retries
 from instgenie.cluster.templates import SHARED, TemplateRecord
 from instgenie.scheduling.router import Work
@@ -32,17 +34,23 @@ class Library:
         self.templates: dict[str, TemplateRecord] = {}
         self.forgetting = Forgetting(placement.workers, send)
         self.retries = Retries()
+        self.registrations = Registrations(placement)
 
     # templates
 
     def ask_for(self, order: TemplateOrder) -> TemplateRecord:
-        """Register a template for a client, unless it is there or on its way."""
+        """Register a template for a client, unless it is there or on its way. Raises if the tenant has too many."""
         name = order.id
+        if not (name in self.templates and self.templates[name].is_asked_for):
+            self.check_quota(order.tenant)
         template = self._learn(name, order)
         template.is_asked_for = True
         if template.state == "failed" or not (template.is_held or template.entries):
             self._register_on(template, self.placement.choose([Work(order.steps, 0, 0, name)]))
         return template
+
+    def check_quota(self, tenant: str) -> None:
+        check_quota(self.templates.values(), tenant, self.config.max_templates)
 
     def register_unasked(self, name: str, order: TemplateOrder, worker: Worker) -> None:
         """Register the picture of a finished edit, so that the next edit of it finds activations."""
@@ -100,7 +108,7 @@ class Library:
         template.entries[worker.index] = entry
         if not template.is_held:
             template.state = "queued"
-        self.placement.process_of(entry).put(entry)
+        self.registrations.put(entry)
 
     def dispatch(self, process: Process, entry: TemplateEntry) -> None:
         if entry.stage == "prepare":
@@ -119,6 +127,8 @@ class Library:
         """Tell a worker that an edit now waits for a registration it already has."""
         is_news = is_urgent and not entry.is_urgent
         entry.is_urgent |= is_urgent
+        if is_news:
+            self.registrations.hurry(entry)
         process = self.placement.process_of(entry)
         if is_news and entry.stage == "denoise" and entry.id in process.held:
             self.dispatch(process, entry)
@@ -256,7 +266,10 @@ class Library:
             if head := self.naming.head_of(template.id, template.order, worker):
                 self.forgetting.add(worker, head)
         for entry in template.entries.values():
-            self.placement.process_of(entry).remove(entry)
+            self.registrations.remove(entry)
+            process = self.placement.process_of(entry)
+            if process.abandon(entry) and process.role != "denoise":
+                self.send(process, wire.Cancel(entry.id))
         for parked in list(template.parked):
             self.unpark(template, parked)
 

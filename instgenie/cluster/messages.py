@@ -57,7 +57,9 @@ def finish_message(
 def prepare_template_message(entry: TemplateEntry) -> tuple[wire.PrepareTemplate, list[wire.Frame]]:
     order = entry.order
     assert order.picture is not None
-    message = wire.PrepareTemplate(entry.id, entry.attempt, order.steps, order.guidance, order.size, entry.request_id)
+    message = wire.PrepareTemplate(
+        entry.id, entry.attempt, order.steps, order.guidance, order.size, entry.is_urgent, entry.request_id
+    )
     return message, wire.picture_frames(order.picture)
 
 

@@ -40,6 +40,8 @@ class Recovery:
     def died(self, process: Process) -> None:
         """Queue the entries of a dead process again, and fail those that cannot be run."""
         held, queue = process.empty()
+        if process.state == "failed":
+            queue += self.library.registrations.take_all(process.worker)
         if process.role == "denoise":
             worker = self.workers[process.worker]
             self.archive.lose(worker)

@@ -40,6 +40,7 @@ class Stages:
         edits = [entry for entry in entries if isinstance(entry, EditEntry)]
         match head.stage:
             case "prepare":
+                self.library.registrations.passed(process.worker)
                 self.send(process, *prepare_message(edits[0]))
             case "finish":
                 self._dispatch_finish(process, edits[0])

@@ -62,6 +62,7 @@ class ClusterStatus:
     workers: tuple[WorkerStatus, ...]
     num_waiting: int
     num_running: int
+    num_registrations_waiting: int
     num_finished: int
     num_failed: int
     num_cancelled: int

@@ -102,6 +102,7 @@ OPTIONS = (
     Option("dtype", text, AUTO, "dtype the model computes in", "DTYPE", default_text="chosen by the device"),
     Option("max-batch-size", whole_number(1, 256), 8, "largest number of edits in one batch of a worker"),
     Option("max-queue", whole_number(1, 100_000), 64, "number of edits that may wait; further ones are refused"),
+    Option("max-templates", whole_number(1, 1_000_000), 1000, "number of templates that each API key may register"),
     Option("batching", one_of(*get_args(Batching)), "continuous",
            "continuous: edits join and leave between steps; for comparison: static and static-pipelined run one batch "
            "after the other, naive does all other work between steps", "HOW"),
@@ -166,6 +167,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             dtype=values["dtype"],
             max_batch_size=values["max_batch_size"],
             max_queue=values["max_queue"],
+            max_templates=values["max_templates"],
             batching=values["batching"],
             graphs=values["graphs"],
             plan=values["plan"],

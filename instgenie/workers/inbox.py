@@ -8,6 +8,8 @@ from typing import Any
 from instgenie.cluster.wire import Cancel, Dropped, Frame, Message, PrepareTemplate, Stop
 from instgenie.workers.process import Line
 
+MAX_PASSED = 8  # edits that go before a template
+
 
 class Inbox:
     def __init__(self, line: Line, on_cancel: Callable[[str], None] = lambda id: None) -> None:
@@ -15,8 +17,9 @@ class Inbox:
         self.line = line
         self.on_cancel = on_cancel
         self.is_stopped = False
-        self._edits: deque[tuple[Any, list[Frame]]] = deque()
+        self._edits: deque[tuple[Any, list[Frame]]] = deque()  # and templates that an edit waits for
         self._templates: deque[tuple[Any, list[Frame]]] = deque()
+        self._num_passed = 0  # edits that went before the first template
 
     @property
     def is_done(self) -> bool:
@@ -24,14 +27,17 @@ class Inbox:
         return self.is_stopped and not (self._edits or self._templates)
 
     def next(self) -> tuple[Any, list[Frame]] | None:
-        """Read all messages and return the next task, if there is one; edits go before templates. Without a task it
-        waits a moment for one."""
+        """Read all messages and return the next task, if there is one; edits go before templates, but not for
+        ever. Without a task it waits a moment for one."""
         wait = not (self._edits or self._templates)
         while not self.is_stopped and (received := self.line.receive(wait)):
             self.accept(*received)
             wait = False
-        tasks = self._edits or self._templates
-        return tasks.popleft() if tasks else None
+        if self._templates and (not self._edits or self._num_passed >= MAX_PASSED):
+            self._num_passed = 0
+            return self._templates.popleft()
+        self._num_passed += bool(self._templates)
+        return self._edits.popleft() if self._edits else None
 
     def accept(self, message: Message, frames: list[Frame]) -> None:
         match message:
@@ -41,7 +47,7 @@ class Inbox:
                 self.cancel(id)
                 self.on_cancel(id)
                 self.line.send(Dropped(id))
-            case PrepareTemplate():
+            case PrepareTemplate(is_urgent=False):
                 self._templates.append((message, frames))
             case _:
                 self._edits.append((message, frames))

@@ -1,7 +1,7 @@
 """Cancelled edits cost nothing more, and accepted ones count until they are answered."""
 
 import pytest
-from helpers.fake_cluster import JOB, FakeCluster, events, make_order
+from helpers.fake_cluster import FakeCluster, events, make_order
 
 from instgenie.cluster import wire
 from instgenie.cluster.config import Role
@@ -63,7 +63,7 @@ def test_a_cancelled_edit_does_not_hold_up_its_group(cluster: FakeCluster) -> No
     first, second = cluster.accept(make_order(1), make_order(2))
     [one, other] = cluster.take("prepare")
     assert [one.id, other.id] == [first.id, second.id]
-    cluster.answer("prepare", 0, wire.Prepared(one.id, 1, JOB, 16, 4, 4, 0.1), b"\0" * 4)
+    cluster.prepared(one)
     second.cancel()
     cluster.denoise()
     cluster.finish()

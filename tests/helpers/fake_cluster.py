@@ -105,7 +105,10 @@ class FakeCluster:
 
     def prepare(self, worker: int = 0) -> None:
         while m := self.next("prepare", worker):
-            self.answer("prepare", worker, wire.Prepared(m.id, m.attempt, JOB, 16, 4, 4, 0.1), b"\0" * 4)
+            self.prepared(m, worker)
+
+    def prepared(self, m: Any, worker: int = 0) -> None:
+        self.answer("prepare", worker, wire.Prepared(m.id, m.attempt, JOB, 16, 4, 4, 0.1), b"\0" * 4)
 
     def denoise(self, worker: int = 0) -> None:
         for message in self.take("denoise", worker):
@@ -136,9 +139,16 @@ class FakeCluster:
             self.answer("finish", worker, wire.Painted(m.id, m.attempt, m.partial, 0.1, 0.6), b"png")
 
     def register(self, worker: int = 0) -> None:
+        """Register what is prepared, and then what waits for its turn behind it."""
         for m in self.take("denoise", worker):
             if isinstance(m, wire.Register):
                 self.answer("denoise", worker, wire.Registered(m.id, m.attempt, 4, 4, {"host": 1000}))
+        waiting = [m for to, m in self.sent if to == f"{worker}.prepare" and isinstance(m, wire.PrepareTemplate)]
+        for m in waiting:
+            self.sent.remove((f"{worker}.prepare", m))
+            self.prepared(m, worker)
+        if waiting:
+            self.register(worker)
 
     def run(self, worker: int = 0) -> None:
         self.prepare(worker)

@@ -49,6 +49,7 @@ class PrepareTemplate(Message, frozen=True):
     steps: int
     guidance: float
     size: tuple[int, int]  # (height, width) of the picture
+    is_urgent: bool = False  # True if an edit is waiting for it: it then waits for its turn like an edit
     request_id: str = ""
 
 

@@ -94,6 +94,8 @@ class ClusterCollector(Collector):
         status = self.cluster.status()
         yield gauge("num_requests_running", "Edits on workers.", status.num_running)
         yield gauge("num_requests_waiting", "Edits waiting for a worker.", status.num_waiting)
+        about = "Registrations of templates waiting for their turn."
+        yield gauge("num_registrations_waiting", about, status.num_registrations_waiting)
         usage = GaugeMetricFamily("instgenie:cache_usage_bytes", "Cached activations of all workers.", labels=["tier"])
         for tier in get_args(TierName):
             per_worker = [worker.tier_bytes.get(tier, 0) for worker in status.workers]

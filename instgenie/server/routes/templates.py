@@ -5,19 +5,19 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.orders import TemplateStatus
-from instgenie.errors import ClosedError, InstGenieError, PictureError
+from instgenie.errors import ClosedError, InstGenieError, PictureError, TemplatesFullError
 from instgenie.pictures.header import decoding_bytes, kept_bytes
 from instgenie.pictures.picture import open_picture
 from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import TemplateAnswer, TemplateRemoved, TemplatesAnswer
 from instgenie.server.bodies.forms import read_template
 from instgenie.server.bodies.schema import ONE_TEMPLATE, REMOVED_TEMPLATE, TEMPLATE, TEMPLATES
-from instgenie.server.errors import NO_RETRY, ApiError, JsonResponse, closed, from_user_error, not_found
+from instgenie.server.errors import NO_RETRY, ApiError, JsonResponse, closed, from_user_error, not_found, retry_after
 from instgenie.server.service import SECONDS_TO_LOAD, HttpService, service_of, tenant_of
 from instgenie.server.watch import unless_gone
 from instgenie.types import Pixels
 
-MAX_BYTES = 2**31  # for the pixels of one tenant's templates
+SECONDS_TO_REGISTER = 10
 
 router = APIRouter(prefix="/v1/templates")
 
@@ -36,6 +36,8 @@ async def register_template(request: Request) -> Response:
             status = await service.cluster.register(tenant, picture, fields.num_inference_steps, fields.guidance_scale)
         except ClosedError:
             raise closed("No worker can register the template.", SECONDS_TO_LOAD, "unavailable") from None
+        except TemplatesFullError as full:
+            raise templates_full(full) from None
         except InstGenieError as error:
             raise from_user_error(error) from None
     return JsonResponse(describe(status).model_dump(), 201)
@@ -73,10 +75,16 @@ async def open_template(service: HttpService, image: bytes, admitted: Admitted) 
 def check_room(service: HttpService, tenant: str) -> None:
     if not service.cluster.config.reuse:
         raise ApiError(400, "This server runs with --no-reuse and registers no templates.", "no_reuse")
-    num_bytes = sum(3 * status.width * status.height for status in service.cluster.templates(tenant))
-    if num_bytes > MAX_BYTES:
-        message = f"The pictures of your templates take {num_bytes:,} bytes of {MAX_BYTES:,}: delete one."
-        raise ApiError(429, message, "templates_full", headers=NO_RETRY)
+    try:
+        service.cluster.check_quota(tenant)
+    except TemplatesFullError as full:
+        raise templates_full(full) from None
+
+
+def templates_full(full: TemplatesFullError) -> ApiError:
+    message = str(full)
+    headers = retry_after(SECONDS_TO_REGISTER) if full.passes else NO_RETRY
+    return ApiError(429, message[:1].upper() + message[1:] + ".", "templates_full", headers=headers)
 
 
 def unknown(template: str) -> ApiError:
