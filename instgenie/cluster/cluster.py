@@ -16,6 +16,7 @@ from instgenie.cluster.front import Place
 from instgenie.cluster.launch import Launcher, LocalLauncher
 from instgenie.cluster.orders import Order, TemplateStatus
 from instgenie.cluster.processes import Worker, make_workers
+from instgenie.cluster.quota import check_quota
 from instgenie.cluster.status import ClusterStatus, Observer, WorkerStatus
 from instgenie.cluster.supervisor import Supervisor
 from instgenie.errors import ClosedError, EditError
@@ -139,7 +140,7 @@ class Cluster:
 
     def check_quota(self, tenant: str) -> None:
         """Raise unless a tenant may ask for one more template."""
-        self._coordinator.library.check_quota(tenant)
+        check_quota(self._coordinator.library.templates.values(), tenant, self.config.max_templates)
 
     def templates(self, tenant: str) -> list[TemplateStatus]:
         records = self._coordinator.library.templates.values()

@@ -42,15 +42,12 @@ class Library:
         """Register a template for a client, unless it is there or on its way. Raises if the tenant has too many."""
         name = order.id
         if not (name in self.templates and self.templates[name].is_asked_for):
-            self.check_quota(order.tenant)
+            check_quota(self.templates.values(), order.tenant, self.config.max_templates)
         template = self._learn(name, order)
         template.is_asked_for = True
         if template.state == "failed" or not (template.is_held or template.entries):
             self._register_on(template, self.placement.choose([Work(order.steps, 0, 0, name)]))
         return template
-
-    def check_quota(self, tenant: str) -> None:
-        check_quota(self.templates.values(), tenant, self.config.max_templates)
 
     def register_unasked(self, name: str, order: TemplateOrder, worker: Worker) -> None:
         """Register the picture of a finished edit, so that the next edit of it finds activations."""

@@ -15,7 +15,8 @@ def test_metrics(server: Running, edited: Any) -> None:
     families = {family.name: family for family in text_string_to_metric_families(text)}
     kinds = {name.removeprefix("instgenie:"): one.type for name, one in families.items() if "instgenie:" in name}
     assert kinds == {
-        "num_requests_running": "gauge", "num_requests_waiting": "gauge", "num_registrations_waiting": "gauge", "e2e_request_latency_seconds": "histogram",
+        "num_requests_running": "gauge", "num_requests_waiting": "gauge", "num_registrations_waiting": "gauge",
+        "e2e_request_latency_seconds": "histogram",
         "request_queue_time_seconds": "histogram", "request_success": "counter", "step_time_seconds": "histogram",
         "batch_size": "histogram", "mask_ratio": "histogram", "cache_queries": "counter", "cache_hits": "counter",
         "cache_usage_bytes": "gauge", "http_requests": "counter", "step_loop_interruptions": "counter",
