@@ -56,12 +56,9 @@ def test_an_answer_says_why_every_token_was_computed(server: Running) -> None:
     assert facts(exact) == ("none", "The quality 'exact' computes every token.", False)
 
 
-def test_a_ready_template_is_used_and_stays_with_its_tenant(server: Running) -> None:
+def test_a_ready_template_is_used(server: Running) -> None:
     register(server, KNOWN, num_inference_steps="4")
-    assert facts(edit_with(server, KNOWN, "auto"))[0] == "template"
-    other = edit(server, BOB, image=KNOWN, extra_body=STEPS)
-    assert facts(other)[0] == "none"
-    wait_for(lambda: facts(edit(server, BOB, image=KNOWN, extra_body=STEPS))[0] == "template")
+    assert facts(edit_with(server, KNOWN, "auto")) == ("template", None, True)
 
 
 def test_the_last_event_of_a_stream_says_it_too(server: Running) -> None:
