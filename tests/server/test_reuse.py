@@ -7,7 +7,6 @@ import openai
 import pytest
 from helpers.serving import (
     ALICE,
-    BOB,
     MASK,
     QUICK,
     SIZE,
@@ -19,7 +18,6 @@ from helpers.serving import (
     pixels,
     png,
     register,
-    wait_for,
 )
 
 NEW, KNOWN = (png(picture(seed=seed)) for seed in (301, 302))
