@@ -1,8 +1,8 @@
 """Errors that a user can cause. Each message says what was given and what was expected.
 
 InstGenieError
-├── PictureError      unreadable, too small, too large
-├── MaskError         empty, of another size than the picture, or without the channel that carries it
+├── PictureError      unreadable, too small, too large, too deep
+├── MaskError         empty, of another shape than the picture, or without the channel that carries it
 ├── EditError         a parameter out of range, or one the model cannot honour
 ├── PlanError         a plan the model cannot run with the activations at hand
 ├── CalibrationError  a latency file that is malformed or cannot be written

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Pixels = NDArray[np.uint8]  # [height, width, 3]
+Pixels = NDArray[np.uint8]  # [height, width, 3], sRGB
+OwnPixels = NDArray[np.uint8]  # [height, width, channels]: grey, grey and alpha, RGB, or RGBA
 PixelMask = NDArray[np.bool_]  # [height, width], True = masked
 TierName = Literal["gpu", "host", "disk", "remote"]  # the places where activations are kept
 OnStep = Callable[[int, int], None]  # called with the steps taken so far and the steps in all
@@ -24,6 +25,23 @@ class Box(NamedTuple):
 
     rows: range
     cols: range
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return len(self.rows), len(self.cols)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The file that a picture was made from: what an edit of it has to keep."""
+
+    pixels: OwnPixels | None = None  # in the file's own colours, with its alpha; None: those of the picture
+    profile: bytes = b""  # ICC profile of the pixels; empty: sRGB
+    exif: bytes = b""  # metadata
+
+    @property
+    def has_alpha(self) -> bool:
+        return self.pixels is not None and self.pixels.shape[2] in (2, 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +62,7 @@ class Edit:
     dense_steps: int = 0  # leading steps that compute every token even if the template has activations
     halo: int = 0  # width in tokens of the rim around the mask that is computed too, but keeps its content
     reuse: Reuse = "auto"  # off computes every token; template registers the picture first if need be, or fails
+    source: Source | None = None  # the picture's file; None: the picture is all there is
 
 
 @dataclass(frozen=True)
@@ -58,9 +77,9 @@ class Timings:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """An edited picture: outside the mask it is bit-identical to the edit's picture."""
+    """An edited picture: outside the mask it is bit-identical to the edit's picture, or to the pixels of its source."""
 
-    picture: Pixels
+    picture: OwnPixels
     seed: int
     num_tokens: int
     num_masked_tokens: int

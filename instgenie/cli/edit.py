@@ -15,10 +15,11 @@ from instgenie.cli.arguments import add_cache, add_model, box
 from instgenie.cli.screen import complain, hide_loading_bars
 from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
-from instgenie.pictures.mask import box_mask, read_mask
+from instgenie.pictures.mask import MaskMode, box_mask, read_mask
+from instgenie.pictures.photo import Metadata, Photo, open_photo
 from instgenie.pictures.picture import check_edit, check_target, open_picture, save_picture
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Edit, PixelMask, Pixels, RegisterResult, Result, Reuse
+from instgenie.types import Edit, Notes, PixelMask, Pixels, RegisterResult, Result, Reuse
 
 if TYPE_CHECKING:
     from instgenie.cache.store import Store
@@ -35,12 +36,18 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--box", type=box, metavar="X,Y,W,H", help="edit this box; without a mask and a box, edit everything"
     )
-    about_mode = "alpha: transparent pixels are edited (the default); luma: white pixels are edited"
-    parser.add_argument("--mask-mode", choices=["alpha", "luma"], default="alpha", help=about_mode)
+    about_mode = (
+        "alpha: transparent pixels are edited; luma: white pixels are edited; "
+        "auto: alpha, or luma if the mask is opaque and black and white (the default)"
+    )
+    parser.add_argument("--mask-mode", choices=get_args(MaskMode), default="auto", help=about_mode)
     about_output = (
         "output file, PNG or WebP (exact) or JPEG; default: PHOTO's name with .edit.png in the current folder"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="OUT", help=about_output)
+
+    about_metadata = "EXIF to keep: all but the place (safe, the default), all of it, or none"
+    parser.add_argument("--metadata", choices=get_args(Metadata), default="safe", help=about_metadata)
 
     def add(name: str, kind: type[int] | type[float] | type[str], about: str) -> None:
         metavar = "TEXT" if kind is str else "N"
@@ -75,10 +82,13 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
 def run_edit(options: argparse.Namespace) -> None:
     output = options.output or Path(f"{options.photo.stem}.edit.png")
     check_output(output, options)
-    picture = open_picture(options.photo)
+    photo = open_photo(options.photo, metadata=options.metadata)
+    notes = list(photo.notes)
     given = {field.name: getattr(options, field.name) for field in fields(Edit) if hasattr(options, field.name)}
-    given |= {"picture": picture, "mask": make_mask(picture, options)}
+    given |= {"picture": photo.pixels, "mask": make_mask(photo, options, notes), "source": photo.source}
     check_edit(Edit(**given))
+    for note in notes:
+        complain(note)
     folder = None if options.no_cache else find_cache(options)
     console = Console(stderr=True)
     start = time.perf_counter()
@@ -87,7 +97,7 @@ def run_edit(options: argparse.Namespace) -> None:
     edit = with_quality(Edit(**suited | given), options.quality)
     with Progress(console) as progress:
         [result] = editor.edit_many([edit], progress.add("editing").update)
-    save_picture(result.picture, output)
+    save_picture(result.picture, output, photo.source)
     print_summary(result, edit, editor, time.perf_counter() - start)
     print(output, flush=True)
     is_wanted = result.can_reuse and not result.cache_hit and edit.reuse != "off" and not options.no_register
@@ -104,10 +114,10 @@ def check_output(output: Path, options: argparse.Namespace) -> None:
             )
 
 
-def make_mask(picture: Pixels, options: argparse.Namespace) -> PixelMask:
-    height, width, _ = picture.shape
+def make_mask(photo: Photo, options: argparse.Namespace, notes: Notes) -> PixelMask:
+    height, width, _ = photo.pixels.shape
     if options.mask:
-        return read_mask(options.mask, (height, width), options.mask_mode)
+        return read_mask(options.mask, (height, width), options.mask_mode, orientation=photo.orientation, notes=notes)
     return box_mask(options.box or (0, 0, width, height), (height, width))
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 from instgenie.cluster import wire
 from instgenie.cluster.entries import ComputeMode, EditEntry, TemplateEntry
 from instgenie.cluster.processes import Process
+from instgenie.types import Source
 
 
 class Send(Protocol):
@@ -38,6 +39,8 @@ def finish_message(
 ) -> tuple[wire.Finish, list[wire.Frame]]:
     assert entry.prepared is not None
     order = entry.order
+    source = order.source or Source()
+    picture = order.picture if source.pixels is None else source.pixels
     message = wire.Finish(
         id=entry.id,
         attempt=entry.attempt,
@@ -50,8 +53,12 @@ def finish_message(
         partial=partial,
         trace=order.trace,
         request_id=entry.request_id,
+        num_channels=picture.shape[2],
+        is_own=source.pixels is not None,
+        profile=source.profile,
+        exif=source.exif,
     )
-    return message, [*frames, *wire.picture_frames(order.picture, order.mask)]
+    return message, [*frames, *wire.picture_frames(picture, order.mask)]
 
 
 def prepare_template_message(entry: TemplateEntry) -> tuple[wire.PrepareTemplate, list[wire.Frame]]:

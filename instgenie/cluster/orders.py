@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import SETTINGS
 from instgenie.telemetry.logs import request_id
-from instgenie.types import PixelMask, Pixels, TierName
+from instgenie.types import PixelMask, Pixels, Source, TierName
 
 OutputFormat = Literal["png", "jpeg", "webp"]
 FailureKind = Literal["bad_input", "no_reuse", "out_of_memory", "crashed", "unavailable", "internal"]
@@ -23,6 +23,7 @@ class Order:
     picture: Pixels
     mask: PixelMask
     wish: Wish
+    source: Source | None = None  # the picture's file; None: the picture is all there is
     output_format: OutputFormat = "png"
     output_compression: int = 100
     num_partials: int = 0  # pictures to send before the final one

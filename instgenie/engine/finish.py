@@ -15,22 +15,23 @@ from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.vae.autoencoder import decode_latents
 from instgenie.models.vae.region import can_decode_boxes, decode_box
-from instgenie.pictures.compositing import composite, composited
-from instgenie.types import PixelMask, Pixels
+from instgenie.pictures.compositing import composited, paint
+from instgenie.types import OwnPixels, PixelMask
 
 
 @torch.inference_mode()
-def finish(job: Job, model: Model) -> Pixels:
+def finish(job: Job, model: Model) -> OwnPixels:
     [picture] = finish_many([job], model)
     return picture
 
 
 @torch.inference_mode()
-def finish_many(jobs: Sequence[Job], model: Model) -> list[Pixels]:
+def finish_many(jobs: Sequence[Job], model: Model) -> list[OwnPixels]:
     """Finish jobs that share one grid."""
     edits = [job.edit for job in jobs]
     decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model)
-    return [composite(e.picture, pixels, e.mask, e.feather) for e, pixels in zip(edits, decoded, strict=True)]
+    pairs = zip(edits, decoded, strict=True)
+    return [paint(edit.picture, edit.source, pixels, edit.mask, edit.feather) for edit, pixels in pairs]
 
 
 def decode(

@@ -10,21 +10,48 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from instgenie.pictures.resizing import resize_picture
-from instgenie.types import Box, PixelMask, Pixels
+from instgenie.pictures.profiles import from_srgb
+from instgenie.pictures.resizing import as_array, as_image, resize_picture
+from instgenie.types import Box, OwnPixels, PixelMask, Pixels, Source
 
 LANCZOS_REACH = 3  # pixels of the coarser of the two pictures, on each side
 EXACT_DISTANCE = 16  # up to this many pixels from its edge, distances in a mask are exact
 POINTS_PER_DISTANCE = 32  # farther in, the largest distance spans this many points, and lines join them
 
 
-def composite(original: Pixels, edited: Pixels, mask: PixelMask, feather: int = 0) -> Pixels:
-    """The edited picture where masked, with a soft edge of `feather` pixels inside the mask; elsewhere the original,
-    bit for bit."""
+def paint(picture: Pixels, source: Source | None, edited: Pixels, mask: PixelMask, feather: int = 0) -> OwnPixels:
+    """Put an edited picture into its original, which has the colours and the alpha of its file, if there is one."""
+    if source is None or source.pixels is None:
+        return composite(picture, edited, mask, feather)
+    if source.profile:
+        mode = "L" if source.pixels.shape[2] <= 2 else "RGB"
+        edited = as_array(from_srgb(Image.fromarray(edited), source.profile, mode))
+    return composite(source.pixels, edited, mask, feather)
+
+
+def composite(original: OwnPixels, edited: OwnPixels, mask: PixelMask, feather: int = 0) -> OwnPixels:
+    """The edited picture where masked, opaque, with a soft edge of `feather` pixels inside the mask; elsewhere the
+    original, bit for bit."""
     height, width = mask.shape
-    result = Image.fromarray(original)
-    result.paste(Image.fromarray(resize_picture(edited, (height, width))), mask=Image.fromarray(weights(mask, feather)))
-    return np.array(result)
+    share = weights(mask, feather)
+    edited = resize_picture(edited, (height, width))
+    painted, result = as_image(edited), as_image(original)
+    if painted.mode != result.mode:
+        painted.putalpha(255)
+    result.paste(painted, mask=Image.fromarray(share))
+    pixels = as_array(result)
+    if feather and result.mode in ("LA", "RGBA"):
+        _mix_transparent(pixels, original, edited, share)
+    return pixels
+
+
+def _mix_transparent(pixels: OwnPixels, original: OwnPixels, edited: OwnPixels, share: NDArray[np.uint8]) -> None:
+    """Where a transparent pixel and a painted one are mixed, give each colour the weight of what shows of it."""
+    mixed = (share > 0) & (share < 255) & (original[..., -1] < 255)
+    painted = share[mixed].astype(np.float32)[:, None] / 255
+    kept = (1 - painted) * original[mixed][:, -1:] / 255
+    colours = (edited[mixed] * painted + original[mixed][:, :-1] * kept) / (painted + kept)
+    pixels[mixed, :-1] = np.rint(colours).astype(np.uint8)
 
 
 def weights(mask: PixelMask, feather: int = 0) -> NDArray[np.uint8]:

@@ -14,6 +14,7 @@ DECODING_BYTES = 24  # per pixel while a file is decoded: the file's own pixels,
 class Header:
     width: int
     height: int
+    own_bytes: int = 0  # per pixel that an edit keeps of the file's own pixels, if these are not RGB of sRGB
 
     @property
     def num_pixels(self) -> int:
@@ -24,13 +25,15 @@ def read_header(encoded: bytes, error: type[InstGenieError], max_pixels: int = M
     """Read the size of a picture, and nothing else. Defects of the header, and sizes that are not accepted, are raised
     as `error`."""
     with checked_image(encoded, error, max_pixels) as image:
-        return Header(*image.size)
+        own_bytes = 4 if image.has_transparency_data else 3 if image.info.get("icc_profile") else 0
+        return Header(*image.size, own_bytes)
 
 
 def kept_bytes(picture: Header, size: tuple[int, int] | None) -> int:
-    """Bytes that an edit keeps until it is answered: its picture and its mask, as sent or as resized to `size`."""
+    """Bytes that an edit keeps until it is answered: its picture, the pixels of its file, and its mask, as sent or as
+    resized to `size`."""
     num_pixels = max(picture.num_pixels, size[0] * size[1] if size else 0)
-    return (PICTURE_BYTES + MASK_BYTES) * num_pixels
+    return (PICTURE_BYTES + picture.own_bytes + MASK_BYTES) * num_pixels
 
 
 def decoding_bytes(*files: Header) -> int:

@@ -5,12 +5,18 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from instgenie.errors import MaskError
-from instgenie.pictures.decode import MAX_PIXELS, decode
-from instgenie.types import PixelMask
+from instgenie.pictures.decode import MAX_PIXELS, DecodedFile, decode, turned
+from instgenie.types import Notes, PixelMask
 
-MaskMode = Literal["alpha", "luma"]
+MaskMode = Literal["auto", "alpha", "luma"]
+LOOKED_FOR: dict[MaskMode, str] = {
+    "auto": "no pixel is transparent (alpha below 128) or white",
+    "alpha": "no pixel is transparent (alpha below 128)",
+    "luma": "no pixel is white (128 or above)",
+}
 
 
 def token_mask(mask: PixelMask, patch: int, halo: int = 0) -> NDArray[np.bool_]:
@@ -32,30 +38,92 @@ def _dilate(tokens: NDArray[np.bool_], reach: int) -> NDArray[np.bool_]:
 
 
 def read_mask(
-    source: str | Path | bytes, size: tuple[int, int], mode: MaskMode = "alpha", max_pixels: int = MAX_PIXELS
+    source: str | Path | bytes,
+    size: tuple[int, int],
+    mode: MaskMode = "auto",
+    max_pixels: int = MAX_PIXELS,
+    orientation: int = 1,
+    notes: Notes | None = None,
 ) -> PixelMask:
-    """Read the mask of a picture of `size` (height, width). alpha: 0 is masked; luma: 128 and above is masked."""
+    """Read the mask of a picture of `size` (height, width), which lies in its file in an `orientation` as in EXIF.
+
+    alpha: less than half is masked. luma: half and more is masked. auto: alpha, or luma if the mask is opaque and black
+    and white, so that it can mean nothing else. A mask of another size and the same shape is scaled, and one of the
+    shape in which the picture is stored is turned like the picture. Whatever was done is added to `notes`.
+    """
     name = "the mask" if isinstance(source, bytes) else f"the mask {source}"
-    image = decode(source, MaskError, max_pixels)
-    if (image.height, image.width) != size:
+    notes = [] if notes is None else notes
+    file = decode(source, MaskError, max_pixels, may_be_deep=True)
+    if file.is_animated:
+        notes.append("The mask is animated: its first frame is used.")
+    image = find_upright(file, size, orientation, name, notes)
+    masked = _read_pixels(image, mode, name, notes)
+    if masked.shape != size:
         height, width = size
-        raise MaskError(
-            f"{name} is {image.width}x{image.height} but the picture is {width}x{height}: equal sizes needed"
-        )
+        notes.append(f"The mask was scaled from {image.width}x{image.height} to {width}x{height}.")
+        masked = np.array(Image.fromarray(masked).resize((width, height), Image.Resampling.NEAREST))
+    if not masked.any():
+        raise MaskError(f"{name} is empty: {LOOKED_FOR[mode]}, so there is nothing to edit")
+    return masked
+
+
+def find_upright(file: DecodedFile, size: tuple[int, int], orientation: int, name: str, notes: Notes) -> Image.Image:
+    """The mask as it lies on the picture. What its own EXIF says comes first; painting programs copy the photograph's
+    EXIF, or lose it, so the pixels as they are stored come next, and then the turn of the photograph."""
+    if has_shape(file.image, size):
+        return file.image
+    if has_shape(file.stored, size):
+        notes.append("The mask fits as it is stored, so the turn that its EXIF asks for was left out.")
+        return file.stored
+    like_picture = turned(file.image, orientation)
+    if has_shape(like_picture, size):
+        notes.append("The mask was turned like the picture, whose pixels are stored on their side.")
+        return like_picture
+    height, width = size
+    raise MaskError(
+        f"{name} is {file.image.width}x{file.image.height} but the picture is {width}x{height}: "
+        "a mask of the same size, or of the same shape, is needed"
+    )
+
+
+def has_shape(image: Image.Image, size: tuple[int, int]) -> bool:
+    """True if the image has `size`, or is a picture of `size` scaled: then neither side has the same length, and
+    rounding moves a side by less than a pixel."""
+    height, width = size
+    if image.height == height or image.width == width:
+        return (image.height, image.width) == size
+    return abs(image.width * height - image.height * width) < max(height, width)
+
+
+def _read_pixels(image: Image.Image, mode: MaskMode, name: str, notes: Notes) -> PixelMask:
+    alpha = image.getchannel("A") if image.mode in ("LA", "RGBA") else None
+    if mode == "auto":
+        mode = "alpha"
+        if (alpha is None or alpha.getextrema() == (255, 255)) and is_white_on_black(image, name):
+            mode = "luma"
+            notes.append("The mask has no transparent pixel and is black and white: its white part is edited.")
     if mode == "luma":
-        masked = np.asarray(image.convert("L")) >= 128
-        expected = "no pixel is white (128 or above)"
-    elif image.mode == "RGBA":
-        masked = np.asarray(image)[..., 3] == 0
-        expected = "no pixel has alpha 0"
-    else:
+        return np.asarray(image.convert("L")) >= 128
+    if alpha is None:
         raise MaskError(
             f"{name} has no alpha channel: "
             "mark what to edit with alpha 0, or use the mask mode luma, where white is edited"
         )
-    if not masked.any():
-        raise MaskError(f"{name} is empty: {expected}, so there is nothing to edit")
-    return masked
+    return np.asarray(alpha) < 128
+
+
+def is_white_on_black(image: Image.Image, name: str) -> bool:
+    """True if an opaque mask has black pixels and white ones; False if it is all white. Raises a MaskError if many
+    pixels are neither; soft edges and the noise of a JPEG are few."""
+    lines = range(0, image.height, max(image.height // 512, 1))
+    pixels = np.asarray(image.convert("RGB"))[lines]
+    is_black, is_white = (pixels < 64).all(axis=2), (pixels >= 192).all(axis=2)
+    if (is_black | is_white).mean() < 0.8:
+        raise MaskError(
+            f"{name} has no transparent pixel, and it is not black and white: mark what to edit with alpha 0, "
+            "or use the mask mode luma, where white is edited"
+        )
+    return bool(is_black.any())
 
 
 def box_mask(box: tuple[int, int, int, int], size: tuple[int, int]) -> PixelMask:

@@ -10,9 +10,12 @@ from PIL import Image
 
 from instgenie.errors import EditError, PictureError
 from instgenie.machine.files import complete_file
-from instgenie.pictures.decode import MAX_PIXELS, MIN_SIDE, decode
+from instgenie.pictures.decode import MAX_PIXELS, MIN_SIDE
 from instgenie.pictures.mask import check_mask
-from instgenie.types import Edit, Pixels, Reuse
+from instgenie.pictures.photo import on_white, open_photo
+from instgenie.pictures.profiles import to_srgb
+from instgenie.pictures.resizing import as_image
+from instgenie.types import Edit, OwnPixels, Pixels, Reuse, Source
 
 MAX_STEPS = 1000
 MAX_GUIDANCE = 100.0
@@ -28,11 +31,8 @@ MAX_SIDE = {"PNG": 2**31 - 1, "WEBP": 16_383, "JPEG": 65_500}
 
 
 def open_picture(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Pixels:
-    """Decode PNG, JPEG or WebP to RGB, upright; transparent parts are put on white."""
-    image = decode(source, PictureError, max_pixels)
-    if image.mode == "RGBA":
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.array(image.convert("RGB"))
+    """Decode PNG, JPEG or WebP to sRGB, upright; transparent parts are put on white."""
+    return open_photo(source, max_pixels).pixels
 
 
 def check_edit(edit: Edit) -> None:
@@ -48,6 +48,9 @@ def check_edit(edit: Edit) -> None:
             f"the picture is {width}x{height} pixels: sides of at least {MIN_SIDE} "
             f"and at most {MAX_PIXELS:,} pixels in all are expected"
         )
+    own = edit.source.pixels if edit.source else None
+    if own is not None and own.shape[:2] != (height, width):
+        raise PictureError(f"the picture is {width}x{height} but its file is {own.shape[1]}x{own.shape[0]}")
     check_mask(edit.mask, (height, width))
     _check_text("prompt", edit.prompt)
     _check_text("negative prompt", edit.negative_prompt)
@@ -111,29 +114,53 @@ def check_target(path: str | Path) -> None:
         raise PictureError(f"{path} cannot be saved: it is a folder")
 
 
-def encode_picture(picture: Pixels, file_format: str, quality: int = 100, is_quick: bool = False) -> bytes:
-    """Encode a picture. PNG is lossless, and so is WebP at a quality of 100. JPEG's quality is capped at 95, above
-    which files only get larger. A quick PNG takes half the time and a few percent more bytes."""
+def encode_picture(
+    picture: OwnPixels, file_format: str, quality: int = 100, is_quick: bool = False, source: Source | None = None
+) -> bytes:
+    """Encode a picture, with the profile and the metadata of the file that it came from. PNG is lossless, and so is
+    WebP at a quality of 100. JPEG's quality is capped at 95, above which files only get larger; transparent parts of it
+    are white. A quick PNG takes half the time and a few percent more bytes."""
     file_format = file_format.upper()
     height, width, _ = picture.shape
     if max(height, width) > MAX_SIDE[file_format]:
         raise PictureError(f"{width}x{height} is more than the {MAX_SIDE[file_format]} a {file_format} side can be")
+    image, options = as_image(picture), _kept_options(source)
+    if file_format == "JPEG":
+        image = on_white(image)
+    elif file_format == "WEBP" and "icc_profile" in options and image.mode in ("L", "LA"):
+        image = _coloured(image, options.pop("icc_profile"))  # a WebP is never grey
     encoded = io.BytesIO()
-    image = Image.fromarray(picture)
     if file_format == "WEBP":
-        image.save(encoded, file_format, lossless=quality == 100, quality=80 if quality == 100 else quality)
+        # exact: colours of transparent pixels are kept too
+        is_lossless = quality == 100
+        level = 80 if is_lossless else quality
+        image.save(encoded, file_format, lossless=is_lossless, quality=level, exact=is_lossless, **options)
     elif file_format == "JPEG":
-        image.save(encoded, file_format, quality=min(quality, 95), subsampling=0)
+        image.save(encoded, file_format, quality=min(quality, 95), subsampling=0, **options)
     else:
-        image.save(encoded, file_format, compress_level=1 if is_quick else 6)
+        image.save(encoded, file_format, compress_level=1 if is_quick else 6, **options)
     return encoded.getvalue()
 
 
-def save_picture(picture: Pixels, path: str | Path) -> None:
-    """Save in the format of the suffix, PNG and WebP without loss. The file appears only when it is complete."""
+def _kept_options(source: Source | None) -> dict[str, bytes]:
+    kept = {"icc_profile": source.profile, "exif": source.exif} if source else {}
+    return {name: value for name, value in kept.items() if value}
+
+
+def _coloured(image: Image.Image, profile: bytes) -> Image.Image:
+    """A grey image with a profile in sRGB."""
+    coloured = to_srgb(image.getchannel("L"), profile)
+    if image.mode == "LA":
+        coloured.putalpha(image.getchannel("A"))
+    return coloured
+
+
+def save_picture(picture: OwnPixels, path: str | Path, source: Source | None = None) -> None:
+    """Save in the format of the suffix, PNG and WebP without loss, with what is to be kept of the file that the picture
+    came from. The file appears only when it is complete."""
     path = Path(path)
     check_target(path)
-    encoded = encode_picture(picture, FORMAT_OF_SUFFIX[path.suffix.lower()])
+    encoded = encode_picture(picture, FORMAT_OF_SUFFIX[path.suffix.lower()], source=source)
     try:
         with complete_file(path) as partial:
             partial.write_bytes(encoded)

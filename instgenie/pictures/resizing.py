@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 from PIL import Image
 
-from instgenie.types import PixelMask, Pixels
+from instgenie.types import OwnPixels, PixelMask
 
 
 def working_size(height: int, width: int, patch: int, own_size: int) -> tuple[int, int]:
@@ -29,11 +29,20 @@ def working_size(height: int, width: int, patch: int, own_size: int) -> tuple[in
     return rows * patch, cols * patch
 
 
-def resize_picture(picture: Pixels, size: tuple[int, int]) -> Pixels:
+def resize_picture(picture: OwnPixels, size: tuple[int, int]) -> OwnPixels:
     if picture.shape[:2] == size:
         return picture
     height, width = size
-    return np.array(Image.fromarray(picture).resize((width, height), Image.Resampling.LANCZOS))
+    return as_array(as_image(picture).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def as_image(picture: OwnPixels) -> Image.Image:
+    return Image.fromarray(picture[..., 0] if picture.shape[2] == 1 else picture)
+
+
+def as_array(image: Image.Image) -> OwnPixels:
+    pixels = np.array(image)
+    return pixels[..., None] if pixels.ndim == 2 else pixels
 
 
 def resize_mask(mask: PixelMask, size: tuple[int, int]) -> PixelMask:

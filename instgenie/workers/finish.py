@@ -21,9 +21,10 @@ from instgenie.engine.finish import decode
 from instgenie.engine.warm import warm_up_finishing
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
-from instgenie.pictures.compositing import composite
+from instgenie.pictures.compositing import paint
 from instgenie.pictures.picture import encode_picture
 from instgenie.telemetry import traces
+from instgenie.types import Source
 from instgenie.workers.frames import read_tensor
 from instgenie.workers.inbox import Inbox
 from instgenie.workers.process import Line, failure, run_process, say_ready
@@ -132,9 +133,10 @@ class ThreadedFinisher(Finisher):
 
 def encode(message: Finish, frames: list[Frame], decoded: NDArray[np.uint8]) -> tuple[bytes, float]:
     start = time.perf_counter()
-    picture, mask = read_picture(frames[1], message.size), read_mask(frames[2], message.size)
-    edited = composite(picture, decoded, mask, message.feather)
-    encoded = encode_picture(edited, message.output_format, message.output_compression, is_quick=True)
+    picture, mask = read_picture(frames[1], message.size, message.num_channels), read_mask(frames[2], message.size)
+    source = Source(picture if message.is_own else None, message.profile, message.exif)
+    edited = paint(picture, source, decoded, mask, message.feather)
+    encoded = encode_picture(edited, message.output_format, message.output_compression, is_quick=True, source=source)
     return encoded, time.perf_counter() - start
 
 

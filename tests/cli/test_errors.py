@@ -18,7 +18,7 @@ BAD_EDITS = {
     "mask is not a picture": (["photo.jpg", "--mask", "text.png"], "PNG, JPEG or WebP"),
     "mask of another size": (["photo.jpg", "--mask", "other.png"], "101x60"),
     "empty mask": (["photo.jpg", "--mask", "empty.png"], "empty"),
-    "mask without alpha": (["photo.jpg", "--mask", "luma.png"], "luma"),
+    "mask without alpha": (["photo.jpg", "--mask", "luma.png", "--mask-mode", "alpha"], "luma"),
     "box outside": (["photo.jpg", "--box", "90,0,20,20"], "100x60"),
     "empty box": (["photo.jpg", "--box", "0,0,0,20"], "empty"),
     "box of three": (["photo.jpg", "--box", "1,2,3"], "x,y,width,height"),

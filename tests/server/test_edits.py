@@ -114,10 +114,10 @@ def test_output_formats(server: Running, edited: Any, output_format: Any) -> Non
 
 
 def test_the_result_has_the_requested_size(server: Running) -> None:
-    size = (64, 48)
-    answer = edit(server, size="48x64")
+    size = (60, 84)
+    answer = edit(server, size="84x60")
     outside = ~resize_mask(mask(), size)
-    assert answer.size == "48x64"
+    assert answer.size == "84x60"
     assert np.array_equal(pixels(answer)[outside], resize_picture(picture(), size)[outside])
 
 

@@ -117,7 +117,8 @@ class Recall(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """Decode, composite and encode a picture. Frames: latents, picture, mask."""
+    """Decode, composite and encode a picture. Frames: latents, picture, mask. The picture has the pixels of its file,
+    if these are not those that the model sees."""
 
     id: str
     attempt: int
@@ -130,6 +131,10 @@ class Finish(Message, frozen=True):
     partial: int | None  # index of a partial picture; None: the final one
     trace: str = ""
     request_id: str = ""
+    num_channels: int = 3  # of the picture
+    is_own: bool = False  # True if the picture has the pixels of its file
+    profile: bytes = b""  # ICC profile of the file
+    exif: bytes = b""
 
 
 Command: TypeAlias = (

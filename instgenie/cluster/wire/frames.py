@@ -9,7 +9,7 @@ import numpy as np
 from instgenie.cluster.wire.commands import Command, Denoising
 from instgenie.cluster.wire.heads import Frame, Message
 from instgenie.cluster.wire.reports import Report
-from instgenie.types import PixelMask, Pixels
+from instgenie.types import OwnPixels, PixelMask
 
 AnyMessage: TypeAlias = Command | Report
 
@@ -26,12 +26,12 @@ def decode(head: Frame) -> AnyMessage:
     return message
 
 
-def picture_frames(*arrays: Pixels | PixelMask) -> list[Frame]:
+def picture_frames(*arrays: OwnPixels | PixelMask) -> list[Frame]:
     return [np.ascontiguousarray(array).data.cast("B") for array in arrays]
 
 
-def read_picture(frame: Frame, size: tuple[int, int]) -> Pixels:
-    return np.frombuffer(frame, np.uint8).reshape(*size, 3)
+def read_picture(frame: Frame, size: tuple[int, int], num_channels: int = 3) -> OwnPixels:
+    return np.frombuffer(frame, np.uint8).reshape(*size, num_channels)
 
 
 def read_mask(frame: Frame, size: tuple[int, int]) -> PixelMask:

@@ -94,6 +94,7 @@ class TemplateAnswer(AnswerBody):
     size: str
     tier_bytes: dict[str, int]
     message: str
+    notes: list[str]  # plain sentences on how the picture was read; only in the answer to its registration
 
 
 class TemplatesAnswer(AnswerBody):

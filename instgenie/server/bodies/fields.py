@@ -15,11 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import Quality
 from instgenie.pictures.decode import MIN_SIDE
+from instgenie.pictures.fitting import Fit
+from instgenie.pictures.mask import MaskMode
+from instgenie.pictures.photo import Metadata
 from instgenie.pictures.picture import MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
 from instgenie.server.bodies.body import RequestForm
 from instgenie.server.errors import ApiError, bad, echo
 from instgenie.server.options import nearest
-from instgenie.types import Notes, Reuse
+from instgenie.types import Notes, Reuse, Source
 
 MAX_EDITS = 10
 MAX_ANSWER_SIDE = 16_383  # of a WebP
@@ -57,8 +60,8 @@ class ImageFields(Fields):
     n: int = Field(1, ge=1, le=MAX_EDITS, description="Number of pictures to make, with seeds seed, seed + 1, ...")
     size: str = Field(
         "auto", pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$",
-        description="WIDTHxHEIGHT of the result. Edits: auto keeps the picture's size; any other size stretches "
-        "picture and mask to it before the edit. Generations: auto is the model's native size.",
+        description="WIDTHxHEIGHT of the result. Edits: auto keeps the picture's size; to any other size the picture "
+        "is scaled and fitted, see fit. Generations: auto is the model's native size.",
     )  # fmt: skip
     quality: QualityName = Field("auto", description="fast, balanced or exact, or OpenAI's names for them.")
     background: Literal["auto", "opaque", "transparent"] = Field("auto", description="Results are always opaque.")
@@ -114,18 +117,31 @@ class EditFields(ImageFields):
     pictures = (PictureField("image", may_be_list=True), PictureField("mask"))
 
     template: str | None = Field(None, max_length=128, description="Id of a template to edit instead of an image.")
-    mask_mode: Literal["alpha", "luma"] = Field(
-        "alpha", description="alpha: pixels of alpha 0 are edited; luma: white pixels are edited."
+    mask_mode: MaskMode = Field(
+        "auto",
+        description="alpha: transparent pixels are edited (alpha below 128); luma: white pixels are edited; "
+        "auto: alpha, or luma if the mask is opaque and black and white.",
     )
     reuse: Reuse = Field(
         "auto",
         description="Activations of the picture: auto uses them if they are there; off computes every token; template "
         "registers them first if need be, and fails if that is impossible.",
     )
+    fit: Fit = Field(
+        "contain",
+        description="How a picture of another shape fits 'size'. contain: all of it, with painted borders; "
+        "cover: its middle, cropped.",
+    )
+    metadata: Metadata = Field("safe", description="EXIF of the result: safe = all but the place (GPS); all; none.")
     feather: int = Field(0, ge=0, le=MAX_FEATHER, description="Width in pixels of a soft edge inside the mask.")
     input_fidelity: Literal["low", "high"] = Field(
         "high", description="Accepted, but not used: pixels outside the mask never change."
     )
+
+    def describe_answer(self, source: Source | None, notes: Notes) -> None:
+        """Add a note on what the format of the answer cannot keep of the picture's file."""
+        if source and source.has_alpha and self.output_format == "jpeg":
+            notes.append("A JPEG has no transparency: transparent parts of the picture are white.")
 
     def edit_settings(self, seed: int) -> Wish:
         return replace(super().edit_settings(seed), feather=self.feather, reuse=self.reuse)

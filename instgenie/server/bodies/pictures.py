@@ -10,11 +10,11 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from instgenie.errors import InstGenieError
+from instgenie.pictures.fitting import Fit, fit_photo
 from instgenie.pictures.header import Header, read_header
 from instgenie.pictures.mask import MaskMode, read_mask
-from instgenie.pictures.picture import open_picture
-from instgenie.pictures.resizing import resize_mask, resize_picture
-from instgenie.types import PixelMask, Pixels
+from instgenie.pictures.photo import Metadata, Photo, open_photo
+from instgenie.types import Notes, PixelMask, Pixels
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -48,19 +48,27 @@ class EditSources:
     picture: bytes | Pixels  # pixels: a template's
     mask: bytes | None  # None: the whole picture is masked
     mode: MaskMode
-    size: tuple[int, int] | None  # (height, width) that both are stretched to; None: the picture's own
+    size: tuple[int, int] | None  # (height, width) of the answer; None: the picture's own
+    fit: Fit
+    metadata: Metadata
+    notes: Notes  # decoding adds to them
 
 
-def decode_edit(sources: EditSources, max_pixels: int) -> tuple[Pixels, PixelMask]:
+def decode_edit(sources: EditSources, max_pixels: int) -> tuple[Photo, PixelMask]:
     """Decode picture and mask, one after the other, and fit both to the size that was asked for."""
-    picture = sources.picture if isinstance(sources.picture, np.ndarray) else open_picture(sources.picture, max_pixels)
-    height, width, _ = picture.shape
+    if isinstance(sources.picture, np.ndarray):
+        photo = Photo(sources.picture)
+    else:
+        photo = open_photo(sources.picture, max_pixels, sources.metadata)
+    sources.notes.extend(photo.notes)
+    height, width, _ = photo.pixels.shape
     if sources.mask is None:
         mask = np.ones((height, width), np.bool_)
     else:
-        mask = read_mask(sources.mask, (height, width), sources.mode, max_pixels)
-    size = sources.size or (height, width)
-    return resize_picture(picture, size), resize_mask(mask, size)
+        mask = read_mask(sources.mask, (height, width), sources.mode, max_pixels, photo.orientation, sources.notes)
+    if sources.size is None or sources.size == (height, width):
+        return photo, mask
+    return fit_photo(photo, mask, sources.size, sources.fit, sources.notes)
 
 
 def blank_picture(size: tuple[int, int]) -> Pixels:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from instgenie.cluster.orders import Order
 from instgenie.errors import ClosedError, InstGenieError, MaskError, PictureError
 from instgenie.pictures.header import Header, decoding_bytes, kept_bytes
+from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import EventPrefix, ModelAnswer, ModelsAnswer, images_answer
@@ -33,10 +34,11 @@ async def edit_images(request: Request) -> Response:
         edit = await service.decoder.run(read_edit, form)
         check_fields(service, edit.fields, edit.notes)
         admitted = service.admit(request, edit.fields.n)
-        picture, mask = await unless_gone(request, open_edit(service, tenant_of(request), edit, admitted))
+        photo, mask = await unless_gone(request, open_edit(service, tenant_of(request), edit, admitted))
     fields, notes = edit.fields, edit.notes
     del edit, form  # their encoded pictures no longer count towards the intake's limit
-    orders = make_orders(request, picture, mask, fields)
+    fields.describe_answer(photo.source, notes)
+    orders = make_orders(request, photo, mask, fields)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
     return await run(request, service, admitted, orders, fields, notes, "image_edit")
@@ -53,7 +55,8 @@ async def generate_images(request: Request) -> Response:
     height, width = answer_size(fields.size, service.config.max_pixels) or (own_size, own_size)
     admitted = service.admit(request, fields.n)
     admitted.keep(kept_bytes(Header(width, height), None))
-    orders = make_orders(request, blank_picture((height, width)), np.ones((height, width), np.bool_), fields)
+    blank = Photo(blank_picture((height, width)))
+    orders = make_orders(request, blank, np.ones((height, width), np.bool_), fields)
     return await run(request, service, admitted, orders, fields, form.notes, "image_generation")
 
 
@@ -82,7 +85,7 @@ def check_fields(service: HttpService, fields: ImageFields, notes: Notes) -> Non
     fields.describe(notes)
 
 
-async def open_edit(service: HttpService, tenant: str, edit: EditForm, admitted: Admitted) -> tuple[Pixels, PixelMask]:
+async def open_edit(service: HttpService, tenant: str, edit: EditForm, admitted: Admitted) -> tuple[Photo, PixelMask]:
     """Decode the picture and the mask of an edit, once the headers show that there is room for both."""
     fields, decoder = edit.fields, service.decoder
     size = answer_size(fields.size, decoder.max_pixels)
@@ -97,7 +100,7 @@ async def open_edit(service: HttpService, tenant: str, edit: EditForm, admitted:
             own = await decoder.header(edit.image, PictureError)
             admitted.keep(kept_bytes(own, size))
             image = edit.image
-        sources = EditSources(image, edit.mask, fields.mask_mode, size)
+        sources = EditSources(image, edit.mask, fields.mask_mode, size, fields.fit, fields.metadata, edit.notes)
         return await admitted.decode(decoding_bytes(own, *headers), decode_edit, sources, decoder.max_pixels)
     except InstGenieError as error:
         raise from_user_error(error) from None
@@ -120,9 +123,9 @@ async def template_picture(service: HttpService, tenant: str, name: str) -> Pixe
     return picture
 
 
-def make_orders(request: Request, picture: Pixels, mask: PixelMask, fields: ImageFields) -> list[Order]:
+def make_orders(request: Request, photo: Photo, mask: PixelMask, fields: ImageFields) -> list[Order]:
     """Return `fields.n` orders that differ only in their seeds."""
-    height, width, _ = picture.shape
+    height, width, _ = photo.pixels.shape
     longest = MAX_SIDE[fields.output_format.upper()]
     if max(height, width) > longest:
         message = f"The result is {width}x{height}: a side of a {fields.output_format} may be {longest} at most."
@@ -131,8 +134,9 @@ def make_orders(request: Request, picture: Pixels, mask: PixelMask, fields: Imag
     return [
         Order(
             tenant=tenant_of(request),
-            picture=picture,
+            picture=photo.pixels,
             mask=mask,
+            source=photo.source,
             wish=fields.edit_settings(seed),
             output_format=fields.output_format,
             output_compression=fields.output_compression,

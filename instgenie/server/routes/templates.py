@@ -7,7 +7,7 @@ from starlette.responses import Response
 from instgenie.cluster.orders import TemplateStatus
 from instgenie.errors import ClosedError, InstGenieError, PictureError, TemplatesFullError
 from instgenie.pictures.header import decoding_bytes, kept_bytes
-from instgenie.pictures.picture import open_picture
+from instgenie.pictures.photo import Photo, open_photo
 from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import TemplateAnswer, TemplateRemoved, TemplatesAnswer
 from instgenie.server.bodies.forms import read_template
@@ -15,7 +15,7 @@ from instgenie.server.bodies.schema import ONE_TEMPLATE, REMOVED_TEMPLATE, TEMPL
 from instgenie.server.errors import NO_RETRY, ApiError, JsonResponse, closed, from_user_error, not_found, retry_after
 from instgenie.server.service import SECONDS_TO_LOAD, HttpService, service_of, tenant_of
 from instgenie.server.watch import unless_gone
-from instgenie.types import Pixels
+from instgenie.types import Notes
 
 SECONDS_TO_REGISTER = 10
 
@@ -32,15 +32,16 @@ async def register_template(request: Request) -> Response:
         fields, image = await service.decoder.run(read_template, form)
         service.check_work(fields.num_inference_steps)
         try:
-            picture = await unless_gone(request, open_template(service, image, service.admit(request, 0)))
-            status = await service.cluster.register(tenant, picture, fields.num_inference_steps, fields.guidance_scale)
+            photo = await unless_gone(request, open_template(service, image, service.admit(request, 0)))
+            steps, guidance = fields.num_inference_steps, fields.guidance_scale
+            status = await service.cluster.register(tenant, photo.pixels, steps, guidance)
         except ClosedError:
             raise closed("No worker can register the template.", SECONDS_TO_LOAD, "unavailable") from None
         except TemplatesFullError as full:
             raise templates_full(full) from None
         except InstGenieError as error:
             raise from_user_error(error) from None
-    return JsonResponse(describe(status).model_dump(), 201)
+    return JsonResponse(describe(status, [*form.notes, *template_notes(photo)]).model_dump(), 201)
 
 
 @router.get("", summary="List your templates", **TEMPLATES)
@@ -66,10 +67,19 @@ async def delete_template(request: Request, template: str) -> Response:
     return JsonResponse(TemplateRemoved(id=template, object="template", deleted=True).model_dump())
 
 
-async def open_template(service: HttpService, image: bytes, admitted: Admitted) -> Pixels:
+def template_notes(photo: Photo) -> Notes:
+    if photo.source is None or photo.source.pixels is None:
+        return photo.notes
+    return [
+        *photo.notes,
+        "Edits that name the template answer in sRGB without alpha; edits that send the file keep both.",
+    ]
+
+
+async def open_template(service: HttpService, image: bytes, admitted: Admitted) -> Photo:
     header = await service.decoder.header(image, PictureError)
     admitted.keep(kept_bytes(header, None))
-    return await admitted.decode(decoding_bytes(header), open_picture, image, service.decoder.max_pixels)
+    return await admitted.decode(decoding_bytes(header), open_photo, image, service.decoder.max_pixels)
 
 
 def check_room(service: HttpService, tenant: str) -> None:
@@ -91,7 +101,7 @@ def unknown(template: str) -> ApiError:
     return not_found("template", template, "template_not_found", "template")
 
 
-def describe(status: TemplateStatus) -> TemplateAnswer:
+def describe(status: TemplateStatus, notes: Notes | None = None) -> TemplateAnswer:
     return TemplateAnswer(
         id=status.id,
         object="template",
@@ -101,4 +111,5 @@ def describe(status: TemplateStatus) -> TemplateAnswer:
         size=f"{status.width}x{status.height}",
         tier_bytes={str(tier): num_bytes for tier, num_bytes in status.tier_bytes.items()},
         message=status.message,
+        notes=notes or [],
     )
