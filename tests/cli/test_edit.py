@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.commands import EDIT, edit_here, instgenie_process
+from helpers.profiles import wide_profile
+from PIL import Image
 
 import instgenie.cli.edit
 from instgenie.pictures.mask import box_mask
@@ -36,6 +38,26 @@ def test_masks_of_every_kind_edit_the_same_pixels(desk: Path, folders: dict[str,
     assert np.array_equal(alpha, open_picture("box.webp"))
 
 
+def test_the_file_s_profile_metadata_and_own_pixels_are_kept(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = np.array(Image.open("alpha.png"))
+    exif = Image.Exif()
+    exif[0x010F] = "Maker"
+    Image.fromarray(own).save("photo.jpg", "PNG", icc_profile=wide_profile(), exif=exif.tobytes())
+    model = ["--model", str(folders["fill"]), "--no-cache"]
+    assert edit_here(*model, "--mask", "luma.png", "-o", "kept.png") == 0
+    answer = Image.open("kept.png")
+    mask = box_mask((20, 10, 40, 30), (60, 100))
+    assert np.array_equal(np.array(answer)[~mask], own[~mask])
+    assert (np.array(answer)[mask][:, 3] == 255).all()
+    assert answer.info["icc_profile"] == wide_profile()
+    assert answer.getexif()[0x010F] == "Maker"
+    assert "its white part is edited" in capsys.readouterr().err
+    assert edit_here(*model, "--mask", "luma.png", "-o", "bare.png", "--metadata", "none") == 0
+    assert not Image.open("bare.png").getexif()
+
+
 def test_no_mask_is_the_whole_picture(desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model", str(folders["blend_guided"])]
     assert edit_here(*model, "--true-guidance", "2", "--negative-prompt", "a dog", "--strength", "0.7") == 0
@@ -43,8 +65,8 @@ def test_no_mask_is_the_whole_picture(desk: Path, folders: dict[str, Path], caps
 
 
 def test_an_interrupt_ends_with_130(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: Path) -> None:
+    def interrupted(path: Path, **options: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(instgenie.cli.edit, "open_picture", interrupted)
+    monkeypatch.setattr(instgenie.cli.edit, "open_photo", interrupted)
     assert edit_here() == 130
