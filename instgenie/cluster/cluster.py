@@ -23,6 +23,10 @@ from instgenie.errors import ClosedError, EditError
 from instgenie.pictures.picture import check_edit
 from instgenie.types import Pixels
 
+SECONDS_TO_WRITE = (
+    5.0  # of the time for a stop that are left to the processes, if it is not shorter than four times this
+)
+
 
 class Cluster:
     def __init__(self, config: ClusterConfig, launcher: Launcher | None = None) -> None:
@@ -42,17 +46,17 @@ class Cluster:
         self._is_open = True
 
     async def stop(self, timeout: float) -> bool:
-        """Take no more edits, finish the accepted ones within the timeout, end all processes. Return whether every edit
-        was worked on to its end. The rest of the timeout, and a few seconds always, is left to the processes, which
-        write what is worth keeping."""
+        """Take no more edits, finish the accepted ones, end all processes: all of it within the timeout. Return whether
+        every edit was worked on to its end. The rest of the timeout, and a part of it always, is left to the processes,
+        which write what is worth keeping."""
         self._is_open = False
         end = time.monotonic() + timeout
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout - min(SECONDS_TO_WRITE, timeout / 4)):
                 await self._supervisor.until(lambda: not self._coordinator.edits.entries)
         is_drained = not self._coordinator.edits.entries
-        self._coordinator.recovery.give_up("the server stopped before the edit was done")
-        await self._supervisor.stop(end - time.monotonic())
+        self._coordinator.recovery.give_up()
+        await self._supervisor.stop(max(end - time.monotonic(), 0.0))
         return is_drained
 
     @property

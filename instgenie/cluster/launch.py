@@ -6,6 +6,7 @@ for other machines implements the same protocol.
 """
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
@@ -21,6 +22,9 @@ import msgspec
 from instgenie.cluster.config import ProcessConfig, Role
 from instgenie.cluster.environment import process_environment, seen_device
 from instgenie.machine.memory import available_memory
+
+FOLDER_PREFIX = "instgenie-"
+LOCK = "owner.lock"  # held by the process that made the folder, as long as it lives
 
 
 class LaunchedProcess(Protocol):
@@ -91,13 +95,15 @@ class LocalProcess:
 
 class LocalLauncher:
     """Child processes of this process. They share its memory, talk over a socket in a folder that only this user can
-    enter, and end with it."""
+    enter, and end with it. The folder of a process that was killed is deleted by the next one."""
 
     def worker_bytes(self, num_workers: int) -> float:
         return available_memory() / num_workers
 
     def open(self) -> str:
-        self._folder = Path(tempfile.mkdtemp(prefix="instgenie-"))
+        delete_abandoned(Path(tempfile.gettempdir()))
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        self._lock = lock(self._folder / LOCK, os.O_CREAT)
         return f"ipc://{self._folder}/cluster"
 
     def endpoint(self, bound: str) -> str:
@@ -114,8 +120,33 @@ class LocalLauncher:
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def delete_abandoned(parent: Path) -> None:
+    """Delete folders of sockets whose owners were killed. Those of other users and of living processes stay; a lock
+    tells, since the id of a process may be in use again, or be another one in another container."""
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            held = lock(folder / LOCK)  # fails if there is none, or if its owner lives
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)
+
+
+def lock(path: Path, flags: int = 0) -> int:
+    """Open a file and lock it until it is closed, at the latest when this process ends."""
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 def process_command(role: Role, config: ProcessConfig) -> list[str]:
     """The command line of a process, on a machine where this Python and this package are installed."""
-    return [sys.executable, "-m", f"instgenie.workers.{role}", msgspec.json.encode(config).decode()]
+    module = f"instgenie.workers.{role}"
+    return [sys.executable, "-m", "instgenie.workers", module, msgspec.json.encode(config).decode()]

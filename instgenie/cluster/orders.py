@@ -11,7 +11,7 @@ from instgenie.telemetry.logs import request_id
 from instgenie.types import PixelMask, Pixels, Source, TierName
 
 OutputFormat = Literal["png", "jpeg", "webp"]
-FailureKind = Literal["bad_input", "no_reuse", "out_of_memory", "crashed", "unavailable", "internal"]
+FailureKind = Literal["bad_input", "no_reuse", "out_of_memory", "crashed", "unavailable", "shutting_down", "internal"]
 TemplateState = Literal["queued", "registering", "ready", "failed"]
 
 

@@ -64,6 +64,7 @@ class Recovery:
         """True if no worker can run it. A template is tied to its worker; an edit may go to any other."""
         return not isinstance(entry, EditEntry) or all(worker.is_broken for worker in self.workers)
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self) -> None:
+        """Fail all edits, since the cluster stops."""
         for entry in list(self.edits.entries.values()):
-            self.edits.fail(entry, "internal", reason)
+            self.edits.fail(entry, "shutting_down", "the server stopped before the edit was done")

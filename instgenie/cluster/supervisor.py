@@ -16,7 +16,7 @@ from instgenie.cluster.coordinator import Coordinator
 from instgenie.cluster.launch import Launcher
 from instgenie.cluster.processes import Process, Worker
 
-SECONDS_TO_END = 5.0  # that processes get at least, to write what is worth keeping
+SECONDS_TO_DIE = 1.0  # for killed processes to be gone; a launcher that hangs is not waited for any longer
 SECONDS_BETWEEN_LOOKS = 0.5
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Supervisor:
         self._tasks = [asyncio.create_task(self._hear()), asyncio.create_task(self._watch())]
 
     async def stop(self, timeout: float) -> None:
-        """End all processes, and kill those that take longer than the timeout; a few seconds are granted always."""
+        """End all processes, and kill those that take longer than the timeout."""
         self._ending.set()
         self._changed.set()
         for process in self.processes:
@@ -56,11 +56,11 @@ class Supervisor:
                 self._send(process, wire.Stop())
             else:
                 process.kill()
-        _, late = await asyncio.wait(self._supervisions, timeout=max(timeout, SECONDS_TO_END))
+        _, late = await asyncio.wait(self._supervisions, timeout=timeout)
         for process in self.processes:
             process.kill()
-        if late:  # a launcher that is still starting a process is not waited for
-            await asyncio.wait(late, timeout=SECONDS_TO_END)
+        if late:
+            await asyncio.wait(late, timeout=SECONDS_TO_DIE)
         for task in (*self._tasks, *self._supervisions):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._supervisions, return_exceptions=True)

@@ -95,7 +95,7 @@ OPTIONS = (
     Option("body-timeout", number(0.1, 3600), 60.0,
            "seconds for a request body to arrive; also for the request's head, but at most 20"),
     Option("shutdown-timeout", number(0, 86400), 30.0,
-           "seconds after SIGTERM to finish accepted edits and to write the cache"),
+           "seconds after SIGTERM to finish accepted edits, to write the cache and to end"),
     # workers
     Option("workers", auto_or(whole_number(1, 64)), AUTO, "number of workers", default_text="one per GPU, or one"),
     Option("device", text, AUTO, "cpu, cuda, cuda:1, ...", "DEVICE", default_text="cuda where available, else cpu"),

@@ -110,6 +110,8 @@ def from_failure(failed: Failed) -> ApiError:
             return ApiError(500, "The worker that ran the edit crashed.", "worker_crashed")
         case "unavailable":
             return closed("No worker can run the edit.", SECONDS_TO_RECOVER, "unavailable")
+        case "shutting_down":
+            return closed("The server shut down before the edit was done.", SECONDS_TO_RECOVER, "shutting_down")
         case "internal":
             return ApiError(500, "The edit failed inside the worker.", "internal_error")
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
@@ -25,7 +26,10 @@ from instgenie.server.service import HttpService
 from instgenie.telemetry import traces
 
 KEEP_ALIVE = 65
-SECONDS_TO_SEND = 5  # for the last answers, after their edits have finished
+SECONDS_TO_ANSWER = 5.0  # for requests that are not refused and not yet answered when all edits are done, at most
+SECONDS_TO_SEND = 1.0  # for the last answers, at least
+SECONDS_TO_EXIT = 3.0  # beyond the shutdown timeout, before the process is ended by force
+SECONDS_BETWEEN_LOOKS = 0.05
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -78,7 +82,6 @@ def make_server(app: ASGIApp, config: HttpConfig) -> Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=SECONDS_TO_SEND,
         )
     )
 
@@ -88,7 +91,7 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
     service = HttpService(config.http, cluster, with_traces=traces.are_wanted(os.environ))
     server = make_server(make_app(service, version), config.http)
     signalled = catch_signals()
-    stop_before = 0.0
+    timeout = 0.0  # nothing is waited for after a failure
     serving = asyncio.create_task(server.serve([listener]))
     address = f"{f'[{host}]' if ':' in (host := config.http.host) else host}:{listener.getsockname()[1]}"
     print_plan(config.http, cluster.config, address, version)
@@ -98,19 +101,39 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
             say("ready", address=address)
             await signalled.wait()
         say("draining", running=service.num_watches)
-        stop_before = time.monotonic() + config.http.shutdown_timeout
-        finished = await service.drain(config.http.shutdown_timeout)
+        timeout = config.http.shutdown_timeout
     finally:
+        end = time.monotonic() + timeout
+        end_by_force(timeout + SECONDS_TO_EXIT)
         service.draining = True
-        # edits that are still unfinished fail, and their clients get an error
-        await cluster.stop(max(stop_before - time.monotonic(), 0.0))
-        server.should_exit = True
+        # edits that are not done in time fail here, and their clients get an error
+        finished = await cluster.stop(timeout)
+        await stop_answering(service, server, end - time.monotonic())
         await serving
         service.decoder.close()
         service.admission.close()
         traces.close()
     say("stopped", finished=finished)
     return 0 if finished else 1
+
+
+async def stop_answering(service: HttpService, server: Server, timeout: float) -> None:
+    """Close all connections once their answers are sent. Requests that have no answer by then are refused: their bodies
+    have not arrived, or their answers are still being made."""
+    server.config.timeout_graceful_shutdown = max(timeout, SECONDS_TO_SEND)  # type: ignore[assignment]
+    server.should_exit = True
+    end = time.monotonic() + min(timeout, SECONDS_TO_ANSWER)
+    while service.requests and time.monotonic() < end:
+        await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+    service.refuse_rest()
+
+
+def end_by_force(seconds: float) -> None:
+    """End the process after this time, whatever still holds it up: a thread, a collector of traces. Worker processes
+    end with it."""
+    timer = threading.Timer(seconds, os._exit, [1])
+    timer.daemon = True
+    timer.start()
 
 
 async def unless_signalled(work: Coroutine[Any, Any, None], signalled: asyncio.Event) -> bool:

@@ -5,6 +5,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.requests import Request
 
@@ -16,7 +17,7 @@ from instgenie.server.admission import Admission, Admitted
 from instgenie.server.bodies.body import Intake
 from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
-from instgenie.server.errors import SECONDS_TO_RECOVER, bad, closed, not_found
+from instgenie.server.errors import SECONDS_TO_RECOVER, ApiError, bad, closed, not_found
 from instgenie.server.guard.keys import ApiKeys
 from instgenie.server.monitoring.log import note_jobs
 from instgenie.server.monitoring.metrics import Metrics
@@ -39,9 +40,9 @@ class HttpService:
         self.metrics = Metrics(cluster)
         self.pulse = Pulse(cluster, config.served_model_names[0])
         self.draining = False
+        self.is_closing = False
+        self.requests: set[asyncio.Task[Any]] = set()  # tasks of requests whose answer has not begun
         self.num_watches = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
 
     @property
     def ready(self) -> bool:
@@ -57,7 +58,7 @@ class HttpService:
     def check_open(self) -> None:
         """Raise unless the server accepts new work."""
         if self.draining:
-            raise closed("The server is shutting down.", self.config.shutdown_timeout, "shutting_down")
+            raise self.shutting_down()
         if not self.cluster.healthy:
             raise closed("No worker can be started.", SECONDS_TO_RECOVER, "unavailable")
         if not self.cluster.ready:
@@ -88,8 +89,7 @@ class HttpService:
     async def watch(
         self, orders: Sequence[Order], deadline_ms: int | None, admitted: Admitted
     ) -> AsyncIterator[EditWatch]:
-        """Submit the orders of an admitted request to the cluster and watch them. The server does not stop while a
-        watch is open."""
+        """Submit the orders of an admitted request to the cluster and watch them."""
         self.check_open()
         try:
             tickets = self.cluster.submit(orders, admitted.place)
@@ -97,25 +97,21 @@ class HttpService:
             raise closed("No worker can run the edit.", SECONDS_TO_LOAD, "unavailable") from None
         note_jobs(ticket.id for ticket in tickets)
         self.num_watches += 1
-        self.idle.clear()
         try:
             async with EditWatch(tickets, deadline_ms) as watch:
                 yield watch
         finally:
             admitted.leave()
             self.num_watches -= 1
-            if not self.num_watches:
-                self.idle.set()
 
-    async def drain(self, timeout: float) -> bool:
-        """Stop accepting work; return whether all accepted edits finish in time."""
-        self.draining = True
-        try:
-            async with asyncio.timeout(timeout):
-                await self.idle.wait()
-        except TimeoutError:
-            return False
-        return True
+    def shutting_down(self) -> ApiError:
+        return closed("The server is shutting down.", self.config.shutdown_timeout, "shutting_down")
+
+    def refuse_rest(self) -> None:
+        """Give up all requests whose answer has not begun, whatever they wait for: the gate answers them."""
+        self.is_closing = True
+        for request in self.requests:
+            request.cancel()
 
 
 def service_of(request: Request) -> HttpService:

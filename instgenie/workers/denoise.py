@@ -222,5 +222,5 @@ def serve(config: ProcessConfig, model: Model, line: Line) -> None:
         denoiser.run()
 
 
-if __name__ == "__main__":
-    run_process(serve, PARTS)
+def main(config: str) -> None:
+    run_process(config, serve, PARTS)

@@ -156,5 +156,5 @@ def run(finisher: Finisher) -> None:
     finisher.close()
 
 
-if __name__ == "__main__":
-    run_process(serve, PARTS)
+def main(config: str) -> None:
+    run_process(config, serve, PARTS)

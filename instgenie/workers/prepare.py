@@ -67,5 +67,5 @@ def run(preparer: Preparer, inbox: Inbox) -> None:
             preparer.handle(*task)
 
 
-if __name__ == "__main__":
-    run_process(serve, PARTS)
+def main(config: str) -> None:
+    run_process(config, serve, PARTS)

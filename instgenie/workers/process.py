@@ -1,14 +1,11 @@
-"""The common part of a worker's processes: load parts of the model, connect to the cluster, send signs of life, end
-with the parent if there is one. Knows messages and the socket; each role knows what to do with them.
+"""The common part of a worker's processes: load parts of the model, connect to the cluster, send signs of life. Knows
+messages and the socket; each role knows what to do with them.
 
 Signs of life come from the loop of the process, not from a thread beside it, so a loop that hangs falls silent.
 """
 
-import ctypes
 import logging
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -54,7 +51,6 @@ from instgenie.telemetry import traces
 from instgenie.telemetry.logs import Named, log_to_stderr, names_of
 
 MS_BETWEEN_BEATS = 500
-PR_SET_PDEATHSIG = 1
 PARAMS: dict[type[InstGenieError], str] = {PictureError: "image", MaskError: "mask"}
 
 log = logging.getLogger(__name__)
@@ -75,7 +71,6 @@ class Line:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
-        self._parent = config.parent
         self._beat_at = 0.0
 
     def send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
@@ -103,8 +98,6 @@ class Line:
             return
         self._beat_at = now
         self.send(Beat())
-        if self._parent is not None:
-            check_parent(self._parent)
 
     def close(self) -> None:
         self._socket.close(linger=1000)
@@ -114,13 +107,10 @@ class Line:
 Serve = Callable[[ProcessConfig, Model, Line], None]
 
 
-def run_process(serve: Serve, parts: frozenset[PartKind]) -> None:
-    """Run a process from start to end. Its configuration is the one argument on the command line; `parts` are the
-    modules whose weights the role needs."""
-    config = msgspec.json.decode(sys.argv[1], type=ProcessConfig)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the cluster ends its processes in its own time
-    if config.parent is not None:
-        die_with(config.parent)
+def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
+    """Run a process with this configuration, from start to end; `parts` are the modules whose weights the role
+    needs."""
+    config = msgspec.json.decode(encoded, type=ProcessConfig)
     log_to_stderr(worker_process=config.name)
     torch.set_grad_enabled(False)
     line = Line(config)
@@ -135,18 +125,6 @@ def run_process(serve: Serve, parts: frozenset[PartKind]) -> None:
         line.close()
         traces.close()
     os._exit(0)  # unloading torch would take seconds
-
-
-def die_with(parent: int) -> None:
-    """Have the system kill this process when its parent dies, where it can; elsewhere the next beat notices."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    check_parent(parent)  # it may have died before
-
-
-def check_parent(parent: int) -> None:
-    if os.getppid() != parent:
-        sys.exit("the parent process is gone")
 
 
 def say_ready(line: Line, model: Model) -> None:

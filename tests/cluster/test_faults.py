@@ -25,7 +25,6 @@ from helpers.clusters import (
     until,
 )
 
-from instgenie.cluster import supervisor
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import CacheConfig
 from instgenie.cluster.orders import Event, Failed, Finished, Order
@@ -164,7 +163,6 @@ def test_a_stop_leaves_time_to_write(
     """The rest of the timeout is left to the worker, which writes activations to disk."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK.replace("\n    ", "\n"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(supervisor, "SECONDS_TO_END", 0.0)
     folder = tmp_path / "disk"
 
     async def play() -> None:

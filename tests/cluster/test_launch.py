@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.clusters import (
     TENANT,
@@ -208,3 +211,76 @@ def test_a_model_that_is_not_there(run: Run, tmp_path: Path) -> None:
         await cluster.stop(1)
 
     run(play())
+
+
+STUCK = """
+    import sys
+
+    class Stuck:
+        def find_spec(self, name, *others):
+            if name == "torch":
+                import time
+                print("loading", flush=True)
+                time.sleep(3600)
+
+    sys.meta_path.insert(0, Stuck())
+"""
+
+
+def test_processes_that_are_loading_do_not_outlive_a_parent_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are bound to their parent before they import anything that takes time; here that takes an hour."""
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(STUCK))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    code = """
+        import asyncio
+        from instgenie.cluster.cluster import Cluster
+        from instgenie.cluster.config import ClusterConfig
+
+        async def main():
+            cluster = Cluster(ClusterConfig(model="builtin", devices=("cpu",), batching="naive"))
+            await cluster.start()
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "loading\n"
+        [child] = psutil.Process(parent.pid).children()
+        parent.kill()
+    try:
+        child.wait(60)
+    finally:
+        if child.is_running():
+            child.kill()
+
+
+def test_the_folder_of_a_killed_server_is_deleted_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of living servers stay, and so do folders that are none of ours."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "instgenie-bench-1").mkdir()
+    code = """
+        import tempfile, time
+        from instgenie.cluster.launch import LocalLauncher
+
+        tempfile.tempdir = {!r}
+        print(LocalLauncher().open(), flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code.format(str(tmp_path)))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        folder = Path(other.stdout.readline().strip().removeprefix("ipc://")).parent
+        first = LocalLauncher()
+        first.open()
+        assert folder.is_dir()
+        other.kill()
+    second = LocalLauncher()
+    second.open()
+    assert not folder.exists()
+    assert len(list(tmp_path.iterdir())) == 3
+    first.close()
+    second.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["instgenie-bench-1"]

@@ -1,10 +1,12 @@
 """The gate that every request passes: it assigns a request id, refuses foreign hosts and origins, and writes a log
 line. Behind it the key check finds the tenant. Knows no route."""
 
+import asyncio
 import re
 import secrets
 import time
 from contextlib import ExitStack
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,22 +35,30 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        visit = Visit(scope, choose_id(headers.get("x-request-id")), send)
+        visit = Visit(scope, choose_id(headers.get("x-request-id")), send, self.service)
         begin_request(visit.id)
         if self.service.with_traces and scope["method"] == "POST":
             visit.span = RequestSpan(headers.get("traceparent", ""))
         on_end = scope["on_end"] = ExitStack()  # releases what the request holds, however it ends
         scope["trace"] = visit.span.trace if visit.span else ""
+        self.service.requests.add(visit.task)
         try:
             self.guard.check(scope, headers)
             await self.app(scope, receive, visit.send)
         except ApiError as refused:
             await error_response(refused)(scope, receive, visit.send)
+        except asyncio.CancelledError:
+            if not self.service.is_closing:
+                raise
+            visit.task.uncancel()
+            if not visit.is_answered:
+                await error_response(self.service.shutting_down())(scope, receive, visit.send)
         except Exception:  # the framework has already answered with 500 if it could
             log.exception("unhandled error in a request")
         finally:
             on_end.close()
-            visit.log(self.service)
+            self.service.requests.discard(visit.task)
+            visit.log()
             visit.end_span()
 
 
@@ -75,27 +85,35 @@ class KeyCheck:
 class Visit:
     """One request on its way through the server."""
 
-    def __init__(self, scope: Scope, request_id: str, send: Send) -> None:
+    def __init__(self, scope: Scope, request_id: str, send: Send, service: HttpService) -> None:
         self.scope = scope
         self.id = request_id
+        self.service = service
+        self.task = running_task()
         self.start = time.perf_counter()
         self.status = STATUS_GONE
         self.num_bytes = 0
         self.span: RequestSpan | None = None  # None unless the request may run edits and traces are wanted
         self._send = send
 
+    @property
+    def is_answered(self) -> bool:
+        """True once the answer has begun."""
+        return self.status != STATUS_GONE
+
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.service.requests.discard(self.task)
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.id
             headers["x-content-type-options"] = "nosniff"
         self.num_bytes += len(message.get("body", b""))
         await self._send(message)
 
-    def log(self, service: HttpService) -> None:
+    def log(self) -> None:
         route = getattr(self.scope.get("route"), "path", "none")
-        service.metrics.answered(self.scope["method"], route, self.status)
+        self.service.metrics.answered(self.scope["method"], route, self.status)
         say(
             "answered",
             method=self.scope["method"][:20],
@@ -110,6 +128,12 @@ class Visit:
         if self.span:
             route = getattr(self.scope.get("route"), "path", "none")
             self.span.end(method=self.scope["method"], route=route, status=self.status, request_id=self.id)
+
+
+def running_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 def choose_id(given: str | None) -> str:

@@ -1,0 +1,93 @@
+"""The end of a server: what it cannot finish in time is refused, and nothing of it is left."""
+
+import json
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+from helpers.serving import MASK, PICTURE, Running, running_server, wait_for
+
+LONG = {"prompt": "a cat", "num_inference_steps": "999", "quality": "exact", "n": "10"}
+ONE_PROCESS = ("--batching", "naive")
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A short path for the sockets of a server: the system allows no long ones."""
+    with tempfile.TemporaryDirectory(prefix="ig-") as folder:
+        yield Path(folder)
+
+
+def edit(server: Running, **fields: str) -> httpx.Response:
+    with server.http() as client:
+        return client.post("/v1/images/edits", files={"image": PICTURE, "mask": MASK}, data=LONG | fields)
+
+
+def num_accepted(server: Running) -> float:
+    return server.metric("instgenie:num_requests_running") + server.metric("instgenie:num_requests_waiting")
+
+
+def send_half_a_body(server: Running) -> socket.socket:
+    place = urlsplit(server.url)
+    connection = socket.create_connection((place.hostname, place.port), timeout=60)
+    connection.sendall(
+        b"POST /v1/images/edits HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b'Content-Length: 500\r\n\r\n{"prompt": "a'
+    )
+    return connection
+
+
+def test_what_is_not_done_in_time_is_refused_and_the_server_ends(
+    folders: dict[str, Path], tmp_path: Path, sockets: Path
+) -> None:
+    """An edit, a stream and a request whose body never arrives: each gets to know why."""
+    flags = [*ONE_PROCESS, "--shutdown-timeout", "2"]
+    with (
+        running_server(tmp_path, str(folders["sd_fill"]), *flags, TMPDIR=str(sockets)) as server,
+        ThreadPoolExecutor(2) as threads,
+        send_half_a_body(server) as uploading,
+    ):
+        assert list(sockets.iterdir())
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        editing, streaming = threads.submit(edit, server), threads.submit(edit, server, stream="true")
+        wait_for(lambda: num_accepted(server) == 20)
+        server.process.terminate()
+        edited, streamed, uploaded = editing.result(), streaming.result(), uploading.makefile("rb").read()
+        assert server.process.wait(60) == 1
+    assert (edited.status_code, edited.json()["error"]["code"]) == (503, "shutting_down")
+    assert int(edited.headers["retry-after"]) >= 1
+    error = next(json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith('data: {"error"'))
+    assert error["error"]["code"] == "shutting_down"
+    assert uploaded.startswith(b"HTTP/1.1 503 ")
+    assert b'"shutting_down"' in uploaded
+    assert "internal" not in edited.text + streamed.text
+    assert not psutil.wait_procs(children, timeout=60)[1]
+    assert not list(sockets.iterdir())
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_second_signal_ends_the_server_at_once(folders: dict[str, Path], tmp_path: Path, sockets: Path) -> None:
+    """Its processes go with it; the folder of sockets stays for the next server to delete."""
+    flags = [*ONE_PROCESS, "--shutdown-timeout", "3600"]
+    with (
+        running_server(tmp_path, str(folders["sd_fill"]), *flags, TMPDIR=str(sockets)) as server,
+        ThreadPoolExecutor(1) as threads,
+        server.http() as client,
+    ):
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        editing = threads.submit(edit, server)
+        wait_for(lambda: num_accepted(server) == 10)
+        server.process.terminate()
+        wait_for(lambda: client.get("/ready").json()["status"] == "draining")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 128 + signal.SIGTERM
+        assert isinstance(editing.exception(), httpx.TransportError)
+    assert children
+    assert not psutil.wait_procs(children, timeout=60)[1]
