@@ -8,6 +8,7 @@ from instgenie.pictures.decode import MAX_PIXELS, checked_image
 PICTURE_BYTES = 3  # per pixel that an edit keeps: RGB
 MASK_BYTES = 1  # per pixel that an edit keeps
 DECODING_BYTES = 24  # per pixel while a file is decoded: the file's own pixels, RGBA, its copy on white, RGB, the array
+CONVERTING_BYTES = 12  # per pixel, if the file has alpha or a profile: its own pixels and its colours in sRGB, too
 
 
 @dataclass(frozen=True)
@@ -38,4 +39,5 @@ def kept_bytes(picture: Header, size: tuple[int, int] | None) -> int:
 
 def decoding_bytes(*files: Header) -> int:
     """Bytes that decoding takes at its peak, if the files are decoded one after the other."""
-    return DECODING_BYTES * max((file.num_pixels for file in files), default=0)
+    per_pixel = ((DECODING_BYTES + CONVERTING_BYTES * (file.own_bytes > 0)) * file.num_pixels for file in files)
+    return max(per_pixel, default=0)
