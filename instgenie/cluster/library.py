@@ -71,9 +71,10 @@ class Library:
         return list(template.holders) if template else ()
 
     def is_ready(self, name: str | None) -> bool:
-        """True if the template's activations are known to be somewhere. A worker that lacks them registers them."""
+        """True if the template's activations are known to be somewhere, or are being registered again. A worker that
+        lacks them registers them."""
         template = self.templates.get(name or "")
-        return template is not None and template.state == "ready"
+        return template is not None and (template.state == "ready" or template.is_lost)
 
     def why_not(self, name: str) -> str:
         """Why an edit of a template that is not ready is computed in full."""
@@ -200,7 +201,7 @@ class Library:
         if message.num_registered_steps == message.num_steps:
             process.take_back(message.id, message.attempt)
             template.entries.pop(process.worker, None)
-            template.state, template.num_registered_steps = "ready", message.num_steps
+            template.state, template.num_registered_steps, template.is_lost = "ready", message.num_steps, False
             self.retries.succeeded(template.id)
             template.keep_in_memory(process.worker, message.tier_bytes)
             tier = template.tier_at(process.worker) or "disk"  # provisional: the next Kept message has the tiers
@@ -248,7 +249,7 @@ class Library:
             if template.is_held:
                 continue
             if template.is_asked_for:
-                template.num_registered_steps = 0
+                template.num_registered_steps, template.is_lost = 0, self.is_ready(name)
                 self._register_on(template, worker)
             elif not (template.entries or template.parked):
                 del self.templates[name]

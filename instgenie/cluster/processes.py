@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
-from instgenie.cluster.entries import EditEntry, Entry
+from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
 from instgenie.cluster.launch import LaunchedProcess
 from instgenie.cluster.status import ProcessState, ProcessStatus
 from instgenie.scheduling.router import Pace, SideStage, WorkerLoad
@@ -135,13 +135,16 @@ class Process:
             yield together
 
     def next(self) -> Entry | None:
-        """The entry to send next: the first one, or if that is a long edit which finds no room, the first one behind
-        the long edits."""
+        """The entry to send next: the first one. Long edits that find no room let others go first, and all edits that
+        find none let prepared templates go first."""
+        is_full = False
         for entry in self.queue:
-            if self.has_room(entry):
+            may_go = not is_full or (isinstance(entry, TemplateEntry) and entry.stage == "denoise")
+            if may_go and self.has_room(entry):
                 return entry
-            if entry.is_suspect or not (isinstance(entry, EditEntry) and entry.is_long):
+            if entry.is_suspect:
                 break
+            is_full |= not (isinstance(entry, EditEntry) and entry.is_long)
         return None
 
     def has_room(self, entry: Entry) -> bool:
@@ -154,10 +157,8 @@ class Process:
         num_long, max_long = sum(held.is_long for held in edits), max(self.max_held // 2, 1)
         if entry.is_long and num_long >= max_long:
             return False
-        num_edits = (
-            len(edits) + len(self.leaving) - max(num_long - max_long, 0)
-        )  # a group may have gone beyond the half
-        return num_edits < self.max_held
+        num_beyond = max(num_long - max_long, 0)  # a group may have gone beyond the half
+        return len(edits) + len(self.leaving) - num_beyond < self.max_held
 
     def companions(self, head: Entry) -> list[Entry]:
         """The queued entries that are sent together with the first one, which is among them."""

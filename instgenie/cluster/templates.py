@@ -18,6 +18,7 @@ class TemplateRecord:
     order: TemplateOrder
     is_asked_for: bool = False  # by a client; such a template is registered again when it is lost
     state: TemplateState = "queued"
+    is_lost: bool = False  # True if it was ready, and is registered again because a worker died
     num_registered_steps: int = 0
     message: str = ""  # why it failed
     holders: dict[int, dict[TierName, int]] = field(default_factory=dict)  # bytes in memory, by worker
@@ -45,7 +46,7 @@ class TemplateRecord:
             self.holders[worker] = tier_bytes
 
     def fail(self, message: str) -> None:
-        self.state, self.message = "failed", message
+        self.state, self.message, self.is_lost = "failed", message, False
 
     def status(self) -> TemplateStatus:
         height, width = self.order.size

@@ -91,6 +91,32 @@ def test_edits_go_to_a_worker_that_has_the_template_if_theirs_cannot_register_it
     assert template_of(cluster).state == "ready"
 
 
+def test_a_template_that_a_client_registered_is_used_though_its_worker_died() -> None:
+    """It is registered again; edits that come meanwhile wait for it instead of being computed in full."""
+    cluster = FakeCluster()
+    cluster.open()
+    template = cluster.register_template()
+    cluster.kill("denoise")
+    cluster.revive(cluster.process("denoise"))
+    assert template.state == "queued"
+    [ticket] = cluster.accept(make_order())
+    play(cluster)
+    assert facts(ticket).cache_tier == "host"
+    assert (template.state, template.is_lost) == ("ready", False)
+
+
+def test_a_registration_that_an_edit_waits_for_does_not_wait_for_room() -> None:
+    """The worker holds as many edits as it may, and others stand before the registration."""
+    cluster = FakeCluster(max_batch_size=1)
+    cluster.open()
+    cluster.accept(make_order(reuse="template"))
+    for seed in range(4):
+        cluster.accept(make_order(seed, picture_seed=1))
+    cluster.prepare()
+    assert [type(message) for message in cluster.take("denoise")] == [wire.Denoise, wire.Denoise, wire.Register]
+    assert len(cluster.process("denoise").queue) == 2
+
+
 def test_an_edit_does_not_wait_for_ever_for_a_store_that_loses_its_template() -> None:
     cluster = FakeCluster()
     cluster.open()
