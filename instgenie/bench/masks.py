@@ -36,7 +36,7 @@ def token_share(mask: PixelMask, patch: int) -> float:
 def outline_field(outline: PixelMask) -> Field:
     """Return the signed distance to the outline in pixels, negative inside, up to a quarter of the picture."""
     limit = max(outline.shape) // 4
-    return edge_distance(~outline, limit).astype(np.float64) - edge_distance(outline, limit)
+    return edge_distance(~outline, limit, limit).astype(np.float64) - edge_distance(outline, limit, limit)
 
 
 def box_field(size: tuple[int, int], generator: Generator) -> Field:

@@ -60,7 +60,7 @@ def weights(mask: PixelMask, feather: int = 0) -> NDArray[np.uint8]:
     if not feather:
         return mask.astype(np.uint8) * np.uint8(255)
     share = np.zeros(mask.shape, np.uint8)
-    for box, distance in _distances(mask, feather + 1):
+    for box, distance in _distances(mask, feather + 1, EXACT_DISTANCE):
         distance *= np.float32(255 / (feather + 1))
         share[box] = np.rint(distance, out=distance)
     return share
@@ -86,20 +86,20 @@ def _read(masked: NDArray[np.intp], own_length: int, length: int) -> range:
     return range(max(math.floor(start), 0), min(math.ceil(stop), length))
 
 
-def edge_distance(mask: PixelMask, limit: int) -> NDArray[np.float32]:
+def edge_distance(mask: PixelMask, limit: int, exact: int = EXACT_DISTANCE) -> NDArray[np.float32]:
     """Distance of each masked pixel from the nearest unmasked one, at most `limit`; 0 for unmasked pixels. The border
     of the picture is not an edge.
 
-    Distances up to `EXACT_DISTANCE` are exact. Beyond, they are exact at the points of a lattice and interpolated
-    between them, so that the work for a pixel does not grow with the limit.
+    Distances up to `exact` are exact. Beyond, they are exact at the points of a lattice and interpolated between them,
+    so that the work for a pixel does not grow with the limit.
     """
     distance = np.zeros(mask.shape, np.float32)
-    for box, found in _distances(mask, limit):
+    for box, found in _distances(mask, limit, exact):
         distance[box] = found
     return distance
 
 
-def _distances(mask: PixelMask, limit: int) -> Iterator[tuple[tuple[slice, slice], NDArray[np.float32]]]:
+def _distances(mask: PixelMask, limit: int, exact: int) -> Iterator[tuple[tuple[slice, slice], NDArray[np.float32]]]:
     """Boxes that cover all masked pixels, and the distances in them. Few rows at a time stay in a processor's cache."""
     if not mask.any():
         return
@@ -108,14 +108,14 @@ def _distances(mask: PixelMask, limit: int) -> Iterator[tuple[tuple[slice, slice
     top, left = max(rows[0] - 1, 0), max(cols[0] - 1, 0)
     inside = mask[top : rows[-1] + 2, left : cols[-1] + 2]
     vertical = _vertical_distance(inside, limit)
-    points = _distances_at_points(vertical, limit) if limit > EXACT_DISTANCE else None
+    points = _distances_at_points(vertical, limit) if limit > exact else None
     height, width = inside.shape
     num_rows = max(2**16 // width, 1)
     for start in range(0, height, num_rows):
         stop = min(start + num_rows, height)
-        distance = _near_distance(vertical[start:stop], min(limit, EXACT_DISTANCE))
+        distance = _near_distance(vertical[start:stop], min(limit, exact))
         if points:
-            far = np.maximum(points.between(start, stop), EXACT_DISTANCE)
+            far = np.maximum(points.between(start, stop), exact)
             np.minimum(distance, far, out=distance)
         np.minimum(distance, limit, out=distance)
         yield (slice(top + start, top + stop), slice(left, left + width)), distance
@@ -141,11 +141,12 @@ def _near_distance(vertical: NDArray[np.int16], reach: int) -> NDArray[np.float3
     that, and infinite if no unmasked pixel is near."""
     height, width = vertical.shape
     farthest = 2 * reach**2  # more than any square below
+    dtype = np.int16 if farthest + reach**2 < 2**15 else np.int32
     # rows lie one behind the other with a gap between them, so that one operation shifts all of them
-    squared = np.full((height, width + reach), farthest, np.int16)
-    squared[:, :width] = np.where(vertical < reach, vertical * vertical, farthest)
+    squared = np.full((height, width + reach), farthest, dtype)
+    squared[:, :width] = np.where(vertical < reach, np.square(vertical, dtype=dtype), farthest)
     least = squared.copy()
-    every, smallest, shifted = squared.reshape(-1), least.reshape(-1), np.empty(squared.size, np.int16)
+    every, smallest, shifted = squared.reshape(-1), least.reshape(-1), np.empty(squared.size, dtype)
     for shift in range(1, min(reach, width)):
         np.add(every, shift**2, out=shifted)
         np.minimum(smallest[shift:], shifted[:-shift], out=smallest[shift:])

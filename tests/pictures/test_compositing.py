@@ -90,6 +90,13 @@ def test_far_distances_are_about_right_and_near_ones_exact(name: str, limit: int
     assert np.abs(found - expected).mean() <= 0.002 * limit
 
 
+@pytest.mark.parametrize("limit", [40, 257])
+def test_distances_are_exact_on_request(limit: int) -> None:
+    mask = SHAPES["points"]
+    expected = np.where(mask, np.minimum(np.sqrt(squared_distance(mask)), limit), 0)
+    assert np.allclose(edge_distance(mask, limit, limit), expected)
+
+
 class CountingNumpy:
     """Numpy, which counts the numbers that its functions return."""
 
