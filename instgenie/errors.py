@@ -6,7 +6,7 @@ InstGenieError
 ├── EditError         a parameter out of range, or one the model cannot honour
 ├── PlanError         a plan the model cannot run with the activations at hand
 ├── CalibrationError  a latency file that is malformed or cannot be written
-├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors
+├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors or compute no numbers
 ├── CacheError        a cache folder that cannot be used or has no room
 ├── OutOfMemoryError  the model or the edit does not fit
 ├── QueueFullError    more edits wait than the server accepts

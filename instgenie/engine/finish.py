@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from instgenie.errors import ModelError
 from instgenie.jobs.job import Job
 from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, unpack_latents
@@ -54,7 +55,11 @@ def decode(
 
 
 def to_pixels(decoded: Tensor) -> NDArray[np.uint8]:
-    """[pictures, 3, height, width] in [-1, 1] -> [pictures, height, width, 3]"""
+    """[pictures, 3, height, width] in [-1, 1] -> [pictures, height, width, 3]. Raises a ModelError for values that are
+    no numbers, which would become black pixels."""
+    if not decoded.isfinite().all():
+        num_broken = int((~decoded.isfinite()).sum())
+        raise ModelError(f"{num_broken} of {decoded.numel()} values that the model computed are not finite numbers")
     pixels: NDArray[np.uint8] = (
         ((decoded.float() / 2 + 0.5).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
     )

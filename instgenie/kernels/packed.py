@@ -3,7 +3,8 @@
     [width values of one byte | scale, a float of four bytes | 12 zero bytes that keep rows aligned]
 
 A row is scaled so that its largest value is the largest e4m3 value; values of at most 2^-9 of it round to zero or to
-the smallest steps of e4m3. Code that keeps or moves packed rows sees bytes.
+the smallest steps of e4m3. A row with a value that is no finite number has no scale either, so that all of it is read
+as NaN: a mistake stays visible instead of becoming some number. Code that keeps or moves packed rows sees bytes.
 """
 
 import torch
@@ -22,9 +23,10 @@ def pack_rows(rows: Tensor) -> Tensor:
     assert width % 4 == 0, width
     values = rows.float()
     largest = values.abs().amax(dim=-1, keepdim=True)
-    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    scale = largest / LARGEST
+    scale = torch.where(scale > 0, scale, 1.0).masked_fill(~largest.isfinite(), torch.nan)
     packed = rows.new_zeros(*rows.shape[:-1], width + NUM_SCALE_BYTES, dtype=torch.uint8)
-    packed[..., :width] = (values / scale).clamp(-LARGEST, LARGEST).to(E4M3).view(torch.uint8)
+    packed[..., :width] = (values / scale).nan_to_num(0.0).clamp(-LARGEST, LARGEST).to(E4M3).view(torch.uint8)
     packed[..., width : width + 4] = scale.view(torch.uint8)
     return packed
 

@@ -44,7 +44,8 @@ def test_each_process_sees_its_own_device_alone(
     run: Run, monkeypatch: pytest.MonkeyPatch, inherited: str | None, expected: list[str]
 ) -> None:
     """Three workers on a machine that has two devices. Inside its process each device is the first one."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
     if inherited is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
     monkeypatch.setattr(server_config, "count_gpus", lambda: 2)
@@ -56,6 +57,7 @@ def test_each_process_sees_its_own_device_alone(
             for role in config.roles:
                 made = process_config(config, f"{worker}.{role}.1", device, "ipc://here")
                 run(LocalLauncher().start(worker, role, made))
+    assert {made["OMP_WAIT_POLICY"] for _, made in processes} == {"PASSIVE"}
     seen = [(made["CUDA_VISIBLE_DEVICES"], '"device":"cuda:0"' in command[-1]) for command, made in processes]
     assert seen == [(id, True) for id in expected for _ in config.roles]
     assert ['"num_sharing":2' in command[-1] for command, _ in processes[::3]] == [True, False, True]

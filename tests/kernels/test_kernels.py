@@ -288,6 +288,22 @@ def test_packed_rows_are_within_a_sixteenth(width: int) -> None:
     assert not found[1, 4].any()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_packed_row_with_no_number_in_it_is_read_as_none(bad: float) -> None:
+    """Neither the value nor its neighbours become numbers; other rows, down to the smallest floats, do."""
+    rows = torch.full((1, 3, 16), 1000.0)
+    rows[0, 0, 5] = bad
+    rows[0, 2] = 1e-45
+    found = torch.empty_like(rows)
+    kept = packed.pack_rows(rows)
+    packed.unpack_rows(kept, found)
+    assert found[0, 0].isnan().all()
+    assert torch.equal(found[0, 1], rows[0, 1])
+    assert not found[0, 2].any()
+    bits = kept[..., :16] & 0x7F
+    assert not (bits == 0x7F).any()  # the bits of a NaN: a GPU kernel reads them as a number
+
+
 def test_references_run_on_a_cpu() -> None:
     assert not switch.runs_fused(torch.zeros(1))
     keys = torch.zeros(2, 1, 1, 2)

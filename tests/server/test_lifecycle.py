@@ -46,6 +46,7 @@ class FirstLife:
 def first_life(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> FirstLife:
     folder = tmp_path_factory.mktemp("life")
     flags = [str(folders["sd_fill"]), "--cache-dir", str(folder / "cache"), "--api-key", ALICE, "--api-key", BOB]
+    flags += ["--plan", "exact", "--gpu-cache-gib", "1"]
     life = FirstLife(flags, folder / "cache")
     with running_collector() as collector:
         extra = ["--otlp-traces-endpoint", collector.url, "--shutdown-timeout", "60"]
