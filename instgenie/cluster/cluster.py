@@ -154,10 +154,11 @@ class Cluster:
         return next((status for status in self.templates(tenant) if status.id == id), None)
 
     async def picture(self, tenant: str, id: str) -> Pixels | None:
-        """The picture of a template; None if there is none. Raises if no worker can look for it now."""
+        """The picture of a template; None if there is none any more. Raises if no worker can look for it now."""
         record = self._coordinator.library.templates.get(id)
         if record is None or record.order.tenant != tenant:
             return None
+        record.used_at = time.monotonic()
         if record.order.picture is not None:
             return record.order.picture
         return await asyncio.shield(self._coordinator.archive.recall(record))

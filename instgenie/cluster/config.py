@@ -48,6 +48,7 @@ class ClusterConfig:
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
     max_templates: int = 1000  # that one tenant may ask for
+    picture_bytes: int = 2**30  # for pictures of templates that no client asked for, in the cluster's own memory
     cache: CacheConfig = CacheConfig()
     policy: RoutingPolicy = "mask_aware"  # of the router
     batching: Batching = "continuous"

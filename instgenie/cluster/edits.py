@@ -7,6 +7,7 @@ from instgenie.cluster.library import Library
 from instgenie.cluster.orders import Event, Facts, Failed, FailureKind, Finished
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.reporter import Reporter
+from instgenie.cluster.shelf import drop_failed
 from instgenie.telemetry.logs import names_of
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Edits:
             self.compute_in_full(edit, f"its template could not be registered: {message}")
             if edit.id in self.entries:
                 self.library.unpark(self.library.templates[entry.id], edit)
+        drop_failed(self.library.templates, entry.id)
 
     def compute_in_full(self, entry: EditEntry, why: str) -> None:
         """Let an edit do without activations, or fail it if its client insists on them."""

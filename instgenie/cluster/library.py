@@ -4,6 +4,7 @@ Each worker registers for itself the templates it uses; those in a shared tier a
 a client asked for is registered again when it is lost; others are dropped.
 """
 
+import time
 from collections.abc import Sequence
 
 from instgenie.cluster import wire
@@ -18,6 +19,7 @@ from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.quota import check_quota
 from instgenie.cluster.registrations import Registrations
 from instgenie.cluster.retries import Retries
+from instgenie.cluster.shelf import drop_failed, drop_pictures
 from instgenie.cluster.templates import SHARED, TemplateRecord
 from instgenie.scheduling.router import Work
 
@@ -43,8 +45,7 @@ class Library:
         name = order.id
         if not (name in self.templates and self.templates[name].is_asked_for):
             check_quota(self.templates.values(), order.tenant, self.config.max_templates)
-        template = self._learn(name, order)
-        template.is_asked_for = True
+        template = self._learn(name, order, is_asked_for=True)
         if template.state == "failed" or not (template.is_held or template.entries):
             self._register_on(template, self.placement.choose([Work(order.steps, 0, 0, name)]))
         return template
@@ -81,19 +82,22 @@ class Library:
         template = self.templates.get(name)
         if not self.config.reuse:
             return "the server runs without reuse"
-        if template is None or not (template.entries or template.state == "failed"):
+        has_failed = template.state == "failed" if template else not self.retries.may_try(name)
+        if not has_failed and not (template and template.entries):
             return "no activations are registered for the picture with these steps and this guidance"
-        return f"the registration of its template {'failed' if template.state == 'failed' else 'is not yet finished'}"
+        return f"the registration of its template {'failed' if has_failed else 'is not yet finished'}"
 
     def may_be_below(self, template: str) -> bool:
         """True if a tier that outlives the cluster may hold activations that the cluster does not know of."""
         is_known = template in self.templates or template in self.forgetting
         return self.config.reuse and self.config.cache.is_lasting and not is_known
 
-    def _learn(self, name: str, order: TemplateOrder) -> TemplateRecord:
+    def _learn(self, name: str, order: TemplateOrder, is_asked_for: bool = False) -> TemplateRecord:
         """Get or create the record of a template, and give it the picture."""
         template = self.templates.setdefault(name, TemplateRecord(name, order))
-        template.order = order
+        template.order, template.used_at = order, time.monotonic()
+        template.is_asked_for |= is_asked_for
+        drop_pictures(self.templates.values(), self.config.picture_bytes)
         return template
 
     # registrations
@@ -218,8 +222,7 @@ class Library:
         self.tell_router(template)
         if not (template.is_held or template.entries or template.parked):
             template.fail("its activations were evicted to make room for others: register it again")
-            if not template.is_asked_for:
-                del self.templates[template.id]
+            drop_failed(self.templates, template.id)
 
     def lacks(self, worker: int, name: str) -> bool:
         """Note that a worker does not find a template, though others may. Return whether the template is known."""
@@ -248,7 +251,9 @@ class Library:
             update_load(worker, template)
             if template.is_held:
                 continue
-            if template.is_asked_for:
+            if template.is_asked_for and template.order.picture is None:
+                template.fail("its activations were lost, and so was its picture: register it again")
+            elif template.is_asked_for:
                 template.num_registered_steps, template.is_lost = 0, self.is_ready(name)
                 self._register_on(template, worker)
             elif not (template.entries or template.parked):

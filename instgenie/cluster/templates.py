@@ -1,5 +1,6 @@
 """The record of one template: its progress, and the workers that hold its activations."""
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ class TemplateRecord:
     shared: dict[TierName, int] = field(default_factory=dict)  # bytes in the shared tiers
     entries: dict[int, TemplateEntry] = field(default_factory=dict)  # registrations in progress, by worker
     parked: list[EditEntry] = field(default_factory=list)  # edits that wait for it
+    used_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_held(self) -> bool:

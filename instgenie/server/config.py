@@ -103,6 +103,9 @@ OPTIONS = (
     Option("max-batch-size", whole_number(1, 256), 8, "largest number of edits in one batch of a worker"),
     Option("max-queue", whole_number(1, 100_000), 64, "number of edits that may wait; further ones are refused"),
     Option("max-templates", whole_number(1, 1_000_000), 1000, "number of templates that each API key may register"),
+    Option("picture-cache-gib", auto_or(number(0, 65536)), AUTO,
+           "main memory for the pictures of templates that no client asked for; the least recently used go first",
+           "GIB", default_text="a sixteenth of the available memory"),
     Option("batching", one_of(*get_args(Batching)), "continuous",
            "continuous: edits join and leave between steps; for comparison: static and static-pipelined run one batch "
            "after the other, naive does all other work between steps", "HOW"),
@@ -155,7 +158,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             max_steps=values["max_steps"],
             max_n=values["max_n"],
             decode_threads=min(4, os.cpu_count() or 1),
-            max_decoded_bytes=choose_decoded_bytes(values["max_decoded_gib"]),
+            max_decoded_bytes=share_of_memory(values["max_decoded_gib"], 8),
             body_timeout=values["body_timeout"],
             shutdown_timeout=values["shutdown_timeout"],
             log_format=values["log_format"],
@@ -168,6 +171,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             max_batch_size=values["max_batch_size"],
             max_queue=values["max_queue"],
             max_templates=values["max_templates"],
+            picture_bytes=share_of_memory(values["picture_cache_gib"], 16),
             batching=values["batching"],
             graphs=values["graphs"],
             plan=values["plan"],
@@ -219,11 +223,11 @@ def short_name(model: str) -> str:
     return Path(model).name if os.path.isdir(model) else model
 
 
-def choose_decoded_bytes(gib: float | str) -> int:
-    """Return the bytes for decoded pictures; where the amount of memory is unknown, as if there were 16 GiB."""
+def share_of_memory(gib: float | str, divisor: int) -> int:
+    """Return the bytes of an option. "auto" is a share of the available memory; if that is unknown, of 16 GiB."""
     if isinstance(gib, str):
         available = available_memory()
-        return int(available if math.isfinite(available) else 16 * GIB) // 8
+        return int(available if math.isfinite(available) else 16 * GIB) // divisor
     return round(gib * GIB)
 
 

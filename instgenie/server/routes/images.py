@@ -17,7 +17,7 @@ from instgenie.server.bodies.fields import GenerationFields, ImageFields, answer
 from instgenie.server.bodies.forms import EditForm, read_edit
 from instgenie.server.bodies.pictures import EditSources, blank_picture, decode_edit
 from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS
-from instgenie.server.errors import JsonResponse, bad, closed, from_user_error, not_found
+from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
 from instgenie.server.routes.events import EventStream
 from instgenie.server.service import SECONDS_TO_LOAD, HttpService, draw_seed, service_of, tenant_of, trace_of
 from instgenie.server.watch import unless_gone
@@ -119,7 +119,8 @@ async def template_picture(service: HttpService, tenant: str, name: str) -> Pixe
     except ClosedError:
         raise closed("The template's picture cannot be read at present.", SECONDS_TO_LOAD, "unavailable") from None
     if picture is None:
-        raise not_found("template", name, "template_not_found", "template")
+        message = f"The picture of the template {echo(name)} is no longer kept: send it as the image."
+        raise ApiError(404, message, "template_picture_dropped", "template")
     return picture
 
 
