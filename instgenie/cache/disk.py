@@ -3,6 +3,7 @@
     FOLDER/<digest of the key>/0000-0003.safetensors    steps 0 to 3; header: format, key, steps, checksum
     FOLDER/<digest of the key>/picture.safetensors      the template's picture, if it was given
     FOLDER/<digest of the key>/used                     its time is the template's last use; locked while in use
+    FOLDER/<digest of the key>/asked                    a client asked for the template: it does not expire
 
 A file appears under its name when it is complete and on the disk. A process that dies leaves complete files and at most
 one partial file, which the next process to use the template removes. A file is trusted only if header and checksum are
@@ -26,6 +27,7 @@ from safetensors import SafetensorError
 
 from instgenie.cache.folder import PRIVATE, make_folder
 from instgenie.cache.format import (
+    ASKED,
     HEAD_BYTES,
     PICTURE,
     SUFFIX,
@@ -123,14 +125,33 @@ class DiskTier:
             if not spans_of(template):
                 evict(template, if_empty=True)
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: Key) -> bool:
         template = self._template(key)
         try:
-            remove(files_of(template, SUFFIX))
+            remove([*files_of(template, SUFFIX), template / ASKED])
+        except NotADirectoryError:
+            return True
         except OSError as error:
             raise CacheError(f"{template} cannot be removed: {error.strerror}") from None
         if template.exists():
             evict(template, if_empty=True)  # a pinned template is removed when it is unpinned last
+        return True
+
+    def mark_asked_for(self, key: Key) -> None:
+        template = self._template(key)
+        try:
+            if spans_of(template):
+                (template / ASKED).touch(0o600)
+        except OSError as error:
+            raise CacheError(f"{template} cannot be marked: {error.strerror}") from None
+
+    def expire(self, before: float) -> list[str]:
+        old = [template for template in self.stored() if template.used < before and not template.is_asked_for]
+        return [template.name for template in old if evict(self.folder / template.name)]
+
+    def touch(self, key: Key) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(self._template(key) / USED)
 
     def num_bytes(self, key: Key) -> int:
         return measure(self._template(key)).num_bytes
@@ -253,7 +274,7 @@ def evict(template: Path, if_empty: bool = False) -> bool:
         return not template.exists()
     try:
         if lock_alone(descriptor) and not (if_empty and spans_of(template)):
-            remove(files_of(template, SUFFIX, PARTIAL))
+            remove([*files_of(template, SUFFIX, PARTIAL), template / ASKED])
             remove([template / USED])
             template.rmdir()
     except OSError as error:
@@ -283,11 +304,12 @@ def remove(paths: Iterable[Path]) -> None:
 
 def measure(template: Path) -> Stored:
     """Bytes and last use of a template. Files may vanish meanwhile."""
-    num_bytes, used = 0, 0.0
+    num_bytes, used, is_asked_for = 0, 0.0, False
     with contextlib.suppress(OSError):
         for file in os.scandir(template):
             with contextlib.suppress(FileNotFoundError):
                 status = file.stat()
                 num_bytes += status.st_size
                 used = max(used, status.st_mtime)
-    return Stored(template.name, num_bytes, used)
+                is_asked_for |= file.name == ASKED
+    return Stored(template.name, num_bytes, used, is_asked_for)

@@ -22,7 +22,7 @@ from instgenie.jobs.activations import Key, Span, parse_key
 from instgenie.types import Pixels
 
 FORMAT = "1"  # version of the layout; a file of another version is a miss
-SUFFIX, USED = ".safetensors", "used"
+SUFFIX, USED, ASKED = ".safetensors", "used", "asked"
 PICTURE = f"picture{SUFFIX}"
 HEAD_BYTES = 2**17  # the header of a picture ends within these
 

@@ -22,17 +22,23 @@ class HostTier(MemoryTier):
         return lock_pages(num_bytes) if torch.cuda.is_available() else empty(num_bytes)
 
 
+def map_pages(num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
+    """Fresh pages of the system's. They go back to the system with the last view of them; an allocator would keep some
+    of the freed ones, as much again as half of a small tier."""
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return (ctypes.c_uint8 * len(pages)).from_buffer(pages)  # must be freed before the pages
+
+
 @torch.inference_mode(False)
 def empty(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)[:num_bytes]
 
 
 @torch.inference_mode(False)
 def lock_pages(num_bytes: int) -> Tensor:
     """Page-locked memory of exactly this size, which torch's own allocator would round up to a power of two. It stays
     locked as long as a tensor views it. If the system refuses to lock it, loading from it is slower."""
-    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    viewed = (ctypes.c_uint8 * len(pages)).from_buffer(pages)  # must be freed before the pages
+    viewed = map_pages(num_bytes)
     memory = torch.frombuffer(viewed, dtype=torch.uint8)
     status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if status:

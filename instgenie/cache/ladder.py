@@ -25,7 +25,7 @@ from instgenie.cache.tier import LastingTier, Tier, estimate
 from instgenie.errors import CacheError, OutOfMemoryError
 from instgenie.jobs.activations import Key, Span, join
 from instgenie.machine.device_memory import available_bytes, memory_guard
-from instgenie.types import Pixels
+from instgenie.types import TierName
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ class Ladder:
             missing = tier.missing(key, missing)
         return missing
 
-    def source(self, key: Key) -> Tier | None:
-        """The lowest tier that is needed to have all of the template; None if the template is not whole."""
+    def source(self, key: Key, tiers: Sequence[Tier]) -> Tier | None:
+        """The lowest of the tiers that is needed to have all of the template; None if the template is not whole."""
         missing = key.spans
-        for tier in self.tiers:
+        for tier in tiers:
             missing = tier.missing(key, missing)
             if not missing:
                 return tier
@@ -96,56 +96,61 @@ class Ladder:
         """The span from the highest tier that has it undamaged."""
         return next((span for tier in self.tiers if (span := tier.load(key, steps))), None)
 
-    def sink(self, key: Key, span: Span, tiers: Sequence[Tier]) -> Tier:
-        """Store a span in the first of the tiers that takes it, and return that tier."""
-        refusals = []
+    def sink(self, key: Key, span: Span, tiers: Sequence[Tier], refusals: Sequence[str] = ()) -> None:
+        """Store a span in the first of the tiers that takes it. `refusals` are those of other tiers, for the error."""
+        reasons = list(refusals)
         for tier in tiers:
             try:
                 with memory_guard("the template"):
                     tier.reserve(key, estimate(key, span))
                     tier.store(key, span)
-                return tier
+                return
             except (CacheError, OutOfMemoryError) as error:
-                refusals.append(str(error))
-        raise CacheError("; ".join(refusals) or "the store has no tiers")
+                reasons.append(str(error))
+        raise CacheError("; ".join(reasons) or "the store has no tiers")
 
-    def send_down(self, key: Key, index: int) -> None:
-        """Copy from tier `index` to those below the spans of a template that they lack, and its picture."""
-        tier, below = self.tiers[index], self.tiers[index + 1 :]
-        if not below:
-            return
+    def send_down(self, key: Key, index: int, below: Sequence[Tier]) -> None:
+        """Copy from tier `index` the spans of a template that the tiers below lack, each to the first that takes it."""
+        tier = self.tiers[index]
         absent = tier.missing(key, key.spans)
         for steps in self.missing(key, [steps for steps in key.spans if steps not in absent], below):
             if span := tier.load(key, steps):
                 self.sink(key, span, below)
-        if tier in self.lasting and (picture := self.lasting[0].load_picture(key)) is not None:
-            self.sink_picture(key, picture, self.lasting[1:])
 
-    def sink_picture(self, key: Key, picture: Pixels, tiers: Sequence[LastingTier]) -> None:
-        """Store a template's picture in the first of the tiers that takes it."""
-        for tier in tiers:
-            try:
+    def send_picture_down(self, key: Key, index: int) -> None:
+        """Copy the picture of a template from a lasting tier to the one below it."""
+        position = index - len(self.memory)
+        picture = self.lasting[position].load_picture(key)
+        if picture is not None:
+            for tier in self.lasting[position + 1 : position + 2]:
                 tier.store_picture(key, picture)
-                return
-            except CacheError as error:
-                logger.warning("the picture of a template is not kept: %s", error)
 
-    def pin(self, key: Key) -> contextlib.ExitStack:
-        """Pin a template in all tiers until the returned stack is closed."""
+    def pin(self, key: Key, tiers: Sequence[Tier] | None = None) -> contextlib.ExitStack:
+        """Pin a template in all tiers, or in those given, until the returned stack is closed."""
         stack = contextlib.ExitStack()
-        for tier in self.tiers:
+        for tier in self.tiers if tiers is None else tiers:
             try:
                 stack.enter_context(tier.pin(key))
             except CacheError as error:
                 logger.warning("a template is not pinned: %s", error)
         return stack
 
-    def drop(self, key: Key) -> None:
+    def memory_of(self, key: Key) -> MemoryTier | None:
+        """The highest tier in memory that has any of the template."""
+        return next((tier for tier in self.memory if tier.num_bytes(key)), None)
+
+    def drop(self, key: Key) -> list[TierName]:
+        """Remove a template from all tiers. Return those that may still have it."""
+        left: list[TierName] = []
         for tier in self.tiers:
             try:
-                tier.drop(key)
+                is_gone = tier.drop(key)
             except CacheError as error:
                 logger.warning("a template is not forgotten: %s", error)
+                is_gone = False
+            if not is_gone:
+                left.append(tier.name)
+        return left
 
 
 def check_room(num_bytes: int, device: torch.device) -> None:

@@ -86,9 +86,27 @@ class MemoryTier:
                 self._pins[key] -= 1
                 self._pins += Counter()  # drops zeros
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: Key) -> bool:
         with self._lock:
             self._slots.pop(key, None)
+        return True
+
+    def all(self) -> list[Key]:
+        with self._lock:
+            return list(self._slots)
+
+    def expire(self, key: Key) -> bool:
+        """Remove a template unless it is pinned, and return whether it is gone."""
+        with self._lock:
+            if self._pins[key]:
+                return False
+            return self.drop(key)
+
+    def fits(self, key: Key, num_bytes: int) -> bool:
+        """Return whether there is room for a whole template of `num_bytes`, or would be after evictions."""
+        with self._lock:
+            others = sum(self.num_bytes(other) for other in self._slots if other != key and self._pins[other])
+            return others + num_bytes <= self.max_bytes
 
     def num_bytes(self, key: Key) -> int:
         with self._lock:

@@ -4,6 +4,7 @@ models; fsspec knows the protocols.
     URL/<digest of the key>/0000-0003.safetensors    as on disk
     URL/<digest of the key>/picture.safetensors      as on disk
     URL/<digest of the key>/used                     as old as the template's last use
+    URL/<digest of the key>/asked                    as on disk
 
 Object stores show an object when it is complete; with other protocols it is written under a temporary name and moved. A
 server that fails or does not answer in time is logged and left alone for a while, and everything is a miss meanwhile.
@@ -30,6 +31,7 @@ from rich.filesize import decimal
 
 from instgenie.cache.backoff import Backoff, GoneError
 from instgenie.cache.format import (
+    ASKED,
     HEAD_BYTES,
     PICTURE,
     SUFFIX,
@@ -92,7 +94,8 @@ class RemoteTier:
         return [steps for steps in spans if file_name(steps) not in there]
 
     def load(self, key: Key, steps: range) -> Span | None:
-        span = self._load(self._path(key, steps), lambda data: decode(data, key, steps))
+        path = f"{self._template(key)}/{file_name(steps)}"
+        span = self._load(path, lambda data: decode(data, key, steps))
         if span and steps.start == 0:  # once per template
             self._mark_used(key)
         return span
@@ -102,7 +105,7 @@ class RemoteTier:
             self._make_room(key, num_bytes - self.num_bytes(key))
 
     def store(self, key: Key, span: Span) -> None:
-        self._store(key, self._path(key, span.steps), encode(key, span))
+        self._store(key, f"{self._template(key)}/{file_name(span.steps)}", encode(key, span))
 
     def store_picture(self, key: Key, picture: Pixels) -> None:
         self._store(key, f"{self._template(key)}/{PICTURE}", encode_picture(key, picture))
@@ -154,8 +157,28 @@ class RemoteTier:
                 self._pins[key.name] -= 1
                 self._pins += Counter()  # drops zeros
 
-    def drop(self, key: Key) -> None:
-        self._remove(self._template(key))
+    def drop(self, key: Key) -> bool:
+        return self._remove(self._template(key))
+
+    def mark_asked_for(self, key: Key) -> None:
+        try:
+            if self._list(self._template(key)):
+                self._server.ask(lambda: put(self._files, f"{self._template(key)}/{ASKED}", b""))
+        except (GoneError, FileNotFoundError) as error:
+            raise CacheError(f"{self._template(key)} cannot be marked: {error}") from None
+
+    def expire(self, before: float) -> list[str]:
+        try:
+            stored = self._list_templates()
+        except GoneError:
+            return []
+        old = [one for one in stored if one.used < before and not one.is_asked_for and not self._pins[one.name]]
+        return [template.name for template in old if self._remove(f"{self._root}/{template.name}")]
+
+    def touch(self, key: Key) -> None:
+        """Asks for the template first: a mark alone would look like a template."""
+        if self._list(self._template(key)):
+            self._mark_used(key)
 
     def num_bytes(self, key: Key) -> int:
         return sum(info["size"] for info in self._list(self._template(key)).values())
@@ -168,9 +191,6 @@ class RemoteTier:
 
     def _template(self, key: Key) -> str:
         return f"{self._root}/{key.name}"
-
-    def _path(self, key: Key, steps: range) -> str:
-        return f"{self._template(key)}/{file_name(steps)}"
 
     def _read(self, path: str) -> bytes:
         num_bytes = self._server.ask(lambda: self._files.size(path)) or 0
@@ -224,9 +244,15 @@ class RemoteTier:
         self._room += template.num_bytes
         self.num_evictions += 1
 
-    def _remove(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError, GoneError):
+    def _remove(self, path: str) -> bool:
+        """Remove a file or a folder, and return whether it is gone; False if the server cannot be asked."""
+        try:
             self._server.ask(lambda: remove(self._files, path))
+        except FileNotFoundError:
+            return True
+        except GoneError:
+            return False
+        return True
 
     def _mark_used(self, key: Key) -> None:
         path = f"{self._template(key)}/{USED}"
@@ -282,13 +308,15 @@ def group(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Stored]:
     """Group files by template; other files are ignored."""
     num_bytes: Counter[str] = Counter()
     used: dict[str, float] = {}
+    asked = set()
     for path, info in found.items():
         folder, _, file = path.rpartition("/")
         name = folder.rpartition("/")[2]
-        if is_template(name) and (file == USED or file.endswith((SUFFIX, PARTIAL))):
+        if is_template(name) and (file in (USED, ASKED) or file.endswith((SUFFIX, PARTIAL))):
+            asked |= {name} if file == ASKED else set()
             num_bytes[name] += info["size"] or 0
             used[name] = max(used.get(name, 0.0), when(info))
-    return (Stored(name, num_bytes[name], used[name]) for name in used)
+    return (Stored(name, num_bytes[name], used[name], name in asked) for name in used)
 
 
 def when(info: Mapping[str, Any]) -> float:

@@ -2,39 +2,41 @@
 makes sure that a move happens once; `ladder` knows how they move.
 
 A template that is asked for is brought up into memory by a thread of the store, once for all callers that ask
-meanwhile. A template that a tier evicts goes to the next tier below that takes it, unless a lower tier has it already.
-New spans are put into memory first and written to disk behind that: a process that dies loses only what it had not
-written yet.
+meanwhile. New spans are put into memory first; the writer copies them to every tier that outlives the process, so a
+process that dies loses only what it had not written yet. A template that the gpu tier evicts goes to the host tier, and
+one that the disk evicts to the remote tier, unless it is there already.
 
 A failure in a tier never reaches the caller: it is logged and counts as a miss.
 """
 
 import contextlib
 import logging
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TypeAlias
-from weakref import WeakValueDictionary
 
 import torch
 
 from instgenie.cache.disk import DiskTier
+from instgenie.cache.expiry import Expiry
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.ladder import Ladder
+from instgenie.cache.loads import Found, Handle, Loads
+from instgenie.cache.moves import Moves
 from instgenie.cache.remote import RemoteTier
+from instgenie.cache.tier import Tier, estimate
+from instgenie.cache.tombstones import Tombstones
+from instgenie.cache.writer import Writer
 from instgenie.errors import CacheError, OutOfMemoryError
 from instgenie.jobs.activations import Key, Span
 from instgenie.machine.device_memory import memory_guard
 from instgenie.types import Pixels, TierName
 
+__all__ = ["Found", "Handle", "Lookup", "Store", "TierStatus"]
+
 CPU = torch.device("cpu")
-NUM_LOADERS = 4  # templates that are brought up at once
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +45,6 @@ class Lookup(Enum):
     MISS = "miss"  # no tier has it, or only some of its spans are anywhere
     PENDING = "pending"  # it is below memory, or on its way up
     HIT = "hit"  # it is in memory
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """All steps of a template, and the lowest tier that was needed when it was asked for."""
-
-    span: Span
-    tier: TierName
-
-
-Handle: TypeAlias = Future[Found | None]  # None is a miss
 
 
 @dataclass(frozen=True)
@@ -83,15 +74,13 @@ class Store:
         self.on_evict = on_evict
         for index, tier in enumerate(self.tiers):
             tier.spill = partial(self._before_eviction, index)
-        self._hits: Counter[TierName] = Counter()
         self._pins: dict[Key, tuple[int, contextlib.ExitStack]] = {}
-        self._loading: dict[tuple[Key, torch.device], Handle] = {}
-        self._in_use: WeakValueDictionary[tuple[Key, torch.device], Span] = WeakValueDictionary()
-        self._spilling: Counter[Key] = Counter()
-        self._forgetting: set[Key] = set()
-        self._lock = threading.Condition()  # guards the six above; never held while data moves
-        self._loaders = ThreadPoolExecutor(NUM_LOADERS, "store-load")
-        self._writer = ThreadPoolExecutor(1, "store-write")
+        self.moves = Moves()
+        self.writer = Writer(self.ladder, self.moves)
+        self.tombstones = Tombstones(disk.folder if disk else None)
+        self.expiry = Expiry(self.ladder)
+        self._lock = self.moves.changed  # guards the pins; never held while data moves
+        self._loads = Loads(self.ladder, self.moves, self.writer, self.pinned, self.tiers_of)
 
     @property
     def is_empty(self) -> bool:
@@ -102,19 +91,22 @@ class Store:
         """Ask where a template is. Only if no other tier has it, this waits for the remote tier's answer."""
         if self.ladder.is_in_memory(key):
             return Lookup.HIT
-        with self._lock:
-            if self._is_loading(key):
-                return Lookup.PENDING
-        return Lookup.PENDING if self.ladder.source(key) else Lookup.MISS
+        if self._loads.is_loading(key):
+            return Lookup.PENDING
+        return Lookup.PENDING if self.ladder.source(key, self.tiers_of(key)) else Lookup.MISS
 
     def missing(self, key: Key) -> list[range]:
         """The spans that are in no tier."""
-        return self.ladder.missing(key, key.spans, self.tiers)
+        return self.ladder.missing(key, key.spans, self.tiers_of(key))
 
     def num_bytes(self, key: Key) -> int:
         """Bytes in the lowest tier that is needed to have all of the template; 0 if the template is not whole."""
-        source = self.ladder.source(key)
+        source = self.ladder.source(key, self.tiers_of(key))
         return source.num_bytes(key) if source else 0
+
+    def tiers_of(self, key: Key) -> list[Tier]:
+        """The tiers in which a template counts: what the lasting ones still have of a forgotten one does not."""
+        return list(self.memory) if key in self.tombstones else self.tiers
 
     # upwards
 
@@ -122,105 +114,108 @@ class Store:
         """Start to bring a template up unless that is under way, without waiting. It comes to lie on the device if the
         gpu tier has room, else in main memory. Without tiers in memory it stays on the device as long as a caller holds
         the span."""
-        with self._lock:
-            handle = self._loading.get((key, device)) or self._at_hand(key, device)
-            if not handle:
-                handle = self._loading[key, device] = self._loaders.submit(self._bring, key, device)
-        handle.add_done_callback(partial(self._loaded, key, device))
-        return handle
+        self.expiry.use(key)
+        return self._loads.start(key, device)
 
     def get(self, key: Key, device: torch.device = CPU) -> Found | None:
         """Prefetch, and wait for the result."""
         return self.prefetch(key, device).result()
 
-    def _is_loading(self, key: Key) -> bool:
-        return any(key == loading for loading, _ in self._loading)
-
-    def _at_hand(self, key: Key, device: torch.device) -> Handle | None:
-        """A finished handle if nothing has to move: the template is as far up as it gets, or is being forgotten."""
-        if key in self._forgetting:
-            return done(None)
-        tier = next(iter(self.ladder.memory_for(device)), None)
-        span = tier.load(key, key.steps) if tier else self._in_use.get((key, device))
-        return done(Found(span, tier.name if tier else memory_name(device))) if span else None
-
-    def _bring(self, key: Key, device: torch.device) -> Found | None:
-        """Bring a template up, in a thread of its own; a failure is a miss."""
-        try:
-            with self.pinned(key), memory_guard("the template"):
-                source = self.ladder.source(key)
-                span = self.ladder.lift(key, device) if source else None
-        except (CacheError, OutOfMemoryError) as error:
-            logger.warning("the template's activations are not used: %s", error)
-            return None
-        if not source or not span:
-            return None
-        if not self.ladder.memory_for(device):
-            self._in_use[key, device] = span
-        return Found(span, source.name)
-
-    def _loaded(self, key: Key, device: torch.device, handle: Handle) -> None:
-        with self._lock:
-            if self._loading.get((key, device)) is handle:
-                del self._loading[key, device]
-                self._lock.notify_all()
-            if not handle.exception() and (found := handle.result()):
-                self._hits[found.tier] += 1
-
     # downwards
 
     def put(self, key: Key, span: Span) -> None:
-        """Keep a span of a registration. Raise a CacheError if no tier has room for the template."""
-        tiers = self.tiers[1:] if self.gpu and self.host else self.tiers  # the gpu tier is for what is asked for
-        tier = self.ladder.sink(key, span, tiers)
-        if self.disk and tier in self.memory:
-            otherwise = f"stays in the {tier.name} tier alone"
-            self._writer.submit(self._spill, key, self.tiers.index(tier), otherwise)
+        """Keep a span of a registration. Waits for room that templates take which are about to be written. Raises a
+        CacheError if no tier has room for the template."""
+        while True:
+            num_releases = self.writer.num_releases
+            refusals = self._remember(key, span)
+            if not refusals or not self.writer.wait_for_room(key, num_releases):
+                break
+        if refusals or not self.memory:
+            self.ladder.sink(key, span, self.lasting, refusals)
+        self._write(key)
+
+    def offer(self, key: Key, span: Span) -> bool:
+        """Keep a span of a registration as `put` does, but without waiting for any tier below memory. Return False if
+        there will be room later."""
+        num_releases = self.writer.num_releases
+        refusals = self._remember(key, span)
+        if not refusals and self.memory:
+            self._write(key)
+            return True
+        if self.memory and (self.writer.is_holding(key) or self.writer.num_releases > num_releases):
+            return False
+        if not self.lasting:
+            raise CacheError("; ".join(refusals) or "the store has no tiers")
+        if not self.writer.takes(span.num_bytes):
+            return False
+        self._write(key, span)
+        return True
+
+    def has_room(self, key: Key, num_bytes: int) -> bool:
+        """Return whether `offer` would answer at once for a template of `num_bytes`, with yes or with an error."""
+        if self.memory:
+            return self.memory[-1].fits(key, num_bytes) or not self.writer.is_holding(key)
+        return self.writer.takes(num_bytes)
+
+    def _remember(self, key: Key, span: Span) -> list[str]:
+        """Keep a span in memory, and return why it cannot be kept there. The gpu tier is for what is asked for, where
+        there is a host tier."""
+        try:
+            for tier in self.memory[-1:]:
+                with memory_guard("the template"):
+                    tier.reserve(key, estimate(key, span))
+                    tier.store(key, span)
+        except (CacheError, OutOfMemoryError) as error:
+            return [str(error)]
+        return []
+
+    def _write(self, key: Key, span: Span | None = None) -> None:
+        """Write a new span to all lasting tiers, beside other work. A template that was forgotten before is no more."""
+        self.tombstones.remove(key)
+        self.expiry.use(key)
+        self.writer.add(key, span)
 
     def _before_eviction(self, index: int, key: Key) -> None:
-        name = self.tiers[index].name
-        self._spill(key, index, f"leaves the {name} tier and is lost")
-        if self.on_evict:
-            self.on_evict(name, key)
-
-    def _spill(self, key: Key, index: int, otherwise: str) -> None:
-        """Copy a template from one tier to those below; `otherwise` is the log message for a failure."""
+        tier = self.tiers[index]
+        below = self.memory[index + 1 :] if index < len(self.memory) else self.lasting[index - len(self.memory) + 1 :]
+        is_lost = index < len(self.memory) and self.ladder.memory_of(key) is tier and self.writer.lose(key)
         try:
-            with self._moving(key) as may_move:
-                if may_move:
-                    self.ladder.send_down(key, index)
+            with self.moves.moving(key) as may_move:
+                if may_move and below:
+                    self.ladder.send_down(key, index, below)
+                    if tier in self.lasting:
+                        self.ladder.send_picture_down(key, index)
         except CacheError as error:
-            logger.warning("a template %s: %s", otherwise, error)
-
-    @contextlib.contextmanager
-    def _moving(self, key: Key) -> Iterator[bool]:
-        """Yield whether a template may move down: not while it is being forgotten. `forget` waits until the block
-        ends."""
-        with self._lock:
-            may_move = key not in self._forgetting
-            self._spilling[key] += may_move
-        try:
-            yield may_move
-        finally:
-            with self._lock:
-                self._spilling[key] -= may_move
-                self._spilling += Counter()  # drops zeros
-                self._lock.notify_all()
+            if is_lost or not self.lasting or tier in self.lasting:
+                logger.warning("a template leaves the %s tier and is lost: %s", tier.name, error)
+        else:
+            if is_lost and not below:
+                logger.warning("a template leaves the %s tier and is lost: no other tier took it", tier.name)
+        if self.on_evict:
+            self.on_evict(tier.name, key)
 
     # pictures
 
-    def put_picture(self, key: Key, picture: Pixels) -> None:
-        """Keep the template's picture in a lasting tier, if there is room. It is removed with the template."""
-        with self._moving(key) as may_move:
+    def put_picture(self, key: Key, picture: Pixels, is_asked_for: bool = False) -> None:
+        """Keep the template's picture in all lasting tiers that have room, beside other work. It is removed with the
+        template. A template that a client asked for does not expire."""
+        with self.moves.moving(key) as may_move:
             if may_move:
-                self.ladder.sink_picture(key, picture, self.lasting)
+                self.writer.add(key, picture=picture, is_asked_for=is_asked_for)
+                if is_asked_for:
+                    self.expiry.ask_for(key)
 
     def picture(self, key: Key) -> Pixels | None:
+        unwritten = self.writer.picture(key)
+        if unwritten is not None or key in self.tombstones:
+            return unwritten
         return next((found for tier in self.lasting if (found := tier.load_picture(key)) is not None), None)
 
     def pictures(self) -> dict[Key, tuple[int, int]]:
         """The (height, width) of every picture that was put, by this process or another."""
-        return {key: size for tier in reversed(self.lasting) for key, size in tier.pictures().items()}
+        found = {key: size for tier in reversed(self.lasting) for key, size in tier.pictures().items()}
+        return {key: size for key, size in found.items() if key not in self.tombstones}
 
     # pins
 
@@ -246,21 +241,29 @@ class Store:
         finally:
             self.unpin(key)
 
-    def forget(self, key: Key) -> None:
-        """Remove the template from all tiers, pinned or not. Jobs that use it keep the tensors they have."""
-        with self._lock:
-            self._forgetting.add(key)  # no move of it starts from here on
-            self._lock.wait_for(lambda: not self._is_loading(key) and not self._spilling[key])
-        self.ladder.drop(key)
-        with self._lock:
-            for loaded in [loaded for loaded in self._in_use if loaded[0] == key]:
-                del self._in_use[loaded]
-            self._forgetting.discard(key)
+    def forget(self, key: Key) -> list[TierName]:
+        """Remove the template from all tiers, pinned or not. Jobs that use it keep the tensors they have. Return the
+        tiers that could not be asked: what they have is not used any more, and `forget` has to be called again."""
+        with self.moves.forgetting(key, lambda: self._loads.is_loading(key)):
+            self.writer.discard(key)
+            left = self.ladder.drop(key)
+            if left:
+                self.tombstones.add(key)
+            else:
+                self.tombstones.remove(key)
+            self._loads.forget(key)
+            self.expiry.forget(key)
+        return left
+
+    def ask_for(self, key: Key) -> None:
+        """Note that a client asked for a template: it does not expire."""
+        self.expiry.ask_for(key)
+        self.writer.add(key, is_asked_for=True)
 
     def status(self) -> dict[TierName, TierStatus]:
         statuses = {}
         for tier in self.tiers:
-            usage, num_hits = tier.usage(), self._hits[tier.name]
+            usage, num_hits = tier.usage(), self._loads.hits[tier.name]
             statuses[tier.name] = TierStatus(
                 usage.num_templates, usage.num_bytes, tier.max_bytes, num_hits, tier.num_evictions
             )
@@ -268,19 +271,9 @@ class Store:
 
     def settle(self) -> None:
         """Wait until all that was put is written."""
-        self._writer.submit(lambda: None).result()
+        self.writer.settle()
 
     def close(self) -> None:
         """Finish the moves under way and end the threads."""
-        self._loaders.shutdown()
-        self._writer.shutdown()
-
-
-def done(found: Found | None) -> Handle:
-    handle: Handle = Future()
-    handle.set_result(found)
-    return handle
-
-
-def memory_name(device: torch.device) -> TierName:
-    return "gpu" if device.type == "cuda" else "host"
+        self.writer.close()
+        self._loads.close()

@@ -31,6 +31,7 @@ class Stored:
     name: str  # of its folder, a digest of the key
     num_bytes: int
     used: float  # time of the last use
+    is_asked_for: bool = False  # by a client; such a template does not expire
 
 
 class Tier(Protocol):
@@ -58,8 +59,9 @@ class Tier(Protocol):
     def pin(self, key: Key) -> AbstractContextManager[None]:
         """Keep the template from being evicted until the block ends."""
 
-    def drop(self, key: Key) -> None:
-        """Remove the template, pinned or not. Spans that were loaded stay valid."""
+    def drop(self, key: Key) -> bool:
+        """Remove the template, pinned or not, and return whether it is gone for certain. Spans that were loaded stay
+        valid."""
 
     def num_bytes(self, key: Key) -> int: ...
 
@@ -77,6 +79,15 @@ class LastingTier(Tier, Protocol):
 
     def pictures(self) -> Mapping[Key, tuple[int, int]]:
         """The (height, width) of all pictures."""
+
+    def mark_asked_for(self, key: Key) -> None:
+        """Note that a client asked for the template, so that it does not expire. Or raise a CacheError."""
+
+    def expire(self, before: float) -> list[str]:
+        """Remove the templates that nobody asked for and nobody used since a time. Return their names."""
+
+    def touch(self, key: Key) -> None:
+        """Note that the template is in use, if it is there."""
 
 
 def keep_nothing(_: Key) -> None:

@@ -34,6 +34,9 @@ class Archive:
             name = listing.template.id
             if name not in self.library.templates and name not in self.library.forgetting:
                 self._add(name, listing)
+        for head in message.forgotten:
+            if head.id not in self.library.templates:
+                self.library.forgetting.add(self.library.workers[process.worker], head)
 
     def _add(self, name: str, listing: wire.Listing) -> None:
         """Add a template to the library. An incomplete one is shown, so that it can be forgotten; an edit of its
@@ -47,6 +50,13 @@ class Archive:
             self.library.tell_router(template)
         else:
             template.fail("its registration was interrupted: register it again")
+
+    def keep(self, template: TemplateRecord) -> None:
+        """Tell the workers that a client now asks for a template which was registered unasked: it does not expire."""
+        for worker in self.library.workers:
+            head = self.library.naming.head_of(template.id, template.order, worker)
+            if head and worker.denoiser.is_ready:
+                self.library.send(worker.denoiser, wire.Keep(head))
 
     def recall(self, template: TemplateRecord) -> asyncio.Future[Pixels | None]:
         """Read a template's picture from the tier that holds its activations; None if it is no longer there."""

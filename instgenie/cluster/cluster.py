@@ -36,6 +36,7 @@ class Cluster:
         self.workers = make_workers(self.config)
         self._supervisor = Supervisor(self.config, launcher, self.workers)
         self._coordinator = self._supervisor.coordinator
+        self.forgetting = self._coordinator.library.forgetting
         self._is_open = False
 
     # life
@@ -164,9 +165,10 @@ class Cluster:
         return await asyncio.shield(self._coordinator.archive.recall(record))
 
     async def forget(self, tenant: str, id: str) -> bool:
-        """Delete a template. Return whether there was one."""
+        """Delete a template: from here on it is not used any more. Return whether there was one, or one that is still
+        being deleted."""
         if self.template(tenant, id) is None:
-            return False
+            return self.forgetting.tenant_of(id) == tenant
         self._coordinator.forget(self._coordinator.library.templates[id])
         return True
 

@@ -24,6 +24,7 @@ class CacheConfig:
     remote: str | None = None  # any fsspec URL; None: no remote tier
     remote_bytes: int = 1000 * 2**30
     dtype: CacheDtype = "model"
+    seconds_to_live: float | None = None  # of unused templates that no client asked for; None: no limit
 
     @property
     def is_lasting(self) -> bool:
@@ -55,6 +56,7 @@ class ClusterConfig:
     graphs: bool = True  # capture passes as CUDA graphs, on devices that have them
     plan: PlanPolicy = "cached"  # for edits that reuse activations; with any other, pictures depend on the load
     reuse: bool = True  # register templates; False: every edit computes every token
+    auto_register: bool = True  # register the pictures of edits; False: only templates that clients ask for
     worker_timeout: float = 120.0  # seconds of silence after which a process counts as hung
     start_timeout: float = 1800.0  # the same while it loads the model
 

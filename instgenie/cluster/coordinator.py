@@ -83,7 +83,11 @@ class Coordinator:
             self.pump()
 
     def register(self, order: TemplateOrder) -> TemplateRecord:
+        known = self.library.templates.get(order.id)
+        is_news = known is not None and not known.is_asked_for
         template = self.library.ask_for(order)
+        if is_news and not template.entries:
+            self.archive.keep(template)
         self.pump()
         return template
 

@@ -94,6 +94,7 @@ class EditEntry(Entry):
     mode: ComputeMode = ComputeMode.DENSE
     tier: TierName | None = None  # where the template's activations were found
     why_dense: str = ""  # the reason, if its mode is DENSE
+    may_store: bool = True  # False: its picture does not become a template unasked
     num_parks: int = 0  # times that it waited for a registration
     is_running: bool = False  # True while it is in a batch
     step: int = 0

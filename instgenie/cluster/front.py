@@ -71,7 +71,9 @@ class Front:
         group: list[EditEntry] = []
         works = [self._checked(*pair) for pair in zip(orders, self.library.naming.works_of(orders), strict=True)]
         for order, work in zip(orders, works, strict=True):
-            group.append(EditEntry(id=uuid.uuid4().hex, order=order, work=work, group=group))
+            may_store = order.may_store and self.config.auto_register
+            entry = EditEntry(id=uuid.uuid4().hex, order=order, work=work, group=group, may_store=may_store)
+            group.append(entry)
         worker = self.placement.choose(works, self.library.holders(works[0].template))
         entries = list(group)
         for entry in entries:
@@ -100,6 +102,8 @@ class Front:
     def forget(self, template: TemplateRecord) -> None:
         """Delete a template. Edits that do not yet use it compute every token."""
         for entry in list(self.edits.entries.values()):
+            if entry.work.template == template.id:
+                entry.may_store = False  # its picture would come back
             if entry.template == template.id and not entry.is_running:
                 self.edits.compute_in_full(entry, "its template was deleted")
         self.library.forget(template)

@@ -106,6 +106,7 @@ class Library:
         if worker.index in template.entries:
             self._hurry(template.entries[worker.index], is_urgent)
             return
+        self.forgetting.cancel(template.id)
         entry = TemplateEntry(id=template.id, order=template.order, worker=worker.index, is_urgent=is_urgent)
         template.entries[worker.index] = entry
         if not template.is_held:
@@ -118,7 +119,8 @@ class Library:
             return
         head = self.naming.head_of(entry.id, entry.order, self.workers[entry.worker])
         assert head is not None
-        self.send(process, *register_message(entry, head, self.config.cache.is_lasting))
+        is_asked_for = entry.id in self.templates and self.templates[entry.id].is_asked_for
+        self.send(process, *register_message(entry, head, self.config.cache.is_lasting, is_asked_for))
 
     def prepared(self, entry: TemplateEntry, job: PreparedJob) -> None:
         entry.prepared = job
@@ -221,7 +223,8 @@ class Library:
         template.keep(process.worker, message.template_bytes)
         self.tell_router(template)
         if not (template.is_held or template.entries or template.parked):
-            template.fail("its activations were evicted to make room for others: register it again")
+            reason = "were evicted to make room for others, expired or could not be written"
+            template.fail(f"its activations {reason}: register it again")
             drop_failed(self.templates, template.id)
 
     def lacks(self, worker: int, name: str) -> bool:

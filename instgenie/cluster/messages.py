@@ -71,7 +71,7 @@ def prepare_template_message(entry: TemplateEntry) -> tuple[wire.PrepareTemplate
 
 
 def register_message(
-    entry: TemplateEntry, template: wire.TemplateHead, is_kept: bool
+    entry: TemplateEntry, template: wire.TemplateHead, is_kept: bool, is_asked_for: bool
 ) -> tuple[wire.Register, list[wire.Frame]]:
     """Includes the picture if it is to be kept beside the activations."""
     assert entry.prepared is not None
@@ -84,5 +84,6 @@ def register_message(
         is_urgent=entry.is_urgent,
         picture=entry.order.size if is_kept else None,
         request_id=entry.request_id,
+        is_asked_for=is_asked_for,
     )
     return message, [*entry.prepared.tensors, *(wire.picture_frames(entry.order.picture) if is_kept else ())]

@@ -27,6 +27,7 @@ class Order:
     output_format: OutputFormat = "png"
     output_compression: int = 100
     num_partials: int = 0  # pictures to send before the final one
+    may_store: bool = True  # False: the picture does not become a template
     trace: str = ""  # traceparent; empty: not traced
     request_id: str = field(default_factory=request_id.get)  # of the request that is being answered
 

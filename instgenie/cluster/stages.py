@@ -63,8 +63,13 @@ class Stages:
             self.send(process, wire.Denoise(jobs), frames)
 
     def _wait_for_template(self, entry: EditEntry) -> None:
-        """Have the template registered on the edit's worker first, unless that was in vain a few times."""
-        if entry.num_parks < MAX_PARKS:
+        """Have the template registered on the edit's worker first, unless that was in vain a few times, or nobody asked
+        for the template and the edit may not register it."""
+        template = self.library.templates.get(entry.template or "")
+        is_asked_for = (template and template.is_asked_for) or (entry.must_not_run_dense and entry.order.may_store)
+        if not entry.may_store and not is_asked_for:
+            self.edits.compute_in_full(entry, "its template was lost, and the edit may not store its picture")
+        elif entry.num_parks < MAX_PARKS:
             self.library.park(entry)
         else:
             why = f"its template was registered {MAX_PARKS} times and each time lost its memory to others"
@@ -168,7 +173,8 @@ class Stages:
     def _register_template_of(self, entry: EditEntry) -> None:
         """Register the picture of an edit that found no activations."""
         naming = self.library.naming
-        is_wanted = self.library.config.reuse and entry.order.can_reuse and naming.model_facts is not None
+        may_store = self.library.config.reuse and entry.may_store
+        is_wanted = may_store and entry.order.can_reuse and naming.model_facts is not None
         if entry.mode is ComputeMode.DENSE and is_wanted:
             order = naming.template_order_of(entry.order)
             name = entry.work.template or order.id

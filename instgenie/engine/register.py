@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from instgenie.cache.store import Store
+from instgenie.cache.tier import estimate
 from instgenie.cost.plan import Plan
 from instgenie.engine.prepare import choose_size, make_job
 from instgenie.errors import EditError
@@ -31,6 +32,7 @@ from instgenie.jobs.activations import (
 )
 from instgenie.jobs.job import Job
 from instgenie.kernels.packed import pack_rows
+from instgenie.models.identity import code_version
 from instgenie.models.model import Model
 from instgenie.pictures.digest import digest
 from instgenie.pictures.picture import check_edit
@@ -128,6 +130,7 @@ class Registration:
     def __init__(self, key: Key, job: Job, missing: Sequence[range]) -> None:
         self.key, self.job = key, job
         self.missing = list(missing)
+        self.num_bytes = 0  # of the whole template; 0 until its first span is computed
 
     @property
     def num_registered_steps(self) -> int:
@@ -137,10 +140,18 @@ class Registration:
     def done(self) -> bool:
         return not self.missing
 
+    def has_room(self, store: Store) -> bool:
+        """Return whether the store would take the next span now, or refuse it for good."""
+        return not self.num_bytes or store.has_room(self.key, self.num_bytes)
+
     def advance(self, model: Model, store: Store) -> None:
-        """Compute the next span. Raises a CacheError if the store has no room."""
+        """Compute the next span, without waiting for slow tiers. A span for which there will be room later is dropped
+        and stays missing. Raises a CacheError if the store has no room."""
         if self.missing:
-            store.put(self.key, observe_span(self.job, model, self.key.kind, self.key.cache_dtype, self.missing.pop(0)))
+            span = observe_span(self.job, model, self.key.kind, self.key.cache_dtype, self.missing[0])
+            self.num_bytes = estimate(self.key, span)
+            if store.offer(self.key, span):
+                self.missing.pop(0)
 
 
 def with_progress(spans: Iterator[Span], num_done: int, num_steps: int, on_step: OnStep | None) -> Iterator[Span]:
@@ -201,6 +212,7 @@ def name_key(
         dtype=str(model.dtype),
         cache_dtype=cache_dtype,
         tenant=tenant,
+        code=code_version(),
     )
 
 

@@ -34,6 +34,7 @@ class Key:
     prompt: str = ""  # of the registration
     isolated: bool = False  # True if the registration had no text
     tenant: str = ""  # the owner; edits of other tenants do not find the template
+    code: str = ""  # version of the code that computes the activations
 
     @property
     def text(self) -> str:

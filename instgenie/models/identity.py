@@ -1,4 +1,5 @@
-"""The identity of a model: one digest of its weights, configs and tokenizers. Knows no name and no folder.
+"""The identity of a model: one digest of its weights, configs and tokenizers, and the version of the code that computes
+with them. Knows no name and no folder.
 
 Every weight counts, and none leaves its device: the bytes are read as integers and summed along rows and columns at the
 speed of memory, and only the sums are hashed. Integers have the same sum in any order, so the digest is the same on
@@ -13,15 +14,28 @@ files that have the same name now.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+NUMBERS_VERSION = 1  # of the code that makes activations; raise it with every change that makes them other numbers
+LIBRARIES = ("diffusers", "transformers")  # that make them, too
+
 WORD = torch.int64
 ROW = 1024  # words
 VERSION = "transformers_version"  # the library that wrote a config; not a property of the model
+
+
+@lru_cache
+def code_version() -> str:
+    """The version of the code that makes activations, a part of their keys. Activations that another version has made
+    are not found."""
+    releases = [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in LIBRARIES]
+    return ", ".join([str(NUMBERS_VERSION), *releases])
 
 
 def identify(parts: Mapping[str, Any]) -> str:

@@ -100,6 +100,7 @@ OPTIONS = (
     Option("workers", auto_or(whole_number(1, 64)), AUTO, "number of workers", default_text="one per GPU, or one"),
     Option("device", text, AUTO, "cpu, cuda, cuda:1, ...", "DEVICE", default_text="cuda where available, else cpu"),
     Option("dtype", text, AUTO, "dtype the model computes in", "DTYPE", default_text="chosen by the device"),
+    Option("worker-timeout", number(1, 86400), 120.0, "seconds without a sign of life after which a worker is killed"),
     Option("max-batch-size", whole_number(1, 256), 8, "largest number of edits in one batch of a worker"),
     Option("max-queue", whole_number(1, 100_000), 64, "number of edits that may wait; further ones are refused"),
     Option("max-templates", whole_number(1, 1_000_000), 1000, "number of templates that each API key may register"),
@@ -114,6 +115,8 @@ OPTIONS = (
            f"how the worker of an edit is chosen: {', '.join(get_args(RoutingPolicy))}", "HOW"),
     # reuse of activations
     Option("reuse", flag, True, "register templates, so that later edits compute only their masked tokens"),
+    Option("auto-register", flag, True,
+           "register the picture of every edit; no: only those that clients register with POST /v1/templates"),
     Option("plan", one_of("cached", "greedy", "exact"), "cached",
            "cached: use the cache for every block, so that pictures do not depend on the load; greedy, exact: compute "
            "the blocks in full that would load too slowly", "HOW"),
@@ -129,6 +132,8 @@ OPTIONS = (
     Option("remote-cache", text, None, "URL of a cache that several machines share: s3://bucket/folder, ...", "URL",
            default_text="none"),
     Option("remote-cache-gib", number(0.001, 2**30), 1000.0, "largest size of the remote cache", "GIB"),
+    Option("cache-ttl", number(0.0001, 87600), None,
+           "hours after which an unused template is deleted that no client registered", "HOURS", default_text="never"),
     # logs and traces
     Option("log-format", one_of("json", "text"), "json", "format of log lines: json or text", "FORMAT"),
     Option("otlp-traces-endpoint", text, None,
@@ -176,6 +181,8 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             graphs=values["graphs"],
             plan=values["plan"],
             reuse=values["reuse"],
+            auto_register=values["auto_register"],
+            worker_timeout=values["worker_timeout"],
             policy=values["routing"],
             cache=make_cache(values, devices),
         ),
@@ -192,6 +199,7 @@ def make_cache(values: Mapping[str, Any], devices: Sequence[str]) -> CacheConfig
         remote=values["remote_cache"],
         remote_bytes=round(values["remote_cache_gib"] * GIB),
         dtype=choose_cache_dtype(values["cache_dtype"], devices),
+        seconds_to_live=None if values["cache_ttl"] is None else 3600 * values["cache_ttl"],
     )
 
 

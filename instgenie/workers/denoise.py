@@ -9,6 +9,7 @@ still loading lets others go first; the loop never waits for one. Other ways of 
 """
 
 import time
+from concurrent.futures import wait
 
 import torch
 
@@ -21,6 +22,7 @@ from instgenie.cluster.wire import (
     Finish,
     Forget,
     Frame,
+    Keep,
     List,
     Prepare,
     PrepareTemplate,
@@ -48,6 +50,8 @@ from instgenie.workers.queue import TrackedJob, WaitingQueue
 from instgenie.workers.registrar import PendingTemplate, Registrar
 from instgenie.workers.templates import Templates, open_store
 
+SECONDS_BETWEEN_BEATS = 0.25
+
 PARTS: frozenset[PartKind] = frozenset({"network"})
 
 
@@ -60,7 +64,8 @@ class Denoiser:
         planning = make_planning(model, config.model, config.plan)
         self.engine = Engine(model, config.max_batch_size, planning, graphs=make_graphs(model, config.graphs))
         keys = Keys(model, config.cache.dtype)
-        self.templates = Templates(open_store(config.cache, model.device), model.device, keys, line.wake)
+        store = open_store(config.cache, model.device)
+        self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
         self.queue = WaitingQueue(model, self.templates, line)
         self.running: dict[Job, TrackedJob] = {}
         self.registrar = Registrar(model, self.templates, line)
@@ -77,6 +82,7 @@ class Denoiser:
             Cancel: lambda message, _: self.drop(message.id),
             Fetch: lambda message, _: self.queue.announce(message),
             Forget: lambda message, _: templates.forget(templates.keys.find(message.template)),
+            Keep: lambda message, _: templates.ask_for(templates.keys.find(message.template)),
             Recall: lambda message, _: templates.recall(templates.keys.find(message.template)),
             List: lambda message, _: templates.list_all(message.model),
             Stop: lambda *_: self.stop(),
@@ -91,7 +97,13 @@ class Denoiser:
             self.join()
             self.step()
             self.register()
-        self.templates.close()
+        self.close()
+
+    def close(self) -> None:
+        """Let the store finish writing, which may take long, and give signs of life meanwhile."""
+        closing = self.templates.close()
+        while not wait([closing], SECONDS_BETWEEN_BEATS).done:
+            self.line.receive(wait=False)
 
     # messages
 

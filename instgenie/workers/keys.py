@@ -25,10 +25,7 @@ class Keys:
     def find(self, head: TemplateHead) -> Key:
         """The key of a template that a message names. Its id is remembered."""
         key = self._find(head)
-        self._ids[key] = head.id
-        self._ids.move_to_end(key)
-        if len(self._ids) > MAX_IDS:
-            self._ids.popitem(last=False)
+        self._remember(key, head.id)
         return key
 
     def make(self, head: TemplateHead) -> Key:
@@ -40,7 +37,19 @@ class Keys:
         the heads that the cluster makes."""
         guidance = key.guidance if self.model.embeds_guidance else float(self.model.guidance)
         id = template_id(key.tenant, key.num_steps, guidance, key.picture)
+        if key not in self._ids:
+            self._remember(key, id)
         return TemplateHead(id, key.picture, key.tenant, key.model, key.size, key.num_steps, guidance)
+
+    def _remember(self, key: Key, id: str) -> None:
+        self._ids[key] = id
+        self._ids.move_to_end(key)
+        if len(self._ids) > MAX_IDS:
+            self._ids.popitem(last=False)
+
+    def known(self) -> list[Key]:
+        """The keys whose ids are remembered."""
+        return list(self._ids)
 
     def id(self, key: Key) -> str:
         """The id under which the cluster knows a template. It cannot always be derived from the key: some schedules

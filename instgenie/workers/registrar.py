@@ -37,6 +37,7 @@ class PendingTemplate:
     picture: Pixels | None  # to keep beside the activations
     since: int  # steps that the worker had taken when it came
     request_id: str
+    is_asked_for: bool  # by a client
     registration: Registration | None = None  # None until the missing spans are known
 
 
@@ -78,6 +79,7 @@ class Registrar:
             picture=picture,
             since=self.num_steps,
             request_id=message.request_id,
+            is_asked_for=message.is_asked_for,
         )
 
     def cancel(self, id: str) -> None:
@@ -87,7 +89,7 @@ class Registrar:
     def next(self, is_idle: bool) -> PendingTemplate | None:
         """The template to work on now: an urgent one, any one if the worker is idle, or one that has waited too long.
         Templates whose missing spans are not yet known are passed over."""
-        known = [pending for pending in self.pending.values() if pending.missing.done()]
+        known = [pending for pending in self.pending.values() if pending.missing.done() and self.has_room(pending)]
         now = [pending for pending in known if is_idle or pending.is_urgent]
         return next(iter(now or self._overdue(known)), None)
 
@@ -95,6 +97,13 @@ class Registrar:
         """Yield those that may take time from the running jobs."""
         if self._span_seconds * (1 - SHARE) <= self._step_seconds * SHARE:
             yield from (pending for pending in known if self.num_steps - pending.since >= MAX_STEPS_WAITED)
+
+    def has_room(self, pending: PendingTemplate) -> bool:
+        """Return False while memory is full of templates that are about to be written. While one registration waits for
+        that, no other begins."""
+        if pending.registration is None:
+            return all(self.has_room(other) for other in self.pending.values() if other.registration)
+        return pending.registration.has_room(self.templates.store)
 
     def advance(self, pending: PendingTemplate) -> None:
         """Register the next span of a template, and note how long that took."""
@@ -115,7 +124,9 @@ class Registrar:
         if registration.done:
             self.cancel(pending.id)
             if pending.picture is not None:
-                self.templates.keep_picture(key, pending.picture)
+                self.templates.store.put_picture(key, pending.picture, pending.is_asked_for)
+            elif pending.is_asked_for:
+                self.templates.ask_for(key)
             self.templates.report(key)
         progress = registration.num_registered_steps, key.num_steps
         self.line.send(Registered(pending.id, pending.attempt, *progress, self.templates.memory_bytes(key)))

@@ -1,7 +1,9 @@
 """Tiers in memory: the host tier on any machine, the gpu tier with a CUDA device."""
 
+import os
 import threading
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.memory import MemoryTier, step_specs
 from instgenie.errors import CacheError
-from instgenie.jobs.activations import Key, join
+from instgenie.jobs.activations import Key, Span, join
 
 CPU = torch.device("cpu")
 SLOT = KEY.num_steps * sum(spec.num_bytes for spec in step_specs(make_span()))  # bytes of a template
@@ -194,3 +196,22 @@ class Pool(RuleBasedStateMachine):
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell resident memory")
+def test_evicted_templates_give_their_memory_back_to_the_system() -> None:
+    """Templates of different sizes come and go in threads of their own, as loads do."""
+    tier = HostTier(60_000_000)
+    widths = (900, 600, 750, 400, 300)
+    spans = [Span(KEY.steps, (torch.ones(1, KEY.num_steps, 1, 1000, width),), torch.empty(6, 0)) for width in widths]
+    before = resident_bytes()
+    for index in range(30):
+        thread = threading.Thread(target=tier.store, args=(other_key(index), spans[index % len(spans)]))
+        thread.start()
+        thread.join()
+    assert tier.num_evictions > 20
+    assert resident_bytes() - before < tier.usage().num_bytes + 10_000_000

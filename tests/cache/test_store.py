@@ -139,27 +139,27 @@ def test_without_tiers_in_memory_a_template_lives_as_long_as_it_is_held(tmp_path
     assert equal(again.span, whole())
 
 
-def test_evicted_templates_move_down_tier_by_tier(tmp_path: Path) -> None:
+def test_every_lasting_tier_has_what_higher_tiers_evict(tmp_path: Path) -> None:
     """Nothing is lost as long as a tier has room, and everything can be loaded again."""
     evicted = []
     store = Store(
         host=HostTier(2 * SLOT),
         disk=DiskTier(tmp_path / "disk", int(2.5 * FILES)),
-        remote=RemoteTier(f"file://{tmp_path}/remote", int(4.5 * FILES)),
+        remote=RemoteTier(f"file://{tmp_path}/remote", int(6.5 * FILES)),
         on_evict=lambda tier, key: evicted.append((tier, key)),
     )
     for index in range(6):
         put(store, other_key(index), index)
         store.settle()
     status = store.status()
-    assert [status[name].num_templates for name in ("host", "disk", "remote")] == [2, 2, 4]
+    assert [status[name].num_templates for name in ("host", "disk", "remote")] == [2, 2, 6]
     assert [status[name].num_evictions for name in ("host", "disk", "remote")] == [4, 4, 0]
     assert all(tier.num_bytes <= tier.max_bytes for tier in status.values())
     assert evicted[0] in (("host", other_key(0)), ("disk", other_key(0)))
     assert [store.find(other_key(index)) for index in range(6)] == [PENDING] * 4 + [HIT] * 2
     assert all(is_found(store, other_key(index), index) for index in range(6))
     assert store.find(other_key(0)) is PENDING
-    assert store.status()["remote"].num_templates == 4
+    assert store.status()["remote"].num_templates == 6
 
 
 def test_templates_evicted_before_they_are_written_are_not_lost(tmp_path: Path) -> None:
@@ -284,13 +284,17 @@ def test_no_tenant_finds_the_template_of_another(disk: DiskTier, remote: RemoteT
     assert is_found(store, mine)
 
 
-def test_a_picture_moves_with_its_template(tmp_path: Path, remote: RemoteTier) -> None:
-    store = Store(disk=DiskTier(tmp_path / "disk", FILES + 10_000), remote=remote)
+def test_a_picture_goes_where_its_template_goes(tmp_path: Path, remote: RemoteTier) -> None:
+    disk = DiskTier(tmp_path / "disk", FILES + 10_000)
+    store = Store(disk=disk, remote=remote)
     put(store, KEY)
     store.put_picture(KEY, make_picture())
+    assert np.array_equal(store.picture(KEY), make_picture())
+    store.settle()
     assert store.pictures() == {KEY: (24, 32)}
-    assert remote.load_picture(KEY) is None
+    assert np.array_equal(disk.load_picture(KEY), make_picture())
     put(store, other_key(1))  # evicts the first
+    assert disk.load_picture(KEY) is None
     assert np.array_equal(remote.load_picture(KEY), make_picture())
     assert store.pictures() == {KEY: (24, 32)}
     assert np.array_equal(store.picture(KEY), make_picture())

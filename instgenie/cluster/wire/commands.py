@@ -93,10 +93,17 @@ class Register(Message, frozen=True):
     is_urgent: bool  # True if an edit is waiting for it: it then runs between steps instead of in an idle moment
     picture: tuple[int, int] | None  # (height, width) of the picture to store beside the activations; None: none
     request_id: str = ""
+    is_asked_for: bool = False  # by a client; such a template does not expire
 
 
 class Forget(Message, frozen=True):
     """Delete a template's activations from every tier."""
+
+    template: TemplateHead
+
+
+class Keep(Message, frozen=True):
+    """A client asked for a template that was registered before: it does not expire any more."""
 
     template: TemplateHead
 
@@ -138,5 +145,17 @@ class Finish(Message, frozen=True):
 
 
 Command: TypeAlias = (
-    Stop | Begin | Prepare | PrepareTemplate | Denoise | Fetch | Register | Cancel | Forget | List | Recall | Finish
+    Stop
+    | Begin
+    | Prepare
+    | PrepareTemplate
+    | Denoise
+    | Fetch
+    | Register
+    | Cancel
+    | Forget
+    | Keep
+    | List
+    | Recall
+    | Finish
 )

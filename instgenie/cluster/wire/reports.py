@@ -149,9 +149,10 @@ class Kept(Message, frozen=True):
 
 
 class Forgotten(Message, frozen=True):
-    """A template's activations are deleted."""
+    """A template's activations are deleted, except from the tiers that could not be asked."""
 
     template: str
+    left: tuple[TierName, ...] = ()
 
 
 class Listing(Struct, frozen=True):
@@ -168,6 +169,7 @@ class Listed(Message, frozen=True):
 
     model: str
     templates: tuple[Listing, ...]
+    forgotten: tuple[TemplateHead, ...] = ()  # templates that are still to be deleted from tiers
 
 
 class Recalled(Message, frozen=True):

@@ -108,6 +108,15 @@ class TemplateRemoved(AnswerBody):
     deleted: bool
 
 
+class TemplateLeaving(AnswerBody):
+    """A template that is not used any more, but not yet deleted from every tier."""
+
+    id: str
+    object: Literal["template"]
+    deleted: Literal[False]
+    message: str
+
+
 class HealthState(AnswerBody):
     status: Literal["ok", "loading", "draining", "broken"]
     message: str | None = None  # what is broken

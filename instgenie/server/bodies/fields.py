@@ -79,6 +79,7 @@ class ImageFields(Fields):
     true_cfg_scale: Guidance = Field(1.0, description="Above 1: guidance away from the negative prompt.")
     negative_prompt: Prompt = Field("", description="What the result should not show.")
     strength: float = Field(1.0, gt=0, le=1, description="Below 1, the masked part keeps some of its former content.")
+    store: bool = Field(True, description="False: the picture is not kept to speed up later edits of it.")
     deadline_ms: int | None = Field(
         None, ge=1, le=MAX_DEADLINE_MS, description="An edit that takes longer is cancelled, with status 408."
     )

@@ -14,6 +14,7 @@ from instgenie.server.bodies.answers import (
     ModelAnswer,
     ModelsAnswer,
     TemplateAnswer,
+    TemplateLeaving,
     TemplateRemoved,
     TemplatesAnswer,
 )
@@ -114,7 +115,10 @@ MODELS: dict[str, Any] = {"responses": answers(ModelsAnswer, 401, 403)}
 MODEL: dict[str, Any] = {"responses": answers(ModelAnswer, 401, 403, 404)}
 TEMPLATES: dict[str, Any] = {"responses": answers(TemplatesAnswer, 401, 403)}
 ONE_TEMPLATE: dict[str, Any] = {"responses": answers(TemplateAnswer, 401, 403, 404)}
-REMOVED_TEMPLATE: dict[str, Any] = {"responses": answers(TemplateRemoved, 401, 403, 404)}
+REMOVED_TEMPLATE: dict[str, Any] = {
+    "responses": answers(TemplateRemoved, 401, 403, 404)
+    | {202: {"model": TemplateLeaving, "description": "Not used any more, but not yet deleted.", "headers": HEADERS}}
+}
 HEALTH: dict[str, Any] = {
     "responses": {
         200: {"model": HealthState, "description": "Yes."},

@@ -142,6 +142,7 @@ def make_orders(request: Request, photo: Photo, mask: PixelMask, fields: ImageFi
             output_format=fields.output_format,
             output_compression=fields.output_compression,
             num_partials=fields.partial_images,
+            may_store=fields.store,
             trace=trace_of(request),
         )
         for seed in range(first_seed, first_seed + fields.n)

@@ -9,7 +9,7 @@ from instgenie.errors import ClosedError, InstGenieError, PictureError, Template
 from instgenie.pictures.header import decoding_bytes, kept_bytes
 from instgenie.pictures.photo import Photo, open_photo
 from instgenie.server.admission import Admitted
-from instgenie.server.bodies.answers import TemplateAnswer, TemplateRemoved, TemplatesAnswer
+from instgenie.server.bodies.answers import TemplateAnswer, TemplateLeaving, TemplateRemoved, TemplatesAnswer
 from instgenie.server.bodies.forms import read_template
 from instgenie.server.bodies.schema import ONE_TEMPLATE, REMOVED_TEMPLATE, TEMPLATE, TEMPLATES
 from instgenie.server.errors import NO_RETRY, ApiError, JsonResponse, closed, from_user_error, not_found, retry_after
@@ -18,6 +18,8 @@ from instgenie.server.watch import unless_gone
 from instgenie.types import Notes
 
 SECONDS_TO_REGISTER = 10
+
+SECONDS_TO_DELETE = 5.0  # that a client waits for the answer
 
 router = APIRouter(prefix="/v1/templates")
 
@@ -64,7 +66,13 @@ async def delete_template(request: Request, template: str) -> Response:
     service, tenant = service_of(request), tenant_of(request)
     if not await service.cluster.forget(tenant, template):
         raise unknown(template)
-    return JsonResponse(TemplateRemoved(id=template, object="template", deleted=True).model_dump())
+    if await service.cluster.forgetting.until_done(template, SECONDS_TO_DELETE):
+        return JsonResponse(TemplateRemoved(id=template, object="template", deleted=True).model_dump())
+    left = service.cluster.forgetting.left(template)
+    reason = f"the {' and '.join(left)} cache cannot be reached" if left else "a worker is still at it"
+    message = f"The template is not used any more, but not yet deleted everywhere: {reason}. The server goes on trying."
+    leaving = TemplateLeaving(id=template, object="template", deleted=False, message=message)
+    return JsonResponse(leaving.model_dump(), 202)
 
 
 def template_notes(photo: Photo) -> Notes:

@@ -1,0 +1,67 @@
+"""The version of the code that makes activations is a part of their key."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.edits import make_edit
+from helpers.workers import head_of, make_denoiser, register_on_disk, registering
+
+from instgenie.cache.disk import DiskTier
+from instgenie.cache.store import Lookup, Store
+from instgenie.cluster import wire
+from instgenie.engine.register import register
+from instgenie.models.identity import NUMBERS_VERSION, code_version
+from instgenie.models.model import Model
+
+# by version: the mean size of the rows of the first, the middle and the last place, of the built-in model
+SIZES = {1: (0.9588, 0.7818, 0.6648)}
+
+
+def test_other_numbers_have_another_version(models: dict[str, Model]) -> None:
+    """If this fails, activations have changed: raise NUMBERS_VERSION, and add the new numbers here."""
+    found = register(make_edit(size=(64, 64)).picture, models["builtin"], size=(64, 64), steps=2)
+    places = (0, len(found.rows) // 2, len(found.rows) - 1)
+    assert [float(found.rows[place].abs().mean()) for place in places] == pytest.approx(
+        SIZES[NUMBERS_VERSION], rel=5e-3
+    )
+    assert max(SIZES) == NUMBERS_VERSION
+    assert found.key.code == code_version()
+    assert found.key.code.startswith(f"{NUMBERS_VERSION}, diffusers ")
+
+
+def of_another_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    monkeypatch.setattr("instgenie.engine.register.code_version", lambda: "another")
+    return monkeypatch.undo
+
+
+def test_activations_of_another_version_are_neither_used_nor_listed(
+    models: dict[str, Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = models["blend"]
+    undo = of_another_version(monkeypatch)
+    register_on_disk(small, tmp_path, "t")
+    undo()
+    denoiser, tape = make_denoiser(small, disk=str(tmp_path))
+    assert denoiser.templates.store.find(denoiser.templates.keys.find(head_of("t"))) is Lookup.MISS
+    tape.rounds.append([(wire.List("these"), [])])
+    tape.is_busy = lambda: not tape.of(wire.Listed)
+    denoiser.run()
+    assert tape.of(wire.Listed) == [wire.Listed("these", ())]
+
+
+def test_activations_of_another_version_leave_first(
+    models: dict[str, Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody uses them, so they are the least recently used ones."""
+    small = models["blend"]
+    undo = of_another_version(monkeypatch)
+    register_on_disk(small, tmp_path, "t", "u")
+    undo()
+    num_bytes = Store(disk=DiskTier(tmp_path, 2**30)).status()["disk"].num_bytes
+    old = {path.name for path in tmp_path.iterdir()}
+    for name in ("v", "w"):
+        denoiser, tape = make_denoiser(small, disk=str(tmp_path), disk_bytes=num_bytes + 1000)
+        tape.rounds.append([registering(small, name)])
+        denoiser.run()
+    assert not old & {path.name for path in tmp_path.iterdir()}
