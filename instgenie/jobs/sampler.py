@@ -246,3 +246,13 @@ def flow_shift(scheduler: FlowMatchEulerDiscreteScheduler, num_tokens: int) -> f
     slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
     shift: float = config.base_shift + slope * (num_tokens - config.base_image_seq_len)
     return shift
+
+
+def flow_strength(scheduler: FlowMatchEulerDiscreteScheduler, num_tokens: int, sigma: float) -> float:
+    """The strength at which a schedule of many steps starts with the noise level `sigma`."""
+    shift, config = flow_shift(scheduler, num_tokens), scheduler.config
+    if shift is None:
+        factor = float(config.shift)
+    else:
+        factor = math.exp(shift) if config.time_shift_type == "exponential" else shift
+    return sigma / (sigma + factor * (1 - sigma))

@@ -7,6 +7,7 @@ family.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +27,8 @@ Keep = Callable[[Tensor], None]  # receives what activations keep of a block [br
 @dataclass(frozen=True, eq=False)
 class Model(PipelineParts):
     """Pipeline parts with the passes through their network."""
+
+    needs_true_guidance: ClassVar[bool]  # True if only a true guidance above 1 makes use of the negative prompt
 
     @property
     @abstractmethod
@@ -67,6 +70,12 @@ class Model(PipelineParts):
     @abstractmethod
     def embeds_guidance(self) -> bool:
         """True if the guidance of an edit is an input of the network."""
+
+    @property
+    @abstractmethod
+    def whole_strength(self) -> float:
+        """The strength of an edit of a whole picture that leaves it open: the result shows what the prompt says, and
+        keeps the picture's composition and colours."""
 
     def embedded_guidance(self, edit: Edit) -> float:
         """The guidance as an input of the network; 0 if it is none."""

@@ -44,6 +44,7 @@ class HttpConfig:
     api_keys: tuple[ApiKey, ...]
     served_model_names: tuple[str, ...]
     allowed_hosts: tuple[str, ...]
+    strict_model: bool
     allowed_origins: tuple[str, ...]
     max_body_bytes: int
     max_pixels: int
@@ -82,6 +83,7 @@ OPTIONS = (
     Option("allowed-hosts", host_name, (),
            "name that clients may call this server by, in the header Host; *.example.com = all below it; * = any; "
            "repeatable", "NAME", default_text="loopback names and the address; with an API key any", repeatable=True),
+    Option("strict-model", flag, False, "refuse requests for a model of any other name"),
     Option("allowed-origins", text, (), "web origin whose pages may call this server; * = any; repeatable", "ORIGIN",
            default_text="none", repeatable=True),
     Option("max-body-mib", whole_number(1, 4096), 64, "largest request body", "MIB"),
@@ -157,6 +159,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             api_keys=collect_keys(values["api_key"], values["api_key_file"]),
             served_model_names=values["served_model_name"] or (short_name(values["model"]),),
             allowed_hosts=values["allowed_hosts"],
+            strict_model=values["strict_model"],
             allowed_origins=values["allowed_origins"],
             max_body_bytes=values["max_body_mib"] * 2**20,
             max_pixels=round(values["max_megapixels"] * 1e6),

@@ -17,12 +17,13 @@ from instgenie.server.admission import Admission, Admitted
 from instgenie.server.bodies.body import Intake
 from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
-from instgenie.server.errors import SECONDS_TO_RECOVER, ApiError, bad, closed, not_found
+from instgenie.server.errors import SECONDS_TO_RECOVER, ApiError, bad, closed, echo, not_found
 from instgenie.server.guard.keys import ApiKeys
 from instgenie.server.monitoring.log import note_jobs
 from instgenie.server.monitoring.metrics import Metrics
 from instgenie.server.monitoring.pulse import Pulse
-from instgenie.server.watch import EditWatch
+from instgenie.server.watch import Deadline, EditWatch
+from instgenie.types import Notes
 
 SECONDS_TO_LOAD = 5
 BODIES_AT_ONCE = 8  # bodies of the largest size that may be in memory together
@@ -81,16 +82,23 @@ class HttpService:
         if num_pictures > max_n:
             raise bad("n", f"The number of pictures is {num_pictures}: this server allows {max_n} at most.")
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.config.served_model_names:
+    def check_model(self, name: str | None, notes: Notes) -> None:
+        """Note that another model was asked for than there is, or refuse it where the operator wants that."""
+        served = self.config.served_model_names
+        if not name or name in served:
+            return
+        if self.config.strict_model:
             raise not_found("model", name, "model_not_found", "model")
+        notes.append(f"The model {echo(name)} is not served here: {served[0]} made the picture.")
 
     @asynccontextmanager
     async def watch(
-        self, orders: Sequence[Order], deadline_ms: int | None, admitted: Admitted
+        self, orders: Sequence[Order], deadline: Deadline | None, admitted: Admitted
     ) -> AsyncIterator[EditWatch]:
         """Submit the orders of an admitted request to the cluster and watch them."""
         self.check_open()
+        if deadline:
+            deadline.check()
         try:
             tickets = self.cluster.submit(orders, admitted.place)
         except ClosedError:
@@ -98,7 +106,7 @@ class HttpService:
         note_jobs(ticket.id for ticket in tickets)
         self.num_watches += 1
         try:
-            async with EditWatch(tickets, deadline_ms) as watch:
+            async with EditWatch(tickets, deadline) as watch:
                 yield watch
         finally:
             admitted.leave()
@@ -127,6 +135,10 @@ def tenant_of(request: Request) -> str:
 def trace_of(request: Request) -> str:
     """Return the traceparent, or an empty string if the request is not traced."""
     return str(request.scope["trace"])
+
+
+def deadline_of(request: Request, milliseconds: int | None) -> Deadline | None:
+    return None if milliseconds is None else Deadline(request.scope["start"], milliseconds)
 
 
 def draw_seed() -> int:

@@ -1,29 +1,44 @@
-"""Follows the edits of one request until all are finished, one fails, the deadline passes or the client disconnects.
-However the watch ends, unfinished edits are cancelled."""
+"""Follows the edits of one request until each is finished or has failed, the deadline passes or the client
+disconnects. However the watch ends, unfinished edits are cancelled. An edit that fails stops no other."""
 
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from starlette.requests import Request
 
 from instgenie.cluster.entries import Ticket
 from instgenie.cluster.orders import Event, Failed, Finished
-from instgenie.server.errors import from_failure, gone, late
+from instgenie.server.errors import ApiError, from_failure, gone, late
 from instgenie.server.monitoring.log import say
 
 Out = TypeVar("Out")
 
 
+@dataclass(frozen=True)
+class Deadline:
+    start: float  # when the first byte of the request arrived, of `time.monotonic`
+    milliseconds: int
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self.start + self.milliseconds / 1000 - time.monotonic())
+
+    def check(self) -> None:
+        if not self.seconds_left:
+            raise late(self.milliseconds)
+
+
 class EditWatch:
-    def __init__(self, tickets: Sequence[Ticket], deadline_ms: int | None) -> None:
+    def __init__(self, tickets: Sequence[Ticket], deadline: Deadline | None = None) -> None:
         self.tickets = tickets
-        self.deadline_ms = deadline_ms
+        self.deadline = deadline
         self.open = set(range(len(tickets)))
+        self.errors: dict[int, ApiError] = {}  # of the edits that failed, by index
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.pumps: list[asyncio.Task[None]] = []
-        self.start = time.monotonic()
 
     async def __aenter__(self) -> Self:
         self.pumps = [asyncio.create_task(self._pump(index)) for index in range(len(self.tickets))]
@@ -32,8 +47,12 @@ class EditWatch:
     async def __aexit__(self, *error: object) -> None:
         for pump in self.pumps:
             pump.cancel()
+        self._cancel()
+
+    def _cancel(self) -> None:
         for index in self.open:
             self.tickets[index].cancel()
+        self.open.clear()
 
     async def _pump(self, index: int) -> None:
         try:
@@ -44,37 +63,39 @@ class EditWatch:
             self.events.put_nowait((index, Failed("internal", "")))
 
     async def next(self, patience: float | None = None) -> tuple[int, Event] | None:
-        """Return the next event and the index of its edit; None after `patience` quiet seconds. Raise on failure."""
-        wait = min((limit for limit in (patience, self._left()) if limit is not None), default=None)
+        """Return the next event and the index of its edit; None after `patience` quiet seconds, and when the deadline
+        has passed."""
+        left = self.deadline.seconds_left if self.deadline else None
+        wait = min((limit for limit in (patience, left) if limit is not None), default=None)
         try:
             async with asyncio.timeout(wait):
                 index, event = await self.events.get()
         except TimeoutError:
-            if self._left() == 0:
-                assert self.deadline_ms is not None
-                raise late(self.deadline_ms) from None
+            self._check_deadline()
             return None
         if isinstance(event, Finished):
             self.open.discard(index)
         if isinstance(event, Failed):
             self.open.discard(index)
+            self.errors[index] = from_failure(event)
             say("an edit failed", level=30, kind=event.kind, reason=event.message)
-            raise from_failure(event)
         return index, event
 
-    def _left(self) -> float | None:
-        if self.deadline_ms is None:
-            return None
-        return max(0.0, self.start + self.deadline_ms / 1000 - time.monotonic())
+    def _check_deadline(self) -> None:
+        if self.deadline and not self.deadline.seconds_left:
+            self.errors |= {index: late(self.deadline.milliseconds) for index in self.open}
+            self._cancel()
 
-    async def all(self) -> list[Finished]:
-        """Return the results, in the order of the edits."""
+    async def all(self) -> dict[int, Finished]:
+        """Return the results by the index of their edits. Raise if there is none."""
         found: dict[int, Finished] = {}
         while self.open:
-            happened = await self.next()
-            if happened and isinstance(happened[1], Finished):
-                found[happened[0]] = happened[1]
-        return [found[index] for index in sorted(found)]
+            match await self.next():
+                case (index, Finished() as finished):
+                    found[index] = finished
+        if not found:
+            raise self.errors[min(self.errors)]
+        return found
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Out]) -> Out:

@@ -152,6 +152,8 @@ def facts_of(model: Model) -> ModelFacts:
         steps=model.steps,
         guidance=model.guidance,
         embeds_guidance=model.embeds_guidance,
+        whole_strength=round(model.whole_strength, 2),
+        needs_true_guidance=model.needs_true_guidance,
         patch=model.patch,
         size_multiple=model.size_multiple,
         num_blocks=model.num_blocks,

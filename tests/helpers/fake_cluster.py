@@ -18,8 +18,9 @@ from instgenie.cluster.wish import Wish
 from instgenie.types import TierName
 
 FACTS = wire.ModelFacts(
-    name="tiny", family="flux", is_fill=False, own_size=64, steps=4, guidance=3.5, embeds_guidance=False, patch=16,
-    size_multiple=16, num_blocks=3, device="cpu", dtype="float32",
+    name="tiny", family="flux", is_fill=False, own_size=64, steps=4, guidance=3.5, embeds_guidance=False,
+    whole_strength=0.9, needs_true_guidance=True, patch=16, size_multiple=16,
+    num_blocks=3, device="cpu", dtype="float32",
 )  # fmt: skip
 JOB = wire.JobHead({}, (4, 4), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), 1, (wire.TensorHead("float32", (1,)),))
 LATENTS = wire.TensorHead("float32", (1,))

@@ -11,7 +11,15 @@ from diffusers import (
 )
 from diffusers.pipelines.flux.pipeline_flux_inpaint import FluxInpaintPipeline, calculate_shift, retrieve_timesteps
 
-from instgenie.jobs.sampler import ddim_schedule, euler_schedule, flow_euler, flow_noise, flow_schedule, flow_sigmas
+from instgenie.jobs.sampler import (
+    ddim_schedule,
+    euler_schedule,
+    flow_euler,
+    flow_noise,
+    flow_schedule,
+    flow_sigmas,
+    flow_strength,
+)
 
 CONFIGS = [
     {"shift": 1.0},
@@ -44,6 +52,13 @@ def test_sigmas_are_the_stock_pipelines(config: dict[str, float], steps: int, st
     torch.testing.assert_close(ours, stock_sigmas(FlowMatchEulerDiscreteScheduler(**config), steps, 384, strength))
     assert ours[-1] == 0
     assert len(ours) >= 2
+
+
+@pytest.mark.parametrize("config", [{}, {"shift": 3.0}, {"use_dynamic_shifting": True}])
+def test_a_strength_starts_at_its_noise_level(config: dict[str, float]) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(**config)
+    strength = flow_strength(scheduler, 4096, 0.9)
+    assert flow_sigmas(scheduler, 1000, 4096, strength)[0] == pytest.approx(0.9, abs=0.005)
 
 
 def test_sigmas_leave_the_scheduler_as_it_is() -> None:

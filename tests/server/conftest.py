@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def narrow(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with narrow limits, without keys and without reuse."""
+    """A server with narrow limits, without keys, without reuse, for one model name."""
     flags = [
         "--max-queue", "6", "--max-batch-size", "2", "--body-timeout", "1.5", "--max-body-mib", "1",
         "--max-megapixels", "0.1", "--max-decoded-gib", "0.001", "--allowed-origins", ORIGIN, "--no-reuse",
-        "--max-steps", "900", "--max-n", "9",
+        "--max-steps", "900", "--max-n", "9", "--strict-model",
     ]  # fmt: skip
     with running_server(tmp_path_factory.mktemp("narrow"), str(folders["sd_fill"]), *flags) as running:
         yield running

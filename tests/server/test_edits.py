@@ -88,13 +88,6 @@ def test_without_a_seed_pictures_differ(server: Running) -> None:
     assert first.b64_json != second.b64_json
 
 
-def test_without_a_mask_the_whole_picture_is_edited(server: Running) -> None:
-    answer = server.openai().images.edit(image=PICTURE, prompt="a cat", extra_body=QUICK, response_format="url")
-    assert answer.data[0].masked_share == 1  # type: ignore[index]
-    assert answer.data[0].url is None  # type: ignore[index]
-    assert (pixels(answer) != picture()).any(axis=2).mean() > 0.9
-
-
 def test_alpha_and_luma_masks(server: Running, edited: Any) -> None:
     luma = png(mask().astype(np.uint8) * 255)
     assert alike(pixels(edit(server, mask=luma, extra_body={"mask_mode": "luma"})), pixels(edited))

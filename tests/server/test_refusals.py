@@ -31,7 +31,7 @@ BAD_EDITS: dict[str, tuple[dict[str, Any], str, str]] = {
     "format": ({"output_format": "gif"}, "output_format", "invalid_value"),
     "partials without stream": ({"partial_images": 1}, "partial_images", "invalid_value"),
     "too many partials": ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value"),
-    "seed": ({"extra_body": {"seed": -1}}, "seed", "invalid_value"),
+    "seed": ({"extra_body": {"seed": -2}}, "seed", "invalid_value"),
     "seeds beyond the last": ({"extra_body": {"seed": 2**63 - 1}, "n": 2}, "seed", "invalid_value"),
     "steps": ({"extra_body": {"num_inference_steps": 1001}}, "num_inference_steps", "invalid_value"),
     "guidance": ({"extra_body": {"guidance_scale": "nan"}}, "guidance_scale", "invalid_value"),
@@ -64,9 +64,9 @@ def test_a_missing_field_is_named(server: Running) -> None:
             assert error["code"] == "missing_required_parameter"
 
 
-def test_a_model_that_is_not_served(server: Running) -> None:
+def test_a_strict_server_refuses_other_models(narrow: Running) -> None:
     with pytest.raises(openai.NotFoundError) as refused:
-        edit(server, model="gpt-image-1")
+        edit(narrow, model="gpt-image-1")
     assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
 
 
@@ -97,7 +97,7 @@ def test_a_template_needs_a_picture(server: Running) -> None:
 
 def test_unknown_routes_and_methods(server: Running) -> None:
     with server.http() as client:
-        lost, wrong = client.get("/v1/images/variations"), client.put("/v1/templates")
+        lost, wrong = client.get("/v1/images/dreams"), client.put("/v1/templates")
         assert (lost.status_code, lost.json()["error"]["code"]) == (404, "route_not_found")
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
         assert wrong.headers["allow"] == "GET, POST"

@@ -51,6 +51,8 @@ class ModelFacts(Struct, frozen=True):
     steps: int
     guidance: float
     embeds_guidance: bool  # True if an edit's guidance is an input of the network
+    whole_strength: float  # of an edit of a whole picture that leaves it open
+    needs_true_guidance: bool  # True if a negative prompt needs a true guidance above 1, whatever the guidance is
     patch: int  # side of a token in pixels
     size_multiple: int  # working sizes are multiples of this
     num_blocks: int

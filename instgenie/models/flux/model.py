@@ -15,7 +15,7 @@ from instgenie.errors import ModelError
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
-from instgenie.jobs.sampler import FlowSchedule, flow_schedule
+from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
 from instgenie.models.flux.batch import FluxBatch, pack
 from instgenie.models.flux.network import (
     describe,
@@ -31,6 +31,7 @@ from instgenie.models.packed import PackedBatch
 from instgenie.types import Edit
 
 CAPTURED_AREA = 2 * 3072**2  # branches times squared width; below it, launching kernels takes longer than running them
+WHOLE_SIGMA = 0.9  # noise level at which a whole picture starts: less leaves it as it is, more leaves little of it
 MAX_TEXT_TOKENS = 512  # the stock pipelines' limit; a tokenizer may have none
 
 
@@ -40,6 +41,7 @@ class FluxModel(Model):
     network_name = "transformer"
     is_convolutional = False
     latents_per_token = 2
+    needs_true_guidance = True
 
     transformer: FluxTransformer2DModel
     text_encoder_2: T5EncoderModel
@@ -90,6 +92,10 @@ class FluxModel(Model):
     @property
     def embeds_guidance(self) -> bool:
         return bool(self.transformer.config.guidance_embeds)
+
+    @property
+    def whole_strength(self) -> float:
+        return flow_strength(self.scheduler, (self.own_size // self.patch) ** 2, WHOLE_SIGMA)
 
     def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
         prompts = (edit.prompt, edit.negative_prompt) if self.guidance_scale(edit) > 1 else (edit.prompt,)

@@ -45,6 +45,8 @@ class UnetModel(Model):
     network_name = "unet"
     is_convolutional = True
     latents_per_token = 1
+    needs_true_guidance = False
+    whole_strength = 0.75  # what front ends for Stable Diffusion start with
 
     unet: UNet2DConditionModel
     scheduler: DDIMScheduler | EulerDiscreteScheduler

@@ -4,7 +4,7 @@ shapes OpenAI's clients expect; does not talk to the cluster."""
 import base64
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -46,7 +46,11 @@ class EditSummary(AnswerBody):
 
 
 class PictureAnswer(EditSummary):
-    b64_json: str
+    """One picture, in the field that `response_format` names; the other field is left out."""
+
+    index: int
+    b64_json: str | None = None
+    url: str | None = None  # a data: URL
 
 
 class TokenDetails(AnswerBody):
@@ -62,9 +66,25 @@ class TokenUsage(AnswerBody):
     total_tokens: int
 
 
+class ErrorFacts(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorFacts
+
+
+class IndexedError(Error):
+    index: int
+
+
 class ImagesAnswer(AnswerBody):
     created: int
-    data: list[PictureAnswer]
+    data: list[PictureAnswer]  # those that were made
+    errors: list[IndexedError]  # one for each picture that was not; if none was made, the answer is an error
     size: str
     quality: Literal["low", "medium", "high"]
     background: Literal["opaque"]
@@ -122,26 +142,28 @@ class HealthState(AnswerBody):
     message: str | None = None  # what is broken
 
 
-class ErrorFacts(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(BaseModel):
-    error: ErrorFacts
-
-
-def images_answer(results: Sequence[Finished], fields: ImageFields, notes: Notes) -> bytes:
+def images_answer(
+    results: Mapping[int, Finished], errors: Mapping[int, ApiError], fields: ImageFields, notes: Notes
+) -> bytes:
+    """Encode the answer from the results and errors by index; there is at least one result."""
+    facts = [one.facts for one in results.values()]
     answer = ImagesAnswer(
         created=int(time.time()),
-        data=[PictureAnswer(b64_json=encoded(one.picture), **edit_summary(one.facts)) for one in results],
-        **picture_format(size_of(results[0].facts), fields),
-        usage=token_usage([one.facts for one in results], fields.prompt),
+        data=[picture_answer(index, results[index], fields) for index in sorted(results)],
+        errors=[IndexedError(index=index, **errors[index].body) for index in sorted(errors)],
+        **picture_format(size_of(facts[0]), fields),
+        usage=token_usage(facts, fields.prompt),
         notes=notes,
     )
-    return json.dumps(answer.model_dump()).encode()
+    return json.dumps(answer.model_dump(exclude_unset=True)).encode()
+
+
+def picture_answer(index: int, result: Finished, fields: ImageFields) -> PictureAnswer:
+    text = encoded(result.picture)
+    picture: dict[str, Any] = {"b64_json": text}
+    if fields.response_format == "url":
+        picture = {"url": f"data:image/{fields.output_format};base64,{text}"}
+    return PictureAnswer(index=index, **picture, **edit_summary(result.facts))
 
 
 def picture_format(size: str, fields: ImageFields) -> dict[str, Any]:
@@ -230,8 +252,8 @@ def event(kind: str, body: dict[str, Any]) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind} | body)}\n\n".encode()
 
 
-def error_event(error: ApiError) -> bytes:
-    return f"data: {json.dumps(error.body)}\n\n".encode()
+def error_event(index: int, error: ApiError) -> bytes:
+    return f"data: {json.dumps(error.body | {'index': index})}\n\n".encode()
 
 
 def encoded(picture: bytes) -> str:

@@ -23,6 +23,7 @@ from instgenie.types import Notes
 MAX_FIELDS = 64
 MAX_FILES = 20
 MAX_TEXT_PART = 256 * 1024
+MAY_BE_EMPTY = ("prompt", "negative_prompt")  # an empty text is a value of these; of other fields it is none
 
 
 @dataclass
@@ -105,7 +106,11 @@ class Body:
 
     async def multipart(self) -> RequestForm:
         parser = InMemoryParser(
-            self.request.headers, self.chunks(), max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_PART
+            self.request.headers,
+            self.chunks(),
+            max_files=MAX_FILES,
+            max_fields=MAX_FIELDS,
+            max_part_size=self.intake.max_body,
         )
         try:
             parts = await parser.parse()
@@ -115,7 +120,10 @@ class Body:
             raise ApiError(400, "The body is not valid multipart/form-data.", "invalid_multipart") from None
         form = RequestForm()
         for name, part in parts.multi_items():
-            form.add(name, await part.read() if isinstance(part, UploadFile) else part)
+            if isinstance(part, str):
+                check_text(name, part)
+            if not is_empty(name, part):
+                form.add(name, await part.read() if isinstance(part, UploadFile) else part)
         await parts.close()
         return form
 
@@ -129,11 +137,23 @@ class InMemoryParser(MultiPartParser):
     spool_max_size = sys.maxsize  # bodies are bounded, so files stay in memory and are never written to disk
 
 
+def check_text(name: str, part: str) -> None:
+    """Refuse long text, unless it is a picture."""
+    if len(part) > MAX_TEXT_PART and part.lstrip()[:5].lower() != "data:":
+        message = f"The text field {echo(name)} is too large: at most {MAX_TEXT_PART:,} bytes are accepted."
+        raise ApiError(400, message, "invalid_multipart", name)
+
+
+def is_empty(name: str, part: UploadFile | str) -> bool:
+    """True if a client left the field out, which forms do with an empty text or a file without name and content."""
+    if isinstance(part, UploadFile):
+        return not part.filename and not part.size
+    return not part.strip() and name not in MAY_BE_EMPTY
+
+
 def explain(invalid: MultiPartException) -> str:
     if "Too many" in invalid.message:
         return f"The body has too many parts: at most {MAX_FILES} files and {MAX_FIELDS} fields are accepted."
-    if "exceeded" in invalid.message:
-        return f"A text field is too large: at most {MAX_TEXT_PART:,} bytes are accepted."
     return "The body is not valid multipart/form-data."
 
 

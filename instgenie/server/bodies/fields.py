@@ -6,12 +6,15 @@ values are OpenAI's; extensions are flat, because OpenAI's clients send them as 
 refused, so that a misspelt field is never silently ignored.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
+from instgenie.cluster.wire import ModelFacts
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import Quality
 from instgenie.pictures.decode import MIN_SIDE
@@ -20,13 +23,17 @@ from instgenie.pictures.mask import MaskMode
 from instgenie.pictures.photo import Metadata
 from instgenie.pictures.picture import MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
 from instgenie.server.bodies.body import RequestForm
+from instgenie.server.bodies.names import hint
 from instgenie.server.errors import ApiError, bad, echo
-from instgenie.server.options import nearest
 from instgenie.types import Notes, Reuse, Source
 
 MAX_EDITS = 10
 MAX_ANSWER_SIDE = 16_383  # of a WebP
 MAX_DEADLINE_MS = 3_600_000
+RANDOM_SEED = -1  # what other servers call a seed that is drawn
+SIZE = r"^(auto|[1-9][0-9]{0,4}[xX×][1-9][0-9]{0,4})$"
+UNPROMPTED = 0.85  # share of a strength that is left without a prompt, which alone gives the result a subject
+TRUE_GUIDANCE = 2.0  # of a request that gives only a negative prompt, to models that need true guidance for it
 
 QualityName = Literal["auto", "low", "medium", "high", "xhigh", "max", "standard", "hd", "fast", "balanced", "exact"]
 QUALITIES: dict[QualityName, Quality] = {
@@ -41,59 +48,139 @@ Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 
 
+def lowered(given: Any) -> Any:
+    return given.strip().lower() if isinstance(given, str) else given
+
+
+def format_name(given: Any) -> Any:
+    return "jpeg" if lowered(given) == "jpg" else lowered(given)
+
+
+def plain_size(given: str) -> str:
+    if not re.fullmatch(SIZE, lowered(given)):
+        raise PydanticCustomError("size", "auto or WIDTHxHEIGHT, such as 1024x768, is expected")
+    return str(lowered(given)).replace("×", "x")
+
+
+AnyCase = BeforeValidator(lowered)
+
+
 @dataclass(frozen=True)
 class PictureField:
     """A field that carries an encoded picture: a file in a form, a data: URL in JSON."""
 
     name: str
     may_be_list: bool = False  # a list of one picture is accepted too: `name[]` in a form
+    other_names: tuple[str, ...] = ()
+
+
+IMAGE = PictureField("image", may_be_list=True, other_names=("images", "image_url", "url"))
+MASK = PictureField("mask")
 
 
 class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     pictures: ClassVar[tuple[PictureField, ...]] = ()
 
+    def settled(self) -> Self:
+        """Return the fields after all values that are said in several ways are said in one."""
+        return self
+
 
 class ImageFields(Fields):
     prompt: Prompt = Field(description="What the masked part should show.")
-    model: str | None = Field(None, max_length=256, description="A name this server serves; may be omitted.")
+    model: str | None = Field(
+        None, max_length=256, description="The one model there is makes the picture, unless the server is strict."
+    )
     n: int = Field(1, ge=1, le=MAX_EDITS, description="Number of pictures to make, with seeds seed, seed + 1, ...")
-    size: str = Field(
-        "auto", pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$",
+    size: Annotated[str, AfterValidator(plain_size)] = Field(
+        "auto", json_schema_extra={"pattern": SIZE},
         description="WIDTHxHEIGHT of the result. Edits: auto keeps the picture's size; to any other size the picture "
         "is scaled and fitted, see fit. Generations: auto is the model's native size.",
     )  # fmt: skip
-    quality: QualityName = Field("auto", description="fast, balanced or exact, or OpenAI's names for them.")
-    background: Literal["auto", "opaque", "transparent"] = Field("auto", description="Results are always opaque.")
-    output_format: Literal["png", "jpeg", "webp"] = Field("png", description="png, and webp at 100, are lossless.")
+    width: int | None = Field(None, ge=1, le=99_999, description="With height: another way to give the size.")
+    height: int | None = Field(None, ge=1, le=99_999, description="With width: another way to give the size.")
+    quality: Annotated[QualityName, AnyCase] = Field(
+        "auto", description="fast, balanced or exact, or OpenAI's names for them."
+    )
+    background: Annotated[Literal["auto", "opaque", "transparent"], AnyCase] = Field(
+        "auto", description="Results are always opaque."
+    )
+    output_format: Annotated[Literal["png", "jpeg", "webp"], BeforeValidator(format_name)] = Field(
+        "png", description="png, and webp at 100, are lossless; jpg is jpeg."
+    )
     output_compression: int = Field(100, ge=0, le=100, description="Quality of jpeg and webp.")
-    response_format: Literal["b64_json", "url"] = Field("b64_json", description="Both return b64_json.")
+    response_format: Annotated[Literal["b64_json", "url"], AnyCase] = Field(
+        "b64_json", description="url returns a data: URL. Streams always carry b64_json."
+    )
     stream: bool = Field(False, description="Respond with server-sent events.")
     partial_images: int = Field(0, ge=0, le=3, description="Number of intermediate pictures to send; needs stream.")
     stream_progress: bool = Field(False, description="Also send instgenie.queued and instgenie.step; needs stream.")
     user: str | None = Field(None, max_length=1024, description="Accepted, but not used.")
-    moderation: Literal["auto", "low"] = Field("auto", description="Accepted, but not used.")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="Same seed, same picture; random if omitted.")
+    moderation: Annotated[Literal["auto", "low"], AnyCase] = Field("auto", description="Accepted, but not used.")
+    safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, but not used.")
+    complexity: Any = Field(None, description="Accepted, but not used.")
+    markup: Any = Field(None, description="Accepted, but not used.")
+    seed: int | None = Field(
+        None, ge=RANDOM_SEED, le=MAX_SEED, description="Same seed, same picture; random if omitted or -1."
+    )
     num_inference_steps: Steps | None = Field(None, description="Denoising steps; the model's default if omitted.")
     guidance_scale: Guidance | None = Field(None, description="How closely to follow the prompt.")
-    true_cfg_scale: Guidance = Field(1.0, description="Above 1: guidance away from the negative prompt.")
+    true_cfg_scale: Guidance | None = Field(
+        None,
+        description="Above 1: guidance away from the negative prompt. If omitted it is 1, or "
+        f"{TRUE_GUIDANCE:g} if there is a negative prompt that the model would ignore.",
+    )
     negative_prompt: Prompt = Field("", description="What the result should not show.")
-    strength: float = Field(1.0, gt=0, le=1, description="Below 1, the masked part keeps some of its former content.")
+    strength: float | None = Field(
+        None, gt=0, le=1,
+        description="Below 1, the masked part keeps some of its former content. If omitted it is 1, or the model's "
+        "own in an edit without a mask.",
+    )  # fmt: skip
     store: bool = Field(True, description="False: the picture is not kept to speed up later edits of it.")
     deadline_ms: int | None = Field(
-        None, ge=1, le=MAX_DEADLINE_MS, description="An edit that takes longer is cancelled, with status 408."
-    )
+        None, ge=1, le=MAX_DEADLINE_MS,
+        description="An edit that is not done so many milliseconds after its request began to arrive is cancelled, "
+        "with status 408.",
+    )  # fmt: skip
 
-    def check_together(self, embeds_guidance: bool) -> None:
-        """Check the rules between fields. `embeds_guidance` is true of models that take guidance as an input."""
+    def settled(self) -> Self:
+        seed = None if self.seed == RANDOM_SEED else self.seed
+        return self.model_copy(update={"seed": seed, "size": self._asked_size()})
+
+    def _asked_size(self) -> str:
+        if self.width is None and self.height is None:
+            return self.size
+        if self.width is None or self.height is None:
+            one, other = ("height", "width") if self.width is None else ("width", "height")
+            raise bad(one, f"The request has a {one}, but no {other}: both or neither are expected.")
+        asked = f"{self.width}x{self.height}"
+        if self.size not in ("auto", asked):
+            raise bad("size", f"The size is {self.size}, but width and height are {asked}: one of them is expected.")
+        return asked
+
+    def check_together(self) -> None:
+        """Check the rules between fields."""
         if self.partial_images and not self.stream:
             raise bad("partial_images", "Partial images need 'stream' to be true.")
         if self.stream_progress and not self.stream:
             raise bad("stream_progress", "Progress events need 'stream' to be true.")
         if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
             raise bad("seed", f"The seed is {self.seed}: seed + n - 1 may be at most {MAX_SEED}.")
-        if self.negative_prompt and self.true_cfg_scale <= 1 and embeds_guidance:
-            raise bad("negative_prompt", "With this model a negative prompt needs a 'true_cfg_scale' above 1.")
+
+    def guided(self, model: ModelFacts, notes: Notes) -> Self:
+        """Return the fields with a guidance that makes use of the negative prompt, unless the client wants none."""
+        if not self.negative_prompt:
+            return self
+        if model.needs_true_guidance and self.true_cfg_scale is None:
+            notes.append(f"The negative prompt works through a true_cfg_scale of {TRUE_GUIDANCE:g}: none was given.")
+            return self.model_copy(update={"true_cfg_scale": TRUE_GUIDANCE})
+        guidance = model.guidance if self.guidance_scale is None else self.guidance_scale
+        scales = [self.true_cfg_scale or 0.0] + ([] if model.needs_true_guidance else [guidance])
+        if max(scales) <= 1:
+            name = "true_cfg_scale" if model.needs_true_guidance else "guidance_scale"
+            notes.append(f"The negative prompt has no effect: it needs a {name} above 1.")
+        return self
 
     def describe(self, notes: Notes) -> None:
         """Add a note on each value that has not the effect its name promises."""
@@ -108,17 +195,18 @@ class ImageFields(Fields):
             negative_prompt=self.negative_prompt,
             steps=self.num_inference_steps,
             guidance=self.guidance_scale,
-            true_guidance=self.true_cfg_scale,
-            strength=self.strength,
+            true_guidance=1.0 if self.true_cfg_scale is None else self.true_cfg_scale,
+            strength=1.0 if self.strength is None else self.strength,
             quality=QUALITIES[self.quality],
         )
 
 
 class EditFields(ImageFields):
-    pictures = (PictureField("image", may_be_list=True), PictureField("mask"))
+    pictures: ClassVar[tuple[PictureField, ...]] = (IMAGE, MASK)
+    reads_alpha: ClassVar[bool] = True  # transparent pixels of the picture are the mask if there is no other
 
     template: str | None = Field(None, max_length=128, description="Id of a template to edit instead of an image.")
-    mask_mode: MaskMode = Field(
+    mask_mode: Annotated[MaskMode, AnyCase] = Field(
         "auto",
         description="alpha: transparent pixels are edited (alpha below 128); luma: white pixels are edited; "
         "auto: alpha, or luma if the mask is opaque and black and white.",
@@ -135,7 +223,7 @@ class EditFields(ImageFields):
     )
     metadata: Metadata = Field("safe", description="EXIF of the result: safe = all but the place (GPS); all; none.")
     feather: int = Field(0, ge=0, le=MAX_FEATHER, description="Width in pixels of a soft edge inside the mask.")
-    input_fidelity: Literal["low", "high"] = Field(
+    input_fidelity: Annotated[Literal["low", "high"], AnyCase] = Field(
         "high", description="Accepted, but not used: pixels outside the mask never change."
     )
 
@@ -147,13 +235,36 @@ class EditFields(ImageFields):
     def edit_settings(self, seed: int) -> Wish:
         return replace(super().edit_settings(seed), feather=self.feather, reuse=self.reuse)
 
+    def for_whole_picture(self, model: ModelFacts, notes: Notes) -> Self:
+        """Return the fields of an edit without a mask: its result depends on the picture, unless a strength is given.
+
+        A schedule leaves out whole steps. It begins with pure noise unless it leaves out one, so that few steps need a
+        lower strength."""
+        if self.strength is not None:
+            return self
+        steps = max(self.num_inference_steps or model.steps, 2)
+        own = model.whole_strength if self.prompt.strip() else round(UNPROMPTED * model.whole_strength, 2)
+        strength = min(own, (1000 - math.ceil(1000 / steps)) / 1000)
+        notes.append(
+            f"There is no mask, so the whole picture was edited with a strength of {strength:g}: "
+            "a higher 'strength' changes more of it, and a mask keeps what is outside."
+        )
+        return self.model_copy(update={"strength": strength, "num_inference_steps": steps})  # of 2, one is run
+
+
+class VariationFields(EditFields):
+    pictures = (IMAGE,)
+    reads_alpha = False
+
+    prompt: Prompt = Field("", description="What the variations should show; may be omitted.")
+
 
 class GenerationFields(ImageFields):
-    style: Literal["vivid", "natural"] = Field("natural", description="Accepted, but not used.")
+    style: Annotated[Literal["vivid", "natural"], AnyCase] = Field("natural", description="Accepted, but not used.")
 
 
 class TemplateFields(Fields):
-    pictures = (PictureField("image", may_be_list=True),)
+    pictures = (IMAGE,)
 
     num_inference_steps: Steps | None = Field(
         None, description="Number of steps of the edits to come; the model's default if omitted."
@@ -168,18 +279,20 @@ FieldsT = TypeVar("FieldsT", bound=Fields)
 
 def parse_fields(kind: type[FieldsT], form: RequestForm) -> FieldsT:
     """Validate the form's scalar fields. Form parts are converted from text; JSON values need the right type."""
+    known = [*kind.model_fields, *(picture.name for picture in kind.pictures)]
     for name, values in form.values.items():
         if name not in kind.model_fields:
-            raise bad(name, f"Unknown field {echo(name)}{nearest(name, kind.model_fields)}", "unknown_parameter")
+            raise bad(name, f"Unknown field {echo(name)}{hint(name, known)}", "unknown_parameter")
         if len(values) > 1:
             raise bad(name, f"The field {name!r} was sent {len(values)} times: once is expected.")
         if isinstance(values[0], bytes):
             raise bad(name, f"The field {name!r} was sent as a file: text is expected.")
     given = {name: values[0] for name, values in form.values.items()}
     try:
-        return kind.model_validate(given, strict=form.is_json)
+        fields = kind.model_validate(given, strict=form.is_json)
     except ValidationError as invalid:
         raise explain(invalid) from None
+    return fields.settled()
 
 
 def explain(invalid: ValidationError) -> ApiError:

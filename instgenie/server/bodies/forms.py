@@ -12,7 +12,8 @@ from instgenie.server.bodies.fields import EditFields, Fields, PictureField, Tem
 from instgenie.server.errors import ApiError, bad, echo
 from instgenie.types import Notes
 
-DATA_URL_PREFIX = r"data:image/[a-z0-9.+-]{1,32};base64,"
+DATA_URL_PREFIX = r"data:image/[a-z0-9.+-]{1,32}(;[a-z0-9-]{1,32}=[^;,]{0,64}){0,4};base64,"
+WHITESPACE = b" \t\r\n"  # allowed within base64
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +24,9 @@ class EditForm:
     notes: Notes  # the form's
 
 
-def read_edit(form: RequestForm) -> EditForm:
-    pictures = take_pictures(EditFields, form)
-    fields = parse_fields(EditFields, form)
+def read_edit(form: RequestForm, kind: type[EditFields] = EditFields) -> EditForm:
+    pictures = take_pictures(kind, form)
+    fields = parse_fields(kind, form)
     image = pictures.get("image")
     if fields.template is None and image is None:
         raise missing_image()
@@ -53,31 +54,54 @@ def take_pictures(kind: type[Fields], form: RequestForm) -> dict[str, bytes]:
 
 
 def take_picture(picture: PictureField, form: RequestForm) -> bytes | None:
-    name = picture.name
-    sent = form.values.pop(name, [])
-    if picture.may_be_list:
-        sent = [*sent, *form.values.pop(f"{name}[]", [])]
-        if form.is_json:
-            sent = [one for value in sent for one in (value if isinstance(value, list) else [value])]
+    """Remove all fields that carry the picture, in a list or not, and return the one picture they hold."""
+    sent = [one for name in list(form.values) if is_of(picture, name) for one in form.values.pop(name)]
+    if picture.may_be_list and form.is_json:
+        sent = [one for value in sent for one in (value if isinstance(value, list) else [value])]
     if len(sent) > 1:
-        raise bad(name, f"There are {len(sent)} {name}s: one is expected.")
-    return picture_bytes(name, sent[0]) if sent else None
+        why = (
+            "this model edits one picture and has no use for reference pictures"
+            if picture.may_be_list
+            else "one is expected"
+        )
+        raise bad(picture.name, f"There are {len(sent)} {picture.name}s: {why}.")
+    return picture_bytes(picture.name, sent[0]) if sent else None
+
+
+def is_of(picture: PictureField, name: str) -> bool:
+    """True of the picture's names; of a list also with brackets, as in `image[]` and `image[0]`."""
+    if picture.may_be_list:
+        name = re.sub(r"\[\d{0,2}\]$", "", name)
+    return name in (picture.name, *picture.other_names)
 
 
 def picture_bytes(param: str, sent: Any) -> bytes:
-    if isinstance(sent, bytes):
-        return sent
-    if not isinstance(sent, str):
+    url = unwrapped(param, sent)
+    if isinstance(url, bytes):
+        return url
+    if not isinstance(url, str):
         raise bad(param, f"The field {param!r} is {echo(sent)}: a picture as a data: URL is expected.")
-    return decode_data_url(param, sent)
+    return decode_data_url(param, url)
+
+
+def unwrapped(param: str, sent: Any) -> Any:
+    """Return the URL in an object such as `{"image_url": URL}`, `{"url": URL}` or `{"image_url": {"url": URL}}`."""
+    for _ in range(2):
+        if isinstance(sent, dict):
+            if sent.get("file_id"):
+                message = f"The field {param!r} names a file, but the server keeps none: send a file or a data: URL."
+                raise bad(param, message, "no_files")
+            sent = sent.get("image_url") or sent.get("url")
+    return sent
 
 
 def decode_data_url(param: str, url: str) -> bytes:
+    url = url.strip()
     prefix = re.match(DATA_URL_PREFIX, url, re.IGNORECASE)
     if prefix is None:
         raise not_a_data_url(param, url)
     try:
-        return base64.b64decode(url[prefix.end() :], validate=True)
+        return base64.b64decode(url[prefix.end() :].encode("ascii").translate(None, WHITESPACE), validate=True)
     except (binascii.Error, ValueError):
         raise bad(param, f"The data: URL in {param!r} is not valid base64.") from None
 

@@ -20,6 +20,7 @@ P = ParamSpec("P")
 Out = TypeVar("Out")
 
 GREY = 127
+HALF = 128  # alpha below it is transparent, as in masks
 
 
 class PictureDecoder:
@@ -46,11 +47,12 @@ class EditSources:
     """What the picture and the mask of an edit are made from."""
 
     picture: bytes | Pixels  # pixels: a template's
-    mask: bytes | None  # None: the whole picture is masked
+    mask: bytes | None  # None: the picture's transparent pixels are masked, or if it has none all of it
     mode: MaskMode
     size: tuple[int, int] | None  # (height, width) of the answer; None: the picture's own
     fit: Fit
     metadata: Metadata
+    reads_alpha: bool  # False: transparent pixels are no mask
     notes: Notes  # decoding adds to them
 
 
@@ -63,12 +65,23 @@ def decode_edit(sources: EditSources, max_pixels: int) -> tuple[Photo, PixelMask
     sources.notes.extend(photo.notes)
     height, width, _ = photo.pixels.shape
     if sources.mask is None:
-        mask = np.ones((height, width), np.bool_)
+        mask = mask_of(photo, sources)
     else:
         mask = read_mask(sources.mask, (height, width), sources.mode, max_pixels, photo.orientation, sources.notes)
     if sources.size is None or sources.size == (height, width):
         return photo, mask
     return fit_photo(photo, mask, sources.size, sources.fit, sources.notes)
+
+
+def mask_of(photo: Photo, sources: EditSources) -> PixelMask:
+    """Return the mask of an edit that has none of its own."""
+    if sources.reads_alpha and photo.source and photo.source.has_alpha:
+        assert photo.source.pixels is not None
+        transparent: PixelMask = photo.source.pixels[..., -1] < HALF
+        if transparent.any():
+            sources.notes.append("There is no mask, so the transparent part of the picture was edited.")
+            return transparent
+    return np.ones(photo.pixels.shape[:2], np.bool_)
 
 
 def blank_picture(size: tuple[int, int]) -> Pixels:

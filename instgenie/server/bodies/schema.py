@@ -18,7 +18,7 @@ from instgenie.server.bodies.answers import (
     TemplateRemoved,
     TemplatesAnswer,
 )
-from instgenie.server.bodies.fields import EditFields, Fields, GenerationFields, TemplateFields
+from instgenie.server.bodies.fields import EditFields, Fields, GenerationFields, TemplateFields, VariationFields
 from instgenie.server.bodies.forms import DATA_URL_PREFIX
 
 ERRORS = {
@@ -39,7 +39,11 @@ HEADERS = {
 RETRY_AFTER = {"retry-after": {"description": "Seconds to wait before a retry.", "schema": {"type": "string"}}}
 UPLOAD_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 FILE = {"type": "string", "format": "binary"}
-DATA_URL = {"type": "string", "pattern": f"^{DATA_URL_PREFIX}[A-Za-z0-9+/]+={{0,2}}$"}
+DATA_URL: dict[str, Any] = {"type": "string", "pattern": f"^{DATA_URL_PREFIX}[A-Za-z0-9+/]+={{0,2}}$"}
+PICTURE: list[dict[str, Any]] = [
+    DATA_URL,
+    {"type": "object", "properties": {"image_url": DATA_URL}, "required": ["image_url"], "additionalProperties": False},
+]
 SERVER_SENT_EVENT = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -70,8 +74,9 @@ def json_schema(kind: type[Fields]) -> dict[str, Any]:
     schema = kind.model_json_schema()
     required = schema.get("required", [])
     for picture in kind.pictures:
-        list_of_one = [{"type": "array", "items": DATA_URL, "maxItems": 1}] if picture.may_be_list else []
-        schema["properties"][picture.name] = {"anyOf": [DATA_URL, *list_of_one]}
+        list_of_one = [{"type": "array", "items": {"anyOf": PICTURE}, "maxItems": 1}] if picture.may_be_list else []
+        for name in (picture.name, *picture.other_names):
+            schema["properties"][name] = {"anyOf": [*PICTURE, *list_of_one]}
     schema["properties"] = {
         name: shape if name in required else nullable(shape) for name, shape in schema["properties"].items()
     }
@@ -95,6 +100,7 @@ def form_schema(kind: type[Fields]) -> dict[str, Any]:
         schema["properties"][picture.name] = FILE
         if picture.may_be_list:
             schema["properties"][f"{picture.name}[]"] = {"type": "array", "items": FILE, "maxItems": 1}
+        schema["properties"] |= dict.fromkeys(picture.other_names, DATA_URL)
     return schema
 
 
@@ -102,6 +108,10 @@ def form_schema(kind: type[Fields]) -> dict[str, Any]:
 EDIT: dict[str, Any] = {
     "responses": answers(ImagesAnswer, *UPLOAD_ERRORS, streams=True),
     "openapi_extra": body(EditFields),
+}
+VARIATION: dict[str, Any] = {
+    "responses": answers(ImagesAnswer, *UPLOAD_ERRORS, streams=True),
+    "openapi_extra": body(VariationFields),
 }
 GENERATION: dict[str, Any] = {
     "responses": answers(ImagesAnswer, *UPLOAD_ERRORS, streams=True),

@@ -1,7 +1,8 @@
 """Ends connections of clients that are slow, stuck or silent. Knows the pace of sockets, not what they carry."""
 
 import asyncio
-from typing import Any
+import time
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -19,13 +20,18 @@ class Connection(H11Protocol):
         self._head_timeout = HEAD_TIMEOUT if head_timeout is None else head_timeout
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._first_byte: float | None = None  # when the head that is arriving began to arrive
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
+        if self._first_byte is None and self.conn.their_state is h11.IDLE:
+            self._first_byte = time.monotonic()
         super().data_received(data)
+        if self._first_byte is not None and self.conn.their_state not in (h11.IDLE, h11.ERROR):
+            cast(dict[str, Any], self.scope)["start"], self._first_byte = self._first_byte, None
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -34,6 +34,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        scope.setdefault("start", time.monotonic())
         headers = Headers(scope=scope)
         visit = Visit(scope, choose_id(headers.get("x-request-id")), send, self.service)
         begin_request(visit.id)

@@ -12,7 +12,7 @@ from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import EventPrefix, completed_event, error_event, event, partial_event
 from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.errors import ApiError
-from instgenie.server.service import HttpService
+from instgenie.server.service import HttpService, deadline_of
 from instgenie.server.watch import EditWatch, unless_gone
 from instgenie.types import Notes
 
@@ -44,14 +44,13 @@ class EventStream(Response):
         self.prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.service.watch(self.orders, self.fields.deadline_ms, self.admitted) as watch:
+        deadline = deadline_of(self.request, self.fields.deadline_ms)
+        async with self.service.watch(self.orders, deadline, self.admitted) as watch:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await unless_gone(self.request, self.send_events(watch, send))
-            except ApiError as error:
-                if error.status == 499:
-                    return
-                await send_chunk(send, error_event(error))
+            except ApiError:  # the client is gone; failures of edits are events
+                return
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def send_events(self, watch: EditWatch, send: Send) -> None:
@@ -62,6 +61,9 @@ class EventStream(Response):
                 continue
             if chunk := self.chunk_for(*happened):
                 await send_chunk(send, chunk)
+        # OpenAI's clients stop at the first error, so errors come after the pictures
+        for index, error in sorted(watch.errors.items()):
+            await send_chunk(send, error_event(index, error))
 
     def chunk_for(self, index: int, happened: Event) -> bytes | None:
         """Return the chunk to send, if any: only clients that asked for progress get other events than OpenAI's."""

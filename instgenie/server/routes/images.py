@@ -1,6 +1,7 @@
 """OpenAI's images API: edits, generations, models. Knows the path of a request; `bodies` knows the shapes."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -13,29 +14,57 @@ from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import EventPrefix, ModelAnswer, ModelsAnswer, images_answer
-from instgenie.server.bodies.fields import GenerationFields, ImageFields, answer_size, parse_fields
+from instgenie.server.bodies.fields import (
+    EditFields,
+    GenerationFields,
+    ImageFields,
+    VariationFields,
+    answer_size,
+    parse_fields,
+)
 from instgenie.server.bodies.forms import EditForm, read_edit
 from instgenie.server.bodies.pictures import EditSources, blank_picture, decode_edit
-from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS
+from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
 from instgenie.server.routes.events import EventStream
-from instgenie.server.service import SECONDS_TO_LOAD, HttpService, draw_seed, service_of, tenant_of, trace_of
+from instgenie.server.service import (
+    SECONDS_TO_LOAD,
+    HttpService,
+    deadline_of,
+    draw_seed,
+    service_of,
+    tenant_of,
+    trace_of,
+)
 from instgenie.server.watch import unless_gone
 from instgenie.types import Notes, PixelMask, Pixels
+
+FieldsT = TypeVar("FieldsT", bound=ImageFields)
 
 router = APIRouter(prefix="/v1")
 
 
 @router.post("/images/edits", summary="Edit a picture", **EDIT)
 async def edit_images(request: Request) -> Response:
+    return await edit(request, EditFields)
+
+
+@router.post("/images/variations", summary="Vary a picture", **VARIATION)
+async def vary_images(request: Request) -> Response:
+    return await edit(request, VariationFields)
+
+
+async def edit(request: Request, kind: type[EditFields]) -> Response:
     service = service_of(request)
     service.check_open()
     async with service.intake.form(request) as form:
-        edit = await service.decoder.run(read_edit, form)
-        check_fields(service, edit.fields, edit.notes)
-        admitted = service.admit(request, edit.fields.n)
+        edit = await service.decoder.run(read_edit, form, kind)
+        fields = check_fields(service, edit.fields, edit.notes)
+        admitted = service.admit(request, fields.n)
         photo, mask = await unless_gone(request, open_edit(service, tenant_of(request), edit, admitted))
-    fields, notes = edit.fields, edit.notes
+    if edit.mask is None and mask.all():
+        fields = fields.for_whole_picture(service.model_facts, edit.notes)
+    notes = edit.notes
     del edit, form  # their encoded pictures no longer count towards the intake's limit
     fields.describe_answer(photo.source, notes)
     orders = make_orders(request, photo, mask, fields)
@@ -50,7 +79,7 @@ async def generate_images(request: Request) -> Response:
     service.check_open()
     async with service.intake.form(request) as form:
         fields = parse_fields(GenerationFields, form)
-    check_fields(service, fields, form.notes)
+    fields = check_fields(service, fields, form.notes)
     own_size = service.model_facts.own_size
     height, width = answer_size(fields.size, service.config.max_pixels) or (own_size, own_size)
     admitted = service.admit(request, fields.n)
@@ -78,11 +107,13 @@ def describe_model(name: str) -> ModelAnswer:
     return ModelAnswer(id=name, object="model", created=0, owned_by="instgenie")
 
 
-def check_fields(service: HttpService, fields: ImageFields, notes: Notes) -> None:
-    service.check_model(fields.model)
+def check_fields(service: HttpService, fields: FieldsT, notes: Notes) -> FieldsT:
+    """Check what needs more than one field or the model; return the fields with the values that the model chooses."""
+    service.check_model(fields.model, notes)
     service.check_work(fields.num_inference_steps, fields.n)
-    fields.check_together(service.model_facts.embeds_guidance)
+    fields.check_together()
     fields.describe(notes)
+    return fields.guided(service.model_facts, notes)
 
 
 async def open_edit(service: HttpService, tenant: str, edit: EditForm, admitted: Admitted) -> tuple[Photo, PixelMask]:
@@ -100,7 +131,9 @@ async def open_edit(service: HttpService, tenant: str, edit: EditForm, admitted:
             own = await decoder.header(edit.image, PictureError)
             admitted.keep(kept_bytes(own, size))
             image = edit.image
-        sources = EditSources(image, edit.mask, fields.mask_mode, size, fields.fit, fields.metadata, edit.notes)
+        sources = EditSources(
+            image, edit.mask, fields.mask_mode, size, fields.fit, fields.metadata, fields.reads_alpha, edit.notes
+        )
         return await admitted.decode(decoding_bytes(own, *headers), decode_edit, sources, decoder.max_pixels)
     except InstGenieError as error:
         raise from_user_error(error) from None
@@ -160,7 +193,7 @@ async def run(
 ) -> Response:
     if fields.stream:
         return EventStream(request, service, admitted, orders, fields, notes, prefix)
-    async with service.watch(orders, fields.deadline_ms, admitted) as watch:
+    async with service.watch(orders, deadline_of(request, fields.deadline_ms), admitted) as watch:
         results = await unless_gone(request, watch.all())
-    body = await service.decoder.run(images_answer, results, fields, notes)
+    body = await service.decoder.run(images_answer, results, watch.errors, fields, notes)
     return Response(body, media_type="application/json")

@@ -2,14 +2,19 @@
 
 from typing import Any, Literal
 
+import msgspec
 import pytest
+from diffusers import FlowMatchEulerDiscreteScheduler
+from helpers.fake_cluster import FACTS
 from pydantic import Field
 
+from instgenie.jobs.sampler import flow_sigmas, num_skipped
 from instgenie.server.bodies.body import RequestForm
-from instgenie.server.bodies.fields import Fields, PictureField, parse_fields
+from instgenie.server.bodies.fields import EditFields, Fields, PictureField, parse_fields
 from instgenie.server.bodies.forms import take_pictures
 from instgenie.server.bodies.schema import form_schema, json_schema
 from instgenie.server.errors import ApiError
+from instgenie.types import Notes
 
 
 class SampleFields(Fields):
@@ -64,3 +69,54 @@ def test_the_schemas_describe_every_field() -> None:
     }  # fmt: skip
     assert {"type": "null"} in in_json["reuse"]["anyOf"]
     assert in_form["reuse"]["enum"] == ["off", "template"]
+
+
+@pytest.mark.parametrize("own", [0.9, 0.75])
+def test_an_edit_without_a_mask_leaves_out_a_step(own: float) -> None:
+    """A schedule that leaves out none begins with pure noise, so that nothing of the picture is left."""
+    model = msgspec.structs.replace(FACTS, whole_strength=own)
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    for steps in (None, *range(1, 51)):
+        fields = EditFields(prompt="a", num_inference_steps=steps).for_whole_picture(model, [])
+        wish = fields.edit_settings(seed=0)
+        assert wish.steps is not None
+        num_run = len(flow_sigmas(scheduler, wish.steps, 16, wish.strength)) - 1
+        assert 1 <= num_run < wish.steps
+        assert num_skipped(wish.steps, wish.strength) >= 1
+        assert num_run <= (steps or FACTS.steps)
+
+
+def test_without_a_prompt_more_of_the_picture_stays() -> None:
+    fields = (EditFields(prompt=prompt, num_inference_steps=28) for prompt in ("a cat", " "))
+    shown, bare = (one.for_whole_picture(FACTS, []).strength for one in fields)
+    assert shown is not None
+    assert bare is not None
+    assert bare < shown
+
+
+def test_a_given_strength_stays() -> None:
+    notes: Notes = []
+    fields = EditFields(prompt="a", strength=1.0)
+    assert fields.for_whole_picture(FACTS, notes) is fields
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("needs_true", "given", "scale", "note"),
+    [
+        (True, {}, 2.0, "The negative prompt works through a true_cfg_scale of 2: none was given."),
+        (True, {"true_cfg_scale": 1.0}, 1.0, "The negative prompt has no effect: it needs a true_cfg_scale above 1."),
+        (True, {"true_cfg_scale": 3.0}, 3.0, None),
+        (False, {}, 1.0, None),
+        (False, {"guidance_scale": 1.0}, 1.0, "The negative prompt has no effect: it needs a guidance_scale above 1."),
+        (False, {"guidance_scale": 1.0, "true_cfg_scale": 2.0}, 2.0, None),
+    ],
+)
+def test_a_negative_prompt_is_used_or_the_answer_says_so(
+    needs_true: bool, given: dict[str, float], scale: float, note: str | None
+) -> None:
+    notes: Notes = []
+    model = msgspec.structs.replace(FACTS, needs_true_guidance=needs_true)
+    fields = EditFields(prompt="a", negative_prompt="b", **given).guided(model, notes)  # type: ignore[arg-type]
+    assert fields.edit_settings(seed=0).true_guidance == scale
+    assert notes == ([] if note is None else [note])
