@@ -47,7 +47,10 @@ class PlayedProcess:
             socket.setsockopt(zmq.IDENTITY, self.config.name.encode())
             socket.connect(self.config.endpoint)
             await socket.send(wire.encode(says))
-            while not isinstance(says, wire.Broken):
+            if isinstance(says, wire.Broken):
+                await asyncio.sleep(0.05)  # it is heard before the end is seen
+                return
+            while True:
                 head, *_ = await socket.recv_multipart()
                 match wire.decode(head):
                     case wire.Begin(host_bytes):

@@ -104,15 +104,17 @@ def test_edits_do_not_wait_for_workers_that_fail_to_start_again_and_again(run: R
 
 
 def test_a_process_that_cannot_start_again_is_tried_again(run: Run) -> None:
-    """A full disk or memory at a restart is no reason to give a worker up."""
-    launcher = ScriptedLauncher(lambda _, role: [READY, FULL, FULL, READY] if role == "denoise" else [READY])
+    """A full disk or memory at a restart is no reason to give a worker up, nor the edit that it held."""
+    launcher = ScriptedLauncher(lambda _, role: [READY, FULL, FULL, READY] if role == "prepare" else [READY])
 
     async def play() -> None:
         async with serving(launcher) as (cluster, client):
             await cluster.until_ready()
-            launcher.starts[0, "denoise"][0].kill()
-            await until(lambda: len(launcher.starts[0, "denoise"]) == 4 and cluster.ready)
-            assert num_starts(cluster, "denoise") == 4
+            cluster.submit([make_order()])
+            launcher.starts[0, "prepare"][0].kill()
+            await until(lambda: len(launcher.starts[0, "prepare"]) == 4 and cluster.ready)
+            assert num_starts(cluster, "prepare") == 4
+            assert cluster.status().num_failed == 0
             assert "secret" not in (await client.get("/health")).text
 
     run(play())
