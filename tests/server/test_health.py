@@ -9,6 +9,7 @@ import pytest
 from helpers.clusters import Run, collect, make_order, until
 from helpers.launching import DEATH, READY, ScriptedLauncher
 
+from instgenie.cli import main
 from instgenie.cluster import processes, wire
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ClusterConfig
@@ -140,6 +141,16 @@ def test_a_worker_that_cannot_start_is_tried_again_once_another_shows_that_the_m
             assert num_starts(cluster, "denoise", 1) == 3
 
     run(play())
+
+
+def test_a_server_whose_model_never_loads_exits_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("instgenie.cluster.cluster.LocalLauncher", lambda: ScriptedLauncher(lambda *_: [FULL]))
+    for lasting in ("set_up_log", "end_by_force"):  # these would outlast the test
+        monkeypatch.setattr(f"instgenie.server.serve.{lasting}", lambda given: None)
+    assert main(["serve", "tiny", "--device", "cpu", "--port", "0"]) == 2
+    assert "the disk is full" in capsys.readouterr().err
 
 
 def test_a_model_that_never_loads_ends_the_wait_at_once(run: Run) -> None:

@@ -1,6 +1,7 @@
 """Options of `instgenie serve` that take effect in a worker: from the flag, through the command line of the process, to
 the part that obeys."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from instgenie.cli import main
 from instgenie.cluster import wire
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ProcessConfig, process_config
+from instgenie.engine.graphs import make_graphs
 from instgenie.models.model import Model
 from instgenie.server.config import read_config
 from instgenie.workers import budget, templates
@@ -22,7 +24,7 @@ from instgenie.workers.denoise import Denoiser
 GIB = 2**30
 
 
-def config_of(**flags: str) -> ProcessConfig:
+def config_of(**flags: str | bool) -> ProcessConfig:
     """The configuration of a process, as it reads it from its command line."""
     cluster = Cluster(read_config({"device": "cpu", **flags}, {}).cluster)
     made = process_config(cluster.config, "0.denoise.1", "cpu", "ipc://here")
@@ -67,6 +69,14 @@ def test_gpu_cache_gib(monkeypatch: pytest.MonkeyPatch, given: str, expected: in
 
     assert sizes("cuda:0") == ([] if expected is None else [expected])
     assert sizes("cpu") == []
+
+
+def test_dtype_graphs_and_the_size_of_the_disk(small: Model, tmp_path: Path) -> None:
+    config = config_of(dtype="bfloat16", graphs=False, cache_dir=str(tmp_path), disk_cache_gib="0.5")
+    assert (config.dtype, config.graphs) == ("bfloat16", False)
+    assert make_graphs(small, config.graphs) is None
+    disk = templates.open_store(config.cache, torch.device("cpu")).lasting[0]
+    assert (disk.name, disk.max_bytes) == ("disk", GIB // 2)
 
 
 @pytest.mark.parametrize("flags", [["--plan", "fast"], ["--gpu-cache-gib", "-1"], ["--gpu-cache-gib", "much"]])
