@@ -47,6 +47,7 @@ class EditWatch:
     async def __aexit__(self, *error: object) -> None:
         for pump in self.pumps:
             pump.cancel()
+        self.pumps.clear()  # a cancelled task refers back to this watch: the cycle would keep the pixels of the edits
         self._cancel()
 
     def _cancel(self) -> None:

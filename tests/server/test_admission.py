@@ -1,9 +1,11 @@
 """Admission: places and bytes are taken before anything is decoded, and released however a request ends."""
 
 import asyncio
+import gc
 import io
 import json
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -20,6 +22,7 @@ from instgenie.errors import PictureError, QueueFullError
 from instgenie.pictures.header import Header, decoding_bytes, kept_bytes, read_header
 from instgenie.server.admission import Admission, Admitted
 from instgenie.server.errors import ApiError
+from instgenie.server.watch import EditWatch
 
 LONG = {"prompt": "a cat", "num_inference_steps": "400", "stream": "true", "stream_progress": "true"}
 SIDE = 300  # two pictures of this size fit into the narrow server's budget
@@ -163,6 +166,29 @@ def test_what_a_client_leaves_behind_is_not_decoded(run: Run) -> None:
             assert runs == [4]
 
     run(play())
+
+
+def test_the_pixels_of_a_cancelled_edit_are_freed_at_once(run: Run) -> None:
+    """Garbage collection counts objects, not bytes, and may come late."""
+
+    async def play() -> None:
+        cluster = FakeCluster()
+        cluster.open()
+        order = make_order()
+        alive = weakref.ref(order)
+        async with EditWatch(cluster.accept(order)) as watch:
+            await watch.next()
+        del order, watch
+        cluster.take("prepare")
+        for _ in range(3):  # the tasks of the watch end
+            await asyncio.sleep(0)
+        assert alive() is None
+
+    gc.disable()
+    try:
+        run(play())
+    finally:
+        gc.enable()
 
 
 def post(client: httpx.Client, image: bytes, **fields: str) -> httpx.Response:
