@@ -218,7 +218,7 @@ def test_a_store_over_s3_works_on_when_the_server_is_gone(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make_store(name: str) -> Store:
-        remote = RemoteTier(URL, GIB, server.options, patience=2)
+        remote = RemoteTier(URL, GIB, server.options, patience=30)
         return Store(host=HostTier(GIB), disk=DiskTier(tmp_path / name, int(1.5 * FILES)), remote=remote)
 
     store = make_store("one")
