@@ -9,7 +9,7 @@ from instgenie.cluster.entries import EditEntry
 from instgenie.cluster.orders import Order, TemplateOrder
 from instgenie.cluster.processes import Worker
 from instgenie.cluster.wire import ModelFacts, TemplateHead
-from instgenie.pictures.digest import Digests
+from instgenie.pictures.digest import masked_share, picture_digest
 from instgenie.pictures.resizing import working_size
 from instgenie.scheduling.router import Work
 from instgenie.types import Pixels
@@ -20,7 +20,6 @@ working_size_of = lru_cache(working_size)
 class Naming:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = workers
-        self._digests = Digests()  # edits of one request mostly share a picture, which is hashed once
         self.model_facts: ModelFacts | None = None  # None until the first process is ready
 
     def template_order(self, tenant: str, picture: Pixels, steps: int | None, guidance: float | None) -> TemplateOrder:
@@ -30,7 +29,7 @@ class Naming:
         height, width, _ = picture.shape
         steps = facts.steps if steps is None else steps
         guidance = facts.guidance if guidance is None or not facts.embeds_guidance else guidance
-        return TemplateOrder(tenant, (height, width), steps, float(guidance), self._digests.of(picture), picture)
+        return TemplateOrder(tenant, (height, width), steps, float(guidance), picture_digest(picture), picture)
 
     def template_order_of(self, order: Order) -> TemplateOrder:
         """The template that an edit could use."""
@@ -60,7 +59,7 @@ class Naming:
         for order in orders:
             height, width = working_size_of(*order.picture.shape[:2], facts.size_multiple, facts.own_size)
             num_tokens = (height // facts.patch) * (width // facts.patch)
-            num_masked = max(round(num_tokens * float(order.mask.mean())), 1)
+            num_masked = max(round(num_tokens * masked_share(order.mask)), 1)
             num_steps = facts.steps if order.wish.steps is None else order.wish.steps
             template = self.template_order_of(order).id if order.can_reuse else None
             works.append(Work(num_steps, num_tokens, num_masked, template))

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import SETTINGS
+from instgenie.pictures.digest import masked_share
 from instgenie.telemetry.logs import request_id
 from instgenie.types import PixelMask, Pixels, Source, TierName
 
@@ -46,7 +47,7 @@ class Order:
             return "the quality 'exact' computes every token"
         if wish.steps is not None and SETTINGS[wish.quality].dense_steps(wish.steps) >= wish.steps:
             return f"the quality {wish.quality!r} computes {wish.steps} of {wish.steps} steps in full"
-        return "the mask covers the whole picture" if self.mask.all() else ""
+        return "the mask covers the whole picture" if masked_share(self.mask) == 1 else ""
 
 
 @dataclass(frozen=True, eq=False)

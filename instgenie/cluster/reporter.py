@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from instgenie.cluster.entries import EditEntry
 from instgenie.cluster.orders import Facts, FailureKind, Partial, Queued, Stepped
 from instgenie.cluster.status import Observer
+from instgenie.pictures.digest import masked_share
 from instgenie.telemetry import traces
 from instgenie.types import TierName
 
@@ -21,7 +22,7 @@ class Reporter:
 
     def accepted(self, entry: EditEntry) -> None:
         for observer in self.observers:
-            observer.accepted(float(entry.order.mask.mean()))
+            observer.accepted(masked_share(entry.order.mask))
 
     def cache_query(self, entry: EditEntry) -> None:
         """Count an edit once, however often it is run."""

@@ -1,8 +1,9 @@
 """Answer bodies, each declared once as a model that both builds the answer and describes it in OpenAPI. Knows the
 shapes OpenAI's clients expect; does not talk to the cluster."""
 
-import base64
+import binascii
 import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFie
 from instgenie.server.errors import ApiError
 from instgenie.types import Notes
 
+PIECE = 3 * 2**18  # bytes that are encoded at once; a multiple of 3, so that only the last piece is padded
 EventPrefix = Literal["image_edit", "image_generation"]
 
 
@@ -147,19 +149,20 @@ def images_answer(
 ) -> bytes:
     """Encode the answer from the results and errors by index; there is at least one result."""
     facts = [one.facts for one in results.values()]
+    slots = PictureSlots()
     answer = ImagesAnswer(
         created=int(time.time()),
-        data=[picture_answer(index, results[index], fields) for index in sorted(results)],
+        data=[picture_answer(index, results[index], fields, slots) for index in sorted(results)],
         errors=[IndexedError(index=index, **errors[index].body) for index in sorted(errors)],
         **picture_format(size_of(facts[0]), fields),
         usage=token_usage(facts, fields.prompt),
         notes=notes,
     )
-    return json.dumps(answer.model_dump(exclude_unset=True)).encode()
+    return slots.fill(json.dumps(answer.model_dump(exclude_unset=True)))
 
 
-def picture_answer(index: int, result: Finished, fields: ImageFields) -> PictureAnswer:
-    text = encoded(result.picture)
+def picture_answer(index: int, result: Finished, fields: ImageFields, slots: "PictureSlots") -> PictureAnswer:
+    text = slots.slot(result.picture)
     picture: dict[str, Any] = {"b64_json": text}
     if fields.response_format == "url":
         picture = {"url": f"data:image/{fields.output_format};base64,{text}"}
@@ -221,10 +224,11 @@ def token_usage(facts: Sequence[Facts], prompt: str) -> TokenUsage:
 def partial_event(
     prefix: EventPrefix, index: int, partial_index: int, picture: bytes, size: str, fields: ImageFields
 ) -> bytes:
-    return event(
+    pictures = PictureSlots()
+    return pictures.event(
         f"{prefix}.partial_image",
         {
-            "b64_json": encoded(picture),
+            "b64_json": pictures.slot(picture),
             "partial_image_index": partial_index,
             "created_at": int(time.time()),
             **picture_format(size, fields),
@@ -234,10 +238,11 @@ def partial_event(
 
 
 def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields: ImageFields, notes: Notes) -> bytes:
-    return event(
+    pictures = PictureSlots()
+    return pictures.event(
         f"{prefix}.completed",
         {
-            "b64_json": encoded(finished.picture),
+            "b64_json": pictures.slot(finished.picture),
             "created_at": int(time.time()),
             "index": index,
             **picture_format(size_of(finished.facts), fields),
@@ -249,12 +254,43 @@ def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields:
 
 
 def event(kind: str, body: dict[str, Any]) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind} | body)}\n\n".encode()
+    return event_text(kind, body).encode()
+
+
+def event_text(kind: str, body: dict[str, Any]) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind} | body)}\n\n"
 
 
 def error_event(index: int, error: ApiError) -> bytes:
     return f"data: {json.dumps(error.body | {'index': index})}\n\n".encode()
 
 
-def encoded(picture: bytes) -> str:
-    return base64.b64encode(picture).decode("ascii")
+class PictureSlots:
+    """Places for pictures in JSON, which are filled after it is written. Writing a picture of many megabytes as part of
+    a string would hold up all other threads, and so would encoding it in one piece."""
+
+    def __init__(self) -> None:
+        self._pictures: list[bytes] = []
+        self._mark = secrets.token_hex(16)
+
+    def slot(self, picture: bytes) -> str:
+        """Return what stands for a picture until the slots are filled, in the order in which they were made."""
+        self._pictures.append(picture)
+        return self._mark
+
+    def fill(self, text: str) -> bytes:
+        first, *rest = text.encode().split(self._mark.encode())
+        parts = [first]
+        for picture, after in zip(self._pictures, rest, strict=True):
+            parts += [*encoded(picture), after]
+        return b"".join(parts)
+
+    def event(self, kind: str, body: dict[str, Any]) -> bytes:
+        return self.fill(event_text(kind, body))
+
+
+def encoded(picture: bytes) -> list[bytes]:
+    """Encode a picture as base64, in pieces."""
+    view = memoryview(picture)
+    pieces = range(0, len(view), PIECE)
+    return [binascii.b2a_base64(view[start : start + PIECE], newline=False) for start in pieces]

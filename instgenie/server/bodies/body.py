@@ -6,9 +6,8 @@ used only to refuse early; the limits count the bytes that arrive.
 """
 
 import asyncio
-import json
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
+from instgenie.server.bodies import data_urls
 from instgenie.server.errors import ApiError, bad, busy, echo, gone
 from instgenie.types import Notes
 
@@ -128,8 +128,8 @@ class Body:
         return form
 
     async def json(self) -> RequestForm:
-        body = b"".join([chunk async for chunk in self.chunks()])
-        found = await asyncio.to_thread(parse_json, body)
+        chunks = [chunk async for chunk in self.chunks()]
+        found = await asyncio.to_thread(parse_json, chunks)
         return RequestForm({name: [value] for name, value in found.items() if value is not None}, is_json=True)
 
 
@@ -157,12 +157,12 @@ def explain(invalid: MultiPartException) -> str:
     return "The body is not valid multipart/form-data."
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(chunks: Iterable[bytes]) -> dict[str, Any]:
     def refuse(constant: str) -> NoReturn:
         raise ValueError(constant)
 
     try:
-        found = json.loads(body, parse_constant=refuse)
+        found = data_urls.loads(b"".join(chunks), refuse)
     except (ValueError, RecursionError):
         raise ApiError(400, "The body is not valid JSON.", "invalid_json") from None
     if not isinstance(found, dict):

@@ -1,13 +1,13 @@
 """Splits a form into its fields and the bytes of its pictures. Knows files and data: URLs; fetches no URL, and trusts
 no file name and no declared type."""
 
-import base64
 import binascii
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from instgenie.server.bodies.body import RequestForm
+from instgenie.server.bodies.data_urls import decode_base64
 from instgenie.server.bodies.fields import EditFields, Fields, PictureField, TemplateFields, parse_fields
 from instgenie.server.errors import ApiError, bad, echo
 from instgenie.types import Notes
@@ -101,7 +101,7 @@ def decode_data_url(param: str, url: str) -> bytes:
     if prefix is None:
         raise not_a_data_url(param, url)
     try:
-        return base64.b64decode(url[prefix.end() :].encode("ascii").translate(None, WHITESPACE), validate=True)
+        return decode_base64(url[prefix.end() :], WHITESPACE)
     except (binascii.Error, ValueError):
         raise bad(param, f"The data: URL in {param!r} is not valid base64.") from None
 

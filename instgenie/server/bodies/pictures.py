@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from instgenie.errors import InstGenieError
+from instgenie.pictures.digest import measure
 from instgenie.pictures.fitting import Fit, fit_photo
 from instgenie.pictures.header import Header, read_header
 from instgenie.pictures.mask import MaskMode, read_mask
@@ -57,7 +58,7 @@ class EditSources:
 
 
 def decode_edit(sources: EditSources, max_pixels: int) -> tuple[Photo, PixelMask]:
-    """Decode picture and mask, one after the other, and fit both to the size that was asked for."""
+    """Decode picture and mask, one after the other, fit both to the size that was asked for, and measure them."""
     if isinstance(sources.picture, np.ndarray):
         photo = Photo(sources.picture)
     else:
@@ -68,9 +69,10 @@ def decode_edit(sources: EditSources, max_pixels: int) -> tuple[Photo, PixelMask
         mask = mask_of(photo, sources)
     else:
         mask = read_mask(sources.mask, (height, width), sources.mode, max_pixels, photo.orientation, sources.notes)
-    if sources.size is None or sources.size == (height, width):
-        return photo, mask
-    return fit_photo(photo, mask, sources.size, sources.fit, sources.notes)
+    if sources.size is not None and sources.size != (height, width):
+        photo, mask = fit_photo(photo, mask, sources.size, sources.fit, sources.notes)
+    measure(photo.pixels, mask)
+    return photo, mask
 
 
 def mask_of(photo: Photo, sources: EditSources) -> PixelMask:
@@ -84,6 +86,14 @@ def mask_of(photo: Photo, sources: EditSources) -> PixelMask:
     return np.ones(photo.pixels.shape[:2], np.bool_)
 
 
-def blank_picture(size: tuple[int, int]) -> Pixels:
-    """Return the source picture of a generation. It is fully masked, so none of it remains."""
-    return np.full((*size, 3), GREY, np.uint8)
+def decode_template(image: bytes, max_pixels: int) -> Photo:
+    photo = open_photo(image, max_pixels)
+    measure(photo.pixels)
+    return photo
+
+
+def blank_edit(size: tuple[int, int]) -> tuple[Photo, PixelMask]:
+    """Return the picture and the mask of a generation. All of it is masked, so none of the picture remains."""
+    blank, mask = np.full((*size, 3), GREY, np.uint8), np.ones(size, np.bool_)
+    measure(blank, mask)
+    return Photo(blank), mask

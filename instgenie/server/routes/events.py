@@ -12,6 +12,7 @@ from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import EventPrefix, completed_event, error_event, event, partial_event
 from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.errors import ApiError
+from instgenie.server.routes.sending import send_pieces
 from instgenie.server.service import HttpService, deadline_of
 from instgenie.server.watch import EditWatch, unless_gone
 from instgenie.types import Notes
@@ -57,13 +58,17 @@ class EventStream(Response):
         while watch.open:
             happened = await watch.next(SECONDS_BETWEEN_KEEPALIVES)
             if happened is None:
-                await send_chunk(send, KEEPALIVE)
+                await send_pieces(send, KEEPALIVE)
                 continue
-            if chunk := self.chunk_for(*happened):
-                await send_chunk(send, chunk)
+            if isinstance(happened[1], Partial | Finished):  # pictures are encoded beside the event loop
+                chunk = await self.service.decoder.run(self.chunk_for, *happened)
+            else:
+                chunk = self.chunk_for(*happened)
+            if chunk:
+                await send_pieces(send, chunk)
         # OpenAI's clients stop at the first error, so errors come after the pictures
         for index, error in sorted(watch.errors.items()):
-            await send_chunk(send, error_event(index, error))
+            await send_pieces(send, error_event(index, error))
 
     def chunk_for(self, index: int, happened: Event) -> bytes | None:
         """Return the chunk to send, if any: only clients that asked for progress get other events than OpenAI's."""
@@ -79,7 +84,3 @@ class EventStream(Response):
             case Stepped(step, num_steps) if self.fields.stream_progress:
                 return event("instgenie.step", {"index": index, "step": step, "num_steps": num_steps})
         return None
-
-
-async def send_chunk(send: Send, chunk: bytes) -> None:
-    await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -23,10 +22,11 @@ from instgenie.server.bodies.fields import (
     parse_fields,
 )
 from instgenie.server.bodies.forms import EditForm, read_edit
-from instgenie.server.bodies.pictures import EditSources, blank_picture, decode_edit
+from instgenie.server.bodies.pictures import EditSources, blank_edit, decode_edit
 from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
 from instgenie.server.routes.events import EventStream
+from instgenie.server.routes.sending import LargeResponse
 from instgenie.server.service import (
     SECONDS_TO_LOAD,
     HttpService,
@@ -84,8 +84,8 @@ async def generate_images(request: Request) -> Response:
     height, width = answer_size(fields.size, service.config.max_pixels) or (own_size, own_size)
     admitted = service.admit(request, fields.n)
     admitted.keep(kept_bytes(Header(width, height), None))
-    blank = Photo(blank_picture((height, width)))
-    orders = make_orders(request, blank, np.ones((height, width), np.bool_), fields)
+    blank, mask = await service.decoder.run(blank_edit, (height, width))
+    orders = make_orders(request, blank, mask, fields)
     return await run(request, service, admitted, orders, fields, form.notes, "image_generation")
 
 
@@ -196,4 +196,4 @@ async def run(
     async with service.watch(orders, deadline_of(request, fields.deadline_ms), admitted) as watch:
         results = await unless_gone(request, watch.all())
     body = await service.decoder.run(images_answer, results, watch.errors, fields, notes)
-    return Response(body, media_type="application/json")
+    return LargeResponse(body, media_type="application/json")

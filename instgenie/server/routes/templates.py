@@ -7,10 +7,11 @@ from starlette.responses import Response
 from instgenie.cluster.orders import TemplateStatus
 from instgenie.errors import ClosedError, InstGenieError, PictureError, TemplatesFullError
 from instgenie.pictures.header import decoding_bytes, kept_bytes
-from instgenie.pictures.photo import Photo, open_photo
+from instgenie.pictures.photo import Photo
 from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import TemplateAnswer, TemplateLeaving, TemplateRemoved, TemplatesAnswer
 from instgenie.server.bodies.forms import read_template
+from instgenie.server.bodies.pictures import decode_template
 from instgenie.server.bodies.schema import ONE_TEMPLATE, REMOVED_TEMPLATE, TEMPLATE, TEMPLATES
 from instgenie.server.errors import NO_RETRY, ApiError, JsonResponse, closed, from_user_error, not_found, retry_after
 from instgenie.server.service import SECONDS_TO_LOAD, HttpService, service_of, tenant_of
@@ -87,7 +88,7 @@ def template_notes(photo: Photo) -> Notes:
 async def open_template(service: HttpService, image: bytes, admitted: Admitted) -> Photo:
     header = await service.decoder.header(image, PictureError)
     admitted.keep(kept_bytes(header, None))
-    return await admitted.decode(decoding_bytes(header), open_photo, image, service.decoder.max_pixels)
+    return await admitted.decode(decoding_bytes(header), decode_template, image, service.decoder.max_pixels)
 
 
 def check_room(service: HttpService, tenant: str) -> None:
