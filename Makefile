@@ -25,7 +25,7 @@ check: static
 test: static chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder  # one file per core, each on one thread
 
-static: .venv/.installed
+static: .venv/.tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -37,10 +37,10 @@ chromium:
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y chromium; }; } >/dev/null 2>&1 \
 		|| echo "Chromium is missing and cannot be installed: the tests of the web pages are skipped"
 
-screenshots: .venv/.installed chromium
+screenshots: .venv/.tools chromium
 	PYTHONPATH=tests $(BIN)/python -m helpers.screenshots
 
-format: .venv/.installed
+format: .venv/.tools
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -65,6 +65,12 @@ report: .venv/.installed
 	$(PIP) torch==2.13.0
 	@touch $@
 
+# what the package itself needs, for editing and serving
 .venv/.installed: .venv/.torch pyproject.toml
+	$(PIP) --editable .
+	@touch $@
+
+# the tools of developers
+.venv/.tools: .venv/.installed
 	$(PIP) --editable '.[dev]'
 	@touch $@
