@@ -5,19 +5,22 @@ On a CUDA device the parts run at the model's own size, because kernels are chos
 small picture does.
 """
 
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from instgenie.cost.plan import DENSE
 from instgenie.engine.finish import decode
-from instgenie.engine.loop import Engine
+from instgenie.engine.loop import Engine, free_memory
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, name_key, observe_span, reuse
 from instgenie.jobs.job import Job, Template
 from instgenie.machine.clock import now
-from instgenie.machine.device_memory import memory_guard
+from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.picture import SIZE_MULTIPLE
@@ -28,10 +31,24 @@ NUM_STEPS = 2  # the second begins with what the first has loaded ahead
 MASK_RATIO = 0.2
 SMALL = 64  # pixels a side, on a CPU
 
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def room_or_not(model: Model) -> Iterator[None]:
+    """Go on without warming up if memory runs out: edits of smaller pictures may fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        log.warning("not warmed up, for want of memory", extra={"reason": str(error).splitlines()[0]})
+        free_memory(model.device)
+
 
 def warm_up_preparing(model: Model) -> None:
     """Encode a picture and a prompt."""
-    with memory_guard("warming up"):
+    with room_or_not(model):
         prepare(sample_edit(model), model)
         now(model.device)
 
@@ -40,7 +57,7 @@ def warm_up_preparing(model: Model) -> None:
 def warm_up_steps(model: Model, cache_dtype: CacheDtype) -> None:
     """Register a template, and take steps that compute every token and steps that reuse activations. Needs the network
     alone: text is zeros."""
-    with memory_guard("warming up"):
+    with room_or_not(model):
         edit = sample_edit(model)
         job = blank_job(edit, model)
         span = observe_span(job, model, "kv", cache_dtype, range(NUM_STEPS))
@@ -56,7 +73,7 @@ def warm_up_steps(model: Model, cache_dtype: CacheDtype) -> None:
 @torch.inference_mode()
 def warm_up_finishing(model: Model) -> None:
     """Decode latents."""
-    with memory_guard("warming up"):
+    with room_or_not(model):
         size = sample_size(model)
         grid = size[0] // model.patch, size[1] // model.patch
         decode([blank_latents(model, grid)], [sample_mask(model)], grid, model)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.names import FAMILIES
 
 from instgenie.engine import warm
@@ -44,5 +45,31 @@ def test_both_ends_are_warmed_up_with_their_own_weights(family: str, folders: di
     warm.warm_up_finishing(load_part(folders[family], finish.PARTS))
 
 
-def load_part(folder: Path, parts: frozenset[PartKind]) -> Model:
-    return load(str(folder), "cpu", weights=parts)
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["model", "fp8"])
+def test_every_part_is_warmed_up_on_a_gpu(
+    family: str, dtype: CacheDtype, folders: dict[str, Path], plans: list[bool]
+) -> None:
+    warm.warm_up_steps(load_part(folders[family], denoise.PARTS, "cuda"), dtype)
+    warm.warm_up_preparing(load_part(folders[family], prepare.PARTS, "cuda"))
+    warm.warm_up_finishing(load_part(folders[family], finish.PARTS, "cuda"))
+    assert plans == [False, False, True, True]
+
+
+def test_a_process_starts_without_room_to_warm_up_but_not_with_a_part_that_cannot_run(
+    models: dict[str, Model], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*given: object) -> None:
+        raise errors.pop()
+
+    errors = [ValueError("a bug"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")]
+    monkeypatch.setattr(warm, "observe_span", fail)
+    warm.warm_up_steps(models["blend"], "model")
+    assert [record.message for record in caplog.records] == ["not warmed up, for want of memory"]
+    with pytest.raises(ValueError, match="a bug"):
+        warm.warm_up_steps(models["blend"], "model")
+
+
+def load_part(folder: Path, parts: frozenset[PartKind], device: str = "cpu") -> Model:
+    return load(str(folder), device, weights=parts)
