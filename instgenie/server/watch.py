@@ -3,7 +3,7 @@ disconnects. However the watch ends, unfinished edits are cancelled. An edit tha
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -29,6 +29,17 @@ class Deadline:
     def check(self) -> None:
         if not self.seconds_left:
             raise late(self.milliseconds)
+
+
+async def in_time(deadline: Deadline | None, work: Awaitable[Out]) -> Out:
+    """Return the result of `work`, or cancel it and raise 408 if the deadline passes first."""
+    if deadline is None:
+        return await work
+    try:
+        async with asyncio.timeout(deadline.seconds_left):
+            return await work
+    except TimeoutError:
+        raise late(deadline.milliseconds) from None
 
 
 class EditWatch:

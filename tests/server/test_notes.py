@@ -2,7 +2,7 @@
 
 from helpers.serving import Running, edit
 
-OPAQUE = "The background is opaque: this server makes no transparent pictures."
+OPAQUE = "What is painted is opaque: this model paints no transparent background."
 
 
 def test_an_answer_says_what_a_value_could_not_do(server: Running) -> None:

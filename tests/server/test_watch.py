@@ -18,7 +18,7 @@ from instgenie.server.bodies.answers import images_answer
 from instgenie.server.bodies.fields import EditFields
 from instgenie.server.errors import ApiError
 from instgenie.server.routes.events import EventStream
-from instgenie.server.watch import Deadline, EditWatch
+from instgenie.server.watch import Deadline, EditWatch, in_time
 
 FIELDS = EditFields(prompt="a cat", n=3)
 
@@ -89,6 +89,12 @@ def test_a_deadline_counts_from_the_first_byte() -> None:
     with pytest.raises(ApiError, match="The deadline of 1000 ms has passed"):
         Deadline(time.monotonic() - 2, 1000).check()
     Deadline(time.monotonic(), 1000_000).check()
+
+
+def test_a_deadline_ends_the_wait_for_a_decoder() -> None:
+    with pytest.raises(ApiError, match="The deadline of 1000 ms has passed"):
+        asyncio.run(in_time(Deadline(time.monotonic() - 0.9, 1000), asyncio.sleep(60)))
+    assert asyncio.run(in_time(None, asyncio.sleep(0, "done"))) == "done"
 
 
 class StreamedEdits:

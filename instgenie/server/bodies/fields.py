@@ -104,7 +104,7 @@ class ImageFields(Fields):
         "auto", description="fast, balanced or exact, or OpenAI's names for them."
     )
     background: Annotated[Literal["auto", "opaque", "transparent"], AnyCase] = Field(
-        "auto", description="Results are always opaque."
+        "auto", description="Accepted, but not used: what is painted is opaque."
     )
     output_format: Annotated[Literal["png", "jpeg", "webp"], BeforeValidator(format_name)] = Field(
         "png", description="png, and webp at 100, are lossless; jpg is jpeg."
@@ -185,7 +185,7 @@ class ImageFields(Fields):
     def describe(self, notes: Notes) -> None:
         """Add a note on each value that has not the effect its name promises."""
         if self.background == "transparent":
-            notes.append("The background is opaque: this server makes no transparent pictures.")
+            notes.append("What is painted is opaque: this model paints no transparent background.")
 
     def edit_settings(self, seed: int) -> Wish:
         """Return the values that travel to the worker with the edit."""

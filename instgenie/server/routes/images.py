@@ -36,7 +36,7 @@ from instgenie.server.service import (
     tenant_of,
     trace_of,
 )
-from instgenie.server.watch import unless_gone
+from instgenie.server.watch import in_time, unless_gone
 from instgenie.types import Notes, PixelMask, Pixels
 
 FieldsT = TypeVar("FieldsT", bound=ImageFields)
@@ -61,7 +61,8 @@ async def edit(request: Request, kind: type[EditFields]) -> Response:
         edit = await service.decoder.run(read_edit, form, kind)
         fields = check_fields(service, edit.fields, edit.notes)
         admitted = service.admit(request, fields.n)
-        photo, mask = await unless_gone(request, open_edit(service, tenant_of(request), edit, admitted))
+        opening = open_edit(service, tenant_of(request), edit, admitted)
+        photo, mask = await unless_gone(request, in_time(deadline_of(request, fields.deadline_ms), opening))
     if edit.mask is None and mask.all():
         fields = fields.for_whole_picture(service.model_facts, edit.notes)
     notes = edit.notes
