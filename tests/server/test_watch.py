@@ -16,6 +16,7 @@ from instgenie.cluster import wire
 from instgenie.cluster.orders import Finished
 from instgenie.server.bodies.answers import images_answer
 from instgenie.server.bodies.fields import EditFields
+from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.errors import ApiError
 from instgenie.server.routes.events import EventStream
 from instgenie.server.watch import Deadline, EditWatch, in_time
@@ -102,6 +103,7 @@ class StreamedEdits:
 
     def __init__(self, *failing: int) -> None:
         self.failing = failing
+        self.decoder = PictureDecoder(num_threads=1, max_pixels=1)
 
     def watch(self, orders: Any, deadline: Deadline | None, *admitted: Any) -> "StreamedEdits":
         self.cluster = FakeCluster()
@@ -138,6 +140,7 @@ def streamed(service: Any) -> list[dict[str, Any]]:
     orders = [make_order(seed) for seed in range(3)]
     stream = EventStream(request, service, None, orders, FIELDS, [], "image_edit")  # type: ignore[arg-type]
     asyncio.run(stream({}, receive, send))
+    service.decoder.close()
     data = [line[6:] for line in b"".join(chunks).decode().split("\n") if line.startswith("data: {")]
     return [json.loads(one) for one in data]
 
