@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -204,15 +204,23 @@ def test_memory_holds_no_more_than_its_limit_while_a_tier_is_slow(slow: SlowRemo
 
 
 @pytest.mark.parametrize("has_memory", [True, False])
-def test_nothing_is_written_of_a_template_that_was_forgotten_meanwhile(slow: SlowRemote, has_memory: bool) -> None:
-    store = Store(host=HostTier(GIB) if has_memory else None, remote=slow)
+def test_nothing_is_written_of_a_template_that_was_forgotten_meanwhile(
+    remote: RemoteTier, monkeypatch: pytest.MonkeyPatch, has_memory: bool
+) -> None:
+    """The writer looks at what is missing, then the template is forgotten, then the writer goes on."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def missing(key: Key, spans: Sequence[range]) -> list[range]:
+        is_asked.set()
+        assert may_answer.wait(60)
+        return list(spans)
+
+    monkeypatch.setattr(remote, "missing", missing)
+    store = Store(host=HostTier(GIB) if has_memory else None, remote=remote)
     assert offer(store, KEY) == [True, True]
     store.put_picture(KEY, make_picture())
-    assert slow.is_asked.wait(60)
-    forgetting = threading.Thread(target=store.forget, args=(KEY,))
-    forgetting.start()
-    slow.may_store.set()
-    forgetting.join(60)
+    assert is_asked.wait(60)
+    assert store.forget(KEY) == []
+    may_answer.set()
     store.settle()
-    assert (slow.usage().num_templates, slow.load_picture(KEY)) == (0, None)
-    assert store.missing(KEY) == SPANS
+    assert (remote.usage().num_templates, remote.load_picture(KEY)) == (0, None)

@@ -93,6 +93,13 @@ def test_memory_for_activations(flags: dict[str, str], expected: int | None) -> 
     assert read(**flags).cluster.cache.host_bytes == expected
 
 
+def test_what_is_kept_and_how_long_a_worker_may_be_silent() -> None:
+    default = read(device="cpu").cluster
+    assert (default.auto_register, default.cache.seconds_to_live, default.worker_timeout) == (True, None, 120.0)
+    chosen = read(device="cpu", auto_register=False, cache_ttl="1.5", worker_timeout="600").cluster
+    assert (chosen.auto_register, chosen.cache.seconds_to_live, chosen.worker_timeout) == (False, 5400.0, 600.0)
+
+
 def test_keys_come_from_flags_and_a_file(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n two \n")
     config = read({"INSTGENIE_API_KEY_FILE": str(tmp_path / "keys")}, api_key=["zero"])
