@@ -3,9 +3,9 @@ scripts for each start."""
 
 import asyncio
 import itertools
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from tempfile import mkdtemp
 
 import zmq
@@ -76,7 +76,8 @@ class ScriptedLauncher:
         return self.memory
 
     def open(self) -> str:
-        return f"ipc://{Path(mkdtemp(prefix='played-'))}/cluster"
+        self.folder = mkdtemp(prefix="played-")
+        return f"ipc://{self.folder}/cluster"
 
     def endpoint(self, bound: str) -> str:
         return bound
@@ -88,4 +89,4 @@ class ScriptedLauncher:
         return started[-1]
 
     def close(self) -> None:
-        pass
+        shutil.rmtree(self.folder)
