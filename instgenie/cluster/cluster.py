@@ -54,8 +54,8 @@ class Cluster:
         end = time.monotonic() + timeout
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout - min(SECONDS_TO_WRITE, timeout / 4)):
-                await self._supervisor.until(lambda: not self._coordinator.edits.entries)
-        is_drained = not self._coordinator.edits.entries
+                await self._supervisor.until(lambda: not self._coordinator.has_edits)
+        is_drained = not self._coordinator.has_edits
         self._coordinator.recovery.give_up()
         await self._supervisor.stop(max(end - time.monotonic(), 0.0))
         return is_drained
@@ -116,8 +116,8 @@ class Cluster:
 
     def submit(self, orders: Sequence[Order], place: Place | None = None) -> list[Ticket]:
         """Accept the edits of one request, in the places reserved for them if there are any; they share a worker and a
-        batch. Raises if a parameter is out of range."""
-        self._check_open()
+        batch. Edits with places are also taken while the cluster stops. Raises if a parameter is out of range."""
+        self._check_open(has_place=place is not None and place.is_held)
         for order in orders:
             check_edit(order.wish.edit(order.picture, order.mask, 1, 1.0))  # the model's own defaults are in range
             if order.wish.reuse == "template" and (why := self.why_no_reuse(order)):
@@ -211,8 +211,8 @@ class Cluster:
             tier_bytes=dict(worker.tier_bytes),
         )
 
-    def _check_open(self) -> None:
-        if not self._is_open:
+    def _check_open(self, has_place: bool = False) -> None:
+        if not (self._is_open or has_place):
             raise ClosedError("the server is stopping: it takes no more edits")
         if self.has_failed:
             raise ClosedError(f"no worker can start: {self.failure}")

@@ -77,6 +77,11 @@ class Coordinator:
         self.pump()
         return tickets
 
+    @property
+    def has_edits(self) -> bool:
+        """True if an edit is not yet answered, or will soon be submitted."""
+        return bool(self.edits.entries or self.front.num_reserved)
+
     def cancel(self, entry: EditEntry) -> None:
         if self.edits.entries.get(entry.id) is entry:
             self.front.cancel(entry)

@@ -31,6 +31,10 @@ class Place:
         self._num_edits = num_edits
         front.num_reserved += num_edits
 
+    @property
+    def is_held(self) -> bool:
+        return self._num_edits > 0
+
     def release(self) -> None:
         """Give the places back; a second call does nothing."""
         self._front.num_reserved -= self._num_edits

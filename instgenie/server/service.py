@@ -70,7 +70,7 @@ class HttpService:
         try:
             admitted = self.admission.admit(num_edits)
         except ClosedError:
-            raise closed("No worker can run the edit.", SECONDS_TO_LOAD, "unavailable") from None
+            raise self.unavailable() from None
         request.scope["on_end"].callback(admitted.leave)
         return admitted
 
@@ -95,14 +95,16 @@ class HttpService:
     async def watch(
         self, orders: Sequence[Order], deadline: Deadline | None, admitted: Admitted
     ) -> AsyncIterator[EditWatch]:
-        """Submit the orders of an admitted request to the cluster and watch them."""
-        self.check_open()
+        """Submit the orders of an admitted request to the cluster and watch them. A server that shuts down still takes
+        the edits that it has admitted."""
+        if not self.draining:
+            self.check_open()
         if deadline:
             deadline.check()
         try:
             tickets = self.cluster.submit(orders, admitted.place)
         except ClosedError:
-            raise closed("No worker can run the edit.", SECONDS_TO_LOAD, "unavailable") from None
+            raise self.unavailable() from None
         note_jobs(ticket.id for ticket in tickets)
         self.num_watches += 1
         try:
@@ -111,6 +113,11 @@ class HttpService:
         finally:
             admitted.leave()
             self.num_watches -= 1
+
+    def unavailable(self) -> ApiError:
+        if self.draining:
+            return self.shutting_down()
+        return closed("No worker can run the edit.", SECONDS_TO_LOAD, "unavailable")
 
     def shutting_down(self) -> ApiError:
         return closed("The server is shutting down.", self.config.shutdown_timeout, "shutting_down")

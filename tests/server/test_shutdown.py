@@ -1,5 +1,6 @@
 """The end of a server: what it cannot finish in time is refused, and nothing of it is left."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -7,12 +8,19 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 import pytest
+from helpers.instant import InstantCluster
 from helpers.serving import MASK, PICTURE, Running, running_server, wait_for
+
+from instgenie.server.app import make_app
+from instgenie.server.config import read_config
+from instgenie.server.routes import images
+from instgenie.server.service import HttpService
 
 LONG = {"prompt": "a cat", "num_inference_steps": "999", "quality": "exact", "n": "10"}
 ONE_PROCESS = ("--batching", "naive")
@@ -91,3 +99,27 @@ def test_a_second_signal_ends_the_server_at_once(folders: dict[str, Path], tmp_p
         assert isinstance(editing.exception(), httpx.TransportError)
     assert children
     assert not psutil.wait_procs(children, timeout=60)[1]
+
+
+def test_an_edit_that_is_admitted_is_finished_though_the_server_begins_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal arrives while the first picture is decoded."""
+    config = read_config({"device": "cpu", "host_cache_gib": "0.1"}, {})
+    cluster = InstantCluster(config.cluster, b"painted")
+    service = HttpService(config.http, cluster)
+    decode = images.decode_edit
+
+    def decode_slowly(*given: Any) -> Any:
+        service.draining, cluster._is_open = True, False
+        return decode(*given)
+
+    monkeypatch.setattr(images, "decode_edit", decode_slowly)
+
+    async def play() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(make_app(service, "0"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            files, fields = {"image": PICTURE, "mask": MASK}, {"prompt": "a", "num_inference_steps": "4"}
+            return [await client.post("/v1/images/edits", files=files, data=fields) for _ in range(2)]
+
+    finished, refused = asyncio.run(play())
+    assert finished.status_code == 200, finished.text
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
