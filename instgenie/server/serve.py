@@ -29,6 +29,7 @@ KEEP_ALIVE = 65
 SECONDS_TO_ANSWER = 5.0  # for requests that are not refused and not yet answered when all edits are done, at most
 SECONDS_TO_SEND = 1.0  # for the last answers, at least
 SECONDS_TO_EXIT = 3.0  # beyond the shutdown timeout, before the process is ended by force
+SECONDS_TO_JOIN = 0.5  # for threads, at the very end
 SECONDS_BETWEEN_LOOKS = 0.05
 LOOPBACK = ("127.", "::1", "localhost")
 
@@ -102,9 +103,9 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
             await signalled.wait()
         say("draining", running=service.num_watches)
         timeout = config.http.shutdown_timeout
+        end_by_force(timeout + SECONDS_TO_EXIT)
     finally:
         end = time.monotonic() + timeout
-        end_by_force(timeout + SECONDS_TO_EXIT)
         service.draining = True
         # edits that are not done in time fail here, and their clients get an error
         finished = await cluster.stop(timeout)
@@ -114,7 +115,9 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
         service.admission.close()
         traces.close()
     say("stopped", finished=finished)
-    return 0 if finished else 1
+    code = 0 if finished else 1
+    end_by_force(SECONDS_TO_JOIN, code)  # threads that still decode are not waited for
+    return code
 
 
 async def stop_answering(service: HttpService, server: Server, timeout: float) -> None:
@@ -128,10 +131,10 @@ async def stop_answering(service: HttpService, server: Server, timeout: float) -
     service.refuse_rest()
 
 
-def end_by_force(seconds: float) -> None:
+def end_by_force(seconds: float, code: int = 1) -> None:
     """End the process after this time, whatever still holds it up: a thread, a collector of traces. Worker processes
     end with it."""
-    timer = threading.Timer(seconds, os._exit, [1])
+    timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     timer.start()
 
