@@ -10,7 +10,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,8 +130,9 @@ def alike(one: Pixels, other: Pixels) -> bool:
 def wait_until_ready(server: Running) -> None:
     with server.http() as client:
         for _ in range(1200):
-            if client.get("/ready").status_code == 200:
-                return
+            with suppress(httpx.TransportError):  # a server that has ended is found out below
+                if client.get("/ready").status_code == 200:
+                    return
             assert server.process.poll() is None, server.log.read_text()
             time.sleep(0.1)
     raise AssertionError("not ready: " + server.log.read_text())

@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--side", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--host-cache-gib", default="0.25")
+    parser.add_argument("--host-cache-gib", default="0.1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
