@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check
 # tests that load no model and start no process: together they take about a minute
 QUICK := tests/architecture tests/cost tests/pictures tests/scheduling tests/simulate tests/telemetry/test_logs.py
 
-.PHONY: help check static test format demo serve report chromium screenshots
+.PHONY: help check static style types layers test format demo serve report chromium screenshots
 .DELETE_ON_ERROR:
 
 help:
@@ -19,16 +19,24 @@ help:
 	@echo "make screenshots  take the pictures of the pages in docs/"
 	@echo "make format  format the code and fix what lint can fix"
 
-check: static
+check:
+	@$(MAKE) --no-print-directory --jobs=2 static
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(QUICK)
 
-test: static chromium
+test:
+	@$(MAKE) --no-print-directory --jobs=2 static chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder  # one file per core, each on one thread
 
-static: .venv/.tools
+static: types style layers
+
+style: .venv/.tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: .venv/.tools
 	$(BIN)/mypy
+
+layers: .venv/.tools
 	$(BIN)/lint-imports --no-cache
 
 # the browser for the tests of the web pages; without it they are skipped
@@ -70,7 +78,7 @@ report: .venv/.installed
 	$(PIP) --editable .
 	@touch $@
 
-# the tools of developers
-.venv/.tools: .venv/.installed
+# the same with the tools of developers
+.venv/.tools: .venv/.torch pyproject.toml
 	$(PIP) --editable '.[dev]'
-	@touch $@
+	@touch .venv/.installed $@

@@ -35,7 +35,7 @@ def test_running_installs_no_tools_of_developers(target: str, tmp_path: Path) ->
 @pytest.mark.parametrize("target", ["check", "test", "format", "screenshots"])
 def test_developing_installs_the_tools(target: str, tmp_path: Path) -> None:
     installs = [line for line in plan(target, tmp_path).splitlines() if "pip install" in line]
-    assert [line.split()[-1].strip("'") for line in installs] == ["torch==2.13.0", ".", ".[dev]"]
+    assert [line.split()[-1].strip("'") for line in installs] == ["torch==2.13.0", ".[dev]"]
 
 
 def closure(names: list[str]) -> set[str]:

@@ -42,6 +42,7 @@ def listed(server: Running) -> dict[str, str]:
 def test_a_remote_cache_keeps_templates_and_deletes_them(folders: dict[str, Path], tmp_path: Path, s3: Server) -> None:
     variables = {f"FSSPEC_S3_{name.upper()}": value for name, value in s3.options.items()}
     flags = [str(folders["sd_fill"]), "--remote-cache", URL, "--api-key", ALICE, "--shutdown-timeout", "60"]
+    flags += ["--batching", "static"]  # one process per worker, which starts sooner
     with running_server(tmp_path, *flags, "--no-auto-register", **variables) as server:
         edit(server)
         name = register(server, png(picture(seed=1)), num_inference_steps=STEPS)
