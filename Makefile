@@ -12,7 +12,7 @@ QUICK := tests/architecture tests/cost tests/pictures tests/scheduling tests/sim
 
 help:
 	@echo "make check   check format, lint, types and layers, run the quick tests (under 2 minutes; for every save)"
-	@echo "make test    the same with all tests (about 15 minutes)"
+	@echo "make test    the same with all tests (about 17 minutes)"
 	@echo "make demo    edit the sample pictures into out/demo.png"
 	@echo "make serve   serve the built-in model on http://127.0.0.1:8000 (FLAGS='--port 9000' adds flags)"
 	@echo "make report  run the tables and figures of the paper again into docs/report (15 minutes)"
