@@ -195,8 +195,11 @@ def register(
     kind: "Kind",
     console: Console,
 ) -> RegisterResult:
+    """Register a photograph, and return when all of it is written."""
     with Progress(console) as progress:
-        return editor.register(picture, size, steps, guidance, kind, progress.add("registering").update)
+        registered = editor.register(picture, size, steps, guidance, kind, progress.add("registering").update)
+        editor.store.settle()
+    return registered
 
 
 def find_cache(options: argparse.Namespace) -> Path | None:
