@@ -113,10 +113,7 @@ def test_pictures_become_templates_only_if_they_may() -> None:
 def test_an_edit_that_may_not_store_uses_a_template_but_does_not_register_it_again() -> None:
     cluster = FakeCluster()
     cluster.open()
-    cluster.accept(make_order())
-    cluster.run()
-    cluster.prepare()
-    cluster.register()
+    cluster.edit_and_register(make_order())
     [ticket] = cluster.accept(make_order(may_store=False))
     assert ticket._entry.mode is ComputeMode.CACHED
     cluster.prepare()

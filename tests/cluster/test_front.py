@@ -30,10 +30,7 @@ def test_a_full_queue_refuses_edits() -> None:
 def test_which_edits_share_activations(change: dict[str, Any]) -> None:
     cluster = FakeCluster()
     cluster.open()
-    cluster.accept(make_order())
-    cluster.run()
-    cluster.prepare()
-    cluster.register()
+    cluster.edit_and_register(make_order())
     [ticket] = cluster.accept(make_order(**change))
     is_hit = ticket._entry.template is not None
     # strength runs the last of the same steps, and guidance is no input of this network

@@ -158,10 +158,7 @@ def test_templates_that_nobody_asked_for_do_not_count() -> None:
     cluster = FakeCluster(max_templates=1)
     cluster.open()
     for seed in range(5):
-        cluster.accept(make_order(picture_seed=seed))
-        cluster.run()
-        cluster.prepare()
-        cluster.register()
+        cluster.edit_and_register(make_order(picture_seed=seed))
     assert len(cluster.library.templates) == 5
     ask(cluster, 9)
     with pytest.raises(TemplatesFullError, match="1 templates of 1"):

@@ -25,10 +25,7 @@ def make_cluster(num_pictures: int, **config: Any) -> FakeCluster:
 def edit(cluster: FakeCluster, *picture_seeds: int) -> None:
     """Edit pictures, which registers them."""
     for seed in picture_seeds:
-        cluster.accept(make_order(picture_seed=seed))
-        cluster.run()
-        cluster.prepare()
-        cluster.register()
+        cluster.edit_and_register(make_order(picture_seed=seed))
 
 
 def ask(cluster: FakeCluster, seed: int) -> None:

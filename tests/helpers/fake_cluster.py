@@ -162,6 +162,13 @@ class FakeCluster:
         """Queue the registration of the usual order's picture."""
         return self.coordinator.register(self.naming.template_order("me", make_order().picture, None, None))
 
+    def edit_and_register(self, order: Order) -> None:
+        """Run an edit to its end, and register its picture unasked."""
+        self.accept(order)
+        self.run()
+        self.prepare()
+        self.register()
+
     def register_template(self) -> TemplateRecord:
         """Register the usual order's picture on the first worker."""
         template = self.ask_for_template()

@@ -18,7 +18,7 @@ from instgenie.server.bodies.answers import images_answer
 from instgenie.server.bodies.fields import EditFields
 from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.errors import ApiError
-from instgenie.server.routes.events import EventStream
+from instgenie.server.routes.events import EventStream, Submission
 from instgenie.server.watch import Deadline, EditWatch, in_time
 
 FIELDS = EditFields(prompt="a cat", n=3)
@@ -138,7 +138,7 @@ def streamed(service: Any) -> list[dict[str, Any]]:
     request: Any = httpx.Request("POST", "http://x")
     request.receive, request.scope = receive, {"start": time.monotonic()}
     orders = [make_order(seed) for seed in range(3)]
-    stream = EventStream(request, service, None, orders, FIELDS, [], "image_edit")  # type: ignore[arg-type]
+    stream = EventStream(Submission(request, service, None, orders, FIELDS, [], "image_edit"))  # type: ignore[arg-type]
     asyncio.run(stream({}, receive, send))
     service.decoder.close()
     data = [line[6:] for line in b"".join(chunks).decode().split("\n") if line.startswith("data: {")]

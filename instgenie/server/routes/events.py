@@ -2,6 +2,8 @@
 sent before the cluster accepts the edits, so a refusal is still a plain answer."""
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,35 +23,36 @@ SECONDS_BETWEEN_KEEPALIVES = 10.0
 KEEPALIVE = b": still working\n\n"
 
 
+@dataclass(frozen=True, eq=False)
+class Submission:
+    """The edits of a request that are ready to be submitted, and what their answer needs."""
+
+    request: Request
+    service: HttpService
+    admitted: Admitted
+    orders: Sequence[Order]
+    fields: ImageFields
+    notes: Notes
+    prefix: EventPrefix
+
+    def watch(self) -> AbstractAsyncContextManager[EditWatch]:
+        """Submit the edits and watch them until the request's deadline."""
+        return self.service.watch(self.orders, deadline_of(self.request, self.fields.deadline_ms), self.admitted)
+
+
 class EventStream(Response):
-    def __init__(
-        self,
-        request: Request,
-        service: HttpService,
-        admitted: Admitted,
-        orders: Sequence[Order],
-        fields: ImageFields,
-        notes: Notes,
-        prefix: EventPrefix,
-    ) -> None:
+    def __init__(self, submission: Submission) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-store", "x-accel-buffering": "no"}
         )
         del self.headers["content-length"]
-        self.request = request
-        self.service = service
-        self.admitted = admitted
-        self.orders = orders
-        self.fields = fields
-        self.notes = notes
-        self.prefix = prefix
+        self.submission = submission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline = deadline_of(self.request, self.fields.deadline_ms)
-        async with self.service.watch(self.orders, deadline, self.admitted) as watch:
+        async with self.submission.watch() as watch:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await unless_gone(self.request, self.send_events(watch, send))
+                await unless_gone(self.submission.request, self.send_events(watch, send))
             except ApiError:  # the client is gone; failures of edits are events
                 return
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
@@ -61,7 +64,7 @@ class EventStream(Response):
                 await send_pieces(send, KEEPALIVE)
                 continue
             if isinstance(happened[1], Partial | Finished):  # pictures are encoded beside the event loop
-                chunk = await self.service.decoder.run(self.chunk_for, *happened)
+                chunk = await self.submission.service.decoder.run(self.chunk_for, *happened)
             else:
                 chunk = self.chunk_for(*happened)
             if chunk:
@@ -72,15 +75,16 @@ class EventStream(Response):
 
     def chunk_for(self, index: int, happened: Event) -> bytes | None:
         """Return the chunk to send, if any: only clients that asked for progress get other events than OpenAI's."""
+        given = self.submission
         match happened:
             case Partial():
-                height, width, _ = self.orders[index].picture.shape
+                height, width, _ = given.orders[index].picture.shape
                 size = f"{width}x{height}"
-                return partial_event(self.prefix, index, happened.index, happened.picture, size, self.fields)
+                return partial_event(given.prefix, index, happened.index, happened.picture, size, given.fields)
             case Finished():
-                return completed_event(self.prefix, index, happened, self.fields, self.notes)
-            case Queued(position) if self.fields.stream_progress:
+                return completed_event(given.prefix, index, happened, given.fields, given.notes)
+            case Queued(position) if given.fields.stream_progress:
                 return event("instgenie.queued", {"index": index, "position": position})
-            case Stepped(step, num_steps) if self.fields.stream_progress:
+            case Stepped(step, num_steps) if given.fields.stream_progress:
                 return event("instgenie.step", {"index": index, "step": step, "num_steps": num_steps})
         return None

@@ -1,6 +1,5 @@
 """OpenAI's images API: edits, generations, models. Knows the path of a request; `bodies` knows the shapes."""
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
@@ -12,7 +11,7 @@ from instgenie.pictures.header import Header, decoding_bytes, kept_bytes
 from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
-from instgenie.server.bodies.answers import EventPrefix, ModelAnswer, ModelsAnswer, images_answer
+from instgenie.server.bodies.answers import ModelAnswer, ModelsAnswer, images_answer
 from instgenie.server.bodies.fields import (
     EditFields,
     GenerationFields,
@@ -25,7 +24,7 @@ from instgenie.server.bodies.forms import EditForm, read_edit
 from instgenie.server.bodies.pictures import EditSources, blank_edit, decode_edit
 from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
-from instgenie.server.routes.events import EventStream
+from instgenie.server.routes.events import EventStream, Submission
 from instgenie.server.routes.sending import LargeResponse
 from instgenie.server.service import (
     SECONDS_TO_LOAD,
@@ -71,7 +70,7 @@ async def edit(request: Request, kind: type[EditFields]) -> Response:
     orders = make_orders(request, photo, mask, fields)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
-    return await run(request, service, admitted, orders, fields, notes, "image_edit")
+    return await run(Submission(request, service, admitted, orders, fields, notes, "image_edit"))
 
 
 @router.post("/images/generations", summary="Make a picture from a prompt", **GENERATION)
@@ -87,7 +86,7 @@ async def generate_images(request: Request) -> Response:
     admitted.keep(kept_bytes(Header(width, height), None))
     blank, mask = await service.decoder.run(blank_edit, (height, width))
     orders = make_orders(request, blank, mask, fields)
-    return await run(request, service, admitted, orders, fields, form.notes, "image_generation")
+    return await run(Submission(request, service, admitted, orders, fields, form.notes, "image_generation"))
 
 
 @router.get("/models", summary="List the models", **MODELS)
@@ -183,18 +182,11 @@ def make_orders(request: Request, photo: Photo, mask: PixelMask, fields: ImageFi
     ]
 
 
-async def run(
-    request: Request,
-    service: HttpService,
-    admitted: Admitted,
-    orders: Sequence[Order],
-    fields: ImageFields,
-    notes: Notes,
-    prefix: EventPrefix,
-) -> Response:
-    if fields.stream:
-        return EventStream(request, service, admitted, orders, fields, notes, prefix)
-    async with service.watch(orders, deadline_of(request, fields.deadline_ms), admitted) as watch:
-        results = await unless_gone(request, watch.all())
-    body = await service.decoder.run(images_answer, results, watch.errors, fields, notes)
+async def run(submission: Submission) -> Response:
+    if submission.fields.stream:
+        return EventStream(submission)
+    async with submission.watch() as watch:
+        results = await unless_gone(submission.request, watch.all())
+    decoder, fields, notes = submission.service.decoder, submission.fields, submission.notes
+    body = await decoder.run(images_answer, results, watch.errors, fields, notes)
     return LargeResponse(body, media_type="application/json")

@@ -1,7 +1,7 @@
 """Runs real clients against a server of the built-in model and prints what each of them gets. From the root of the
 repository; it installs the clients from PyPI and npm into `--folder` first, which takes a few minutes:
 
-    PYTHONPATH=tests python -m helpers.clients [--folder /tmp/clients] [--base-url http://127.0.0.1:8000]
+    PYTHONPATH=tests python -m helpers.clients [--folder FOLDER] [--base-url http://127.0.0.1:8000]
 
 Every case must be answered with a picture, or be refused for a reason that the client shows.
 """
