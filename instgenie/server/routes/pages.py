@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from instgenie.pictures.examples import EXAMPLES
+from instgenie.server.bodies.limits import field_limits
 from instgenie.server.errors import JsonResponse, not_found
 from instgenie.server.routes.suggestions import suggested_examples, suggested_prompts
 from instgenie.server.service import HttpService, service_of
@@ -92,10 +93,7 @@ async def page_facts(request: Request) -> Response:
         {
             "model": config.served_model_names[0],
             "is_ready": service.ready,
-            "steps": model.steps if model else None,
-            "guidance": model.guidance if model else None,
-            "max_edits": config.max_n,
-            "max_steps": config.max_steps,
+            "fields": field_limits(config, model),
             "max_pixels": config.max_pixels,
             "max_body_bytes": config.max_body_bytes,
             "reuse": service.cluster.config.reuse,

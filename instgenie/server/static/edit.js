@@ -9,6 +9,7 @@ import { Mask } from "./mask.js";
 import { openPicture, PictureError } from "./picture.js";
 import { Prompts } from "./prompts.js";
 import { runEdit } from "./run.js";
+import { Settings } from "./settings.js";
 
 const SECONDS_BETWEEN_LOOKS = 1.5;
 const TOOL_KEYS = { b: "brush", e: "eraser", r: "box", l: "lasso", h: "hand" };
@@ -19,6 +20,7 @@ const board = new Board(find("board"));
 const input = new BoardInput(board, painted, showSplit);
 const history = new History(find("strip"), showResult);
 const prompts = new Prompts(find("prompt"), find("suggestions"), find("chips"));
+const settings = new Settings(() => {});
 let facts = null; // about the server
 let result = null; // the one shown
 let running = null; // abort controller of the current run
@@ -29,10 +31,7 @@ async function loadFacts() {
   facts = await (await ask("/page/facts")).json();
   find("server").textContent = facts.is_ready ? facts.model : "loading the model";
   find("server").dataset.state = facts.is_ready ? "ready" : "loading";
-  find("steps").placeholder = facts.steps ?? "";
-  find("guidance").placeholder = facts.guidance ?? "";
-  find("steps").max = Math.max(facts.max_steps, facts.steps ?? 1);
-  find("count").max = facts.max_edits;
+  settings.learn(facts.fields);
   if (!facts.is_ready) setTimeout(connect, SECONDS_BETWEEN_LOOKS * 1000);
 }
 
@@ -64,8 +63,7 @@ async function openExample({ name, mask, prompts, seed }) {
   );
   if (!(await openFile(file, `${name}.png`))) return;
   board.mask.add({ kind: "image", alpha: await createImageBitmap(alpha) });
-  find("prompt").value = prompts[0];
-  find("seed").value = seed;
+  settings.write({ prompt: prompts[0], seed }, { only: true });
   painted();
 }
 
@@ -181,20 +179,20 @@ function useAsSource() {
 async function run() {
   find("error").textContent = "";
   const { picture, mask } = board;
-  const settings = readSettings();
-  const mistake = findMistake(settings);
+  const values = settings.read();
+  const mistake = findMistake(values);
   if (mistake) return complain(...mistake);
   setRunning(new AbortController());
   const results = [];
   try {
-    await runEdit({ picture, mask, settings }, {
+    await runEdit({ picture, mask, settings: values }, {
       queued: (_, position) => showProgress(position ? `Waiting: ${position} before you` : "Next in line"),
       step: (index, step, of) => index === 0 && showProgress(`Step ${step} of ${of}`, step / of),
       partial: showPartial,
-      completed: (made) => results.push({ ...made, picture, mask, prompt: settings.prompt }),
+      completed: (made) => results.push({ ...made, picture, mask, prompt: values.prompt }),
     }, running.signal);
   } catch (error) {
-    if (error.name !== "AbortError") complain(error.message, FIELDS[error.param]);
+    if (error.name !== "AbortError") complain(error.message, settings.idOf(error.param));
   } finally {
     setRunning(null);
   }
@@ -202,28 +200,12 @@ async function run() {
   if (results.length) showResult(results[0]);
 }
 
-const FIELDS = { prompt: "prompt", seed: "seed", num_inference_steps: "steps", guidance_scale: "guidance", n: "count" };
-
-function readSettings() {
-  return {
-    prompt: find("prompt").value.trim(),
-    seed: find("seed").value,
-    num_inference_steps: find("steps").value,
-    guidance_scale: find("guidance").value,
-    n: find("count").value,
-    quality: find("quality").value,
-  };
-}
-
 // Returns a message, and the field to correct if there is one; undefined if everything is fine.
 function findMistake({ prompt }) {
   if (!board.picture) return ["Open a picture first."];
   if (!board.mask.pixels.includes(1)) return ["Nothing is painted: paint what should change, or invert the empty mask to change everything."];
   if (!prompt) return ["Say what should be there.", "prompt"];
-  for (const id of ["seed", "steps", "guidance", "count"]) {
-    const { validity, min, max } = find(id);
-    if (!validity.valid) return [`${find(id).labels[0].textContent}: a number from ${min} to ${max} is expected.`, id];
-  }
+  return settings.mistake();
 }
 
 function complain(message, field) {
