@@ -15,6 +15,7 @@ OnStep = Callable[[int, int], None]  # called with the steps taken so far and th
 Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or the rows that go into it
 CacheDtype = Literal["model", "fp8"]  # activations in the model's dtype, or packed into half the bytes of bfloat16
 Reuse = Literal["auto", "off", "template"]  # activations are used if they are there, never, always
+CropMode = Literal["auto", "off", "masked"]  # what is edited: a crop around the mask if it helps, all, a crop
 PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # how blocks are planned; see `cost.planner`
 Notes = list[str]  # plain sentences for the user about how a request was read; readers append to it
 NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
@@ -45,6 +46,15 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
+class Whole:
+    """The photograph that a crop was cut out of, and where."""
+
+    pixels: OwnPixels  # of the whole photograph, in the colours of its file
+    source: Source | None  # the photograph's file; None: the pixels are all there is
+    box: Box
+
+
+@dataclass(frozen=True, eq=False)
 class Edit:
     """A request to change the masked pixels of a picture into what the prompt describes."""
 
@@ -63,6 +73,9 @@ class Edit:
     halo: int = 0  # width in tokens of the rim around the mask that is computed too, but keeps its content
     reuse: Reuse = "auto"  # off computes every token; template registers the picture first if need be, or fails
     source: Source | None = None  # the picture's file; None: the picture is all there is
+    crop: CropMode = "auto"  # whether a crop around the mask is edited in the place of the picture
+    crop_padding: int | None = None  # pixels that a crop shows around the mask at least; None: a share of its box
+    whole: Whole | None = None  # where the picture is a crop: the photograph that the result is put back into
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,7 @@ class Result:
     can_reuse: bool  # True if the template's activations can save such an edit any work
     cache_tier: TierName | None  # where the activations were found; None is a miss
     seconds: Timings
+    crop: Box | None = None  # the part of the picture that was edited; None: all of it
 
     @property
     def cache_hit(self) -> bool:

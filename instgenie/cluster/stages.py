@@ -194,7 +194,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
     assert entry.prepared is not None
     assert entry.denoised is not None
     prepared, denoised = entry.prepared.message, entry.denoised.message
-    height, width, _ = entry.order.picture.shape
+    height, width = entry.order.size
     finish_seconds = painted.seconds + painted.thread_seconds
     worked = prepared.seconds + denoised.seconds + finish_seconds
     num_saved = prepared.num_steps * (prepared.num_tokens - denoised.num_computed_tokens)
@@ -207,6 +207,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
         num_computed_tokens=denoised.num_computed_tokens,
         cache_tier=entry.tier,
         why_dense=entry.why_dense,
+        crop=entry.order.whole.box if entry.order.whole else None,
         worker=entry.worker,
         num_attempts=entry.attempt,
         queue_seconds=max(time.monotonic() - entry.accepted_at - worked, 0.0),

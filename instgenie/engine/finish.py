@@ -16,8 +16,8 @@ from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.vae.autoencoder import decode_latents
 from instgenie.models.vae.region import can_decode_boxes, decode_box
-from instgenie.pictures.compositing import composited, paint
-from instgenie.types import OwnPixels, PixelMask
+from instgenie.pictures.compositing import composited, paint, paint_crop
+from instgenie.types import Edit, OwnPixels, PixelMask, Pixels
 
 
 @torch.inference_mode()
@@ -31,8 +31,13 @@ def finish_many(jobs: Sequence[Job], model: Model) -> list[OwnPixels]:
     """Finish jobs that share one grid."""
     edits = [job.edit for job in jobs]
     decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model)
-    pairs = zip(edits, decoded, strict=True)
-    return [paint(edit.picture, edit.source, pixels, edit.mask, edit.feather) for edit, pixels in pairs]
+    return [paint_edit(*pair) for pair in zip(edits, decoded, strict=True)]
+
+
+def paint_edit(edit: Edit, decoded: Pixels) -> OwnPixels:
+    if edit.whole:
+        return paint_crop(edit.whole, decoded, edit.mask, edit.feather)
+    return paint(edit.picture, edit.source, decoded, edit.mask, edit.feather)
 
 
 def decode(

@@ -12,7 +12,7 @@ from PIL import Image
 
 from instgenie.pictures.profiles import from_srgb
 from instgenie.pictures.resizing import as_array, as_image, resize_picture
-from instgenie.types import Box, OwnPixels, PixelMask, Pixels, Source
+from instgenie.types import Box, OwnPixels, PixelMask, Pixels, Source, Whole
 
 LANCZOS_REACH = 3  # pixels of the coarser of the two pictures, on each side
 EXACT_DISTANCE = 16  # up to this many pixels from its edge, distances in a mask are exact
@@ -21,12 +21,25 @@ POINTS_PER_DISTANCE = 32  # farther in, the largest distance spans this many poi
 
 def paint(picture: Pixels, source: Source | None, edited: Pixels, mask: PixelMask, feather: int = 0) -> OwnPixels:
     """Put an edited picture into its original, which has the colours and the alpha of its file, if there is one."""
-    if source is None or source.pixels is None:
-        return composite(picture, edited, mask, feather)
-    if source.profile:
-        mode = "L" if source.pixels.shape[2] <= 2 else "RGB"
-        edited = as_array(from_srgb(Image.fromarray(edited), source.profile, mode))
-    return composite(source.pixels, edited, mask, feather)
+    own = picture if source is None or source.pixels is None else source.pixels
+    return composite(own, in_colours_of(source, edited), mask, feather)
+
+
+def paint_crop(whole: Whole, edited: Pixels, mask: PixelMask, feather: int = 0) -> OwnPixels:
+    """Put an edited crop into the photograph that it was cut out of. `mask` is the crop's."""
+    result = whole.pixels.copy()
+    rows, cols = (slice(side.start, side.stop) for side in whole.box)
+    part = whole.pixels[rows, cols]
+    result[rows, cols] = composite(part, in_colours_of(whole.source, edited), mask, feather)
+    return result
+
+
+def in_colours_of(source: Source | None, edited: Pixels) -> OwnPixels:
+    """What was painted, in the colours of the file that it is put into."""
+    if source is None or source.pixels is None or not source.profile:
+        return edited
+    mode = "L" if source.pixels.shape[2] <= 2 else "RGB"
+    return as_array(from_srgb(Image.fromarray(edited), source.profile, mode))
 
 
 def composite(original: OwnPixels, edited: OwnPixels, mask: PixelMask, feather: int = 0) -> OwnPixels:

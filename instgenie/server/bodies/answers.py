@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from instgenie.cluster.orders import Facts, Finished
 from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
 from instgenie.server.errors import ApiError
-from instgenie.types import Notes
+from instgenie.types import Box, Notes
 
 PIECE = 3 * 2**18  # bytes that are encoded at once; a multiple of 3, so that only the last piece is padded
 EventPrefix = Literal["image_edit", "image_generation"]
@@ -30,6 +30,15 @@ class Seconds(AnswerBody):
     finish: float
 
 
+class CropBox(AnswerBody):
+    """The part of the picture that was edited, in its pixels."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+
+
 class EditSummary(AnswerBody):
     """Facts about one edit, without its picture."""
 
@@ -41,6 +50,7 @@ class EditSummary(AnswerBody):
     cache_tier: Literal["gpu", "host", "disk", "remote"] | None
     reuse: Literal["template", "none"]
     reuse_reason: str | None  # why reuse is none
+    crop: CropBox | None  # None: the model saw the whole picture
     worker: int
     num_attempts: int
     seconds: Seconds
@@ -192,6 +202,7 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         cache_tier=facts.cache_tier,
         reuse="template" if facts.cache_tier else "none",
         reuse_reason=sentence(facts.why_dense) if facts.why_dense else None,
+        crop=crop_box(facts.crop) if facts.crop else None,
         worker=facts.worker,
         num_attempts=facts.num_attempts,
         seconds=Seconds(
@@ -202,6 +213,11 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         ),
         predicted_dense_seconds=round(facts.dense_seconds, 4),
     ).model_dump()
+
+
+def crop_box(box: Box) -> CropBox:
+    height, width = box.size
+    return CropBox(x=box.cols.start, y=box.rows.start, width=width, height=height)
 
 
 def sentence(clause: str) -> str:

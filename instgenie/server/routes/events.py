@@ -78,7 +78,7 @@ class EventStream(Response):
         given = self.submission
         match happened:
             case Partial():
-                height, width, _ = given.orders[index].picture.shape
+                height, width = given.orders[index].size
                 size = f"{width}x{height}"
                 return partial_event(given.prefix, index, happened.index, happened.picture, size, given.fields)
             case Finished():
