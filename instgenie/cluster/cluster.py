@@ -143,11 +143,6 @@ class Cluster:
         order = self._coordinator.naming.template_order(tenant, picture, steps, guidance)
         return self._coordinator.register(order).status()
 
-    def has_asked_for(self, order: Order) -> bool:
-        """True if the client asked for the template that an edit would use, and it is not lost."""
-        record = self._coordinator.library.templates.get(self._coordinator.naming.template_order_of(order).id)
-        return record is not None and record.is_asked_for and record.state != "failed"
-
     def check_quota(self, tenant: str) -> None:
         """Raise unless a tenant may ask for one more template."""
         check_quota(self._coordinator.library.templates.values(), tenant, self.config.max_templates)
@@ -221,3 +216,10 @@ class Cluster:
             raise ClosedError("the server is stopping: it takes no more edits")
         if self.has_failed:
             raise ClosedError(f"no worker can start: {self.failure}")
+
+
+def has_asked_for(cluster: Cluster, order: Order) -> bool:
+    """True if the client asked for the template that an edit would use, and its registration did not fail."""
+    coordinator = cluster._coordinator
+    record = coordinator.library.templates.get(coordinator.naming.template_order_of(order).id)
+    return record is not None and record.is_asked_for and record.state != "failed"

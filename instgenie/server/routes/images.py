@@ -6,6 +6,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from instgenie.cluster.cluster import has_asked_for
 from instgenie.cluster.orders import Order
 from instgenie.errors import ClosedError, InstGenieError, MaskError, PictureError
 from instgenie.pictures.cropping import Canvas, choose_box, describe_crop
@@ -193,7 +194,7 @@ async def crop_orders(
     first, facts = orders[0], service.model_facts
     canvas = Canvas(facts.size_multiple, facts.own_size)
     box = choose_box(first.mask, canvas, fields.crop, fields.crop_padding)
-    why_not = fields.why_no_crop(service.cluster.has_asked_for(first)) if box else ""
+    why_not = fields.why_no_crop(has_asked_for(service.cluster, first)) if box else ""
     describe_crop(box, first.size, fields.crop, why_not, notes)
     if not box or why_not:
         return orders
