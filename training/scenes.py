@@ -3,9 +3,10 @@
 import csv
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from instgenie.bench.photos import PhotoSplit, decode_pictures, is_validation, read_members
+from instgenie.bench.photos import Photos, PhotoSplit, decode_pictures, is_validation, read_members
 
 
 def load_scenes(folder: str | Path, split: PhotoSplit, limit: int | None = None) -> Tensor:
@@ -15,3 +16,17 @@ def load_scenes(folder: str | Path, split: PhotoSplit, limit: int | None = None)
         ids = {row["id"] for row in csv.DictReader(file) if is_validation(row["photo"]) == (split == "val")}
     files = read_members(folder, {shard.name for shard in folder.glob("*.tar")}, ids)
     return decode_pictures([data for _, data in sorted(files)][:limit])
+
+
+def with_scenes(photos: Photos, scenes: Tensor) -> Photos:
+    """Photographs and scenes in one table; a scene has no caption and its species is `scene`."""
+    num = len(scenes)
+    return Photos(
+        pictures=torch.cat([photos.pictures, scenes]),
+        outlines=torch.cat([photos.outlines, torch.zeros(num, *photos.outlines.shape[1:], dtype=torch.bool)]),
+        captions=photos.captions + [""] * num,
+        labels=photos.labels + [""] * num,
+        species=photos.species + ["scene"] * num,
+        colours=photos.colours + [""] * num,
+        ids=photos.ids + [f"scene {row}" for row in range(num)],
+    )
