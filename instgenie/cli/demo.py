@@ -19,6 +19,7 @@ from instgenie.cli.arguments import add_model
 from instgenie.cli.screen import hide_loading_bars, quiet_libraries
 from instgenie.errors import EditError, InstGenieError
 from instgenie.pictures.examples import EXAMPLES, Example, read_examples
+from instgenie.pictures.fitting import crop
 from instgenie.pictures.picture import check_edit, check_target, save_picture
 from instgenie.pictures.sheet import SheetRow, draw_sheet
 from instgenie.telemetry.progress import Progress, Task, show_status
@@ -60,9 +61,10 @@ def make_row(editor: "Editor", example: Example, options: argparse.Namespace, ta
     seconds = {}
     if options.times:
         for name, edit in (("dense", replace(edits[0], reuse="off")), ("cold", edits[0])):
-            _, seconds[name] = timed(editor, edit)
+            cold, seconds[name] = timed(editor, edit)
             task.advance()
-        editor.register(example.picture, options.size, options.steps, editor.model.guidance)
+        edited = crop(example.picture, cold.crop) if cold.crop else example.picture
+        editor.register(edited, options.size, options.steps, editor.model.guidance)
         task.advance()
     results = []
     for edit in edits:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from instgenie.errors import EditError
+from instgenie.pictures.fitting import crop
 from instgenie.pictures.mask import read_mask
 from instgenie.pictures.picture import open_picture
 from instgenie.pictures.resizing import resize_mask, resize_picture
@@ -38,8 +39,8 @@ class Example:
     def close_up(self, size: tuple[int, int]) -> "Example":
         """The part around the mask, scaled to `size`: a picture as small as the model's."""
         box = around_mask(self.mask, size[1] / size[0])
-        cut = np.ix_(box.rows, box.cols)
-        return replace(self, picture=resize_picture(self.picture[cut], size), mask=resize_mask(self.mask[cut], size))
+        picture, mask = resize_picture(crop(self.picture, box), size), resize_mask(crop(self.mask, box), size)
+        return replace(self, picture=picture, mask=mask)
 
 
 def around_mask(mask: PixelMask, shape: float, context: float = CONTEXT) -> Box:

@@ -5,13 +5,13 @@ A sheet is drawn at twice the size it is looked at, so that it is sharp on every
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from instgenie.pictures.compositing import edge_distance
 from instgenie.pictures.examples import Example, around_mask
+from instgenie.pictures.fitting import crop
 from instgenie.pictures.resizing import resize_mask, resize_picture
 from instgenie.types import Box, PixelMask, Pixels
 
@@ -63,8 +63,8 @@ def cells(row: SheetRow) -> list[Pixels]:
     """The pictures of a row at the size of a cell: the photograph with a frame around what the others show."""
     example, shape = row.example, CELL[1] / CELL[0]
     whole, near = around_mask(example.mask, shape, math.inf), around_mask(example.mask, shape)
-    mask = resize_mask(cut(example.mask, near), CELL)
-    close_ups = [resize_picture(cut(picture, near), CELL) for picture in (example.picture, *row.pictures)]
+    mask = resize_mask(crop(example.mask, near), CELL)
+    close_ups = [resize_picture(crop(picture, near), CELL) for picture in (example.picture, *row.pictures)]
     return [framed(example.picture, whole, near), tinted(close_ups[0], mask), *close_ups[1:]]
 
 
@@ -82,13 +82,9 @@ def captions(example: Example) -> list[str]:
     ]
 
 
-def cut(array: Any, box: Box) -> Any:
-    return array[box.rows.start : box.rows.stop, box.cols.start : box.cols.stop]
-
-
 def framed(picture: Pixels, whole: Box, near: Box) -> Pixels:
     """The whole photograph, with a frame around the part that is shown close up."""
-    image = Image.fromarray(resize_picture(cut(picture, whole), CELL))
+    image = Image.fromarray(resize_picture(crop(picture, whole), CELL))
     scale = CELL[0] / len(whole.rows)
     if len(near.rows) < 0.8 * len(whole.rows):
         left, top = (near.cols.start - whole.cols.start) * scale, (near.rows.start - whole.rows.start) * scale

@@ -45,7 +45,7 @@ def save(page: Page, path: Path) -> None:
 def take(visitor: Visitor, scheme: str, folder: Path) -> None:
     size = {"width": 1280, "height": 800}
     page = visitor.open(color_scheme=scheme, viewport=size)
-    edit(page, "daisies", "a photo of a Siamese cat")
+    edit(page, "coffee", "a photo of a daisy")
     page.wait_for_timeout(8000)  # time to register the picture, so that the next edit hits the cache
     start(page, "a photo of a Pug dog", 1)
     page.wait_for_selector("#result:visible", timeout=WAIT)

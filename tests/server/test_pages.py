@@ -5,7 +5,9 @@ import re
 import pytest
 from helpers.serving import ALICE, Running, picture, png
 
+from instgenie.pictures.examples import THUMBNAIL
 from instgenie.server.routes.pages import FILES
+from instgenie.server.routes.suggestions import suggested_examples
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 
@@ -13,6 +15,7 @@ from helpers.browser import PAGE_PICTURE, PAGE_SIZE, WAIT, Visitor, drag, fill_s
 from playwright.sync_api import Browser, expect
 
 MAX_WEIGHT = 300_000
+MAX_THUMBNAILS = 60_000
 
 
 def test_every_control_has_a_name(visitor: Visitor) -> None:
@@ -84,3 +87,13 @@ def test_the_pages_files_are_small() -> None:
     own = {name: file for name, file in FILES.items() if not name.startswith("examples/")}
     assert sum(len(file.content) for file in own.values()) < MAX_WEIGHT
     assert all(file.media_type != "application/octet-stream" for file in FILES.values())
+    assert sum(len(file.content) for name, file in FILES.items() if name.endswith(THUMBNAIL)) < MAX_THUMBNAILS
+
+
+def test_the_page_is_given_every_file_of_the_examples_and_no_other() -> None:
+    named = {
+        f"examples/{name}"
+        for one in suggested_examples()
+        for name in (one["picture"], one["mask"], one["name"] + THUMBNAIL)
+    }
+    assert {name for name in FILES if name.startswith("examples/")} == named

@@ -13,7 +13,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from instgenie.pictures.examples import EXAMPLES
+from instgenie.pictures.examples import EXAMPLES, THUMBNAIL
 from instgenie.server.bodies.limits import field_limits
 from instgenie.server.errors import JsonResponse, not_found
 from instgenie.server.routes.suggestions import suggested_examples, suggested_prompts
@@ -46,8 +46,9 @@ def read_file(path: Path) -> StaticFile:
 def read_files() -> Iterator[tuple[str, StaticFile]]:
     for path in sorted(STATIC.iterdir()):
         yield path.name, read_file(path)
-    for path in sorted(EXAMPLES.glob("*.png")):
-        yield f"examples/{path.name}", read_file(path)
+    for example in suggested_examples():
+        for name in (example["picture"], example["mask"], example["name"] + THUMBNAIL):
+            yield f"examples/{name}", read_file(EXAMPLES / name)
 
 
 FILES = dict(read_files())  # no path is ever built from a request: only these names are served

@@ -52,16 +52,16 @@ async function connect() {
 // the picture
 
 function exampleButton(example) {
-  const image = element("img", { src: `/static/examples/${example.name}.png`, alt: "", width: 96, height: 96 });
+  const image = element("img", { src: `/static/examples/${example.name}.thumb.webp`, alt: "", width: 96, height: 96 });
   const label = element("span", { textContent: example.name });
   return element("li", {}, element("button", { type: "button", onclick: () => openExample(example) }, image, label));
 }
 
-async function openExample({ name, mask, prompts, seed }) {
+async function openExample({ picture, mask, prompts, seed }) {
   const [file, alpha] = await Promise.all(
-    [`${name}.png`, mask].map(async (path) => (await ask(`/static/examples/${path}`)).blob()),
+    [picture, mask].map(async (path) => (await ask(`/static/examples/${path}`)).blob()),
   );
-  if (!(await openFile(file, `${name}.png`))) return;
+  if (!(await openFile(file, picture))) return;
   board.mask.add({ kind: "image", alpha: await createImageBitmap(alpha) });
   settings.write({ prompt: prompts[0], seed }, { only: true });
   painted();
