@@ -55,8 +55,8 @@ def write_scenes(folder: Path, num: int) -> None:
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photos")
-    write_photos(folder, num_val=6, num_train=8)
-    write_scenes(folder / "scenes", 4)
+    write_photos(folder, num_val=4, num_train=6)
+    write_scenes(folder / "scenes", 3)
     return folder
 
 
@@ -89,7 +89,7 @@ def test_every_figure_of_two_models_by_one_command(photos: Path, tmp_path: Path)
     card, out = tmp_path / "card.md", tmp_path / "out"
     card.write_text(f"# Model\n{START}\nold\n{END}\nkept\n")
     new, old = save_pipeline(tmp_path / "new", 3, 20), save_pipeline(tmp_path / "old", 2, 12)
-    report = run(photos, out, new, "--against", str(old), "--card", str(card), "--num-scenes", "3")
+    report = run(photos, out, new, "--against", str(old), "--card", str(card), "--num-scenes", "2")
     for name in (NEW, OLD):
         assert {(row.group, row.name) for row in ROWS} <= {
             (group, figure) for group, values in report.models[name].figures.items() for figure in values
@@ -99,12 +99,12 @@ def test_every_figure_of_two_models_by_one_command(photos: Path, tmp_path: Path)
     assert "| LPIPS, tight |" in table
     assert "miss" in table
     assert card.read_text() == f"# Model\n{START}\n{table}{END}\nkept\n"
-    for name, columns in (("removal.jpg", 8), ("blind.jpg", 9), ("samples.png", 2)):
+    for name, columns in (("removal.jpg", 4), ("blind.jpg", 3), ("samples.png", 2)):
         with Image.open(out / name) as image:
             assert image.width > 100 * columns
 
     before = json.loads((out / "figures.json").read_text())
-    again = run(photos, out, new, "--num-scenes", "3", "--parts", "autoencoder")
+    again = run(photos, out, new, "--num-scenes", "2", "--parts", "autoencoder")
     assert set(again.models[NEW].figures) == set(GROUPS)  # the same model: its other figures stay
     assert json.loads((out / "figures.json").read_text())["models"] == before["models"]  # and both are deterministic
 
@@ -117,7 +117,7 @@ def test_figures_of_another_model_are_not_kept() -> None:
 
 def test_things_are_pasted_inside_their_masks(photos: Path) -> None:
     removals = load_removals(load_photos(photos, "val"), photos / "scenes", "val", None)
-    assert len(removals) == 4
+    assert len(removals) == 3
     changed = (removals.pasted != removals.scenes).any(1)
     assert changed.flatten(1).any(1).all()
     for masks in removals.masks.values():
@@ -136,7 +136,7 @@ def test_animals_and_garments_take_turns() -> None:
 
 
 def test_scenes_keep_photographs_apart(photos: Path) -> None:
-    assert len(read_scenes(photos / "scenes", "val")) == 4
+    assert len(read_scenes(photos / "scenes", "val")) == 3
     assert torch.equal(read_scenes(photos / "scenes", "val", 2), read_scenes(photos / "scenes", "val")[:2])
 
 
@@ -161,8 +161,9 @@ def test_bars() -> None:
 
 def test_the_card_shows_the_figures_of_its_file(tmp_path: Path) -> None:
     card = (ROOT / "MODEL_CARD.md").read_text()
-    if START not in card:
-        pytest.skip("the card has no generated tables")
+    assert START in card
+    if f"{START}\n{END}" in card:
+        pytest.skip("the card has no generated tables yet")
     page = tmp_path / "card.md"
     page.write_text(card)
     write_page(FigureReport.load(ROOT / "docs" / "figures.json"), page)

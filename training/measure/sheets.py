@@ -90,7 +90,8 @@ def random_edits(folder: Path, captions: Sequence[str], num: int, seed: int) -> 
 
 
 def is_photo(path: Path) -> bool:
-    return path.suffix in (".png", ".jpg", ".jpeg", ".webp") and ".mask" not in path.name
+    """True for NAME.png and the like; masks and thumbnails have a second dot in their names."""
+    return path.suffix in (".png", ".jpg", ".jpeg", ".webp") and "." not in path.stem
 
 
 def random_crop(path: Path, draw: random.Random) -> tuple[Tensor, Tensor | None]:
