@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from instgenie.pictures.matching import RING, match
 from instgenie.pictures.profiles import from_srgb
 from instgenie.pictures.resizing import as_array, as_image, resize_picture
 from instgenie.types import Box, OwnPixels, PixelMask, Pixels, Source, Whole
@@ -25,12 +26,15 @@ def paint(picture: Pixels, source: Source | None, edited: Pixels, mask: PixelMas
     return composite(own, in_colours_of(source, edited), mask, feather)
 
 
-def paint_crop(whole: Whole, edited: Pixels, mask: PixelMask, feather: int = 0) -> OwnPixels:
-    """Put an edited crop into the photograph that it was cut out of. `mask` is the crop's."""
+def paint_crop(whole: Whole, edited: Pixels, mask: PixelMask, feather: int, seed: int) -> OwnPixels:
+    """Put an edited crop into the photograph that it was cut out of, with tones and grain of what is around it. `mask`
+    is the crop's; the seed draws the grain."""
     result = whole.pixels.copy()
     rows, cols = (slice(side.start, side.stop) for side in whole.box)
     part = whole.pixels[rows, cols]
-    result[rows, cols] = composite(part, in_colours_of(whole.source, edited), mask, feather)
+    read = composited(mask, edited.shape[:2], RING)
+    matched = match(part, in_colours_of(whole.source, edited), mask, read, seed)
+    result[rows, cols] = composite(part, matched, mask, feather)
     return result
 
 
@@ -79,11 +83,11 @@ def weights(mask: PixelMask, feather: int = 0) -> NDArray[np.uint8]:
     return share
 
 
-def composited(mask: PixelMask, size: tuple[int, int]) -> Box:
+def composited(mask: PixelMask, size: tuple[int, int], ring: int = 0) -> Box:
     """The box of an edited picture of `size` that `composite` reads: around the mask, with the pixels that resizing
-    needs."""
+    needs, or at least `ring` pixels."""
     rows, cols = _masked_lines(mask)
-    return Box(_read(rows, mask.shape[0], size[0]), _read(cols, mask.shape[1], size[1]))
+    return Box(_read(rows, mask.shape[0], size[0], ring), _read(cols, mask.shape[1], size[1], ring))
 
 
 def _masked_lines(mask: PixelMask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -91,10 +95,10 @@ def _masked_lines(mask: PixelMask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     return np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
 
 
-def _read(masked: NDArray[np.intp], own_length: int, length: int) -> range:
+def _read(masked: NDArray[np.intp], own_length: int, length: int, ring: int) -> range:
     """The pixels read of a side of `length` pixels that is resized to `own_length`, given the masked pixels there."""
     scale = length / own_length
-    around = 0 if length == own_length else LANCZOS_REACH * max(scale, 1.0) + 1
+    around = max(0 if length == own_length else LANCZOS_REACH * max(scale, 1.0) + 1, ring)
     start, stop = masked[0] * scale - around, (masked[-1] + 1) * scale + around
     return range(max(math.floor(start), 0), min(math.ceil(stop), length))
 

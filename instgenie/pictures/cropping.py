@@ -19,7 +19,7 @@ PADDING = 0.25  # around the mask on each side, as a share of the mean side of i
 SHAPES = (1.0, 1.5, 1 / 1.5, 2.0, 1 / 2.0)  # width by height of crops, in the order of preference
 FIRST_SCALE = 1.0  # pixels of the photograph per pixel of the model in the smallest crops
 SCALES_PER_OCTAVE = 4
-PLACES_PER_SIDE = 8  # crops of one size lie at multiples of an eighth of their side, or at the photograph's border
+PLACES_PER_SIDE = (4, 8)  # crops lie at multiples of a quarter of their side or, if none fits, of an eighth
 MIN_GAIN = 1.5  # a crop that is worth it has at least so many times more of the model's pixels along each side
 
 
@@ -98,12 +98,14 @@ def smallest(needed: Box, size: tuple[int, int], canvas: Canvas) -> Box | None:
 def place(needed: range, length: int, whole: int) -> range | None:
     """The place of a crop's side that contains what is needed, as near to its middle as can be; None if there is none.
     Places are multiples of a part of the side, and the last place."""
-    step = max(length // PLACES_PER_SIDE, 1)
-    starts = [*range(0, whole - length, step), whole - length]
-    fitting = [start for start in starts if start <= needed.start and needed.stop <= start + length]
     ideal = (needed.start + needed.stop - length) / 2
-    start = min(fitting, key=lambda start: (abs(start - ideal), start), default=None)
-    return None if start is None else range(start, start + length)
+    for parts in PLACES_PER_SIDE:
+        starts = [*range(0, whole - length, max(length // parts, 1)), whole - length]
+        fitting = [start for start in starts if start <= needed.start and needed.stop <= start + length]
+        if fitting:
+            start = min(fitting, key=lambda start: (abs(start - ideal), start))
+            return range(start, start + length)
+    return None
 
 
 def cut(picture: Pixels, mask: PixelMask, source: Source | None, box: Box) -> tuple[Pixels, PixelMask, Whole]:

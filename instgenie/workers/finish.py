@@ -22,6 +22,7 @@ from instgenie.engine.warm import warm_up_finishing
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.pictures.compositing import paint, paint_crop
+from instgenie.pictures.matching import RING
 from instgenie.pictures.picture import encode_picture
 from instgenie.telemetry import traces
 from instgenie.types import Box, PixelMask, Source, Whole
@@ -53,7 +54,8 @@ class Finisher:
     def decode(self, message: Finish, frames: list[Frame]) -> Encode:
         """Decode a picture. Returns the rest of the work, which any thread can do."""
         latents = read_tensor(message.latents, frames[0]).to(self.model.device)
-        [decoded] = decode([latents], [read_edit_mask(message, frames[2])], message.grid, self.model)
+        mask, rings = read_edit_mask(message, frames[2]), [RING if message.crop else 0]
+        [decoded] = decode([latents], [mask], message.grid, self.model, rings)
         return partial(encode, message, frames, decoded)
 
     def send(self, message: Finish, encoded: bytes, seconds: float, thread_seconds: float = 0.0) -> None:
@@ -136,7 +138,7 @@ def encode(message: Finish, frames: list[Frame], decoded: NDArray[np.uint8]) -> 
     picture, mask = read_picture(frames[1], message.size, message.num_channels), read_edit_mask(message, frames[2])
     source = Source(picture if message.is_own else None, message.profile, message.exif)
     if box := box_of(message):
-        edited = paint_crop(Whole(picture, source, box), decoded, mask, message.feather)
+        edited = paint_crop(Whole(picture, source, box), decoded, mask, message.feather, message.seed)
     else:
         edited = paint(picture, source, decoded, mask, message.feather)
     encoded = encode_picture(edited, message.output_format, message.output_compression, is_quick=True, source=source)
