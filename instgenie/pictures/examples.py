@@ -43,12 +43,12 @@ class Example:
         return replace(self, picture=picture, mask=mask)
 
 
-def around_mask(mask: PixelMask, shape: float, context: float = CONTEXT) -> Box:
-    """A box around the mask, `shape` times as wide as high: `context` times the mask's size, or all that the picture
-    has."""
+def around_mask(mask: PixelMask, shape: float) -> Box:
+    """A box around the mask, `shape` times as wide as high, as large as the picture allows and not much larger than the
+    mask."""
     height, width = mask.shape
     rows, cols = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-    high = max(rows[-1] - rows[0] + 1, (cols[-1] - cols[0] + 1) / shape) * context
+    high = max(rows[-1] - rows[0] + 1, (cols[-1] - cols[0] + 1) / shape) * CONTEXT
     high = min(high, height, width / shape)
     return Box(
         middle_range((rows[0] + rows[-1] + 1) / 2, round(high), height),

@@ -2,7 +2,6 @@
 
 A sheet is drawn at twice the size it is looked at, so that it is sharp on every screen."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,10 +15,10 @@ from instgenie.pictures.resizing import resize_mask, resize_picture
 from instgenie.types import Box, PixelMask, Pixels
 
 CELL, GAP, MARGIN = (270, 360), 24, 56  # (height, width) of a picture, the space between and around them
-LINE, NUM_LINES = 32, 2  # room for the text under a picture
-BAR = 14
-TEXT = ImageFont.load_default(24)
-TITLE = ImageFont.load_default(46)
+LINE, NUM_LINES = 40, 2  # room for the text under a picture
+BAR = 16
+TEXT = ImageFont.load_default(32)
+TITLE = ImageFont.load_default(60)
 PAPER, INK, PALE_INK = "#ffffff", "#1f2328", "#6e7781"
 GROOVE, GREY = "#f0f2f4", "#9aa3ad"
 TINT = np.array([226, 38, 112])
@@ -40,18 +39,18 @@ def draw_sheet(rows: Sequence[SheetRow], subtitle: str) -> Pixels:
     """Draw one row per example: photograph, mask, a column for each prompt, and bars if any row was timed."""
     num_columns = 2 + max(len(row.pictures) for row in rows) + any(row.seconds for row in rows)
     height, width = CELL
-    row_height = height + 12 + NUM_LINES * LINE + GAP
-    top = MARGIN + 124
-    size = 2 * MARGIN + num_columns * (width + GAP) - GAP, top + len(rows) * row_height - GAP + MARGIN
+    row_height = height + 12 + NUM_LINES * LINE + 2 * GAP
+    top = MARGIN + 152
+    size = 2 * MARGIN + num_columns * (width + GAP) - GAP, top + len(rows) * row_height - 2 * GAP + MARGIN
     sheet = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(sheet)
     draw.text((MARGIN, MARGIN - 8), NAME, INK, TITLE)
-    draw.text((MARGIN, MARGIN + 56), subtitle, PALE_INK, TEXT)
+    draw.text((MARGIN, MARGIN + 72), subtitle, PALE_INK, TEXT)
     for index, row in enumerate(rows):
         y = top + index * row_height
         for column, (picture, caption) in enumerate(zip(cells(row), captions(row.example), strict=True)):
             x = MARGIN + column * (width + GAP)
-            sheet.paste(Image.fromarray(picture), (x, y))
+            sheet.paste(Image.fromarray(picture), (x, y + (height - len(picture)) // 2))
             for number, line in enumerate(wrap(caption, width)):
                 draw.text((x, y + height + 12 + number * LINE), line, INK if column > 1 else PALE_INK, TEXT)
         if row.seconds:
@@ -60,12 +59,27 @@ def draw_sheet(rows: Sequence[SheetRow], subtitle: str) -> Pixels:
 
 
 def cells(row: SheetRow) -> list[Pixels]:
-    """The pictures of a row at the size of a cell: the photograph with a frame around what the others show."""
-    example, shape = row.example, CELL[1] / CELL[0]
-    whole, near = around_mask(example.mask, shape, math.inf), around_mask(example.mask, shape)
-    mask = resize_mask(crop(example.mask, near), CELL)
-    close_ups = [resize_picture(crop(picture, near), CELL) for picture in (example.picture, *row.pictures)]
-    return [framed(example.picture, whole, near), tinted(close_ups[0], mask), *close_ups[1:]]
+    """The pictures of a row, each as large as a cell allows: the whole photograph, then the part around the mask."""
+    example = row.example
+    near = close_up_of(example.mask)
+    mask = crop(example.mask, near)
+    edits = [fit(crop(picture, near)) for picture in (example.picture, *row.pictures)]
+    return [framed(example.picture, near), tinted(edits[0], resize_mask(mask, edits[0].shape[:2])), *edits[1:]]
+
+
+def close_up_of(mask: PixelMask) -> Box:
+    """The part of a picture that its edits are shown in: all of it unless the mask is small."""
+    height, width = mask.shape
+    near = around_mask(mask, CELL[1] / CELL[0])
+    is_small = len(near.rows) < 0.8 * height and len(near.cols) < 0.8 * width
+    return near if is_small else Box(range(height), range(width))
+
+
+def fit(picture: Pixels) -> Pixels:
+    """Scale the picture to the largest size that fits a cell."""
+    height, width, _ = picture.shape
+    scale = min(CELL[0] / height, CELL[1] / width)
+    return resize_picture(picture, (max(round(height * scale), 1), max(round(width * scale), 1)))
 
 
 def captions(example: Example) -> list[str]:
@@ -76,22 +90,25 @@ def captions(example: Example) -> list[str]:
         for index, prompt in enumerate(example.prompts)
     ]
     return [
-        f"{example.name}, {width} × {height}",
+        f"{example.name}, {width}x{height}",
         f"mask: {share:.{0 if share >= 0.1 else 1}%} of the picture",
         *prompts,
     ]
 
 
-def framed(picture: Pixels, whole: Box, near: Box) -> Pixels:
+def framed(picture: Pixels, near: Box) -> Pixels:
     """The whole photograph, with a frame around the part that is shown close up."""
-    image = Image.fromarray(resize_picture(crop(picture, whole), CELL))
-    scale = CELL[0] / len(whole.rows)
-    if len(near.rows) < 0.8 * len(whole.rows):
-        left, top = (near.cols.start - whole.cols.start) * scale, (near.rows.start - whole.rows.start) * scale
-        right, bottom = left + len(near.cols) * scale, top + len(near.rows) * scale
-        draw = ImageDraw.Draw(image)
-        draw.rectangle((left - 2, top - 2, right + 2, bottom + 2), outline=PAPER, width=5)
-        draw.rectangle((left - 1, top - 1, right + 1, bottom + 1), outline=ACCENT, width=3)
+    fitted = fit(picture)
+    if near.size == picture.shape[:2]:
+        return fitted
+    image = Image.fromarray(fitted)
+    scale = len(fitted) / len(picture)
+    left, top, right, bottom = (
+        round(place * scale) for place in (near.cols.start, near.rows.start, near.cols.stop, near.rows.stop)
+    )
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((left - 2, top - 2, right + 2, bottom + 2), outline=PAPER, width=5)
+    draw.rectangle((left - 1, top - 1, right + 1, bottom + 1), outline=ACCENT, width=3)
     return np.array(image)
 
 

@@ -11,6 +11,7 @@ from instgenie.pictures.sheet import (
     MARGIN,
     NUM_LINES,
     TEXT,
+    TINT,
     SheetRow,
     captions,
     cells,
@@ -45,16 +46,19 @@ def test_time_takes_a_column() -> None:
     timed = draw_sheet([SheetRow(row.example, row.pictures, SECONDS), row], "timed")
     assert timed.shape[1] == width_of(5)
     bars = timed[:, width_of(4) - MARGIN + GAP :]
-    coloured = (bars == (226, 38, 112)).all(axis=2)
+    coloured = (bars == TINT).all(axis=2)
     assert coloured.sum(axis=1).max() == pytest.approx(CELL[1] / 4, abs=3)  # the bar of one second out of four
 
 
-def test_a_small_mask_is_shown_close_up_and_framed() -> None:
-    large, small = make_row(1, (30, 20)), make_row(1, (300, 400))
-    for row, has_frame in ((large, False), (small, True)):
-        photograph, mask, edited = cells(row)
-        assert photograph.shape == mask.shape == edited.shape == (*CELL, 3)
-        assert (photograph == (226, 38, 112)).all(axis=2).any() == has_frame
+@pytest.mark.parametrize(("size", "is_close"), [((30, 20), False), ((300, 400), True)])
+def test_a_small_mask_is_shown_close_up_and_framed(size: tuple[int, int], is_close: bool) -> None:
+    row = make_row(1, size)
+    photograph, mask, edited = cells(row)
+    assert mask.shape == edited.shape
+    assert max(len(one) for one in (photograph, mask)) == CELL[0]
+    assert (photograph == TINT).all(axis=2).any() == is_close
+    assert (mask == TINT).all(axis=2).any()  # its outline
+    assert np.array_equal(photograph, edited) != is_close
 
 
 def test_prompts_that_repeat_are_told_apart_by_their_seed() -> None:
