@@ -150,6 +150,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="every figure on few pictures with few steps")
     args = parser.parse_args(arguments)
     args.scenes = args.scenes or args.photos / "scenes"
+    if {"autoencoder", "removal"} & set(args.parts) and not (args.scenes / "scenes.csv").is_file():
+        parser.error(f"{args.scenes} holds no scenes.csv: pass --scenes, or --parts without autoencoder and removal")
+    for folder in filter(None, (args.pipeline, args.against)):
+        if not (folder / "model_index.json").is_file():
+            parser.error(f"{folder} holds no model_index.json: a pipeline folder is expected")
     if args.quick:
         args.steps = min(args.steps, 2)
         args.num_val, args.num_train = args.num_val or 8, args.num_train or 120

@@ -5,6 +5,7 @@ import csv
 import json
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +16,15 @@ from helpers.photos import add_file, encode, write_photos
 from PIL import Image
 from torch import Tensor, nn
 
+from instgenie.bench.metrics import Probe
 from instgenie.bench.photos import is_validation, load_photos
 from training import evaluate
 from training.measure.bars import GROUPS, ROWS, Bar, Row
-from training.measure.bench import Bench
+from training.measure.bench import Bench, Candidate
+from training.measure.edits import contradict
 from training.measure.masks import box_masks, ellipse_masks, scribble_masks
 from training.measure.pasting import CutOuts, load_removals, paste, read_scenes
+from training.measure.photographs import MaskedPhotos
 from training.measure.report import END, NEW, OLD, START, FigureReport, Measured, markdown, write_page
 
 ROOT = Path(__file__).parent.parent.parent
@@ -107,6 +111,36 @@ def test_every_figure_of_two_models_by_one_command(photos: Path, tmp_path: Path)
     again = run(photos, out, new, "--num-scenes", "2", "--parts", "autoencoder")
     assert set(again.models[NEW].figures) == set(GROUPS)  # the same model: its other figures stay
     assert json.loads((out / "figures.json").read_text())["models"] == before["models"]  # and both are deterministic
+
+
+@pytest.mark.parametrize(("option", "missing"), [("--against", "model_index.json"), ("--scenes", "scenes.csv")])
+def test_what_is_missing_is_said_first(
+    photos: Path, tmp_path: Path, option: str, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main(["--photos", str(photos), "--out", str(tmp_path / "out"), option, str(tmp_path)])
+    assert f"holds no {missing}" in capsys.readouterr().err
+
+
+def test_a_contradicting_prompt_is_another_label_of_the_same_species(photos: Path) -> None:
+    bench = Bench("cpu", 1, 3.5, 0, SmallFeatures(), SmallDistance())
+    val = load_photos(photos, "val")
+    val.labels = ["Siamese", "rose", "Bengal", "tulip"]
+    masks = torch.ones(4, 256, 256, dtype=torch.bool)
+    probe = Probe().fit(bench.embed(val.pictures), val.labels)
+    pool = {"cat": ["Bengal", "Siamese"], "flower": ["rose", "tulip"]}
+    asked: list[str] = []
+
+    def edit(candidate: Candidate, pictures: Tensor, masks: Tensor, prompts: list[str], salt: int) -> Tensor:
+        asked.extend(prompts)
+        return pictures  # nothing changes, so that the original is seen
+
+    bench.edit = edit  # type: ignore[method-assign]
+    captions = {name: f"a {name}" for names in pool.values() for name in names}
+    holdout = SimpleNamespace(captions=captions)
+    figures = contradict(bench, None, holdout, MaskedPhotos(val, masks, probe), pool, 0)  # type: ignore[arg-type]
+    assert asked == ["a Bengal", "a tulip", "a Siamese", "a rose"]
+    assert figures == (0.0, 1.0)
 
 
 def test_figures_of_another_model_are_not_kept() -> None:
