@@ -28,7 +28,7 @@ from instgenie.models.model import Model
 from instgenie.pictures.cropping import Canvas, choose_box, crop_edit
 from instgenie.pictures.picture import check_edit
 from instgenie.scheduling.scheduler import FILL
-from instgenie.types import Edit, OnStep, PixelMask, Pixels, RegisterResult, Result, Timings
+from instgenie.types import Box, Edit, OnStep, PixelMask, Pixels, RegisterResult, Result, Timings
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -126,11 +126,15 @@ class Editor:
     def _cropped(self, edit: Edit) -> Edit:
         """The edit of a crop, if it is to be one. The template of the whole picture stays in use where there is one, or
         where the edit insists on it, unless a crop is asked for."""
-        canvas = Canvas(self.model.size_multiple, self.model.own_size, edit.size)
-        box = None if edit.whole else choose_box(edit.mask, canvas, edit.crop, edit.crop_padding)
+        box = self.choose_crop(edit)
         if not box or (edit.crop == "auto" and (edit.reuse == "template" or self._is_registered(edit))):
             return edit
         return crop_edit(edit, box)
+
+    def choose_crop(self, edit: Edit) -> Box | None:
+        """The crop that is edited unless a template of the whole picture is used; None: the whole picture."""
+        canvas = Canvas(self.model.size_multiple, self.model.own_size, edit.size)
+        return None if edit.whole else choose_box(edit.mask, canvas, edit.crop, edit.crop_padding)
 
     def _is_registered(self, edit: Edit) -> bool:
         return not self.store.is_empty and may_reuse(edit) and self._find(edit, self.model) is not None

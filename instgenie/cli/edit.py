@@ -108,6 +108,8 @@ def run_edit(options: argparse.Namespace) -> None:
     save_picture(result.picture, output, photo.source)
     if result.crop:
         edit = crop_edit(edit, result.crop)
+    elif editor.choose_crop(edit):
+        complain("the whole photograph was edited with its template: --crop masked edits a sharper crop instead")
     print_summary(result, edit, editor, time.perf_counter() - start)
     print(output, flush=True)
     is_wanted = result.can_reuse and not result.cache_hit and edit.reuse != "off" and not options.no_register
