@@ -14,7 +14,7 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 from helpers.browser import PAGE_PICTURE, PAGE_SIZE, WAIT, Visitor, drag, fill_settings, open_picture_on
 from playwright.sync_api import Browser, expect
 
-MAX_WEIGHT = 300_000
+MAX_WEIGHT = 350_000
 MAX_THUMBNAILS = 60_000
 
 

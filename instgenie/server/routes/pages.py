@@ -25,7 +25,7 @@ CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
+MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml", ".gz": "application/gzip"}
 
 router = APIRouter(include_in_schema=False)
 
@@ -44,8 +44,8 @@ def read_file(path: Path) -> StaticFile:
 
 
 def read_files() -> Iterator[tuple[str, StaticFile]]:
-    for path in sorted(STATIC.iterdir()):
-        yield path.name, read_file(path)
+    for path in sorted(STATIC.rglob("*.*")):
+        yield path.relative_to(STATIC).as_posix(), read_file(path)
     for example in suggested_examples():
         for name in (example["picture"], example["mask"], example["name"] + THUMBNAIL):
             yield f"examples/{name}", read_file(EXAMPLES / name)

@@ -18,6 +18,7 @@ export class Board {
     this.outline = null; // a box or lasso being drawn: {kind, points}
     this.cursor = null; // {x, y, size} in pixels of the picture
     this.isWaiting = false;
+    this.onDraw = this.onZoom = () => {}; // called after each drawing
     this.colour = getComputedStyle(document.documentElement).getPropertyValue("--mask");
     new ResizeObserver(() => this.resize()).observe(canvas);
   }
@@ -39,6 +40,10 @@ export class Board {
     this.draw();
   }
 
+  isInside([x, y]) {
+    return x >= 0 && y >= 0 && x < this.picture.width && y < this.picture.height;
+  }
+
   redraw() {
     if (this.isWaiting) return;
     this.isWaiting = true;
@@ -57,6 +62,8 @@ export class Board {
     this.place(this.mode === "partial" ? this.after : this.picture.bitmap);
     if (this.mode === "compare") this.drawAfter();
     if (this.mode === "mask") this.drawMask();
+    this.onDraw();
+    this.onZoom();
   }
 
   place(image) {
@@ -72,10 +79,10 @@ export class Board {
     if (this.cursor) this.drawCursor(this.cursor);
   }
 
-  drawOutline({ kind, points }) {
+  drawOutline(outline) {
     const { context, view } = this;
     context.beginPath();
-    for (const point of kind === "box" ? corners(points) : points) context.lineTo(...view.toWindow(...point));
+    for (const point of cornersOf(outline)) context.lineTo(...view.toWindow(...point));
     context.closePath();
     this.stroke([6, 4]);
   }
@@ -140,4 +147,9 @@ export class Board {
   }
 }
 
-const corners = ([[x, y], [right, bottom]]) => [[x, y], [right, y], [right, bottom], [x, bottom]];
+// The corners of a box or a lasso.
+export function cornersOf({ kind, points }) {
+  if (kind !== "box") return points;
+  const [[x, y], [right, bottom]] = points;
+  return [[x, y], [right, y], [right, bottom], [x, bottom]];
+}

@@ -9,15 +9,19 @@ import { Mask } from "./mask.js";
 import { openPicture, PictureError } from "./picture.js";
 import { Prompts } from "./prompts.js";
 import { runEdit } from "./run.js";
+import { Select } from "./select/select.js";
+import { ZoomField } from "./select/zoom.js";
 import { Settings } from "./settings.js";
 
 const SECONDS_BETWEEN_LOOKS = 1.5;
-const TOOL_KEYS = { b: "brush", e: "eraser", r: "box", l: "lasso", h: "hand" };
+const TOOL_KEYS = { s: "select", b: "brush", e: "eraser", r: "box", l: "lasso", h: "hand" };
 const DIRECT_KEYS = { i: "invert", "+": "zoom-in", "=": "zoom-in", "-": "zoom-out", 0: "fit", o: "open" };
 const ZOOM = 1.4;
 
 const board = new Board(find("board"));
 const input = new BoardInput(board, painted, showSplit);
+const select = new Select(board, input, { change, say, complain });
+const zoomField = new ZoomField(find("zoom"), board);
 const history = new History(find("strip"), showResult);
 const prompts = new Prompts(find("prompt"), find("suggestions"), find("chips"));
 const settings = new Settings(() => {});
@@ -82,8 +86,9 @@ async function openFile(file, name = file.name || "picture") {
 
 function show(picture, mask = new Mask(picture.width, picture.height)) {
   find("empty").hidden = true;
-  find("tools").hidden = find("board").hidden = false;
+  find("tools").hidden = find("board").hidden = find("zooming").hidden = false;
   board.open(picture, mask);
+  select.use(input.tool === "select");
   board.resize();
   board.view.fit();
   find("result").hidden = true;
@@ -96,13 +101,21 @@ function show(picture, mask = new Mask(picture.width, picture.height)) {
 // the mask
 
 function painted() {
-  const { mask, picture } = board;
-  const share = mask.share;
-  const size = `${picture.name}, ${picture.width} × ${picture.height}`;
-  find("under").textContent = share ? `${size}, ${percent(share)} masked` : `${size}, nothing painted yet`;
+  const { mask } = board;
+  say("");
+  find("under").dataset.changes = mask.strokes.length;
   find("undo").disabled = !mask.strokes.length;
   find("redo").disabled = !mask.undone.length;
   board.redraw();
+}
+
+// Shows a message under the picture, or what is known of picture and mask.
+function say(message) {
+  const { mask, picture } = board;
+  const share = mask.share;
+  const size = `${picture.name}, ${picture.width} × ${picture.height}`;
+  const state = share ? `${percent(share)} masked` : "nothing painted yet: paint, or select an object by a click";
+  find("under").textContent = message || `${size}, ${state}`;
 }
 
 function change(act) {
@@ -118,6 +131,7 @@ function setTool(tool) {
   find("board").dataset.tool = tool;
   document.querySelector(`[name=tool][value=${tool}]`).checked = true;
   find("size").disabled = !input.paints;
+  select.use(tool === "select");
   if (board.mode === "compare" && tool !== "hand") setMode("mask");
 }
 
@@ -286,6 +300,8 @@ document.addEventListener("keydown", (event) => {
   if (!board.picture || running) return;
   if (key in TOOL_KEYS) setTool(TOOL_KEYS[key]);
   else if (key in DIRECT_KEYS) find(DIRECT_KEYS[key]).click();
+  else if (key === "g") find(event.shiftKey ? "shrink" : "grow").click();
+  else if (key === "1") zoomField.set(1);
   else if (key === "[" || key === "]") setSize(Number(find("size").value) + (key === "]" ? 2 : -2));
 });
 

@@ -48,4 +48,13 @@ export const FIELDS = [
     name: "feather", id: "feather", label: "Feather", kind: "slider", place: "mask", first: "0", maximum: 64, step: 1, unit: "px",
     help: "The width of a soft edge inside the mask, where the result fades into the picture.",
   },
+  {
+    name: "crop", id: "crop", label: "Model sees", kind: "choice", place: "mask", first: "auto",
+    choices: { auto: "What suits", masked: "Only around the mask", off: "Whole picture" },
+    help: "A crop around the mask gives a small part of a large photograph more detail; the whole picture gives it more surroundings to match.",
+  },
+  {
+    name: "crop_padding", id: "padding", label: "Padding, px", kind: "number", place: "mask", hint: "auto",
+    help: "How many pixels around the mask a crop shows at least. Left empty, a quarter of the mask's size.",
+  },
 ];
