@@ -13,13 +13,13 @@ def autoencoder_figures(bench: Bench, holdout: Holdout, scenes: Tensor, candidat
     figures = {}
     for name, pictures in (("photographs", holdout.val.pictures), ("scenes", scenes)):
         rebuilt = bench.batched(lambda x: as_pixels(reconstruct(candidate.pipe, x)), pictures)
+        full = torch.ones(len(pictures), SIZE, SIZE, dtype=torch.bool)
         figures |= {
             f"PSNR, {name}": bench.batched(psnr, rebuilt, pictures).mean().item(),
             f"SSIM, {name}": bench.batched(ssim, rebuilt, pictures).mean().item(),
-            f"LPIPS, {name}": bench.lpips_whole(rebuilt, pictures).mean().item(),
+            f"LPIPS at 192 px, {name}": bench.lpips_inside(rebuilt, pictures, full).mean().item(),
+            f"LPIPS at 256 px, {name}": bench.lpips_whole(rebuilt, pictures).mean().item(),
         }
         if name == "photographs":
-            full = torch.ones(len(pictures), SIZE, SIZE, dtype=torch.bool)
-            figures["LPIPS at 192 px, photographs"] = bench.lpips_inside(rebuilt, pictures, full).mean().item()
             figures |= kid_values("KID of reconstructions", bench.embed(rebuilt), holdout.val_features)
     return figures

@@ -66,9 +66,10 @@ SEAM = Bar(high=1.05)
 SATURATION = Bar(low=0.9, high=1.1)
 
 ROWS = (
-    Row("autoencoder", "LPIPS, photographs", Bar(high=0.08)),
-    Row("autoencoder", "LPIPS, scenes", Bar(high=0.08)),
     Row("autoencoder", "LPIPS at 192 px, photographs", Bar(high=0.08)),
+    Row("autoencoder", "LPIPS at 192 px, scenes", Bar(high=0.08)),
+    Row("autoencoder", "LPIPS at 256 px, photographs"),
+    Row("autoencoder", "LPIPS at 256 px, scenes"),
     Row("autoencoder", "PSNR, photographs", Bar(low=28.5), 2),
     Row("autoencoder", "PSNR, scenes", Bar(low=28.5), 2),
     Row("autoencoder", "SSIM, photographs"),
