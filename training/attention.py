@@ -6,6 +6,7 @@ the batch, the same picture at an earlier step, has just computed: that is how a
 """
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor
@@ -52,6 +53,4 @@ def _heads(attn: FluxAttention, x: Tensor) -> Tensor:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype)
-    return (weights @ v).transpose(1, 2).flatten(2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)

@@ -48,14 +48,15 @@ def commonest(names: Tensor, where: Tensor, share: float, allowed: tuple[int, ..
 def photo_colours(photos: Photos) -> tuple[list[str], list[str]]:
     """The colour of the subject and of the background of each photograph; a colour given with it is kept."""
     subjects, backgrounds = list[str](), list[str]()
-    middle = torch.zeros(SIDE, SIDE, dtype=torch.bool)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    middle = torch.zeros(SIDE, SIDE, dtype=torch.bool, device=device)
     middle[SIDE // 5 : -SIDE // 5, SIDE // 5 : -SIDE // 5] = True
-    frame = torch.ones(SIDE, SIDE, dtype=torch.bool)
+    frame = torch.ones(SIDE, SIDE, dtype=torch.bool, device=device)
     frame[SIDE // 10 : -SIDE // 10, SIDE // 10 : -SIDE // 10] = False
     for start in range(0, len(photos), 512):
         rows = slice(start, start + 512)
-        pictures = F.interpolate(photos.pictures[rows].cpu().float() / 255, size=(SIDE, SIDE), mode="area")
-        outlines = F.interpolate(photos.outlines[rows, None].cpu().float(), size=(SIDE, SIDE), mode="area")[:, 0]
+        pictures = F.interpolate(photos.pictures[rows].to(device).float() / 255, size=(SIDE, SIDE), mode="area")
+        outlines = F.interpolate(photos.outlines[rows, None].to(device).float(), size=(SIDE, SIDE), mode="area")[:, 0]
         names = colour_names(pictures)
         has_outline = outlines.flatten(1).any(1)[:, None, None]
         fur = commonest(names, outlines > 0.99, 0.5)
