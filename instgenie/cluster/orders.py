@@ -82,12 +82,14 @@ def template_id(tenant: str, steps: int, guidance: float, digest: str) -> str:
 @dataclass(frozen=True)
 class Queued:
     position: int  # edits ahead of it
+    seconds_left: float = field(default=0.0, compare=False)  # predicted, until its worker has done all its work
 
 
 @dataclass(frozen=True)
 class Stepped:
     step: int
     num_steps: int
+    seconds_left: float = field(default=0.0, compare=False)  # predicted time of its remaining steps
 
 
 @dataclass(frozen=True, eq=False)

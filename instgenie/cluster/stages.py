@@ -133,7 +133,7 @@ class Stages:
             if entry := held_edit(process, told.id, told.attempt):
                 entry.step = told.step
                 worker.load.step(entry.id)
-                self.reporter.stepped(entry)
+                self.reporter.stepped(entry, worker.load.seconds_left(entry.id))
 
     def on_glimpsed(self, process: Process, message: wire.Glimpsed, frames: list[wire.Frame]) -> None:
         """Have a partial picture finished, unless the finish process is down; it is not sent again."""

@@ -269,6 +269,11 @@ def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields:
     )
 
 
+def sending_event(index: int, num_bytes: int) -> bytes:
+    """Announce the bytes of a picture's event, so that a client with a slow link can say how much of it has come."""
+    return event("instgenie.sending", {"index": index, "num_bytes": num_bytes})
+
+
 def event(kind: str, body: dict[str, Any]) -> bytes:
     return event_text(kind, body).encode()
 

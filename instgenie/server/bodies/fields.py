@@ -115,7 +115,9 @@ class ImageFields(Fields):
     )
     stream: bool = Field(False, description="Respond with server-sent events.")
     partial_images: int = Field(0, ge=0, le=3, description="Number of intermediate pictures to send; needs stream.")
-    stream_progress: bool = Field(False, description="Also send instgenie.queued and instgenie.step; needs stream.")
+    stream_progress: bool = Field(
+        False, description="Also send instgenie.queued, instgenie.step and instgenie.sending; needs stream."
+    )
     user: str | None = Field(None, max_length=1024, description="Accepted, but not used.")
     moderation: Annotated[Literal["auto", "low"], AnyCase] = Field("auto", description="Accepted, but not used.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, but not used.")

@@ -118,6 +118,7 @@ def check_fields(service: HttpService, fields: FieldsT, notes: Notes) -> FieldsT
     service.check_work(fields.num_inference_steps, fields.n)
     fields.check_together()
     fields.describe(notes)
+    notes.extend(service.vocabulary.notes(fields.prompt))
     return fields.guided(service.model_facts, notes)
 
 

@@ -17,7 +17,7 @@ from instgenie.pictures.examples import EXAMPLES, THUMBNAIL
 from instgenie.server.bodies.limits import field_limits
 from instgenie.server.errors import JsonResponse, not_found
 from instgenie.server.routes.suggestions import suggested_examples, suggested_prompts
-from instgenie.server.service import HttpService, service_of
+from instgenie.server.service import HttpService, service_of, tenant_of
 
 STATIC = Path(__file__).parent.parent / "static"
 SECONDS_BETWEEN_SNAPSHOTS = 0.5
@@ -89,6 +89,8 @@ async def static_file(request: Request, name: str) -> Response:
 async def page_facts(request: Request) -> Response:
     service = service_of(request)
     model, config = service.cluster.model_facts, service.config
+    tenant = tenant_of(request)
+    service.warming.start(tenant)
     suggestions = suggested_prompts(service.cluster.config.model)
     return JsonResponse(
         {
@@ -101,6 +103,8 @@ async def page_facts(request: Request) -> Response:
             "examples": suggested_examples(),
             "colours": suggestions.colours,
             "prompts": suggestions.prompts,
+            "words": sorted(words) if (words := service.vocabulary.words) else None,
+            "warmed": service.warming.progress(tenant),
         }
     )
 

@@ -1,7 +1,7 @@
 // Draws the picture with its mask, or the picture before and after, at most once per frame. input.js handles input.
 import { View } from "./view.js";
 
-const FIRST_SPLIT = 0.08; // shows nearly all of the result
+export const FIRST_SPLIT = 0.08; // shows nearly all of the result
 const MASK_ALPHA = 0.55;
 const SMOOTH_BELOW = 3; // zoom factor; above it, single pixels show
 
@@ -13,7 +13,8 @@ export class Board {
     this.picture = null;
     this.mask = null;
     this.after = null; // a bitmap: the result, or an intermediate picture
-    this.mode = "mask"; // or "compare", or "partial"
+    this.mode = "mask"; // or "compare", "difference", "partial"
+    this.showsOriginal = false; // for as long as the user holds the key or the button
     this.split = FIRST_SPLIT; // share of the picture's width: before on the left, after on the right
     this.outline = null; // a box or lasso being drawn: {kind, points}
     this.cursor = null; // {x, y, size} in pixels of the picture
@@ -59,8 +60,10 @@ export class Board {
     const ratio = canvas.width / Math.max(view.window.width, 1);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.imageSmoothingEnabled = view.scale < SMOOTH_BELOW;
-    this.place(this.mode === "partial" ? this.after : this.picture.bitmap);
+    this.place(this.mode === "partial" && this.after ? this.after : this.picture.bitmap);
+    if (this.showsOriginal) return;
     if (this.mode === "compare") this.drawAfter();
+    if (this.mode === "difference") this.drawDifference();
     if (this.mode === "mask") this.drawMask();
     this.onDraw();
     this.onZoom();
@@ -131,6 +134,30 @@ export class Board {
     context.fill();
     context.shadowBlur = 0;
     this.drawArrows(x, top + height / 2);
+    this.drawLabel("Before", x, -1);
+    this.drawLabel("After", x, 1);
+  }
+
+  // What was changed, on black: pixels that are equal before and after are black.
+  drawDifference() {
+    this.context.globalCompositeOperation = "difference";
+    this.place(this.after);
+    this.context.globalCompositeOperation = "source-over";
+  }
+
+  // Draws a label beside the line at `x`: on its left for side -1, on its right for side 1.
+  drawLabel(text, x, side) {
+    const { context, view } = this;
+    context.font = "600 12px system-ui, sans-serif";
+    const width = context.measureText(text).width + 16;
+    const left = x + (side > 0 ? 10 : -10 - width);
+    const top = Math.max(view.y, 0) + 10;
+    context.fillStyle = "rgb(0 0 0 / 0.6)";
+    context.beginPath();
+    context.roundRect(left, top, width, 22, 11);
+    context.fill();
+    context.fillStyle = "#fff";
+    context.fillText(text, left + 8, top + 15);
   }
 
   drawArrows(x, y) {

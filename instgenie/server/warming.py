@@ -1,0 +1,50 @@
+"""Registers the example pictures ahead, so that the first edit of one finds its activations. Workers do it in idle
+time, one picture after the other, for the public tenant once the server is ready, and for a tenant with a key when its
+page is opened. Only for the built-in model, which the examples are made for."""
+
+import asyncio
+from contextlib import suppress
+
+from instgenie.cluster.cluster import Cluster
+from instgenie.cluster.orders import TemplateStatus
+from instgenie.errors import InstGenieError
+from instgenie.pictures.examples import EXAMPLES, Example, read_examples
+
+SECONDS_BETWEEN_LOOKS = 0.5
+
+
+class Warming:
+    def __init__(self, cluster: Cluster, is_wanted: bool) -> None:
+        self.cluster = cluster
+        self.is_on = is_wanted and cluster.config.reuse and cluster.config.model == "builtin"
+        self.num_ready: dict[str, int] = {}  # by tenant
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by tenant
+        self._examples: list[Example] = []
+
+    def start(self, tenant: str) -> None:
+        """Begin to register the examples for a tenant; a second call does nothing."""
+        if self.is_on and self.cluster.ready and tenant not in self._tasks:
+            self.num_ready[tenant] = 0
+            self._tasks[tenant] = asyncio.create_task(self._register(tenant))
+
+    def progress(self, tenant: str) -> dict[str, int] | None:
+        """Return how many of the tenant's examples are ready; None if none are being registered."""
+        task = self._tasks.get(tenant)
+        if task is None or task.done():
+            return None
+        return {"num_ready": self.num_ready[tenant], "num": len(self._examples)}
+
+    def stop(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _register(self, tenant: str) -> None:
+        with suppress(InstGenieError):  # the server closes, or has no room: edits do without
+            self._examples = self._examples or await asyncio.to_thread(read_examples, EXAMPLES)
+            for example in self._examples:
+                self.cluster.check_quota(tenant)
+                status: TemplateStatus | None = await self.cluster.register(tenant, example.picture)
+                while status and status.state not in ("ready", "failed"):
+                    await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+                    status = self.cluster.template(tenant, status.id)
+                self.num_ready[tenant] += 1
