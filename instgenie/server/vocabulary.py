@@ -11,6 +11,11 @@ from instgenie.server.routes.suggestions import BUILTIN
 
 SEPARATORS = re.compile(r"[^a-z0-9\- ]+")
 MAX_NAMED = 5
+# Words that nobody misses in a picture: a prompt without them is the same prompt.
+SMALL_WORDS = frozenset(
+    ("a", "an", "and", "at", "by", "for", "from", "in", "into", "is", "its", "of", "on", "or", "over")
+    + ("some", "that", "the", "this", "to", "under", "with")
+)
 
 
 class Vocabulary:
@@ -44,4 +49,6 @@ def read_vocabulary(model: str) -> Vocabulary:
         words = frozenset(word for word in tokens["vocab"] if not word.startswith("<"))
     except (OSError, ValueError, KeyError, TypeError):
         return Vocabulary(None)
-    return Vocabulary(words if is_of_words and words else None)  # a tokenizer without a single word is a stand-in
+    if not is_of_words or not words:  # a tokenizer without a single word is a stand-in
+        return Vocabulary(None)
+    return Vocabulary(words | SMALL_WORDS)

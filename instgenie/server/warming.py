@@ -8,7 +8,10 @@ from contextlib import suppress
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.orders import TemplateStatus
 from instgenie.errors import InstGenieError
+from instgenie.pictures.cropping import Canvas, choose_box
 from instgenie.pictures.examples import EXAMPLES, Example, read_examples
+from instgenie.pictures.fitting import crop
+from instgenie.types import Pixels
 
 SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -43,8 +46,15 @@ class Warming:
             self._examples = self._examples or await asyncio.to_thread(read_examples, EXAMPLES)
             for example in self._examples:
                 self.cluster.check_quota(tenant)
-                status: TemplateStatus | None = await self.cluster.register(tenant, example.picture)
+                status: TemplateStatus | None = await self.cluster.register(tenant, self._edited_part(example))
                 while status and status.state not in ("ready", "failed"):
                     await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
                     status = self.cluster.template(tenant, status.id)
                 self.num_ready[tenant] += 1
+
+    def _edited_part(self, example: Example) -> Pixels:
+        """What an edit of the example computes: a crop around the mask of a large photograph, else all of it."""
+        facts = self.cluster.model_facts
+        assert facts is not None, "a cluster that is ready knows its model"
+        box = choose_box(example.mask, Canvas(facts.size_multiple, facts.own_size), "auto")
+        return crop(example.picture, box) if box else example.picture

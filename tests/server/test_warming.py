@@ -20,12 +20,12 @@ def builtin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def test_the_first_edit_of_an_example_finds_its_activations(builtin: Running) -> None:
     first = suggested_examples()[0]
-    files = {"image": (EXAMPLES / f"{first['name']}.png").read_bytes(), "mask": (EXAMPLES / first["mask"]).read_bytes()}
+    files = {name: (EXAMPLES / first[key]).read_bytes() for name, key in (("image", "picture"), ("mask", "mask"))}
     with builtin.http(None) as client:
         wait_for(lambda: any(one["state"] == "ready" for one in client.get("/v1/templates").json()["data"]))
         fields = {"prompt": f"{first['prompts'][0]} with a zeppelin", "stream": "true", "stream_progress": "true"}
         answer = client.post("/v1/images/edits", files=files, data=fields)
-        assert client.get("/page/facts").json()["warmed"] in (None, {"num_ready": 1, "num": 4})
+        assert client.get("/page/facts").json()["warmed"]["num"] == len(suggested_examples())
     data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
     events = [json.loads(line) for line in data]
     *_, sending, done = events
@@ -36,7 +36,7 @@ def test_the_first_edit_of_an_example_finds_its_activations(builtin: Running) ->
     assert left
     assert all(seconds > 0 for seconds in left[:-1])
     assert left[0] > left[-1]
-    assert done["notes"] == ["The model does not know 'zeppelin': the prompt was drawn without."]
+    assert "The model does not know 'zeppelin': the prompt was drawn without." in done["notes"]
 
 
 def test_unknown_words() -> None:

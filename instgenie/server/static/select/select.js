@@ -69,6 +69,7 @@ export class Select {
 
   async hover(point) {
     clearTimeout(this.resting);
+    this.resting = null; // an outline that is on its way is not shown
     if (this.ants.preview) this.showPreview(null);
     if (!point || this.helper.isBusy) return;
     this.resting = setTimeout(async () => {
