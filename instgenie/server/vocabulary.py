@@ -13,9 +13,11 @@ SEPARATORS = re.compile(r"[^a-z0-9\- ]+")
 MAX_NAMED = 5
 # Words that nobody misses in a picture: a prompt without them is the same prompt.
 SMALL_WORDS = frozenset(
-    ("a", "an", "and", "at", "by", "for", "from", "in", "into", "is", "its", "of", "on", "or", "over")
-    + ("some", "that", "the", "this", "to", "under", "with")
-)
+    {
+        "a", "an", "and", "at", "by", "for", "from", "in", "into", "is", "its",
+        "of", "on", "or", "over", "some", "that", "the", "this", "to", "under", "with",
+    }
+)  # fmt: skip
 
 
 class Vocabulary:

@@ -216,6 +216,8 @@ def test_feather_and_crop_reach_the_request(visitor: Visitor) -> None:
     page.wait_for_function("window.sentForms.length > 0")
     [form] = sent_forms(page)
     assert (form["feather"], form["crop"], form["crop_padding"]) == (b"3", b"masked", b"20")
+    expect(page.locator("#modes")).to_be_visible(timeout=WAIT)
+    assert page.locator("#error").text_content() == ""
 
 
 def test_the_zoom_is_a_percentage(visitor: Visitor) -> None:
