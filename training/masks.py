@@ -60,7 +60,8 @@ def dilate(mask: Tensor, pixels: int) -> Tensor:
     if pixels == 0:
         return mask
     size, pad = 2 * pixels + 1, pixels
-    grown = F.max_pool2d(mask[:, None].to(torch.bfloat16), (size, 1), 1, (pad, 0))
+    small = torch.bfloat16 if mask.is_cuda else torch.float32
+    grown = F.max_pool2d(mask[:, None].to(small), (size, 1), 1, (pad, 0))
     return F.max_pool2d(grown, (1, size), 1, (0, pad))[:, 0] > 0.5
 
 
