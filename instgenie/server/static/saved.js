@@ -6,6 +6,8 @@ import { shrunk } from "./picture.js";
 const NAME = "instgenie";
 const SESSIONS = "sessions";
 const RESULTS = "results";
+const OWN = "instgenie.session"; // the session of this tab, known over a reload
+const MS_TO_LEAVE = 3000; // after a reload the old page may hold its lock for a moment
 
 export class Saved {
   constructor() {
@@ -20,8 +22,11 @@ export class Saved {
       this.database = await opened();
       const sessions = await this.ask(SESSIONS, "readonly", (store) => store.getAll());
       sessions.sort((one, other) => other.changed - one.changed);
+      const own = sessions.find(({ id }) => id === sessionStorage.getItem(OWN));
+      if (own && (await isLeft(own.id))) this.session = own;
       for (const session of sessions) if (!this.session && (await isFree(session.id))) this.session = session;
       this.session ??= { id: crypto.randomUUID?.() ?? String(Math.random()) };
+      sessionStorage.setItem(OWN, this.session.id);
       hold(this.session.id);
       const results = await this.ask(RESULTS, "readonly", (store) => store.getAll());
       return { session: this.session, results: results.filter(({ session }) => session === this.session.id) };
@@ -81,6 +86,13 @@ function opened() {
 async function isFree(id) {
   if (!navigator.locks) return true;
   return navigator.locks.request(`${NAME}.${id}`, { ifAvailable: true }, (lock) => Boolean(lock));
+}
+
+// Waits until the page before the reload has let go; a copy of a tab that is still open never does.
+async function isLeft(id) {
+  if (!navigator.locks) return true;
+  const options = { signal: AbortSignal.timeout(MS_TO_LEAVE) };
+  return navigator.locks.request(`${NAME}.${id}`, options, () => true).catch(() => false);
 }
 
 function hold(id) {

@@ -67,18 +67,20 @@ export class Select {
     return picture === this.board.picture && mask === this.board.mask && last === this.last;
   }
 
-  async hover(point) {
+  hover(point) {
     clearTimeout(this.resting);
     this.resting = null; // an outline that is on its way is not shown
     if (this.ants.preview) this.showPreview(null);
-    if (!point || this.helper.isBusy) return;
-    this.resting = setTimeout(async () => {
-      if (this.helper.isBusy || !this.board.picture || this.board.mode !== "mask") return;
-      const wanted = this.resting;
-      const clicks = [{ x: point[0], y: point[1], inside: true }];
-      const found = await this.ask("find", { clicks, hint: null }).catch(() => null);
-      if (found && wanted === this.resting) this.showPreview(found.path);
-    }, PREVIEW_AFTER);
+    if (point) this.resting = setTimeout(() => this.preview(point), PREVIEW_AFTER);
+  }
+
+  async preview(point) {
+    if (!this.board.picture || this.board.mode !== "mask") return;
+    if (this.helper.isBusy) return this.hover(point); // looks again a moment later
+    const wanted = this.resting;
+    const clicks = [{ x: point[0], y: point[1], inside: true }];
+    const found = await this.ask("find", { clicks, hint: null }).catch(() => null);
+    if (found && wanted === this.resting) this.showPreview(found.path);
   }
 
   showPreview(path) {
