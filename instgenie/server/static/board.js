@@ -134,8 +134,10 @@ export class Board {
     context.fill();
     context.shadowBlur = 0;
     this.drawArrows(x, top + height / 2);
-    this.drawLabel("Before", x, -1);
-    this.drawLabel("After", x, 1);
+    const before = this.labelWidth("Before");
+    const left = Math.max(x - 10 - before, 4); // stays in the window
+    this.drawLabel("Before", left);
+    this.drawLabel("After", Math.max(x + 10, left + before + 6));
   }
 
   // What was changed, on black: pixels that are equal before and after are black.
@@ -145,12 +147,14 @@ export class Board {
     this.context.globalCompositeOperation = "source-over";
   }
 
-  // Draws a label beside the line at `x`: on its left for side -1, on its right for side 1.
-  drawLabel(text, x, side) {
+  labelWidth(text) {
+    this.context.font = "600 12px system-ui, sans-serif";
+    return this.context.measureText(text).width + 16;
+  }
+
+  drawLabel(text, left) {
     const { context, view } = this;
-    context.font = "600 12px system-ui, sans-serif";
-    const width = context.measureText(text).width + 16;
-    const left = x + (side > 0 ? 10 : -10 - width);
+    const width = this.labelWidth(text);
     const top = Math.max(view.y, 0) + 10;
     context.fillStyle = "rgb(0 0 0 / 0.6)";
     context.beginPath();
