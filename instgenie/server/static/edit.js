@@ -21,6 +21,7 @@ const MS_BEFORE_KEEPING = 400;
 const TOOL_KEYS = { s: "select", b: "brush", e: "eraser", r: "box", l: "lasso", h: "hand" };
 const DIRECT_KEYS = { i: "invert", "+": "zoom-in", "=": "zoom-in", "-": "zoom-out", 0: "fit", o: "open" };
 const ZOOM = 1.4;
+const REMOVAL = "an empty background"; // the prompt of a removal where the model suggests none
 
 const board = new Board(find("board"));
 const input = new BoardInput(board, painted, () => stage.showSplit());
@@ -286,6 +287,12 @@ async function run() {
   } else if (!stage.result) stage.setMode("mask");
 }
 
+function remove() {
+  find("prompt").value = facts?.prompts.remove?.[0] ?? REMOVAL;
+  prompts.check();
+  run();
+}
+
 // Returns a message, and the field to correct if there is one; undefined if everything is fine.
 function findMistake({ prompt }) {
   if (!board.picture) return ["Open a picture first."];
@@ -309,7 +316,7 @@ function offer(text, name, act) {
 
 function setRunning(controller) {
   running = controller;
-  find("run").hidden = Boolean(controller);
+  find("run").hidden = find("remove").hidden = Boolean(controller);
   find("progress").hidden = !controller;
   find("tools").inert = Boolean(controller);
   document.body.classList.toggle("running", Boolean(controller));
@@ -331,6 +338,7 @@ const ON_CLICK = {
   open: () => find("file").click(),
   choose: () => find("file").click(),
   cancel: () => running?.abort(),
+  remove,
   reuse: useAsSource,
   again: useSettings,
   forget: () => (results.forgetAll(), (stage.result = null), stage.setMode("mask")),

@@ -1,5 +1,5 @@
 // The line that tells how far a run of one or several edits is.
-import { bytes, find, percent, seconds } from "./dom.js";
+import { bytes, find, percent } from "./dom.js";
 
 export class Progress {
   constructor(count) {
@@ -32,4 +32,4 @@ export class Progress {
   }
 }
 
-const leftText = (left) => (left ? `about ${seconds(left)} left` : "");
+const leftText = (left) => (left ? `about ${Math.max(1, Math.round(left))} s left` : "");
