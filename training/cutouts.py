@@ -40,7 +40,7 @@ class Cutouts:
         num, _, height, width = pictures.shape
         theta = self.draw.placement(num, low, high)
         shapes = outline_view(self.outlines[rows], theta, height, width)
-        alpha = F.avg_pool2d((~masks.dilate(~shapes, 2))[:, None].float(), 3, 1, 1)
+        alpha = F.avg_pool2d(masks.erode(shapes, 2)[:, None].float(), 3, 1, 1)
         pasted = view(self.pictures[rows], theta, height, width)
         return Pasted(pictures * (1 - alpha) + pasted * alpha, shapes, rows)
 
@@ -64,8 +64,8 @@ class Cutouts:
 
 def tidy(found: Tensor) -> Tensor:
     """[B, H, W] bool without specks and small holes, with a smooth edge."""
-    closed = ~masks.dilate(~masks.dilate(found, 6), 6)
-    opened = masks.dilate(~masks.dilate(~closed, 3), 3)
+    closed = masks.erode(masks.dilate(found, 6), 6)
+    opened = masks.dilate(masks.erode(closed, 3), 3)
     return F.avg_pool2d(opened[:, None].float(), 7, 1, 3)[:, 0] > 0.5
 
 

@@ -25,10 +25,11 @@ from training.measure.bars import GROUPS
 from training.measure.bench import Bench, Candidate, Values
 from training.measure.cost import cost_figures
 from training.measure.edits import edit_figures, prompt_figures, text_figures
-from training.measure.pasting import KINDS, Removals, load_removals, read_scenes
+from training.measure.pasting import KINDS, Removals, load_removals
 from training.measure.photographs import Holdout, prepare, where
 from training.measure.report import NEW, OLD, FigureReport, Measured, digest, markdown, terminal_table, write_page
 from training.measure.sheets import compared_sheet, random_edits, sample_sheet
+from training.scenes import load_scenes
 
 EXAMPLES = Path(instgenie.__file__).parent / "examples"
 BLIND = "blind"  # a part without figures
@@ -61,7 +62,7 @@ class Evaluation:
         bench, scenes = self.bench, self.args.scenes
         self.report.real["edits"] = holdout.ceilings
         if "autoencoder" in parts:
-            crops = read_scenes(scenes, "val", self.args.num_scenes)
+            crops = load_scenes(scenes, "val", self.args.num_scenes)
             for candidate in self.candidates:
                 self.keep("autoencoder", candidate, autoencoder_figures(bench, holdout, crops, candidate))
         if "removal" in parts:

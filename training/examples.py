@@ -20,6 +20,11 @@ from training.data import BACKGROUND_CAPTIONS, NUM_VARIANTS, caption_variants, r
 from training.views import Draw, outline_view, view
 
 PARTS = {"recoloured": 0.07, "pets": 0.08, "flowers": 0.08, "garments": 0.08, "removal": 0.12}  # the rest is plain
+PASTED = {
+    "pets": (0.4, 1.0),
+    "flowers": (0.4, 1.0),
+    "garments": (0.5, 1.1),
+}  # smallest and largest size of a photograph
 CAPTION_DROPOUT, FULL_CAPTION_DROPOUT = 0.06, 0.1
 KINDS = ("full", "box", "ellipse", "outline", "shape", "stroke", "thin", "scattered", "none", "background")
 KIND_SHARES = (0.26, 0.12, 0.07, 0.17, 0.05, 0.1, 0.05, 0.05, 0.02, 0.11)
@@ -76,44 +81,38 @@ class ExampleSource:
         self.is_clothing, self.is_scene = (
             torch.tensor([s == name for s in photos.species], device=device) for name in ("clothing", "scene")
         )
-        self.scenes = self.is_scene.nonzero()[:, 0]
-        self.coloured = torch.tensor([i for i, c in enumerate(photos.colours) if c], device=device, dtype=torch.long)
+        scenes, cuts = self.is_scene.nonzero()[:, 0], self.cutouts
+        self.sources = {  # the photographs that each part takes
+            "recoloured": torch.tensor([i for i, c in enumerate(photos.colours) if c], device=device, dtype=torch.long),
+            "pets": cuts.pets,
+            "flowers": cuts.flowers,
+            "garments": cuts.garments,
+            "removal": scenes if len(cuts.objects) else scenes[:0],
+        }
         self.palette = torch.tensor(COLOUR_VALUES, device=device)
 
     def draw(self, num: int, height: int, width: int) -> Examples:
         draw, parts = self.draw_of, self._parts(num)
         rows = draw.integers(len(self.photos), num)
-        for name, sources in (("recoloured", self.coloured), ("removal", self.scenes)):
+        for name in ("recoloured", "removal"):
             if rows[parts[name]].numel():
-                rows[parts[name]] = draw.pick(sources, len(rows[parts[name]]))
+                rows[parts[name]] = draw.pick(self.sources[name], len(rows[parts[name]]))
         theta = draw.crop(num, height, width)
         pictures = draw.light(view(self.photos.pictures[rows], theta, height, width))
         mask, texts = self._plain(pictures, rows, outline_view(self.photos.outlines[rows], theta, height, width))
         # Content that contradicts its surroundings keeps its caption: an empty one means to continue them.
-        cuts = self.cutouts
-        changes = {
-            "recoloured": self._recolour,
-            "pets": lambda at, *_: self._put(cuts.paste(at, draw.pick(cuts.pets, len(at)), 0.4, 1.0)),
-            "flowers": lambda at, *_: self._put(cuts.paste(at, draw.pick(cuts.flowers, len(at)), 0.4, 1.0)),
-            "garments": lambda at, *_: self._put(cuts.paste(at, draw.pick(cuts.garments, len(at)), 0.5, 1.1)),
-            "removal": lambda at, *_: self._remove(at),
-        }
-        for name, change in changes.items():
-            part = parts[name]
+        for name, part in parts.items():
             if rows[part].numel():
-                pictures[part], mask[part], texts[part] = change(pictures[part], mask[part], rows[part])
+                changed = self._change(name, pictures[part], mask[part], rows[part])
+                pictures[part], mask[part], texts[part] = changed
         untouched = torch.arange(num, device=rows.device) >= parts["removal"].stop
         return Examples(pictures, mask, texts, rows, theta, untouched)
 
     def _parts(self, num: int) -> dict[str, slice]:
         """Which examples are recoloured, have an object pasted, or lose one; the others are plain."""
-        sources = {
-            "recoloured": self.coloured, "pets": self.cutouts.pets, "flowers": self.cutouts.flowers,
-            "garments": self.cutouts.garments, "removal": self.scenes if len(self.cutouts.objects) else (),
-        }  # fmt: skip
         parts, start = {}, 0
         for name, share in PARTS.items():
-            stop = start + (round(num * share) if len(sources[name]) else 0)
+            stop = start + (round(num * share) if len(self.sources[name]) else 0)
             parts[name], start = slice(start, stop), stop
         return parts
 
@@ -163,6 +162,14 @@ class ExampleSource:
         named = 1 + self.draw_of.integers(self.captions.num_background, num)
         return torch.where(self.draw_of.chance(num, 0.5), 0, named)
 
+    def _change(self, name: str, pictures: Tensor, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if name == "recoloured":
+            return self._recolour(pictures, mask, rows)
+        if name == "removal":
+            return self._remove(pictures)
+        objects = self.draw_of.pick(self.sources[name], len(pictures))
+        return self._put(self.cutouts.paste(pictures, objects, *PASTED[name]))
+
     def _recolour(self, pictures: Tensor, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Give a garment another colour inside the mask, which is the whole garment half of the time.
 
@@ -190,7 +197,7 @@ class ExampleSource:
         """An object that goes: inside the mask the scene as it was, outside what sticks out of a tight mask."""
         draw, num = self.draw_of, len(pictures)
         pasted = self.cutouts.paste(pictures, draw.pick(self.cutouts.objects, num), 0.25, 0.95)
-        tight = ~masks.dilate(~pasted.shapes, draw.integer(0, 4))
+        tight = masks.erode(pasted.shapes, draw.integer(0, 4))
         loose = self._around(pasted.shapes, (1, 10), (8, 28))
         mask = torch.where(draw.chance(num, 0.2)[:, None, None], tight, loose)
         return torch.where(mask[:, None], pictures, pasted.pictures), mask, self._background_texts(num)

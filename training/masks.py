@@ -65,6 +65,11 @@ def dilate(mask: Tensor, pixels: int) -> Tensor:
     return F.max_pool2d(grown, (1, size), 1, (0, pad))[:, 0] > 0.5
 
 
+def erode(mask: Tensor, pixels: int) -> Tensor:
+    """Shrink masks [n, h, w] by a square of the given radius; the picture's edge takes nothing away."""
+    return ~dilate(~mask, pixels)
+
+
 def bounding_boxes(mask: Tensor) -> Tensor:
     """[n, h, w] bool -> the filled bounding box of each."""
     rows, columns = mask.any(2), mask.any(1)

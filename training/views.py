@@ -8,17 +8,18 @@ from training import masks
 
 
 class Draw:
-    """Random numbers of one generator."""
+    """Random numbers of one generator, and of a second one on the CPU where the program needs to know them."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
+        self.host = Generator().manual_seed(generator.initial_seed())
 
     def integers(self, high: int, num: int) -> Tensor:
         return torch.randint(high, (num,), generator=self.generator, device=self.generator.device)
 
     def integer(self, low: int, high: int) -> int:
         """One number of low to high - 1, drawn without waiting for the device."""
-        return int(torch.randint(low, high, ()))
+        return int(torch.randint(low, high, (), generator=self.host))
 
     def pick(self, rows: Tensor, num: int) -> Tensor:
         return rows[self.integers(len(rows), num)]

@@ -22,7 +22,7 @@ class Warming:
         self.is_on = is_wanted and cluster.config.reuse and cluster.config.model == "builtin"
         self.num_ready: dict[str, int] = {}  # by tenant
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by tenant
-        self._examples: list[Example] = []
+        self._parts: list[Pixels] = []  # what edits of the examples compute
 
     def start(self, tenant: str) -> None:
         """Begin to register the examples for a tenant; a second call does nothing."""
@@ -35,7 +35,7 @@ class Warming:
         task = self._tasks.get(tenant)
         if task is None or task.done():
             return None
-        return {"num_ready": self.num_ready[tenant], "num": len(self._examples)}
+        return {"num_ready": self.num_ready[tenant], "num": len(self._parts)}
 
     def stop(self) -> None:
         for task in self._tasks.values():
@@ -43,18 +43,23 @@ class Warming:
 
     async def _register(self, tenant: str) -> None:
         with suppress(InstGenieError):  # the server closes, or has no room: edits do without
-            self._examples = self._examples or await asyncio.to_thread(read_examples, EXAMPLES)
-            for example in self._examples:
+            self._parts = self._parts or await asyncio.to_thread(self._read_parts)
+            for part in self._parts:
                 self.cluster.check_quota(tenant)
-                status: TemplateStatus | None = await self.cluster.register(tenant, self._edited_part(example))
+                status: TemplateStatus | None = await self.cluster.register(tenant, part)
                 while status and status.state not in ("ready", "failed"):
                     await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
                     status = self.cluster.template(tenant, status.id)
                 self.num_ready[tenant] += 1
 
-    def _edited_part(self, example: Example) -> Pixels:
-        """What an edit of the example computes: a crop around the mask of a large photograph, else all of it."""
+    def _read_parts(self) -> list[Pixels]:
         facts = self.cluster.model_facts
         assert facts is not None, "a cluster that is ready knows its model"
-        box = choose_box(example.mask, Canvas(facts.size_multiple, facts.own_size), "auto")
-        return crop(example.picture, box) if box else example.picture
+        canvas = Canvas(facts.size_multiple, facts.own_size)
+        return [edited_part(example, canvas) for example in read_examples(EXAMPLES)]
+
+
+def edited_part(example: Example, canvas: Canvas) -> Pixels:
+    """What an edit of the example computes: a crop around the mask of a large photograph, else all of it."""
+    box = choose_box(example.mask, canvas, "auto")
+    return crop(example.picture, box).copy() if box else example.picture  # lets go of the photograph

@@ -23,9 +23,10 @@ from training.measure.bars import GROUPS, ROWS, Bar, Row
 from training.measure.bench import Bench, Candidate
 from training.measure.edits import contradict
 from training.measure.masks import box_masks, ellipse_masks, scribble_masks
-from training.measure.pasting import CutOuts, load_removals, paste, read_scenes
+from training.measure.pasting import CutOuts, load_removals, paste
 from training.measure.photographs import MaskedPhotos
 from training.measure.report import END, NEW, OLD, START, FigureReport, Measured, markdown, write_page
+from training.scenes import load_scenes
 
 ROOT = Path(__file__).parent.parent.parent
 AUTOENCODER = next(row for row in ROWS if row.group == "autoencoder")
@@ -170,8 +171,8 @@ def test_animals_and_garments_take_turns() -> None:
 
 
 def test_scenes_keep_photographs_apart(photos: Path) -> None:
-    assert len(read_scenes(photos / "scenes", "val")) == 3
-    assert torch.equal(read_scenes(photos / "scenes", "val", 2), read_scenes(photos / "scenes", "val")[:2])
+    assert len(load_scenes(photos / "scenes", "val")) == 3
+    assert torch.equal(load_scenes(photos / "scenes", "val", 2), load_scenes(photos / "scenes", "val")[:2])
 
 
 def test_masks_have_the_area_they_promise() -> None:

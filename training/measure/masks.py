@@ -2,9 +2,9 @@
 that figures of different models can be compared."""
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from training.masks import bounding_boxes, dilate
 from training.measure.bench import SIZE
 
 AREA = (0.25, 0.6)  # of a box or ellipse, as a share of the picture
@@ -68,24 +68,3 @@ def content_masks(outlines: Tensor) -> Tensor:
     most[:, FRAME:-FRAME, FRAME:-FRAME] = True
     is_pet = outlines.flatten(1).any(1)
     return torch.where(is_pet[:, None, None], bounding_boxes(dilate(outlines, GROWTH)), most)
-
-
-def dilate(masks: Tensor, pixels: int) -> Tensor:
-    """Grow masks [n, h, w] by a square of the given radius."""
-    size = 2 * pixels + 1
-    grown = F.max_pool2d(masks[:, None].float(), (size, 1), 1, (pixels, 0))
-    return F.max_pool2d(grown, (1, size), 1, (0, pixels))[:, 0] > 0.5
-
-
-def erode(masks: Tensor, pixels: int) -> Tensor:
-    return ~dilate(~masks, pixels)
-
-
-def bounding_boxes(masks: Tensor) -> Tensor:
-    """[n, h, w] bool -> the filled bounding box of each."""
-    return _span(masks.any(2))[:, :, None] & _span(masks.any(1))[:, None, :]
-
-
-def _span(line: Tensor) -> Tensor:
-    line = line.int()
-    return (line.cummax(1).values > 0) & (line.flip(1).cummax(1).values.flip(1) > 0)

@@ -1,8 +1,6 @@
 """Scenes with a pet or a garment pasted in, and masks around it. The scene without the thing is the truth that a
 removal is compared with."""
 
-import csv
-import hashlib
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +10,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from instgenie.bench.photos import Photos, PhotoSplit, decode_pictures, is_validation, read_members
+from instgenie.bench.photos import Photos, PhotoSplit
+from training.masks import bounding_boxes, dilate, erode
 from training.measure.bench import SIZE
-from training.measure.masks import bounding_boxes, dilate, erode, grid
+from training.measure.masks import grid
 from training.measure.photographs import subset, where
+from training.scenes import load_scenes
 
 KINDS = ("tight", "grown", "loose")
 ANIMALS = ("cat", "dog")
@@ -52,19 +52,8 @@ def load_removals(
     """Paste things of the first `num_photos` pets and garments into the first `limit` scenes."""
     keep = where(photos, *ANIMALS, GARMENT)
     return paste(
-        read_scenes(folder, split, limit).to(photos.pictures.device), cut_out(subset(photos, keep[:num_photos]))
+        load_scenes(folder, split, limit).to(photos.pictures.device), cut_out(subset(photos, keep[:num_photos]))
     )
-
-
-def read_scenes(folder: str | Path, split: PhotoSplit, limit: int | None = None) -> Tensor:
-    """Read [N, 3, 256, 256] uint8 in the order of a hash of their ids, so that the first few are a fair sample. All
-    crops of one photograph are in one split."""
-    folder = Path(folder)
-    with open(folder / "scenes.csv", newline="", encoding="utf-8") as file:
-        ids = [row["id"] for row in csv.DictReader(file) if is_validation(row["photo"]) == (split == "val")]
-    first = sorted(ids, key=lambda name: hashlib.sha1(name.encode()).digest())[:limit]
-    files = dict(read_members(folder, {shard.name for shard in folder.glob("*.tar")}, set(first)))
-    return decode_pictures([files[f"{name}.webp"] for name in first if f"{name}.webp" in files])
 
 
 def cut_out(photos: Photos) -> CutOuts:

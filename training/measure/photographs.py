@@ -9,8 +9,9 @@ from torch import Tensor
 
 from instgenie.bench.metrics import Probe
 from instgenie.bench.photos import Photos, load_photos
+from training.masks import dilate
 from training.measure.bench import Bench, Values, accuracy, kid_values
-from training.measure.masks import GROWTH, box_masks, content_masks, dilate, ellipse_masks, scribble_masks
+from training.measure.masks import GROWTH, box_masks, content_masks, ellipse_masks, scribble_masks
 
 WORDS = ("captions", "labels", "species", "colours", "ids")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -135,9 +136,9 @@ def main() -> None:
     torch.backends.mkldnn.enabled = False  # its backward pass of small convolutions is several times slower on ARM
     network = OutlineNetwork()
     if given.init:
-        network.load_state_dict(torch.load(given.init, weights_only=True))
+        network.load_state_dict(load_file(given.init))
     network = train(network, load_sources(given.photos), given.minutes * 60)
-    torch.save(network.state_dict(), given.out)
+    save_file(network.state_dict(), given.out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from training.outlines.network import OutlineNetwork
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
     network = OutlineNetwork()
-    network.load_state_dict(torch.load(given.trained, weights_only=True))
+    network.load_state_dict(load_file(given.trained))
     with torch.no_grad():
         given.out.write_bytes(gzip.compress(packed(network.eval()), mtime=0))
     print(given.out, f"{given.out.stat().st_size:,} bytes")
