@@ -13,7 +13,7 @@ NEAR = 4.0  # pixels: radius of a click
 FAR = 32.0  # pixels: reach of a click
 COLOUR = 0.12  # distance of colours that are alike
 WIDTHS = (24, 48, 80, 112)  # channels at 64, 32, 16 and 8 pixels
-DOWN = (1, 2, 3, 5)  # blocks of each width on the way down
+DOWN = (1, 2, 3, 4)  # blocks of each width on the way down
 UP = (2, 2, 2)  # blocks of each width but the last on the way up
 
 
