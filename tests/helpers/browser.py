@@ -103,7 +103,7 @@ def drag(page: Page, *points: tuple[float, float]) -> None:
 
 
 def masked_percent(page: Page) -> int:
-    found = re.search(r"(\d+) % masked", page.locator("#under").inner_text())
+    found = re.search(r"(\d+) % painted", page.locator("#under").inner_text())
     return int(found[1]) if found else 0
 
 

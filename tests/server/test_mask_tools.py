@@ -1,8 +1,5 @@
 """The tools that change the mask as a whole: select an object, grow, shrink, load, save; and the zoom in percent."""
 
-import io
-from typing import Any
-
 import numpy as np
 import pytest
 from helpers.serving import png
@@ -14,11 +11,9 @@ from helpers.browser import (
     Visitor,
     drag,
     fill_settings,
-    longest_task,
     masked_percent,
     open_picture_on,
     sent_forms,
-    watch_tasks,
 )
 from helpers.scene import (
     BALL,
@@ -31,10 +26,8 @@ from helpers.scene import (
     place,
     saved_file,
     saved_mask,
-    scene,
     truth,
 )
-from PIL import Image
 from playwright.sync_api import expect
 
 from instgenie.pictures.mask import read_mask
@@ -193,31 +186,3 @@ def test_the_zoom_is_a_percentage(visitor: Visitor) -> None:
     expect(zoom).to_have_value("140 %")
     page.click("#fit")
     expect(zoom).to_have_value(fitting)
-
-
-def test_selecting_in_a_large_photograph_keeps_the_page_responsive(visitor: Visitor) -> None:
-    """One of three tries has to be free of long tasks, since the machine may be busy otherwise."""
-    file = io.BytesIO()
-    Image.open(io.BytesIO(scene())).resize((5600, 4200)).save(file, "JPEG", quality=85)
-    photograph = {"name": "large.jpg", "mimeType": "image/jpeg", "buffer": file.getvalue()}
-    assert any(time_photograph(visitor, photograph) < 200 for _ in range(3))
-
-
-def time_photograph(visitor: Visitor, photograph: dict[str, Any]) -> float:
-    page = visitor.open()
-    expect(page.locator("#examples button")).not_to_have_count(0)
-    watch_tasks(page)
-    page.set_input_files("#file", photograph)
-    expect(page.locator("#under")).to_contain_text("5600 × 4200", timeout=WAIT)
-    page.keyboard.press("s")
-    page.mouse.click(*place(page, *middle(BALL)))
-    await_strokes(page, 1)
-    page.mouse.click(*place(page, *middle(BOX)))
-    await_strokes(page, 2)
-    page.keyboard.press("g")
-    await_strokes(page, 3)
-    page.keyboard.press("Control+z")
-    saved_mask(page, (4200, 5600))
-    duration = longest_task(page)
-    page.close()
-    return duration

@@ -15,17 +15,14 @@ export class Prompts {
     field.addEventListener("input", () => this.check());
     field.addEventListener("blur", () => this.hide());
     field.addEventListener("keydown", (event) => this.key(event));
+    find("recent").addEventListener("click", () => this.offer(this.recent));
     list.addEventListener("pointerdown", (event) => event.preventDefault()); // the field keeps the focus
     list.addEventListener("click", (event) => this.choose(event.target.closest("li")?.textContent));
   }
 
   learn({ prompts, colours }) {
     this.all = Object.values(prompts).flatMap((group) => group.flatMap((prompt) => coloured(prompt, colours)));
-    const recent = element("button", { type: "button", className: "chip", textContent: "recent", onclick: () => this.offer(this.recent) });
-    this.recentChip = recent;
-    recent.hidden = !this.recent.length;
     this.chips.replaceChildren(
-      recent,
       ...Object.entries(prompts).map(([name, group]) =>
         element("button", {
           type: "button",
@@ -39,7 +36,7 @@ export class Prompts {
 
   remember(...prompts) {
     this.recent = [...new Set([...prompts, ...this.recent])].slice(0, MAX_RECENT);
-    this.recentChip.hidden = !this.recent.length;
+    find("recent").hidden = !this.recent.length;
   }
 
   // Says which words of the prompt the model does not know.
