@@ -162,10 +162,9 @@ def test_feather_and_crop_reach_the_request(visitor: Visitor) -> None:
     page.get_by_label("Model sees", exact=True).select_option("Only around the mask")
     page.get_by_label("Padding, px", exact=True).fill("20")
     page.click("#run")
-    page.wait_for_function("window.sentForms.length > 0")
+    expect(page.locator("#modes")).to_be_visible(timeout=WAIT)
     [form] = sent_forms(page)
     assert (form["feather"], form["crop"], form["crop_padding"]) == (b"3", b"masked", b"20")
-    expect(page.locator("#modes")).to_be_visible(timeout=WAIT)
     assert page.locator("#error").text_content() == ""
 
 

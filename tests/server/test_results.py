@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -191,7 +192,7 @@ def test_settings_travel_in_the_file_and_in_the_address(visitor: Visitor, tmp_pa
     assert download.value.suggested_filename == "photo-7.jpg"
     with Image.open(download.value.path()) as opened:
         assert (opened.format, opened.size) == ("JPEG", (128, 96))
-    page.wait_for_function("location.hash.includes('steps=1')")
+    expect(page).to_have_url(re.compile(r"#.*steps=1"))
     other = visitor.open(page.url.removeprefix(visitor.url))
     expect(other.locator("#prompt")).to_have_value("a red cat")
     expect(other.locator("#seed")).to_have_value("7")
