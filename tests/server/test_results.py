@@ -62,10 +62,12 @@ def test_four_variants_stand_side_by_side_and_nothing_moves(visitor: Visitor) ->
     fill_settings(page, steps=1)
     page.click("#count")
     page.keyboard.type("4")  # takes the place of the 1
+    record_progress(page)
     page.click("#run")
     expect(page.locator("#progress")).to_be_visible()
     assert page.locator("#board").bounding_box() == place
     expect(page.locator("#result")).to_be_visible(timeout=WAIT)
+    assert "Receiving 4 of 4" in page.evaluate("window.told")
     assert page.locator("#board").bounding_box() == place
     cells = page.locator("#grid .cell")
     expect(cells).to_have_count(4)

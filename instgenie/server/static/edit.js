@@ -256,6 +256,7 @@ async function run() {
       received: (event) => progress.received(event),
       partial: (event) => stage.result || stage.showPartial(event, count),
       completed: (one) => {
+        progress.numReceived++;
         if (count > 1 && !stage.result) stage.showPartial({ ...one, index: one.facts.index }, count);
         made.push({ id: `${at}-${one.facts.index}`, at, ...one, file: signed(one, values), picture, mask, maskFile, share, values, variants: made });
       },
