@@ -54,6 +54,25 @@ def test_a_click_selects_an_object_and_further_clicks_add_and_subtract(visitor: 
     assert overlap(saved_mask(page), truth(ball=True, box=True)) > 0.8
 
 
+def test_a_second_click_beside_the_object_grows_the_selection_modestly(visitor: Visitor) -> None:
+    page = open_scene(visitor)
+    page.keyboard.press("s")
+    page.mouse.click(*place(page, *middle(BALL)))
+    await_strokes(page, 1)
+    before = saved_mask(page)
+    x, y = BALL[2] + 8, int(middle(BALL)[1])  # on the ground
+    page.mouse.click(*place(page, x + 0.5, y + 0.5))
+    await_strokes(page, 2)
+    after = saved_mask(page)
+    assert after[y, x]
+    assert (before & ~after).sum() < 0.02 * before.sum()  # nothing is taken away
+    assert before.sum() < after.sum() < 2 * before.sum()
+    page.get_by_label("Subtract").check()
+    page.mouse.click(*place(page, x + 0.5, y + 0.5))
+    await_strokes(page, 3)
+    assert not saved_mask(page)[y, x]
+
+
 @pytest.mark.parametrize("shape", ["box", "loop"])
 def test_a_box_or_a_loop_selects_what_it_encloses(visitor: Visitor, shape: str) -> None:
     page = open_scene(visitor)
