@@ -263,6 +263,16 @@ def test_a_word_about_an_empty_mask_goes_when_something_is_painted(visitor: Visi
     expect(page.locator("#error")).to_be_empty()
 
 
+def test_an_unknown_word_is_named_and_nothing_moves(visitor: Visitor) -> None:
+    page = painted(visitor)
+    before = page.locator("#steps").bounding_box()
+    page.fill("#prompt", "a cat with a zeppelin")
+    expect(page.locator("#unknown")).to_have_text("The model does not know “zeppelin”.")
+    assert page.locator("#steps").bounding_box() == before
+    page.fill("#prompt", "a cat")
+    expect(page.locator("#unknown")).to_be_empty()
+
+
 def test_a_slow_link_says_that_it_receives(visitor: Visitor) -> None:
     page = painted(visitor)
     record_progress(page)

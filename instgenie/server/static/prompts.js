@@ -44,9 +44,8 @@ export class Prompts {
     this.words = words ? new Set(words) : null;
     const unknown = this.words ? wordsOf(this.field.value).filter((word) => !this.words.has(word)) : [];
     const notice = find("unknown");
-    notice.hidden = !unknown.length;
     const quoted = [...new Set(unknown)].map((word) => `“${word}”`).join(", ");
-    notice.textContent = `The model does not know ${quoted}: it draws the prompt without ${unknown.length > 1 ? "these words" : "this word"}.`;
+    notice.textContent = notice.title = unknown.length ? `The model does not know ${quoted}.` : "";
   }
 
   offer(prompts) {
