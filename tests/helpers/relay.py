@@ -58,5 +58,7 @@ def copy(source: socket.socket, target: socket.socket) -> None:
 @contextmanager
 def relayed(url: str) -> Iterator[Relay]:
     relay = Relay(url)
-    yield relay
-    relay.cut()
+    try:
+        yield relay
+    finally:
+        relay.cut()

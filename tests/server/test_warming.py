@@ -52,6 +52,7 @@ def test_a_stream_tells_the_time_left_the_bytes_to_come_and_unknown_words(server
 def test_unknown_words() -> None:
     words = read_vocabulary("builtin")
     assert words.unknown("A photo of a Siamese cat, with a Zeppelin and a zeppelin!") == ["zeppelin"]
+    assert words.notes("a cat with a zeppelin") == ["The model does not know 'zeppelin': the prompt was drawn without."]
     assert Vocabulary(None).unknown("anything") == []
     [note] = words.notes("qa qb qc qd qe qf qg")
     assert note.startswith("The model does not know 'qa', 'qb', 'qc', 'qd', 'qe' and 2 more")

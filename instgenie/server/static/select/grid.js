@@ -59,33 +59,35 @@ function lines(data, length, count, step, stride, radius) {
   return made;
 }
 
+// The cells that are connected with the first one. `enters` says whether a neighbour joins them, and says so once.
+export function connected(first, { width, height }, enters) {
+  const found = [first];
+  for (let next = 0; next < found.length; next++) {
+    const at = found[next];
+    const x = at % width;
+    if (x > 0 && enters(at - 1)) found.push(at - 1);
+    if (x < width - 1 && enters(at + 1)) found.push(at + 1);
+    if (at >= width && enters(at - width)) found.push(at - width);
+    if (at < width * (height - 1) && enters(at + width)) found.push(at + width);
+  }
+  return found;
+}
+
 // Numbers connected regions of equal values: {labels, sizes, values}, by label.
-export function regions({ width, height, data }) {
-  const labels = new Int32Array(width * height).fill(-1);
+export function regions(grid) {
+  const { data } = grid;
+  const labels = new Int32Array(data.length).fill(-1);
   const [sizes, values] = [[], []];
-  const stack = new Int32Array(width * height);
   for (let first = 0; first < labels.length; first++) {
     if (labels[first] >= 0) continue;
     const label = sizes.length;
-    let [depth, size] = [1, 0];
-    stack[0] = first;
     labels[first] = label;
-    const visit = (next) => {
-      if (labels[next] < 0 && data[next] === data[first]) {
-        labels[next] = label;
-        stack[depth++] = next;
-      }
+    const enters = (at) => {
+      if (labels[at] >= 0 || data[at] !== data[first]) return false;
+      labels[at] = label;
+      return true;
     };
-    while (depth) {
-      const at = stack[--depth];
-      size++;
-      const x = at % width;
-      if (x > 0) visit(at - 1);
-      if (x < width - 1) visit(at + 1);
-      if (at >= width) visit(at - width);
-      if (at < width * (height - 1)) visit(at + width);
-    }
-    sizes.push(size);
+    sizes.push(connected(first, grid, enters).length);
     values.push(data[first]);
   }
   return { labels, sizes, values };

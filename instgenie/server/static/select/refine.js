@@ -1,6 +1,6 @@
 // Changes an outline around one click: a click inside adds one connected region to it, a click outside takes one away. The
 // region grows with the click's distance from the outline, so that a click beside it never selects half of the picture.
-import { distances } from "./grid.js";
+import { connected, distances } from "./grid.js";
 
 const LEVELS = [0.5, 0.65, 0.8, 0.9, 0.97]; // a region that is too large at one level is cut at the next one
 const FAR = 1; // reach of a click per distance from the outline
@@ -20,7 +20,7 @@ export function refined({ width, height, data: shares }, before, { cell, inside 
   const limit = Math.min(2 * reach * reach, LARGEST * width * height);
   let region;
   for (const level of LEVELS) {
-    region = regionAt(cell, width, height, (at) => isNew(at) && share(at) > level);
+    region = regionAt(cell, made, (at) => isNew(at) && share(at) > level);
     if (region.length <= limit) break;
   }
   if (region.length > limit) region = nearest(region, cell, width, Math.sqrt(limit / Math.PI));
@@ -33,23 +33,13 @@ function nearest(region, cell, width, radius) {
   return region.filter((at) => Math.hypot((at % width) - x, Math.floor(at / width) - y) < radius);
 }
 
-// All cells that are connected with the first one, which always belongs to them.
-function regionAt(first, width, height, belongs) {
-  const isSeen = new Uint8Array(width * height);
-  const found = [first];
+// All cells that belong and are connected with the first one, which always belongs to them.
+function regionAt(first, grid, belongs) {
+  const isSeen = new Uint8Array(grid.data.length);
   isSeen[first] = 1;
-  const visit = (at) => {
-    if (isSeen[at]) return;
+  return connected(first, grid, (at) => {
+    if (isSeen[at]) return false;
     isSeen[at] = 1;
-    if (belongs(at)) found.push(at);
-  };
-  for (let next = 0; next < found.length; next++) {
-    const at = found[next];
-    const x = at % width;
-    if (x > 0) visit(at - 1);
-    if (x < width - 1) visit(at + 1);
-    if (at >= width) visit(at - width);
-    if (at < width * (height - 1)) visit(at + width);
-  }
-  return found;
+    return belongs(at);
+  });
 }
