@@ -16,6 +16,7 @@ class Relay:
         parts = urlsplit(url)
         self._server = (str(parts.hostname), int(parts.port or 80))
         self._sockets: list[socket.socket] = []
+        self._lock = threading.Lock()  # a connection is either among the sockets that a cut closes, or refused
         self.port = 0  # chosen by the first listen
         self.listen()
 
@@ -30,21 +31,34 @@ class Relay:
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def cut(self) -> None:
-        for one in self._sockets:
-            with suppress(OSError):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-                one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
-            one.close()
-        self._sockets.clear()
+        with self._lock:
+            for one in self._sockets:
+                reset(one)
+            self._sockets.clear()
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # it was cut
             while True:
                 client, _ = listener.accept()
                 server = socket.create_connection(self._server)
-                self._sockets += [client, server]
-                for ends in ((client, server), (server, client)):
-                    threading.Thread(target=copy, args=ends, daemon=True).start()
+                self._join(client, server, listener)
+
+    def _join(self, client: socket.socket, server: socket.socket, listener: socket.socket) -> None:
+        with self._lock:
+            if listener not in self._sockets:  # it was cut since
+                reset(client)
+                reset(server)
+                return
+            self._sockets += [client, server]
+        for ends in ((client, server), (server, client)):
+            threading.Thread(target=copy, args=ends, daemon=True).start()
+
+
+def reset(one: socket.socket) -> None:
+    with suppress(OSError):
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+    one.close()
 
 
 def copy(source: socket.socket, target: socket.socket) -> None:
