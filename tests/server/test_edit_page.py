@@ -52,7 +52,7 @@ def test_facts_beside_the_result(visitor: Visitor) -> None:
     drag(page, (0.45, 0.4), (0.55, 0.5))
     fill_settings(page, count="2")
     page.click("#run")
-    expect(page.locator("#facts")).to_contain_text("tokens at each step; the mask touches", timeout=WAIT)
+    expect(page.locator("#facts")).to_contain_text("of the picture at each step; the mask touches", timeout=WAIT)
     expect(page.locator("#facts")).to_contain_text("Seed7")
     expect(page.locator("#strip button")).to_have_count(2)
     page.click("#strip button >> nth=1")

@@ -134,10 +134,18 @@ export class Board {
     context.fill();
     context.shadowBlur = 0;
     this.drawArrows(x, top + height / 2);
-    const before = this.labelWidth("Before");
-    const left = Math.max(x - 10 - before, 4); // stays in the window
+    this.drawLabels(x);
+  }
+
+  // Names both sides of the line. The labels stay on the picture and in the window, and beside each other.
+  drawLabels(x) {
+    const { view, picture } = this;
+    const [before, after] = [this.labelWidth("Before"), this.labelWidth("After")];
+    const first = Math.max(view.x, 0) + 6;
+    const last = Math.min(view.x + picture.width * view.scale, view.window.width) - 6;
+    const left = Math.max(Math.min(x - 10, last - after - 6) - before, first);
     this.drawLabel("Before", left);
-    this.drawLabel("After", Math.max(x + 10, left + before + 6));
+    this.drawLabel("After", Math.max(Math.min(x + 10, last - after), left + before + 6));
   }
 
   // What was changed, on black: pixels that are equal before and after are black.
@@ -155,7 +163,7 @@ export class Board {
   drawLabel(text, left) {
     const { context, view } = this;
     const width = this.labelWidth(text);
-    const top = Math.min(view.y + this.picture.height * view.scale, view.window.height) - 32;
+    const top = Math.max(view.y, 0) + 10; // the zoom stands at the bottom
     context.fillStyle = "rgb(0 0 0 / 0.6)";
     context.beginPath();
     context.roundRect(left, top, width, 22, 11);

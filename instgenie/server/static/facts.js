@@ -1,16 +1,15 @@
-// Facts shown beside a result: how much was computed, where activations came from, how long it took.
+// Facts shown beside a result: how much was computed, where the rest came from, how long it took.
 import { percent, seconds, terms } from "./dom.js";
 
 const TIERS = { gpu: "GPU memory", host: "host memory", disk: "disk", remote: "remote store" };
 
 export function showFacts(list, { facts, share }) {
-  const masked = Math.round(facts.masked_share * facts.num_tokens);
   const { queue, prepare, denoise, finish } = facts.seconds;
   list.replaceChildren(
     ...terms([
       ...(share ? [["Painted", percent(share), "of the picture's pixels"]] : []),
-      ["Computed", `${facts.num_computed_tokens} of ${facts.num_tokens}`, `tokens at each step; the mask touches ${masked}`],
-      ["Cache", ...cacheOf(facts)],
+      ["Computed", percent(facts.num_computed_tokens / facts.num_tokens), `of the picture at each step; the mask touches ${percent(facts.masked_share)}`],
+      ["Reused", ...reusedOf(facts)],
       ["Steps took", seconds(denoise), ...savedOf(facts)],
       ["Other time", seconds(queue + prepare + finish), `of which ${seconds(queue)} waiting`],
       ["Seed", String(facts.seed)],
@@ -19,11 +18,11 @@ export function showFacts(list, { facts, share }) {
   );
 }
 
-function cacheOf({ cache_tier, reuse_reason }) {
-  return cache_tier ? ["hit", `from ${TIERS[cache_tier]}`] : ["miss", reuse_reason ?? ""];
+function reusedOf({ cache_tier, reuse_reason }) {
+  return cache_tier ? ["the rest", `from ${TIERS[cache_tier]}`] : ["nothing", reuse_reason ?? ""];
 }
 
 function savedOf({ cache_tier, seconds: { denoise }, predicted_dense_seconds: dense }) {
-  if (!cache_tier) return ["every token computed"];
-  return [`computing every token: ${seconds(dense)} predicted, ${(dense / Math.max(denoise, 1e-6)).toFixed(1)}× as long`];
+  if (!cache_tier) return ["the whole picture was computed"];
+  return [`computing the whole picture: ${seconds(dense)} predicted, ${(dense / Math.max(denoise, 1e-6)).toFixed(1)}× as long`];
 }

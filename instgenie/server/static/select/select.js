@@ -1,5 +1,5 @@
 // The tools that change the mask as a whole: select an object, grow, shrink, load, save.
-import { find } from "../dom.js";
+import { find, press } from "../dom.js";
 import { maskPng } from "../png.js";
 import { Ants } from "./ants.js";
 import { Helper } from "./helper.js";
@@ -54,7 +54,7 @@ export class Select {
     const before = goesOn ? { window: last.window, width: last.width, height: last.height, data: last.data } : null;
     const found = await this.work("Finding the outline", () => this.ask("find", { clicks, hint, before }));
     if (!found || !this.isSame(picture, mask, last)) return;
-    if (!found.data.includes(1)) return this.say("No object was found there: click on it, or draw a box around it.");
+    if (!found.data.includes(1)) return this.say(`No object was found there: ${press} on it, or draw a box around it.`);
     this.change(() => mask.add({ kind: "outline", session: goesOn ? last.session : ++this.sessions, clicks, hint, erase, ...found }));
   }
 
