@@ -39,6 +39,7 @@ class ResolvedCache(CacheConfig):
 
     host_bytes: int = field(kw_only=True)
     is_host_open: bool = False  # True: host_bytes may be less, if less memory is left once the model is loaded
+    is_host_guessed: bool = False  # True: the nodes' memory was unknown, and a node that tells its memory decides
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class ProcessConfig:
     graphs: bool = True
     num_workers: int = 1  # of the cluster
     num_sharing: int = 1  # workers on the same device, this one among them
+    peer_address: str = ""  # ZeroMQ address, maybe with a wildcard port, to serve templates to peers; empty: none
     parent: int | None = None  # pid of the parent that the process does not outlive; None: no parent is checked
 
 
@@ -98,7 +100,9 @@ def resolve(config: ClusterConfig, worker_bytes: float) -> ResolvedConfig:
     if host_bytes is None:
         host_bytes = int(worker_bytes / 2) if math.isfinite(worker_bytes) else UNTOLD_HOST_BYTES
     is_open = config.cache.host_bytes is None
-    cache = ResolvedCache(**vars(config.cache) | {"host_bytes": host_bytes, "is_host_open": is_open})
+    is_guessed = is_open and math.isinf(worker_bytes)
+    told = {"host_bytes": host_bytes, "is_host_open": is_open, "is_host_guessed": is_guessed}
+    cache = ResolvedCache(**vars(config.cache) | told)
     return ResolvedConfig(**vars(config) | {"cache": cache})
 
 

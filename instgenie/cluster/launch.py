@@ -51,8 +51,8 @@ class Launcher(Protocol):
     """Starts processes. If they check no parent, the launcher has to end them when the cluster itself dies. Messages
     are not authenticated, so only the cluster's own processes may reach the address."""
 
-    def worker_bytes(self, num_workers: int) -> float:
-        """Main memory that each of the workers may use on its node; infinity: unknown."""
+    def worker_bytes(self, num_workers: int, worker: int | None = None) -> float:
+        """Main memory that each of the workers, or a given one, may use on its node now; infinity: unknown."""
         ...
 
     def open(self) -> str:
@@ -97,7 +97,7 @@ class LocalLauncher:
     """Child processes of this process. They share its memory, talk over a socket in a folder that only this user can
     enter, and end with it. The folder of a process that was killed is deleted by the next one."""
 
-    def worker_bytes(self, num_workers: int) -> float:
+    def worker_bytes(self, num_workers: int, worker: int | None = None) -> float:
         return available_memory() / num_workers
 
     def open(self) -> str:

@@ -38,6 +38,7 @@ class Process:
     has_been_ready: bool = False  # at any of its starts
     ready_at: float | None = None  # None: its current start is not ready yet
     heard_at: float = 0.0
+    peer_address: str = ""  # at which its current start serves templates to other workers; empty: it serves none
     launched: LaunchedProcess | None = None
     queue: list[Entry] = field(default_factory=list)  # to be sent, the oldest first
     held: dict[str, Entry] = field(default_factory=dict)  # sent and not yet answered
@@ -77,7 +78,7 @@ class Process:
         """Enter a new start, under a new name."""
         self.num_starts += 1
         self.state, self.message, self.launched = "starting", "", None
-        self.is_loaded = self.has_begun = False
+        self.is_loaded, self.has_begun, self.peer_address = False, False, ""
         self.ready_at, self.heard_at = None, time.monotonic()
 
     def succeed(self) -> None:

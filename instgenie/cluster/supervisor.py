@@ -3,6 +3,7 @@ knows where processes run, and the coordinator what messages mean."""
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -137,13 +138,14 @@ class Supervisor:
                 self._send(process, wire.Begin(self._host_bytes(worker)))
 
     def _host_bytes(self, worker: Worker) -> int:
-        """Main memory for a worker's activations. It is measured once: at a restart, activations of the other workers
-        are no reason to take less."""
+        """Main memory for a worker's activations: half of what its own node has left for it. It is measured once: at a
+        restart, activations of the other workers are no reason to take less."""
         if worker.host_bytes is None:
-            worker.host_bytes = self.config.cache.host_bytes
-            left = self.launcher.worker_bytes(len(self.workers)) / 2
-            if self.config.cache.is_host_open and left < worker.host_bytes:
-                worker.host_bytes = int(left)
+            cache = self.config.cache
+            left = self.launcher.worker_bytes(len(self.workers), worker.index) / 2
+            is_known = cache.is_host_guessed and math.isfinite(left)
+            is_less = cache.is_host_open and left < cache.host_bytes
+            worker.host_bytes = int(left) if is_known or is_less else cache.host_bytes
         return worker.host_bytes
 
     # messages
@@ -171,8 +173,9 @@ class Supervisor:
             case wire.Loaded():
                 process.is_loaded = True
                 self._begin_all()
-            case wire.Ready(facts, digest):
+            case wire.Ready(facts, digest, peer_address):
                 process.succeed()
+                process.peer_address = peer_address
                 self._begin_all()
                 log.info("process ready", extra={"worker_process": process.name})
                 self.coordinator.ready(process, facts, digest)

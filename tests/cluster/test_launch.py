@@ -69,7 +69,7 @@ class TcpLauncher:
         self.num_failures = 2
         self.is_closed = False
 
-    def worker_bytes(self, num_workers: int) -> float:
+    def worker_bytes(self, num_workers: int, worker: int | None = None) -> float:
         return 2.0 * GIB
 
     def open(self) -> str:

@@ -68,6 +68,7 @@ class Denoising(Struct, frozen=True):
     fails_dense: bool = False  # if the activations fit nowhere, the job fails instead of computing every token
     trace: str = ""
     request_id: str = ""
+    peers: tuple[str, ...] = ()  # addresses of workers that have the template in memory
 
 
 class Denoise(Message, frozen=True):
@@ -81,6 +82,7 @@ class Fetch(Message, frozen=True):
 
     id: str  # of the job
     template: TemplateHead
+    peers: tuple[str, ...] = ()  # addresses of workers that have the template in memory
 
 
 class Register(Message, frozen=True):

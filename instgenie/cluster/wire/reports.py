@@ -22,6 +22,7 @@ class Ready(Message, frozen=True):
 
     facts: ModelFacts
     digest: str  # of the weights this process has loaded
+    peer_address: str = ""  # at which a denoise process serves templates to its peers; empty: it serves none
 
 
 class Broken(Message, frozen=True):
