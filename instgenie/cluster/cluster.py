@@ -192,7 +192,7 @@ class Cluster:
         )
 
     def _worker_status(self, worker: Worker) -> WorkerStatus:
-        entries = [entry for entry in self._coordinator.edits.entries.values() if entry.worker == worker.index]
+        entries = worker.edits.values()
         return WorkerStatus(
             index=worker.index,
             device=worker.device,

@@ -104,6 +104,7 @@ class Coordinator:
 
     def handle(self, process: Process, message: wire.AnyMessage, frames: list[wire.Frame]) -> None:
         self._handlers[type(message)](process, message, frames)
+        process.touch()
         self.pump()
 
     def ready(self, process: Process, facts: wire.ModelFacts, digest: str) -> None:
@@ -117,12 +118,17 @@ class Coordinator:
     # sending
 
     def pump(self) -> None:
-        """Send what can be sent, and tell waiting clients their positions."""
+        """Send what can be sent, and tell waiting clients their positions. Only workers are looked at for which
+        something has changed: among thousands, a message is about one."""
         self.library.registrations.release()
-        while taken := [(process, group) for process in self.placement.processes for group in process.take()]:
+        touched: set[int] = set()
+        while changed := self.placement.take_changed():
+            touched |= {process.worker for process in changed}
+            taken = [(process, group) for process in changed for group in process.take()]
             for process, entries in taken:  # one may put another entry into a queue
                 self._try_dispatch(process, entries)
-        self.reporter.positions(self.edits.entries.values(), self.stages.seconds_left)
+        for worker in sorted(touched):
+            self.reporter.positions(self.placement.workers[worker].edits.values(), self.stages.seconds_left)
 
     def _try_dispatch(self, process: Process, entries: Sequence[Entry]) -> None:
         try:

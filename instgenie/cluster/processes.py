@@ -20,6 +20,15 @@ HEALTHY_SECONDS = 60.0  # a process that was ready for this long restarts after 
 MAX_FAILED_STARTS = 5  # in a row, after which a process that is not ready counts as broken
 
 
+@dataclass
+class Changes:
+    """What has changed among the processes of a cluster since somebody last looked. It spares a cluster of thousands of
+    workers to look at each of them after every message."""
+
+    states: bool = True  # a process has another state
+    processes: dict["Process", None] = field(default_factory=dict)  # queue, room or state of these may be another
+
+
 @dataclass(eq=False)
 class Process:
     """One role of one worker, across all its starts."""
@@ -28,7 +37,7 @@ class Process:
     role: Role
     device: str
     max_held: int  # edits that it holds at once
-    state: ProcessState = "starting"
+    changes: Changes = field(default_factory=Changes)  # shared by the processes of a cluster
     message: str = ""  # why it is down
     num_starts: int = 0
     num_failed_starts: int = 0  # in a row: it ended before it was ready
@@ -43,6 +52,21 @@ class Process:
     queue: list[Entry] = field(default_factory=list)  # to be sent, the oldest first
     held: dict[str, Entry] = field(default_factory=dict)  # sent and not yet answered
     leaving: set[str] = field(default_factory=set)  # ids of entries that it was told to drop, and may still work on
+    _state: ProcessState = "starting"
+
+    @property
+    def state(self) -> ProcessState:
+        return self._state
+
+    @state.setter
+    def state(self, state: ProcessState) -> None:
+        self._state = state
+        self.changes.states = True
+        self.touch()
+
+    def touch(self) -> None:
+        """Note that it may take entries that it could not take before."""
+        self.changes.processes[self] = None
 
     @property
     def name(self) -> str:
@@ -110,6 +134,7 @@ class Process:
 
     def put(self, entry: Entry) -> None:
         insort(self.queue, entry, key=lambda entry: entry.number)
+        self.touch()
 
     def remove(self, entry: Entry) -> None:
         self.held.pop(entry.id, None)
@@ -195,6 +220,7 @@ class Worker:
     device: str
     processes: dict[Role, Process]
     load: WorkerLoad
+    edits: dict[str, EditEntry] = field(default_factory=dict)  # those that belong to it, by id
     digests: dict[Role, str] = field(default_factory=dict)  # of the weights that each process has loaded
     tier_bytes: dict[TierName, int] = field(default_factory=dict)
     host_bytes: int | None = None  # main memory for activations; None: not yet measured
@@ -246,6 +272,7 @@ class Worker:
 def make_workers(config: ClusterConfig) -> list[Worker]:
     common = Pace()
     side_seconds: dict[SideStage, float] = {}
+    changes = Changes()
     max_held: dict[Role, int] = {
         "prepare": NUM_AHEAD,
         "denoise": 2 * config.max_batch_size,
@@ -255,7 +282,7 @@ def make_workers(config: ClusterConfig) -> list[Worker]:
         Worker(
             index=index,
             device=device,
-            processes={role: Process(index, role, device, max_held[role]) for role in config.roles},
+            processes={role: Process(index, role, device, max_held[role], changes) for role in config.roles},
             load=WorkerLoad(index, config.max_batch_size, pace=Pace(common), side_seconds=side_seconds),
         )
         for index, device in enumerate(config.devices)

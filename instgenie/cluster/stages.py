@@ -124,9 +124,7 @@ class Stages:
     def on_joined(self, process: Process, message: wire.Joined, frames: list[wire.Frame]) -> None:
         for told, plan in zip(message.jobs, message.plans, strict=True):
             if entry := held_edit(process, told.id, told.attempt):
-                entry.is_running, entry.plan, entry.joined_at = True, plan, time.monotonic()
-                self.reporter.waited(entry, "denoise")
-                self.reporter.joined(entry)
+                self.edits.join_batch(entry, plan)
 
     def on_stepped(self, process: Process, message: wire.BatchStepped, frames: list[wire.Frame]) -> None:
         worker = self.workers[process.worker]

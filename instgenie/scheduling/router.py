@@ -8,12 +8,13 @@ finished one by one, beside the steps; where these side stages take longer than 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from instgenie.cost.table import DEFAULT_COSTS, Price, StepCosts
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.types import TierName
 
+T = TypeVar("T")
 SideStage = Literal["prepare", "finish"]  # stages of an edit that run beside the steps
 
 PRIOR_SECONDS = 0.1  # length of the invented step that the fit starts with
@@ -255,10 +256,11 @@ class Router:
         return chosen.worker
 
     def _candidates(self, loads: Sequence[WorkerLoad], holders: Sequence[WorkerLoad]) -> Iterable[WorkerLoad]:
-        return loads if len(loads) <= MAX_SCANNED else [*self._sample(loads), *self._sample(holders)]
+        return loads if len(loads) <= MAX_SCANNED else [*self.sample(loads), *self.sample(holders)]
 
-    def _sample(self, loads: Sequence[WorkerLoad]) -> list[WorkerLoad]:
-        if len(loads) <= NUM_SAMPLED:
-            return list(loads)
-        draw, num_loads = self._random.random, len(loads)
-        return [loads[int(draw() * num_loads)] for _ in range(NUM_SAMPLED)]
+    def sample(self, all: Sequence[T]) -> Sequence[T]:
+        """Draw a few at random, with repetition; all of them if they are few."""
+        if len(all) <= NUM_SAMPLED:
+            return all
+        draw, num = self._random.random, len(all)
+        return [all[int(draw() * num)] for _ in range(NUM_SAMPLED)]
