@@ -92,6 +92,8 @@ class ProcessConfig:
     num_sharing: int = 1  # workers on the same device, this one among them
     peer_address: str = ""  # ZeroMQ address, maybe with a wildcard port, to serve templates to peers; empty: none
     parent: int | None = None  # pid of the parent that the process does not outlive; None: no parent is checked
+    front: str = ""  # id of the front at the endpoint, where a process may serve several
+    has_control: bool = False  # True: orders of the starter arrive on standard input (`cluster/control.py`)
 
 
 def resolve(config: ClusterConfig, worker_bytes: float) -> ResolvedConfig:
@@ -106,7 +108,11 @@ def resolve(config: ClusterConfig, worker_bytes: float) -> ResolvedConfig:
     return ResolvedConfig(**vars(config) | {"cache": cache})
 
 
-def process_config(config: ResolvedConfig, name: str, device: str, endpoint: str) -> ProcessConfig:
+def process_config(
+    config: ResolvedConfig, name: str, device: str, endpoint: str, num_sharing: int | None = None
+) -> ProcessConfig:
+    """The configuration of a start of a process. `num_sharing` workers are on its device; None: all on a device of its
+    name."""
     return ProcessConfig(
         name=name,
         endpoint=endpoint,
@@ -119,7 +125,7 @@ def process_config(config: ResolvedConfig, name: str, device: str, endpoint: str
         plan=config.plan,
         graphs=config.graphs,
         num_workers=len(config.devices),
-        num_sharing=config.devices.count(device),
+        num_sharing=config.devices.count(device) if num_sharing is None else num_sharing,
     )
 
 

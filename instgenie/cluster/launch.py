@@ -48,8 +48,18 @@ class LaunchedProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes. If they check no parent, the launcher has to end them when the cluster itself dies. Messages
-    are not authenticated, so only the cluster's own processes may reach the address."""
+    """Starts processes. If they check no parent, the launcher has to end them when the cluster itself dies."""
+
+    @property
+    def secret(self) -> str:
+        """The secret that protects the sockets of the cluster; empty: only the cluster's own processes can reach
+        them."""
+        ...
+
+    @property
+    def shares_devices(self) -> bool:
+        """True if workers on devices of one name share one device; False if each has a device of its own."""
+        ...
 
     def worker_bytes(self, num_workers: int, worker: int | None = None) -> float:
         """Main memory that each of the workers, or a given one, may use on its node now; infinity: unknown."""
@@ -65,6 +75,11 @@ class Launcher(Protocol):
 
     async def start(self, worker: int, role: Role, config: ProcessConfig) -> LaunchedProcess:
         """Start one process. Raises an OSError if that is not possible now; the cluster tries again later."""
+        ...
+
+    def release(self) -> bool:
+        """Give up all processes, if others use them too or somebody else ends them: their `wait` returns. False if they
+        are the cluster's own, which tells them to stop."""
         ...
 
     def close(self) -> None:
@@ -97,6 +112,9 @@ class LocalLauncher:
     """Child processes of this process. They share its memory, talk over a socket in a folder that only this user can
     enter, and end with it. The folder of a process that was killed is deleted by the next one."""
 
+    secret = ""
+    shares_devices = True
+
     def worker_bytes(self, num_workers: int, worker: int | None = None) -> float:
         return available_memory() / num_workers
 
@@ -117,6 +135,9 @@ class LocalLauncher:
             env=process_environment(config),
         )
         return LocalProcess(child)
+
+    def release(self) -> bool:
+        return False
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

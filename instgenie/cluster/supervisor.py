@@ -16,6 +16,7 @@ from instgenie.cluster.config import ResolvedConfig, Role, process_config
 from instgenie.cluster.coordinator import Coordinator
 from instgenie.cluster.launch import Launcher
 from instgenie.cluster.processes import Process, Worker
+from instgenie.machine.curve import Doorkeeper, secure_server
 
 SECONDS_TO_DIE = 1.0  # for killed processes to be gone; a launcher that hangs is not waited for any longer
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -40,9 +41,12 @@ class Supervisor:
         """Bind the socket, and start all processes in the background."""
         address = self.launcher.open()
         self._context = zmq.asyncio.Context()
+        secret = self.launcher.secret
+        self._doorkeeper = Doorkeeper(self._context, secret)
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)  # no limit: the edits that are accepted bound what is sent
+        secure_server(self._socket, secret)
         self._socket.bind(address)
         self._endpoint = self.launcher.endpoint(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._supervisions = [asyncio.create_task(self._supervise(process)) for process in self.processes]
@@ -52,11 +56,12 @@ class Supervisor:
         """End all processes, and kill those that take longer than the timeout."""
         self._ending.set()
         self._changed.set()
-        for process in self.processes:
-            if process.is_ready:
-                self._send(process, wire.Stop())
-            else:
-                process.kill()
+        if not self.launcher.release():
+            for process in self.processes:
+                if process.is_ready:
+                    self._send(process, wire.Stop())
+                else:
+                    process.kill()
         _, late = await asyncio.wait(self._supervisions, timeout=timeout)
         for process in self.processes:
             process.kill()
@@ -66,6 +71,7 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._supervisions, return_exceptions=True)
         self._socket.close(linger=0)
+        self._doorkeeper.close()
         self._context.term()
         self.launcher.close()
 
@@ -109,7 +115,8 @@ class Supervisor:
         self._by_name.pop(process.name.encode(), None)
         process.begin()
         self._by_name[process.name.encode()] = process
-        config = process_config(self.config, process.name, process.device, self._endpoint)
+        num_sharing = len(self._sharing(process)) // len(self.config.roles)
+        config = process_config(self.config, process.name, process.device, self._endpoint, num_sharing)
         try:
             process.launched = await self.launcher.start(process.worker, process.role, config)
         except OSError as error:
@@ -132,10 +139,15 @@ class Supervisor:
         """Have denoise processes take the memory that is left on their device, once all that share it have loaded."""
         for worker in self.workers:
             process = worker.denoiser
-            sharing = (one for one in self.processes if one.device == process.device)
-            if process.is_loaded and not process.has_begun and all(one.is_settled for one in sharing):
+            if process.is_loaded and not process.has_begun and all(one.is_settled for one in self._sharing(process)):
                 process.has_begun = True
                 self._send(process, wire.Begin(self._host_bytes(worker)))
+
+    def _sharing(self, process: Process) -> list[Process]:
+        """The processes on its device, itself among them."""
+        if self.launcher.shares_devices:
+            return [one for one in self.processes if one.device == process.device]
+        return list(self.workers[process.worker].processes.values())
 
     def _host_bytes(self, worker: Worker) -> int:
         """Main memory for a worker's activations: half of what its own node has left for it. It is measured once: at a

@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from instgenie.cluster.config import ProcessConfig
+from instgenie.cluster.control import End
 from instgenie.cluster.wire import (
     AnyMessage,
     Beat,
@@ -41,6 +42,7 @@ from instgenie.errors import (
     OutOfMemoryError,
     PictureError,
 )
+from instgenie.machine.curve import cluster_secret, secure_client
 from instgenie.machine.device import choose_device, stay_near
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.family import PartKind
@@ -49,6 +51,7 @@ from instgenie.models.model import Model
 from instgenie.scheduling.names import ONE_PROCESS
 from instgenie.telemetry import traces
 from instgenie.telemetry.logs import Named, log_to_stderr, names_of
+from instgenie.workers.control import ControlChannel
 
 MS_BETWEEN_BEATS = 500
 PARAMS: dict[type[InstGenieError], str] = {PictureError: "image", MaskError: "mask"}
@@ -65,12 +68,16 @@ class Line:
         self._socket.setsockopt(zmq.IDENTITY, config.name.encode())
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        secure_client(self._socket, cluster_secret())
         self._socket.connect(config.endpoint)
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
+        self._control = ControlChannel() if config.has_control else None
+        if self._control:
+            self._poller.register(self._control.fd, zmq.POLLIN)
         self._beat_at = 0.0
 
     def send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
@@ -82,6 +89,8 @@ class Line:
         ready = dict(self._poller.poll(MS_BETWEEN_BEATS if wait else 0))
         if self._woken in ready:
             os.read(self._woken, 4096)
+        if self._control and self._control.fd in ready and End() in self._control.take():
+            return Stop(), []
         if self._socket not in ready:
             return None
         head, *frames = self._socket.recv_multipart(copy=False)

@@ -69,6 +69,9 @@ class TcpLauncher:
         self.num_failures = 2
         self.is_closed = False
 
+    secret = ""
+    shares_devices = True
+
     def worker_bytes(self, num_workers: int, worker: int | None = None) -> float:
         return 2.0 * GIB
 
@@ -85,6 +88,9 @@ class TcpLauncher:
         command = process_command(role, config)
         self.commands.append(command)
         return TcpProcess(subprocess.Popen(command, env=process_environment(), cwd="/", start_new_session=True))
+
+    def release(self) -> bool:
+        return False
 
     def close(self) -> None:
         self.is_closed = True

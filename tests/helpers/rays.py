@@ -1,0 +1,74 @@
+"""A real Ray cluster on this machine: a head without room for workers, and nodes that tests add, stop and kill."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster as RayCluster
+
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_DEDUP_LOGS": "0"}
+STORE_BYTES = 100 * 2**20
+HEALTH = {"health_check_period_ms": 500, "health_check_timeout_ms": 3000, "health_check_failure_threshold": 6}
+
+
+class RayNodes:
+    """The head has one core and no resource `slot`; each further node has one core and one `slot`."""
+
+    def __init__(self) -> None:
+        head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        self._cluster = RayCluster(True, head_node_args=head | {"_system_config": HEALTH})
+        self.address: str = self._cluster.address
+
+    def add(self, num_slots: int = 1) -> Any:
+        """Join one more node, and return it."""
+        return self._cluster.add_node(
+            wait=True, num_cpus=num_slots, resources={"slot": num_slots}, object_store_memory=STORE_BYTES
+        )
+
+    @property
+    def nodes(self) -> list[Any]:
+        return [node for node in self._cluster.list_all_nodes() if node is not self._cluster.head_node]
+
+    def processes(self, node: Any) -> list[psutil.Process]:
+        """The raylet of a node and all that it started, the raylet first."""
+        [raylet] = [psutil.Process(info.process.pid) for info in node.all_processes["raylet"]]
+        return [raylet, *raylet.children(recursive=True)]
+
+    def kill(self, node: Any) -> None:
+        """End a node and its processes at once, without a word."""
+        for process in self.processes(node):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def stop(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def ray_nodes() -> Iterator[RayNodes]:
+    """Everything that is started here has ended when the block is left, also by an error."""
+    os.environ.update(QUIET)
+    before = set(psutil.pids())
+    nodes = RayNodes()
+    try:
+        yield nodes
+    finally:
+        ray.shutdown()
+        nodes.stop()
+        for process in psutil.process_iter():
+            if process.pid not in before and is_ours(process):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+def is_ours(process: psutil.Process) -> bool:
+    """True for a process of Ray below this one."""
+    with suppress(psutil.Error):
+        is_below = any(parent.pid == os.getpid() for parent in process.parents())
+        return is_below and "ray" in " ".join(process.cmdline())
+    return False
