@@ -159,12 +159,13 @@ def add_bench_router(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="decisions per policy and number of workers (default 2000)",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
 
 
 def run_bench_router(options: argparse.Namespace) -> None:
     from instgenie.bench.router import bench_router
 
-    bench_router(options.repeats)
+    bench_router(options.repeats, options.json)
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -245,7 +246,7 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
     "router": (
         add_bench_router,
         "the time to choose a worker",
-        "Time the router's decision with every policy, among 8 to 20,000 busy workers.",
+        "Time the router's decision with every policy, among 1 to 20,000 workers, alone and within a front.",
     ),
     "detail": (
         add_bench_detail,

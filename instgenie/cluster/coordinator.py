@@ -104,7 +104,8 @@ class Coordinator:
 
     def handle(self, process: Process, message: wire.AnyMessage, frames: list[wire.Frame]) -> None:
         self._handlers[type(message)](process, message, frames)
-        process.touch()
+        if not isinstance(message, wire.BatchStepped):  # the most frequent one: it changes neither queues nor places
+            process.touch()
         self.pump()
 
     def ready(self, process: Process, facts: wire.ModelFacts, digest: str) -> None:
