@@ -33,12 +33,12 @@ class Archive:
         for listing in message.templates:
             name = listing.template.id
             if name not in self.library.templates and name not in self.library.forgetting:
-                self._add(name, listing)
+                self.add(name, listing)
         for head in message.forgotten:
             if head.id not in self.library.templates:
                 self.library.forgetting.add(self.library.workers[process.worker], head)
 
-    def _add(self, name: str, listing: wire.Listing) -> None:
+    def add(self, name: str, listing: wire.Listing) -> None:
         """Add a template to the library. An incomplete one is shown, so that it can be forgotten; an edit of its
         picture registers the rest."""
         head = listing.template

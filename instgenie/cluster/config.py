@@ -60,6 +60,8 @@ class ClusterConfig:
     auto_register: bool = True  # register the pictures of edits; False: only templates that clients ask for
     worker_timeout: float = 120.0  # seconds of silence after which a process counts as hung
     start_timeout: float = 1800.0  # the same while it loads the model
+    hold_bytes: int = 64 * 2**20  # per worker, for the latents of edits with an idempotency key, after their last step
+    hold_seconds: float = 600.0  # after which such latents are dropped
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -91,6 +93,9 @@ class ProcessConfig:
     num_workers: int = 1  # of the cluster
     num_sharing: int = 1  # workers on the same device, this one among them
     peer_address: str = ""  # ZeroMQ address, maybe with a wildcard port, to serve templates to peers; empty: none
+    hold_bytes: int = 0  # for latents of jobs with an idempotency key
+    hold_seconds: float = 0.0
+    front_timeout: float = math.inf  # seconds of silence after which a front counts as gone
     parent: int | None = None  # pid of the parent that the process does not outlive; None: no parent is checked
     front: str = ""  # id of the front at the endpoint, where a process may serve several
     has_control: bool = False  # True: orders of the starter arrive on standard input (`cluster/control.py`)
@@ -126,6 +131,9 @@ def process_config(
         graphs=config.graphs,
         num_workers=len(config.devices),
         num_sharing=config.devices.count(device) if num_sharing is None else num_sharing,
+        hold_bytes=config.hold_bytes,
+        hold_seconds=config.hold_seconds,
+        front_timeout=config.worker_timeout,
     )
 
 

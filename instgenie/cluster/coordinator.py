@@ -6,6 +6,8 @@ knows what to do, and then sends whatever can be sent. Knows no socket.
     recovery   deaths and restarts of processes
     library    templates and their registrations
     archive    templates in tiers that outlive the cluster
+    neighbours templates of other fronts
+    sharing    workers that other fronts use as well
     reporter   events for clients, observers and traces
 
 An edit's `ComputeMode` is decided once: when the edit is accepted, if the cluster knows about its template's
@@ -27,11 +29,13 @@ from instgenie.cluster.front import Front, Place
 from instgenie.cluster.library import Library
 from instgenie.cluster.messages import Send
 from instgenie.cluster.naming import Naming
+from instgenie.cluster.neighbours import Neighbours
 from instgenie.cluster.orders import Order, TemplateOrder
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.recovery import Recovery
 from instgenie.cluster.reporter import Reporter
+from instgenie.cluster.sharing import Sharing
 from instgenie.cluster.stages import Stages
 from instgenie.cluster.templates import TemplateRecord
 from instgenie.telemetry.logs import names_of
@@ -46,10 +50,12 @@ class Coordinator:
         self.reporter = Reporter()
         self.library = Library(config, self.naming, self.placement, send)
         self.archive = Archive(self.library)
+        self.neighbours = Neighbours(self.library, self.archive)
         self.edits = Edits(self.placement, self.library, self.reporter)
         self.front = Front(config, self.placement, self.library, self.edits, self.reporter, send)
         self.stages = Stages(self.placement, self.library, self.edits, self.reporter, send)
         self.recovery = Recovery(self.placement, self.library, self.archive, self.edits)
+        self.sharing = Sharing(workers, config.worker_timeout, send)
         self._handlers: dict[type, Callable[[Process, Any, list[wire.Frame]], None]] = {
             wire.JobFailed: self.stages.on_failed,
             wire.Dropped: self.front.on_dropped,
@@ -64,7 +70,9 @@ class Coordinator:
             wire.Painted: self.stages.on_painted,
             wire.Registered: self.library.on_registered,
             wire.Kept: self.library.on_kept,
-            wire.Forgotten: self.library.forgetting.on_forgotten,
+            wire.Forgotten: self.neighbours.on_forgotten,
+            wire.Announced: self.neighbours.on_announced,
+            wire.Foreign: self.sharing.on_foreign,
             wire.Listed: self.archive.on_listed,
             wire.Recalled: self.archive.on_recalled,
         }
@@ -113,6 +121,7 @@ class Coordinator:
         self.pump()
 
     def died(self, process: Process) -> None:
+        self.sharing.lose(process)
         self.recovery.died(process)
         self.pump()
 

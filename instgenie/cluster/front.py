@@ -78,7 +78,9 @@ class Front:
             may_store = order.may_store and self.config.auto_register
             entry = EditEntry(id=uuid.uuid4().hex, order=order, work=work, group=group, may_store=may_store)
             group.append(entry)
-        worker = self.placement.choose(works, self.library.holders(works[0].template))
+        worker = self.placement.home_of(orders[0]) or self.placement.choose(
+            works, self.library.holders(works[0].template)
+        )
         entries = list(group)
         for entry in entries:
             log.info("accepted", extra=names_of(entry) | {"worker": worker.index})

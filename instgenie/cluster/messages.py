@@ -31,6 +31,7 @@ def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Deno
         fails_dense=entry.must_not_run_dense,
         trace=entry.order.trace,
         request_id=entry.request_id,
+        key=entry.order.key,
     )
 
 
@@ -91,5 +92,6 @@ def register_message(
         picture=entry.order.size if is_kept else None,
         request_id=entry.request_id,
         is_asked_for=is_asked_for,
+        size=entry.order.size,
     )
     return message, [*entry.prepared.tensors, *(wire.picture_frames(entry.order.picture) if is_kept else ())]

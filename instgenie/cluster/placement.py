@@ -1,10 +1,11 @@
 """The worker an entry belongs to, and the process that its stage runs in. Knows no message."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from instgenie.cluster.config import Role
 from instgenie.cluster.entries import ComputeMode, EditEntry, Entry
+from instgenie.cluster.orders import Order
 from instgenie.cluster.processes import Process, Worker
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.scheduling.router import Router, Work, WorkerLoad
@@ -16,14 +17,15 @@ class Placement:
         self.workers = workers
         self.processes = [process for worker in workers for process in worker.processes.values()]
         self.changes = self.processes[0].changes
+        self.on_placed: Callable[[str, int], None] = lambda key, worker: None  # of edits with a key
         self._ready: list[WorkerLoad] = []  # as of the last change of a state
 
     @property
     def ready_loads(self) -> list[WorkerLoad]:
-        """The loads of the workers that are ready."""
+        """The loads of the workers that are ready, as far as what is known of them is fresh."""
         if self.changes.states:
             self.changes.states = False
-            self._ready = [worker.load for worker in self.workers if worker.is_ready]
+            self._ready = [worker.load for worker in self.workers if worker.is_ready and not worker.is_stale]
         return self._ready
 
     def take_changed(self) -> list[Process]:
@@ -47,6 +49,11 @@ class Placement:
         drawn = (self.workers[index] for index in self.router.sample(holders))
         return self.workers[self.router.choose(total, loads, [worker.load for worker in drawn if worker.is_ready])]
 
+    def home_of(self, order: Order) -> Worker | None:
+        """The worker that may have begun an order with the same key, if it can go on with it."""
+        worker = None if order.home is None else self.workers[order.home]
+        return worker if worker and worker.is_ready else None
+
     def _hopeful_loads(self) -> list[WorkerLoad]:
         """The loads of workers that may become ready; if there are none, of all."""
         hopeful = [worker.load for worker in self.workers if not worker.is_broken]
@@ -57,6 +64,8 @@ class Placement:
         self.remove(entry)
         entry.worker = worker.index
         worker.edits[entry.id] = entry
+        if entry.order.key:
+            self.on_placed(entry.order.key, worker.index)
         if entry.stage == "finish":
             worker.load.hand_over(entry.id)
             return

@@ -130,7 +130,7 @@ class Stages:
         worker = self.workers[process.worker]
         worker.step(message.seconds, message.predicted_seconds)
         worker.num_interruptions = message.num_interruptions
-        self.reporter.batch_stepped(worker.index, message.seconds, len(message.jobs))
+        self.reporter.batch_stepped(worker.index, message.seconds, len(message.jobs) + message.num_others)
         stepped = [(told.step, entry) for told in message.jobs if (entry := held_edit(process, told.id, told.attempt))]
         for step, entry in stepped:
             entry.step = step

@@ -67,6 +67,7 @@ class Supervisor:
             process.kill()
         if late:
             await asyncio.wait(late, timeout=SECONDS_TO_DIE)
+        self.coordinator.sharing.close()
         for task in (*self._tasks, *self._supervisions):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._supervisions, return_exceptions=True)

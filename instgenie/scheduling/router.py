@@ -90,9 +90,34 @@ class Remaining(NamedTuple):
     price: Price  # per step
 
 
+class LoadSums(NamedTuple):
+    """The work that one front, or several, have given to a worker: what others need to know of it."""
+
+    num_edits: int = 0
+    num_finishing: int = 0
+    num_steps: int = 0
+    num_token_steps: int = 0
+    compute: float = 0.0  # seconds, over all steps
+    loading: float = 0.0  # seconds, over all steps
+
+    def plus(self, other: "LoadSums", sign: int = 1) -> "LoadSums":
+        return LoadSums(
+            self.num_edits + sign * other.num_edits,
+            self.num_finishing + sign * other.num_finishing,
+            self.num_steps + sign * other.num_steps,
+            self.num_token_steps + sign * other.num_token_steps,
+            self.compute + sign * other.compute,
+            self.loading + sign * other.loading,
+        )
+
+
+NO_LOAD = LoadSums()
+
+
 @dataclass
 class WorkerLoad:
-    """The work that a worker still has to do. It is kept as sums, so that a choice is cheap."""
+    """The work that a worker still has to do. It is kept as sums, so that a choice is cheap. The work that other fronts
+    have given to the worker is part of the sums."""
 
     worker: int
     max_batch_size: int
@@ -108,6 +133,7 @@ class WorkerLoad:
     turn: int = 0  # turn of the router at which it last chose this worker
     _remaining: dict[str, Remaining] = field(default_factory=dict)  # by edit
     _finishing: set[str] = field(default_factory=set)  # edits that have taken all their steps
+    foreign: LoadSums = NO_LOAD  # of other fronts, as the worker last told it
 
     def add(self, edit: str, num_steps: int, num_tokens: int, price: Price) -> None:
         """Add an edit, or correct what remains of it. Tokens and price are per step."""
@@ -132,7 +158,31 @@ class WorkerLoad:
 
     @property
     def num_unfinished(self) -> int:
-        return self.num_edits + len(self._finishing)
+        return self.num_edits + len(self._finishing) + self.foreign.num_finishing
+
+    @property
+    def own(self) -> LoadSums:
+        """The work that this front has given to the worker."""
+        rests = self._remaining.values()
+        return LoadSums(
+            num_edits=len(rests),
+            num_finishing=len(self._finishing),
+            num_steps=sum(rest.num_steps for rest in rests),
+            num_token_steps=sum(rest.num_steps * rest.num_tokens for rest in rests),
+            compute=sum(rest.num_steps * rest.price.compute for rest in rests),
+            loading=sum(rest.num_steps * rest.price.load for rest in rests),
+        )
+
+    def share(self, foreign: LoadSums) -> None:
+        """Replace what other fronts have given to the worker."""
+        change = foreign.plus(self.foreign, -1)
+        self.foreign = foreign
+        self.num_edits += change.num_edits
+        self.num_steps += change.num_steps
+        self.num_token_steps += change.num_token_steps
+        self.compute += change.compute
+        self.loading += change.loading
+        self._drop_rounding()
 
     def remove(self, edit: str) -> None:
         self._finishing.discard(edit)
@@ -145,7 +195,11 @@ class WorkerLoad:
         self.num_token_steps += num_steps * num_tokens
         self.compute += num_steps * price.compute
         self.loading += num_steps * price.load
-        if not self.num_steps:  # drop accumulated rounding errors
+        self._drop_rounding()
+
+    def _drop_rounding(self) -> None:
+        """Drop accumulated rounding errors."""
+        if not self.num_steps:
             self.compute = self.loading = 0.0
 
     @property

@@ -9,6 +9,7 @@ still loading lets others go first; the loop never waits for one. Other ways of 
 """
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import wait
 
 import torch
@@ -43,9 +44,11 @@ from instgenie.scheduling.names import ONE_PROCESS
 from instgenie.scheduling.scheduler import SCHEDULERS
 from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
+from instgenie.workers.keyed import KeyedJobs
 from instgenie.workers.keys import Keys
+from instgenie.workers.line import Line
 from instgenie.workers.mailbox import Handler, Mailbox
-from instgenie.workers.process import Line, await_begin, run_process, say_ready
+from instgenie.workers.process import await_begin, run_process, say_ready
 from instgenie.workers.queue import TrackedJob, WaitingQueue
 from instgenie.workers.registrar import PendingTemplate, Registrar
 from instgenie.workers.templates import Templates, open_store
@@ -67,6 +70,8 @@ class Denoiser:
         store = open_store(config.cache, model.device)
         self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
         self.queue = WaitingQueue(model, self.templates, line)
+        self.keyed = KeyedJobs(line, config.hold_bytes, config.hold_seconds)
+        self.queue.on_leave = self.keyed.leave
         self.running: dict[Job, TrackedJob] = {}
         self.registrar = Registrar(model, self.templates, line)
         self.side_work = SideWork(model, line, config.max_batch_size, config.batching)
@@ -119,17 +124,20 @@ class Denoiser:
         has_work = self.engine.jobs or self.queue.has_ready or self.side_work.is_pending(self.queue.num_jobs)
         return not (has_work or self.next_template() or self.is_stopped)
 
-    def accept(self, message: Denoise, frames: list[Frame]) -> None:
+    def accept(self, message: Denoise, frames: Sequence[Frame]) -> None:
         for given in message.jobs:
             self.cancel(given.id)  # an older attempt
-        self.queue.accept(message, frames)
+        message, frames = self.keyed.take_known(message, frames)
+        self.keyed.note(message.jobs, self.queue.accept(message, frames))
 
     def drop(self, id: str) -> None:
         self.cancel(id)
         self.line.send(Dropped(id))
 
     def cancel(self, id: str) -> None:
-        """Drop an edit or a registration, wherever it is."""
+        """Drop an edit or a registration, wherever it is; an edit that somebody else asked for, too, goes on."""
+        if self.keyed.give_up(id):
+            return
         self.registrar.cancel(id)
         self.side_work.cancel(id)
         self.queue.cancel(id)
@@ -198,7 +206,8 @@ class Denoiser:
             self.hand_over(self.running[job])
 
     def hand_over(self, tracked: TrackedJob) -> None:
-        self.mailbox.send_latents(tracked)
+        sent = self.mailbox.send_latents(tracked)
+        self.keyed.hold(tracked, *sent)
         self.leave(tracked)
         self.side_work.handed_over(tracked.id)
 

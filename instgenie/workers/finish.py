@@ -28,7 +28,8 @@ from instgenie.telemetry import traces
 from instgenie.types import Box, PixelMask, Source, Whole
 from instgenie.workers.frames import read_tensor
 from instgenie.workers.inbox import Inbox
-from instgenie.workers.process import Line, failure, run_process, say_ready
+from instgenie.workers.line import Line
+from instgenie.workers.process import failure, run_process, say_ready
 
 PARTS: frozenset[PartKind] = frozenset({"vae"})
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instgenie.cluster.wire import Cancel, Dropped, Frame, Message, PrepareTemplate, Stop
-from instgenie.workers.process import Line
+from instgenie.workers.line import Line
 
 MAX_PASSED = 8  # edits that go before a template
 

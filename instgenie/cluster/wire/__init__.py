@@ -10,6 +10,7 @@ late answer to an abandoned attempt is told apart from the awaited one.
 """
 
 from instgenie.cluster.wire.commands import (
+    Assigned,
     Begin,
     Cancel,
     Command,
@@ -44,11 +45,13 @@ from instgenie.cluster.wire.heads import (
     TensorHead,
 )
 from instgenie.cluster.wire.reports import (
+    Announced,
     BatchStepped,
     Beat,
     Broken,
     Denoised,
     Dropped,
+    Foreign,
     Forgotten,
     Glimpsed,
     JobFailed,
@@ -70,7 +73,9 @@ from instgenie.cluster.wire.reports import (
 )
 
 __all__ = [
+    "Announced",
     "AnyMessage",
+    "Assigned",
     "BatchStepped",
     "Beat",
     "Begin",
@@ -83,6 +88,7 @@ __all__ = [
     "Dropped",
     "Fetch",
     "Finish",
+    "Foreign",
     "Forget",
     "Forgotten",
     "Frame",
