@@ -48,6 +48,7 @@ class Edits:
     def join_batch(self, entry: EditEntry, plan: tuple[bool, ...]) -> None:
         self._num_in_batches += not entry.is_running
         entry.is_running, entry.plan, entry.joined_at = True, plan, time.monotonic()
+        self.placement.workers[entry.worker].load.arrived(entry.work.template)
         self.reporter.waited(entry, "denoise")
         self.reporter.joined(entry)
 
@@ -99,6 +100,7 @@ class Edits:
         self.entries.pop(entry.id, None)
         self.leave_batch(entry)
         self.placement.remove(entry)
+        self.placement.workers[entry.worker].load.arrived(entry.work.template)
         self.placement.process_of(entry).remove(entry)
         self.library.drop(entry)
         entry.group.remove(entry)

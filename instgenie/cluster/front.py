@@ -136,7 +136,7 @@ class Front:
         else:
             entry.run_dense(self.library.why_not(name))
             self.reporter.cache_query(entry)
-        worker.load.expect(name)
+        worker.load.expect(entry.work)
 
     def _announce(self, entry: EditEntry) -> None:
         """Have the activations loaded now if the edit is among those its worker takes next."""

@@ -245,6 +245,7 @@ class Library:
     def lose_memory(self, worker: Worker) -> None:
         """Note that a worker's denoise process died, and with it the activations in its memory."""
         worker.tier_bytes = {tier: num for tier, num in worker.tier_bytes.items() if tier in SHARED}
+        worker.load.link.drop(worker.index)
         for name in list(worker.load.templates):
             template = self.templates.get(name)
             if template is None:

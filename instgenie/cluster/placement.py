@@ -13,7 +13,7 @@ from instgenie.scheduling.router import Router, Work, WorkerLoad
 
 class Placement:
     def __init__(self, policy: RoutingPolicy, workers: Sequence[Worker]) -> None:
-        self.router = Router(policy)
+        self.router = Router(policy, seed=None)  # fronts that drew the same workers would crowd them
         self.workers = workers
         self.processes = [process for worker in workers for process in worker.processes.values()]
         self.changes = self.processes[0].changes
@@ -61,6 +61,8 @@ class Placement:
 
     def settle(self, entry: EditEntry, worker: Worker) -> None:
         """Assign an edit to a worker, and bring the worker's load up to date."""
+        if entry.worker != worker.index:
+            self.workers[entry.worker].load.arrived(entry.work.template)
         self.remove(entry)
         entry.worker = worker.index
         worker.edits[entry.id] = entry

@@ -11,7 +11,7 @@ from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
 from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
 from instgenie.cluster.launch import LaunchedProcess
 from instgenie.cluster.status import ProcessState, ProcessStatus
-from instgenie.scheduling.router import Pace, SideStage, WorkerLoad
+from instgenie.scheduling.router import NodeLink, Pace, SideStage, WorkerLoad
 from instgenie.types import TierName
 
 NUM_AHEAD = 2  # entries that prepare and finish hold, one in work and one at hand; finish adds one per encoder thread
@@ -274,7 +274,7 @@ class Worker:
 def make_workers(config: ClusterConfig) -> list[Worker]:
     common = Pace()
     side_seconds: dict[SideStage, float] = {}
-    changes = Changes()
+    changes, link = Changes(), NodeLink()
     max_held: dict[Role, int] = {
         "prepare": NUM_AHEAD,
         "denoise": 2 * config.max_batch_size,
@@ -285,7 +285,7 @@ def make_workers(config: ClusterConfig) -> list[Worker]:
             index=index,
             device=device,
             processes={role: Process(index, role, device, max_held[role], changes) for role in config.roles},
-            load=WorkerLoad(index, config.max_batch_size, pace=Pace(common), side_seconds=side_seconds),
+            load=WorkerLoad(index, config.max_batch_size, pace=Pace(common), side_seconds=side_seconds, link=link),
         )
         for index, device in enumerate(config.devices)
     ]

@@ -99,6 +99,7 @@ class LoadSums(NamedTuple):
     num_token_steps: int = 0
     compute: float = 0.0  # seconds, over all steps
     loading: float = 0.0  # seconds, over all steps
+    fetching: float = 0.0  # seconds, of templates that are on their way to the worker
 
     def plus(self, other: "LoadSums", sign: int = 1) -> "LoadSums":
         return LoadSums(
@@ -108,10 +109,34 @@ class LoadSums(NamedTuple):
             self.num_token_steps + sign * other.num_token_steps,
             self.compute + sign * other.compute,
             self.loading + sign * other.loading,
+            self.fetching + sign * other.fetching,
         )
 
 
 NO_LOAD = LoadSums()
+
+
+@dataclass
+class NodeLink:
+    """Templates on their way to the workers of one node, which share its network link and its disk: the next one comes
+    behind them. Without this, edits would crowd onto links that are long full."""
+
+    fetching: dict[tuple[int, str], float] = field(default_factory=dict)  # predicted seconds, by worker and template
+    foreign: dict[int, float] = field(default_factory=dict)  # seconds of what other fronts wait for, by worker
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.fetching.values()) + sum(self.foreign.values())
+
+    def seconds_of(self, worker: int) -> float:
+        """Seconds of what this front waits for at a worker."""
+        return sum(seconds for (other, _), seconds in self.fetching.items() if other == worker)
+
+    def drop(self, worker: int) -> None:
+        """Note that nothing is on its way to a worker any more."""
+        self.foreign.pop(worker, None)
+        for key in [key for key in self.fetching if key[0] == worker]:
+            del self.fetching[key]
 
 
 @dataclass
@@ -124,6 +149,7 @@ class WorkerLoad:
     pace: Pace = field(default_factory=Pace)
     costs: StepCosts = DEFAULT_COSTS
     templates: dict[str, TierName] = field(default_factory=dict)  # the fastest tier of each, by id
+    link: NodeLink = field(default_factory=NodeLink)  # shared by the workers of a node
     num_edits: int = 0
     num_steps: int = 0  # over all edits
     num_token_steps: int = 0  # over all edits
@@ -171,12 +197,14 @@ class WorkerLoad:
             num_token_steps=sum(rest.num_steps * rest.num_tokens for rest in rests),
             compute=sum(rest.num_steps * rest.price.compute for rest in rests),
             loading=sum(rest.num_steps * rest.price.load for rest in rests),
+            fetching=self.link.seconds_of(self.worker),
         )
 
     def share(self, foreign: LoadSums) -> None:
         """Replace what other fronts have given to the worker."""
         change = foreign.plus(self.foreign, -1)
         self.foreign = foreign
+        self.link.foreign[self.worker] = foreign.fetching
         self.num_edits += change.num_edits
         self.num_steps += change.num_steps
         self.num_token_steps += change.num_token_steps
@@ -250,13 +278,22 @@ class WorkerLoad:
         return work.num_steps * self.costs.price(work.num_tokens / work.num_edits, 0, None).compute
 
     def fetch_seconds(self, work: Work) -> float:
-        """Seconds until its template is in memory; 0 if no tier has it."""
-        return self.costs.fetch_seconds(work.num_tokens / work.num_edits, work.num_steps, self.tier_of(work))
+        """Seconds until its template is in memory, behind those that are on their way; 0 if no tier has it."""
+        seconds = self.costs.fetch_seconds(work.num_tokens / work.num_edits, work.num_steps, self.tier_of(work))
+        return seconds + self.link.seconds if seconds else 0.0
 
-    def expect(self, template: str) -> None:
-        """Note that a template is being fetched into memory for an edit, where later edits will find it."""
-        if self.templates.get(template) in ("disk", "remote"):
-            self.templates[template] = "host"
+    def expect(self, work: Work) -> None:
+        """Note that the template of an edit is being fetched into memory, where later edits will find it."""
+        if work.template and self.tier_of(work) not in ("gpu", "host", None):
+            tokens = work.num_tokens / work.num_edits
+            seconds = self.costs.fetch_seconds(tokens, work.num_steps, self.tier_of(work))
+            self.link.fetching[self.worker, work.template] = seconds
+            self.templates[work.template] = "host"
+
+    def arrived(self, template: str | None) -> None:
+        """Note that a template is in memory, or does not come."""
+        if template:
+            self.link.fetching.pop((self.worker, template), None)
 
 
 def predicted_finish(work: Work, load: WorkerLoad) -> float:
@@ -288,14 +325,17 @@ COSTS: Mapping[RoutingPolicy, Callable[[Work, WorkerLoad], float]] = {
 
 
 class Router:
-    """Chooses among all workers, up to `MAX_SCANNED` of them. Where there are more, it chooses among a random sample
+    """Chooses among all workers, up to `max_scanned` of them. Where there are more, it chooses among a random sample
     of them and a random sample of those that hold the template. The best of a few dozen is nearly the best of all, and
     the choice takes no longer among twenty thousand workers than among a hundred."""
 
-    def __init__(self, policy: RoutingPolicy = "mask_aware") -> None:
+    def __init__(
+        self, policy: RoutingPolicy = "mask_aware", max_scanned: int = MAX_SCANNED, seed: int | None = 0
+    ) -> None:
         self.policy = policy
+        self.max_scanned = max_scanned
         self._turn = 0
-        self._random = random.Random(0)
+        self._random = random.Random(seed)
 
     def choose(self, work: Work, loads: Sequence[WorkerLoad], holders: Sequence[WorkerLoad] = ()) -> int:
         """Return the worker with the cheapest load. Among equals it is the one that was chosen least recently, because
@@ -310,7 +350,7 @@ class Router:
         return chosen.worker
 
     def _candidates(self, loads: Sequence[WorkerLoad], holders: Sequence[WorkerLoad]) -> Iterable[WorkerLoad]:
-        return loads if len(loads) <= MAX_SCANNED else [*self.sample(loads), *self.sample(holders)]
+        return loads if len(loads) <= self.max_scanned else [*self.sample(loads), *self.sample(holders)]
 
     def sample(self, all: Sequence[T]) -> Sequence[T]:
         """Draw a few at random, with repetition; all of them if they are few."""
