@@ -24,6 +24,7 @@ from instgenie.cluster.environment import process_environment, seen_device
 from instgenie.machine.memory import available_memory
 
 FOLDER_PREFIX = "instgenie-"
+NODE_LOST = -1000  # exit code of a process that ended because its node did, or cannot be reached any more
 LOCK = "owner.lock"  # held by the process that made the folder, as long as it lives
 
 
@@ -39,7 +40,7 @@ class LaunchedProcess(Protocol):
     def is_alive(self) -> bool: ...
 
     async def wait(self) -> int:
-        """Wait for its end, and return its exit code."""
+        """Wait for its end, and return its exit code, or `NODE_LOST`."""
         ...
 
     def kill(self) -> None:

@@ -47,7 +47,7 @@ class Library:
             check_quota(self.templates.values(), order.tenant, self.config.max_templates)
         template = self._learn(name, order, is_asked_for=True)
         if template.state == "failed" or not (template.is_held or template.entries):
-            self._register_on(template, self.placement.choose([Work(order.steps, 0, 0, name)]))
+            self.register_on(template, self.placement.choose([Work(order.steps, 0, 0, name)]))
         return template
 
     def register_unasked(self, name: str, order: TemplateOrder, worker: Worker) -> None:
@@ -56,7 +56,7 @@ class Library:
         is_under_way = known is not None and (known.state == "ready" or bool(known.entries))
         num_unasked = sum(not template.is_asked_for and bool(template.entries) for template in self.templates.values())
         if not is_under_way and num_unasked < MAX_UNASKED and self.retries.may_try(name):
-            self._register_on(self._learn(name, order), worker)
+            self.register_on(self._learn(name, order), worker)
 
     def meet(self, name: str, entry: EditEntry) -> None:
         """Note that an edit has found a template's activations, which may be older than the cluster."""
@@ -102,7 +102,7 @@ class Library:
 
     # registrations
 
-    def _register_on(self, template: TemplateRecord, worker: Worker, is_urgent: bool = False) -> None:
+    def register_on(self, template: TemplateRecord, worker: Worker, is_urgent: bool = False) -> None:
         if worker.index in template.entries:
             self._hurry(template.entries[worker.index], is_urgent)
             return
@@ -169,7 +169,7 @@ class Library:
         entry.move("park")
         entry.num_parks += 1
         template.parked.append(entry)
-        self._register_on(template, self.workers[entry.worker], is_urgent=True)
+        self.register_on(template, self.workers[entry.worker], is_urgent=True)
 
     def _other_holders(self, template: TemplateRecord, worker: int) -> list[Worker]:
         """Workers other than this one that can run an edit of the template."""
@@ -259,7 +259,7 @@ class Library:
                 template.fail("its activations were lost, and so was its picture: register it again")
             elif template.is_asked_for:
                 template.num_registered_steps, template.is_lost = 0, self.is_ready(name)
-                self._register_on(template, worker)
+                self.register_on(template, worker)
             elif not (template.entries or template.parked):
                 del self.templates[name]
 

@@ -25,7 +25,7 @@ class Placement:
         """The loads of the workers that are ready, as far as what is known of them is fresh."""
         if self.changes.states:
             self.changes.states = False
-            self._ready = [worker.load for worker in self.workers if worker.is_ready and not worker.is_stale]
+            self._ready = [worker.load for worker in self.workers if worker.takes_edits]
         return self._ready
 
     def take_changed(self) -> list[Process]:
@@ -47,7 +47,7 @@ class Placement:
             must_reuse=works[0].must_reuse,
         )
         drawn = (self.workers[index] for index in self.router.sample(holders))
-        return self.workers[self.router.choose(total, loads, [worker.load for worker in drawn if worker.is_ready])]
+        return self.workers[self.router.choose(total, loads, [worker.load for worker in drawn if worker.takes_edits])]
 
     def home_of(self, order: Order) -> Worker | None:
         """The worker that may have begun an order with the same key, if it can go on with it."""

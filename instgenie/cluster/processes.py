@@ -96,6 +96,10 @@ class Process:
         pid = self.launched.pid if self.launched is not None and self.is_alive else None
         return ProcessStatus(self.role, pid, self.state, self.num_starts, self.message)
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.queue or self.held or self.leaving)
+
     # starts
 
     def begin(self) -> None:
@@ -225,6 +229,8 @@ class Worker:
     tier_bytes: dict[TierName, int] = field(default_factory=dict)
     num_fronts: int = 0  # that share it, this one among them; 0: it serves no other
     is_stale: bool = False  # True if it has been silent for so long that its load is not known
+    has_lost_node: bool = False  # its processes ended with their node; they start again when another has room
+    is_draining: bool = False  # it gets no more edits; once it has no work, its device is given up
     host_bytes: int | None = None  # main memory for activations; None: not yet measured
     num_steps: int = 0
     num_interruptions: int = 0
@@ -245,6 +251,24 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def is_away(self) -> bool:
+        """True if nobody knows when it will be ready: what waits for it goes to others."""
+        return self.is_draining or self.has_lost_node
+
+    def drain(self, is_draining: bool = True) -> None:
+        """Give it no more edits, or give it edits again. What it has is worked on to its end."""
+        self.denoiser.changes.states |= is_draining != self.is_draining
+        self.is_draining = is_draining
+
+    @property
+    def takes_edits(self) -> bool:
+        return self.is_ready and not (self.is_draining or self.is_stale)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.edits) or any(process.has_work for process in self.processes.values())
 
     @property
     def is_broken(self) -> bool:

@@ -14,7 +14,7 @@ import zmq.asyncio
 from instgenie.cluster import wire
 from instgenie.cluster.config import ResolvedConfig, Role, process_config
 from instgenie.cluster.coordinator import Coordinator
-from instgenie.cluster.launch import Launcher
+from instgenie.cluster.launch import NODE_LOST, Launcher
 from instgenie.cluster.processes import Process, Worker
 from instgenie.machine.curve import Doorkeeper, secure_server
 
@@ -123,13 +123,17 @@ class Supervisor:
         except OSError as error:
             process.message = f"could not be started: {error}"
             return None
+        process.heard_at = time.monotonic()  # it may have waited long for a node
         if self._ending.is_set():
             process.kill()
         return await process.launched.wait()
 
     def _lost(self, process: Process, code: int | None) -> None:
-        process.end(f"ended with exit code {code}")
-        log.error("process ended", extra={"worker_process": process.name, "code": code, "reason": process.message})
+        worker = self.workers[process.worker]
+        worker.has_lost_node |= code == NODE_LOST
+        process.end("its node is lost" if code == NODE_LOST else f"ended with exit code {code}")
+        facts = {"worker_process": process.name, "code": code, "reason": process.message}
+        log.log(logging.INFO if worker.is_draining else logging.ERROR, "process ended", extra=facts)
         self.coordinator.died(process)
         self._begin_all()
         self._changed.set()

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from instgenie.cache.folder import make_folder
 from instgenie.cluster.config import CacheConfig, ClusterConfig
+from instgenie.cluster.ray.names import RayConfig
 from instgenie.errors import ConfigError
 from instgenie.machine.memory import available_memory
 from instgenie.pictures.decode import MAX_PIXELS
@@ -20,6 +21,7 @@ from instgenie.server.bodies.fields import MAX_EDITS
 from instgenie.server.guard.hosts import ANY, HOST
 from instgenie.server.guard.keys import ApiKey, check_keys, parse_key_file
 from instgenie.server.monitoring.log import LogFormat
+from instgenie.server.nodes import NODE_OPTIONS, choose_slots, make_ray_config
 from instgenie.server.options import (
     AUTO,
     PREFIX,
@@ -63,6 +65,7 @@ class HttpConfig:
 class ServeConfig:
     http: HttpConfig
     cluster: ClusterConfig
+    ray: RayConfig | None = None  # None: the workers are on this machine
 
 
 def host_name(given: str) -> str:
@@ -100,7 +103,8 @@ OPTIONS = (
     Option("shutdown-timeout", number(0, 86400), 30.0,
            "seconds after SIGTERM to finish accepted edits, to write the cache and to end"),
     # workers
-    Option("workers", auto_or(whole_number(1, 64)), AUTO, "number of workers", default_text="one per GPU, or one"),
+    Option("workers", auto_or(whole_number(1, 20_000)), AUTO, "number of workers",
+           default_text="one per GPU, or one; with --cluster as many as its nodes have room for"),
     Option("device", text, AUTO, "cpu, cuda, cuda:1, ...", "DEVICE", default_text="cuda where available, else cpu"),
     Option("dtype", text, AUTO, "dtype the model computes in", "DTYPE", default_text="chosen by the device"),
     Option("worker-timeout", number(1, 86400), 120.0, "seconds without a sign of life after which a worker is killed"),
@@ -143,6 +147,7 @@ OPTIONS = (
     Option("log-format", one_of("json", "text"), "json", "format of log lines: json or text", "FORMAT"),
     Option("otlp-traces-endpoint", text, None,
            "URL of an OpenTelemetry collector that receives a trace of each edit", "URL", default_text="none"),
+    *NODE_OPTIONS,
 )  # fmt: skip
 MODEL = Option("model", text, "builtin", "a pipeline folder, a hub id, builtin (the default), or dummy:NAME", "MODEL")
 
@@ -154,7 +159,24 @@ def read_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 
 def make_config(values: Mapping[str, Any]) -> ServeConfig:
     """Resolve every "auto" except the sizes of caches, which the cluster resolves when it is created."""
-    devices = choose_devices(values["device"], values["workers"])
+    devices = choose_slots(values) if values["cluster"] else choose_devices(values["device"], values["workers"])
+    cluster = ClusterConfig(
+        model=values["model"],
+        devices=devices,
+        dtype=values["dtype"],
+        max_batch_size=values["max_batch_size"],
+        max_queue=values["max_queue"],
+        max_templates=values["max_templates"],
+        picture_bytes=share_of_memory(values["picture_cache_gib"], 16),
+        batching=values["batching"],
+        graphs=values["graphs"],
+        plan=values["plan"],
+        reuse=values["reuse"],
+        auto_register=values["auto_register"],
+        worker_timeout=values["worker_timeout"],
+        policy=values["routing"],
+        cache=make_cache(values, devices),
+    )
     return ServeConfig(
         HttpConfig(
             host=values["host"],
@@ -176,23 +198,8 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             log_format=values["log_format"],
             traces_endpoint=values["otlp_traces_endpoint"],
         ),
-        ClusterConfig(
-            model=values["model"],
-            devices=devices,
-            dtype=values["dtype"],
-            max_batch_size=values["max_batch_size"],
-            max_queue=values["max_queue"],
-            max_templates=values["max_templates"],
-            picture_bytes=share_of_memory(values["picture_cache_gib"], 16),
-            batching=values["batching"],
-            graphs=values["graphs"],
-            plan=values["plan"],
-            reuse=values["reuse"],
-            auto_register=values["auto_register"],
-            worker_timeout=values["worker_timeout"],
-            policy=values["routing"],
-            cache=make_cache(values, devices),
-        ),
+        cluster,
+        make_ray_config(values, cluster),
     )
 
 

@@ -10,6 +10,13 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
+from instgenie.cluster.cluster import Cluster
+from instgenie.cluster.config import ClusterConfig
+from instgenie.cluster.ray.connect import connect
+from instgenie.cluster.ray.liaison import Liaison
+from instgenie.cluster.ray.names import ClusterSettings, RayConfig
+from instgenie.scheduling.autoscaler import ScalingConfig
+
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_DEDUP_LOGS": "0"}
 STORE_BYTES = 100 * 2**20
 HEALTH = {"health_check_period_ms": 500, "health_check_timeout_ms": 3000, "health_check_failure_threshold": 6}
@@ -32,6 +39,11 @@ class RayNodes:
     @property
     def nodes(self) -> list[Any]:
         return [node for node in self._cluster.list_all_nodes() if node is not self._cluster.head_node]
+
+    def find(self, id: str) -> Any:
+        """The node with an id of Ray's."""
+        [found] = [node for node in self.nodes if node.node_id == id]
+        return found
 
     def processes(self, node: Any) -> list[psutil.Process]:
         """The raylet of a node and all that it started, the raylet first."""
@@ -72,3 +84,36 @@ def is_ours(process: psutil.Process) -> bool:
         is_below = any(parent.pid == os.getpid() for parent in process.parents())
         return is_below and "ray" in " ".join(process.cmdline())
     return False
+
+
+def make_settings(name: str, scaling: ScalingConfig, address: str, **fields: Any) -> RayConfig:
+    """How a front of the test joins; each slot takes the core of a node that is not the head."""
+    told = {"model": "tiny", "config": {}, "front_timeout": 30.0, "linger": 30.0} | fields
+    return RayConfig(address, name, ClusterSettings(resources={"CPU": 1.0, "slot": 1.0}, scaling=scaling, **told))
+
+
+class RayFront:
+    """A cluster on Ray as one front has it, in this process."""
+
+    def __init__(self, config: ClusterConfig, ray_config: RayConfig) -> None:
+        self.launcher = connect(ray_config)
+        self.cluster = Cluster(config, self.launcher)
+        self.liaison = Liaison(self.launcher, self.cluster)
+
+    async def start(self) -> None:
+        await self.cluster.start()
+        self.liaison.start()
+
+    async def stop(self) -> None:
+        await self.cluster.stop(10)
+        await self.liaison.stop(10)
+
+    def node_of(self, worker: int) -> str:
+        """The id of a worker's node."""
+        facts = self.launcher.facts_of(worker)
+        assert facts is not None
+        return facts.node
+
+    @property
+    def num_ready(self) -> int:
+        return sum(worker.takes_edits for worker in self.cluster.workers)

@@ -1,0 +1,70 @@
+"""Between a front and the controller: tells the controller what the front needs, and the front which workers drain. A
+controller that does not answer changes nothing; the last directive stands."""
+
+import asyncio
+import logging
+import time
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+
+from instgenie.cluster.cluster import Cluster
+from instgenie.cluster.config import Role
+from instgenie.cluster.ray.launcher import RayLauncher
+from instgenie.cluster.ray.names import SECONDS_BETWEEN_REPORTS, Directive, FrontReport
+
+SECONDS_TO_ANSWER = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Liaison:
+    def __init__(self, launcher: RayLauncher, cluster: Cluster) -> None:
+        self.launcher = launcher
+        self.cluster = cluster
+        launcher.silence = self._silence
+        self._is_away = False
+
+    def start(self) -> None:
+        self._reporting = asyncio.create_task(self._run())
+
+    async def stop(self, timeout: float) -> None:
+        """Leave the cluster, and then Ray."""
+        self._reporting.cancel()
+        await self.launcher.leave(timeout)
+        await asyncio.to_thread(ray.shutdown)
+
+    async def _run(self) -> None:
+        while True:
+            await self._exchange()
+            await asyncio.sleep(SECONDS_BETWEEN_REPORTS)
+
+    async def _exchange(self) -> None:
+        try:
+            async with asyncio.timeout(SECONDS_TO_ANSWER):
+                answer = await self.launcher.controller.report.remote(msgspec.json.encode(self._report()))
+        except (RayError, TimeoutError) as error:
+            if not self._is_away:
+                log.warning("the controller does not answer", extra={"reason": type(error).__name__})
+            self._is_away = True
+            return
+        self._is_away = False
+        directive = msgspec.json.decode(answer, type=Directive)
+        await self.launcher.take(directive)
+        leaving = {info.index for info in directive.slots if info.state in ("draining", "ending")}
+        for worker in self.cluster.workers:
+            worker.drain(worker.index in leaving)
+
+    def _report(self) -> FrontReport:
+        workers = self.cluster.workers
+        return FrontReport(
+            front=self.launcher.front,
+            endpoint=self.launcher.address,
+            seconds=sum(worker.load.seconds for worker in workers),
+            num_edits=sum(worker.load.num_unfinished for worker in workers),
+            released=tuple(worker.index for worker in workers if worker.is_draining and not worker.has_work),
+        )
+
+    def _silence(self, worker: int, role: Role) -> float:
+        return time.monotonic() - self.cluster.workers[worker].processes[role].heard_at
