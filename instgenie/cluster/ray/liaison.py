@@ -13,6 +13,7 @@ from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import Role
 from instgenie.cluster.ray.launcher import RayLauncher
 from instgenie.cluster.ray.names import SECONDS_BETWEEN_REPORTS, Directive, FrontReport
+from instgenie.scheduling.router import WorkerLoad
 
 SECONDS_TO_ANSWER = 10.0
 
@@ -61,10 +62,15 @@ class Liaison:
         return FrontReport(
             front=self.launcher.front,
             endpoint=self.launcher.address,
-            seconds=sum(worker.load.seconds for worker in workers),
-            num_edits=sum(worker.load.num_unfinished for worker in workers),
+            seconds=sum(own_seconds(worker.load) for worker in workers),
+            num_edits=sum(len(worker.edits) for worker in workers),
             released=tuple(worker.index for worker in workers if worker.is_draining and not worker.has_work),
         )
 
     def _silence(self, worker: int, role: Role) -> float:
         return time.monotonic() - self.cluster.workers[worker].processes[role].heard_at
+
+
+def own_seconds(load: WorkerLoad) -> float:
+    """The share of a worker's work that this front has given to it; the others report theirs."""
+    return load.seconds * load.own.num_steps / load.num_steps if load.num_steps else 0.0
