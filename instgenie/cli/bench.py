@@ -168,6 +168,33 @@ def run_bench_router(options: argparse.Namespace) -> None:
     bench_router(options.repeats, options.json)
 
 
+def add_bench_scale(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_scale)
+    parser.add_argument(
+        "part", nargs="*", choices=["size", "fronts", "age", "links", []], metavar="PART",
+        help="part of the study: size, fronts, age, links (default all)",
+    )  # fmt: skip
+    about_workers = "size of a cluster; may be given several times (default 1, 8, 64, 512, 4096 and 20000)"
+    parser.add_argument("--workers", type=positive, action="append", metavar="N", help=about_workers)
+    parser.add_argument("--load", type=ratio, default=0.6, metavar="R", help="share of the workers' capacity (0.6)")
+    about_edits = "simulated edits per worker (default 20), at least 400 and at most 80,000 in all"
+    parser.add_argument("--edits", type=positive, default=20, metavar="N", help=about_edits)
+    about_templates = "different pictures per worker (default 2)"
+    parser.add_argument("--templates", type=rate, default=2.0, metavar="X", help=about_templates)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the latencies by size (SVG)")
+
+
+def run_bench_scale(options: argparse.Namespace) -> None:
+    from instgenie.bench.scale import ScaleStudy, bench_scale  # imports torch and diffusers
+
+    hide_loading_bars()
+    study = ScaleStudy(load=options.load, edits_per_worker=options.edits, templates_per_worker=options.templates)
+    if options.workers:
+        study = replace(study, workers=tuple(options.workers))
+    bench_scale(study, options.part, options.json, options.plot)
+
+
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_calibrate)
     about_out = (
@@ -242,6 +269,11 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
         add_bench_simulate,
         "a simulated cluster",
         "Simulate a cluster of any size under a workload, with the real router and planner.",
+    ),
+    "scale": (
+        add_bench_scale,
+        "clusters of 1 to 20,000 workers",
+        "Simulate clusters with several fronts, views of bounded age, and network links, and show what is full first.",
     ),
     "router": (
         add_bench_router,

@@ -7,7 +7,6 @@ front that has too much to do delays its edits.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import overload
 
 from msgspec.structs import replace
@@ -48,17 +47,70 @@ class FrontedShape:
     network: NetworkShape = USUAL_NETWORK
 
 
+NOTHING_COMES = NodeLink()
+
+
+@dataclass
+class Pushes:
+    """When something is pushed to all fronts: every so many seconds, at moments that differ from one to the other. What
+    is pushed is looked up when somebody looks, so that nothing has to happen at the moments between."""
+
+    clock: Clock
+    staleness: float  # seconds
+    number: int
+    _at: float = -1.0
+
+    def is_due(self) -> bool:
+        """Return whether there was a push since this was last asked."""
+        latest = self.clock.now
+        if self.staleness:
+            phase = self.staleness * (self.number * 0.618 % 1)
+            latest = (latest - phase) // self.staleness * self.staleness + phase
+        is_due = latest > self._at or not self.staleness
+        self._at = latest
+        return is_due
+
+
+@dataclass
+class SharedLink:
+    """The link of a node as its fronts know it: each knows what it waits for, and what was pushed about the others."""
+
+    pushes: Pushes
+    fetching: dict[tuple[int, int, str], float] = field(default_factory=dict)  # by front, worker and template
+    _pushed: dict[int, float] = field(default_factory=dict)  # seconds, by front
+
+    def push(self) -> None:
+        if self.pushes.is_due():
+            self._pushed = {}
+            for (front, _, _), seconds in self.fetching.items():
+                self._pushed[front] = self._pushed.get(front, 0.0) + seconds
+
+    def seen_by(self, front: int) -> NodeLink:
+        self.push()
+        if not (self.fetching or self._pushed):
+            return NOTHING_COMES
+        own = sum(seconds for (other, _, _), seconds in self.fetching.items() if other == front)
+        foreign = sum(seconds for other, seconds in self._pushed.items() if other != front)
+        return NodeLink(foreign={0: own + foreign})
+
+    def expect(self, front: int, worker: int, template: str, seconds: float) -> None:
+        self.push()
+        self.fetching[front, worker, template] = seconds
+
+    def arrived(self, front: int, worker: int, template: str) -> None:
+        self.push()
+        self.fetching.pop((front, worker, template), None)
+
+
 @dataclass
 class SharedLoad(WorkerLoad):
     """The load of a worker that serves several fronts: how much of it belongs to each, and what was last pushed."""
 
-    clock: Clock = field(default_factory=Clock)
-    staleness: float = 0.0
+    pushes: Pushes = field(default_factory=lambda: Pushes(Clock(), 0.0, 0))
+    node: SharedLink = field(default_factory=lambda: SharedLink(Pushes(Clock(), 0.0, 0)))
     owners: dict[str, int] = field(default_factory=dict)  # the front of each edit
     shares: dict[int, LoadSums] = field(default_factory=dict)  # of each front
-    links: Sequence[NodeLink] = ()  # of its node, as each front knows it
-    _pushed: dict[int, LoadSums] = field(default_factory=dict)
-    _pushed_at: float = -1.0
+    _pushed: tuple[LoadSums, dict[int, LoadSums]] = (NO_LOAD, {})  # of all fronts, and of each
 
     def add(self, edit: str, num_steps: int, num_tokens: int, price: Price) -> None:
         self._change(edit, lambda: WorkerLoad.add(self, edit, num_steps, num_tokens, price))
@@ -76,7 +128,11 @@ class SharedLoad(WorkerLoad):
         self.push()
         front, before = self.owners[edit], self.sums
         change()
-        self.shares[front] = self.shares.get(front, NO_LOAD).plus(self.sums).plus(before, -1)
+        share = self.shares.get(front, NO_LOAD).plus(self.sums).plus(before, -1)
+        if share.num_edits or share.num_finishing:
+            self.shares[front] = share
+        else:
+            self.shares.pop(front, None)
 
     @property
     def sums(self) -> LoadSums:
@@ -85,28 +141,23 @@ class SharedLoad(WorkerLoad):
         )
 
     def push(self) -> None:
-        """Push the load as it was at the latest moment of a push. Called before every change and every look, so that
-        nothing has to happen at the moments between."""
-        latest = self.clock.now
-        if self.staleness:
-            phase = self.staleness * (self.worker * 0.618 % 1)  # workers push at different moments
-            latest = (latest - phase) // self.staleness * self.staleness + phase
-        if latest > self._pushed_at or not self.staleness:
-            self._pushed, self._pushed_at = dict(self.shares), latest
-            mine = [link.seconds_of(self.worker) for link in self.links]
-            for link, seconds in zip(self.links, mine, strict=True):
-                link.foreign[self.worker] = sum(mine) - seconds
+        """Called before every change and every look."""
+        if self.pushes.is_due():
+            self._pushed = self.sums, dict(self.shares)
 
     def seen_by(self, front: int, turn: int) -> WorkerLoad:
         """The load as a front knows it: its own jobs as they are, those of others as they were pushed."""
         self.push()
+        pushed, shares = self._pushed
         own = self.shares.get(front, NO_LOAD)
-        foreign = reduce(LoadSums.plus, (share for other, share in self._pushed.items() if other != front), NO_LOAD)
-        seen = own.plus(foreign)
+        foreign = pushed.plus(shares[front], -1) if front in shares else pushed
         return WorkerLoad(
-            self.worker, self.max_batch_size, self.pace, self.costs, self.templates, self.links[front],
-            num_edits=seen.num_edits + own.num_finishing, num_steps=seen.num_steps, compute=seen.compute,
-            loading=seen.loading, side_seconds=self.side_seconds, turn=turn, foreign=foreign,
+            self.worker, self.max_batch_size, self.pace, self.costs, self.templates, self.node.seen_by(front),
+            num_edits=own.num_edits + own.num_finishing + foreign.num_edits,
+            num_steps=own.num_steps + foreign.num_steps,
+            compute=own.compute + foreign.compute,
+            loading=own.loading + foreign.loading,
+            side_seconds=self.side_seconds, turn=turn, foreign=foreign,
         )  # fmt: skip
 
 
@@ -158,15 +209,12 @@ class SimulatedFront:
         load = self.view.loads[chosen]
         if self.knows_fetches and job.work.template and load.tier_of(job.work) == "remote":
             seconds = load.costs.fetch_seconds(job.work.num_tokens, job.work.num_steps, "remote")
-            load.push()
-            load.links[self.index].fetching[chosen, job.work.template] = seconds
+            load.node.expect(self.index, chosen, job.work.template, seconds)
         return chosen
 
     def arrived(self, job: SimulatedJob) -> None:
         """Note that the template of a job is in the memory of its worker."""
-        load = self.view.loads[job.worker]
-        load.push()
-        load.links[self.index].fetching.pop((job.worker, job.work.template or ""), None)
+        self.view.loads[job.worker].node.arrived(self.index, job.worker, job.work.template or "")
 
 
 @dataclass
@@ -204,11 +252,11 @@ def simulate_fronts(shape: FrontedShape, service: Service, jobs: Sequence[Simula
     for template, memory in zip(templates, memories * shape.max_templates, strict=False):
         memory.keep(template)
     common, side_seconds = Pace(), dict[SideStage, float]({"prepare": service.side.prepare})
-    links = [[NodeLink() for _ in range(shape.num_fronts)] for _ in network.receivers]  # by node and front
+    links = [SharedLink(Pushes(clock, shape.staleness, node)) for node in range(len(network.receivers))]
     loads = [
         SharedLoad(
             index, shape.max_batch_size, Pace(common), costs, memory, side_seconds=side_seconds,  # type: ignore[arg-type]
-            clock=clock, staleness=shape.staleness, links=links[index // shape.network.workers_per_node],
+            pushes=Pushes(clock, shape.staleness, index), node=links[index // shape.network.workers_per_node],
         )
         for index, memory in enumerate(memories)
     ]  # fmt: skip
