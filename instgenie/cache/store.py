@@ -25,8 +25,9 @@ from instgenie.cache.host import HostTier
 from instgenie.cache.ladder import Ladder
 from instgenie.cache.loads import Found, Handle, Loads
 from instgenie.cache.moves import Moves
+from instgenie.cache.peers import PeerTier
 from instgenie.cache.remote import RemoteTier
-from instgenie.cache.tier import Tier, estimate
+from instgenie.cache.tier import SpanSource, Tier, estimate
 from instgenie.cache.tombstones import Tombstones
 from instgenie.cache.writer import Writer
 from instgenie.errors import CacheError, OutOfMemoryError
@@ -67,9 +68,10 @@ class Store:
         disk: DiskTier | None = None,
         remote: RemoteTier | None = None,
         on_evict: Callable[[TierName, Key], None] | None = None,
+        peers: PeerTier | None = None,
     ) -> None:
-        self.gpu, self.host, self.disk, self.remote = gpu, host, disk, remote
-        self.ladder = Ladder(gpu, host, disk, remote)
+        self.gpu, self.host, self.disk, self.remote, self.peers = gpu, host, disk, remote, peers
+        self.ladder = Ladder(gpu, host, disk, remote, peers)
         self.memory, self.lasting, self.tiers = self.ladder.memory, self.ladder.lasting, self.ladder.tiers
         self.on_evict = on_evict
         for index, tier in enumerate(self.tiers):
@@ -80,7 +82,9 @@ class Store:
         self.tombstones = Tombstones(disk.folder if disk else None)
         self.expiry = Expiry(self.ladder)
         self._lock = self.moves.changed  # guards the pins; never held while data moves
-        self._loads = Loads(self.ladder, self.moves, self.writer, self.pinned, self.tiers_of)
+        self.on_loaded: Callable[[TierName, int, float], None] = lambda *_: None  # tier, bytes, seconds of a load
+        self._loads = Loads(self.ladder, self.moves, self.writer, self.pinned, self.sources_of)
+        self._loads.on_loaded = self._loaded
 
     @property
     def is_empty(self) -> bool:
@@ -88,25 +92,30 @@ class Store:
         return self.tiers == self.memory and not any(tier.usage().num_templates for tier in self.memory)
 
     def find(self, key: Key) -> Lookup:
-        """Ask where a template is. Only if no other tier has it, this waits for the remote tier's answer."""
+        """Ask where a template is. Only if no other tier has it, this waits for answers of peers and of the remote
+        tier."""
         if self.ladder.is_in_memory(key):
             return Lookup.HIT
         if self._loads.is_loading(key):
             return Lookup.PENDING
-        return Lookup.PENDING if self.ladder.source(key, self.tiers_of(key)) else Lookup.MISS
+        return Lookup.PENDING if self.ladder.source(key, self.sources_of(key)) else Lookup.MISS
 
     def missing(self, key: Key) -> list[range]:
-        """The spans that are in no tier."""
+        """The spans that are in no tier of this store; what its peers have does not count."""
         return self.ladder.missing(key, key.spans, self.tiers_of(key))
 
     def num_bytes(self, key: Key) -> int:
         """Bytes in the lowest tier that is needed to have all of the template; 0 if the template is not whole."""
         source = self.ladder.source(key, self.tiers_of(key))
-        return source.num_bytes(key) if source else 0
+        return next((tier.num_bytes(key) for tier in self.tiers if tier.name == source), 0)
 
     def tiers_of(self, key: Key) -> list[Tier]:
         """The tiers in which a template counts: what the lasting ones still have of a forgotten one does not."""
         return list(self.memory) if key in self.tombstones else self.tiers
+
+    def sources_of(self, key: Key) -> list[SpanSource]:
+        """The places in which a template is looked for: its tiers, and the memory of peers."""
+        return list(self.memory) if key in self.tombstones else self.ladder.sources
 
     # upwards
 
@@ -120,6 +129,12 @@ class Store:
     def get(self, key: Key, device: torch.device = CPU) -> Found | None:
         """Prefetch, and wait for the result."""
         return self.prefetch(key, device).result()
+
+    def _loaded(self, key: Key, tier: TierName, num_bytes: int, seconds: float) -> None:
+        """Write what came from a peer to the lasting tiers that lack it: the peer may die before it has written it."""
+        if tier == "peer":
+            self.writer.add(key)
+        self.on_loaded(tier, num_bytes, seconds)
 
     # downwards
 
@@ -253,6 +268,8 @@ class Store:
                 self.tombstones.remove(key)
             self._loads.forget(key)
             self.expiry.forget(key)
+            if self.peers:
+                self.peers.forget(key)
         return left
 
     def ask_for(self, key: Key) -> None:
@@ -277,3 +294,5 @@ class Store:
         """Finish the moves under way and end the threads."""
         self.writer.close()
         self._loads.close()
+        if self.peers:
+            self.peers.close()
