@@ -4,7 +4,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import torch
 
 from instgenie.cache.ladder import Ladder
 from instgenie.cache.moves import Moves
-from instgenie.cache.tier import SpanSource
+from instgenie.cache.tombstones import Tombstones
 from instgenie.cache.writer import Writer
 from instgenie.errors import CacheError, OutOfMemoryError
 from instgenie.jobs.activations import Key, Span
@@ -40,8 +40,8 @@ Handle: TypeAlias = Future[Found | None]  # None is a miss
 
 
 class Loads:
-    """`pinned` keeps a template from being evicted; `sources_of` are the places in which it is looked for. `on_loaded`
-    is called with the lowest of them that was needed to bring a template up, its bytes and the seconds that took."""
+    """`pinned` keeps a template from being evicted. `on_loaded` is called with the lowest place that was needed to
+    bring a template up, its bytes and the seconds that took."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Loads:
         moves: Moves,
         writer: Writer,
         pinned: Callable[[Key], AbstractContextManager[None]],
-        sources_of: Callable[[Key], Sequence[SpanSource]],
+        tombstones: Tombstones,
     ) -> None:
-        self.ladder, self.moves, self.writer, self.pinned, self.sources_of = ladder, moves, writer, pinned, sources_of
-        self.on_loaded: Callable[[Key, TierName, int, float], None] = lambda *_: None
+        self.ladder, self.moves, self.writer, self.pinned, self.tombstones = ladder, moves, writer, pinned, tombstones
+        self.on_loaded: Callable[[TierName, int, float], None] = lambda *_: None
         self.hits: Counter[TierName] = Counter()
         self._loading: dict[tuple[Key, torch.device], Handle] = {}
         self._in_use: WeakValueDictionary[tuple[Key, torch.device], Span] = WeakValueDictionary()
@@ -67,6 +67,11 @@ class Loads:
                 handle = self._loading[key, device] = self._threads.submit(self._bring, key, device)
         handle.add_done_callback(partial(self._loaded, key, device))
         return handle
+
+    def source(self, key: Key) -> TierName | None:
+        """The lowest place that is needed to have all of a template; None if it is not whole. What places below memory
+        still have of a forgotten template does not count."""
+        return self.ladder.source(key, self.ladder.memory if key in self.tombstones else self.ladder.sources)
 
     def is_loading(self, key: Key) -> bool:
         with self._changed:
@@ -96,7 +101,7 @@ class Loads:
             num_releases, start = self.writer.num_releases, time.monotonic()
             try:
                 with self.pinned(key), memory_guard("the template"):
-                    source = self.ladder.source(key, self.sources_of(key))
+                    source = self.source(key)
                     lifted = self.ladder.lift(key, device) if source else None
                 break
             except (CacheError, OutOfMemoryError) as error:
@@ -107,8 +112,10 @@ class Loads:
             return None
         if not self.ladder.memory_for(device):
             self._in_use[key, device] = lifted.span
+        if lifted.lowest == "peer":
+            self.writer.add(key)  # the peer may die before it has written the template to a lasting tier
         if lifted.lowest:
-            self.on_loaded(key, lifted.lowest, lifted.span.num_bytes, time.monotonic() - start)
+            self.on_loaded(lifted.lowest, lifted.span.num_bytes, time.monotonic() - start)
         return Found(lifted.span, lifted.lowest or source)
 
     def _loaded(self, key: Key, device: torch.device, handle: Handle) -> None:

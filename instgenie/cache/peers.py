@@ -30,7 +30,6 @@ from instgenie.cache.pieces import (
     PeerAnswer,
     PeerMessage,
     ReadPiece,
-    SpanGone,
     SpanLayout,
     SpanPiece,
     SpansFound,

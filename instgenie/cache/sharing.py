@@ -36,7 +36,7 @@ from instgenie.cache.pieces import (
     ends_of,
 )
 from instgenie.jobs.activations import parse_key
-from instgenie.machine.curve import secure_server
+from instgenie.machine.curve import Doorkeeper, secure_server
 
 MAX_WAITING = 64  # pieces for one peer that are not yet sent; a peer that asks for more gets none
 MAX_LEAD = 0.05  # seconds for which bytes may be sent faster than the limit
@@ -56,6 +56,7 @@ class PeerServer:
         self._throttle = Throttle(bytes_per_second)
         self._key = lru_cache(64)(parse_key)
         self._context = zmq.Context()
+        self._keeper = Doorkeeper(self._context, secret)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
@@ -70,6 +71,7 @@ class PeerServer:
     def close(self) -> None:
         self._closing.set()
         self._thread.join()
+        self._keeper.close()
         self._socket.close()
         self._context.term()
 

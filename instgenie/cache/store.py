@@ -27,7 +27,7 @@ from instgenie.cache.loads import Found, Handle, Loads
 from instgenie.cache.moves import Moves
 from instgenie.cache.peers import PeerTier
 from instgenie.cache.remote import RemoteTier
-from instgenie.cache.tier import SpanSource, Tier, estimate
+from instgenie.cache.tier import Tier, estimate
 from instgenie.cache.tombstones import Tombstones
 from instgenie.cache.writer import Writer
 from instgenie.errors import CacheError, OutOfMemoryError
@@ -82,9 +82,7 @@ class Store:
         self.tombstones = Tombstones(disk.folder if disk else None)
         self.expiry = Expiry(self.ladder)
         self._lock = self.moves.changed  # guards the pins; never held while data moves
-        self.on_loaded: Callable[[TierName, int, float], None] = lambda *_: None  # tier, bytes, seconds of a load
-        self._loads = Loads(self.ladder, self.moves, self.writer, self.pinned, self.sources_of)
-        self._loads.on_loaded = self._loaded
+        self.loads = Loads(self.ladder, self.moves, self.writer, self.pinned, self.tombstones)
 
     @property
     def is_empty(self) -> bool:
@@ -96,9 +94,9 @@ class Store:
         tier."""
         if self.ladder.is_in_memory(key):
             return Lookup.HIT
-        if self._loads.is_loading(key):
+        if self.loads.is_loading(key):
             return Lookup.PENDING
-        return Lookup.PENDING if self.ladder.source(key, self.sources_of(key)) else Lookup.MISS
+        return Lookup.PENDING if self.loads.source(key) else Lookup.MISS
 
     def missing(self, key: Key) -> list[range]:
         """The spans that are in no tier of this store; what its peers have does not count."""
@@ -113,10 +111,6 @@ class Store:
         """The tiers in which a template counts: what the lasting ones still have of a forgotten one does not."""
         return list(self.memory) if key in self.tombstones else self.tiers
 
-    def sources_of(self, key: Key) -> list[SpanSource]:
-        """The places in which a template is looked for: its tiers, and the memory of peers."""
-        return list(self.memory) if key in self.tombstones else self.ladder.sources
-
     # upwards
 
     def prefetch(self, key: Key, device: torch.device = CPU) -> Handle:
@@ -124,17 +118,11 @@ class Store:
         gpu tier has room, else in main memory. Without tiers in memory it stays on the device as long as a caller holds
         the span."""
         self.expiry.use(key)
-        return self._loads.start(key, device)
+        return self.loads.start(key, device)
 
     def get(self, key: Key, device: torch.device = CPU) -> Found | None:
         """Prefetch, and wait for the result."""
         return self.prefetch(key, device).result()
-
-    def _loaded(self, key: Key, tier: TierName, num_bytes: int, seconds: float) -> None:
-        """Write what came from a peer to the lasting tiers that lack it: the peer may die before it has written it."""
-        if tier == "peer":
-            self.writer.add(key)
-        self.on_loaded(tier, num_bytes, seconds)
 
     # downwards
 
@@ -259,14 +247,14 @@ class Store:
     def forget(self, key: Key) -> list[TierName]:
         """Remove the template from all tiers, pinned or not. Jobs that use it keep the tensors they have. Return the
         tiers that could not be asked: what they have is not used any more, and `forget` has to be called again."""
-        with self.moves.forgetting(key, lambda: self._loads.is_loading(key)):
+        with self.moves.forgetting(key, lambda: self.loads.is_loading(key)):
             self.writer.discard(key)
             left = self.ladder.drop(key)
             if left:
                 self.tombstones.add(key)
             else:
                 self.tombstones.remove(key)
-            self._loads.forget(key)
+            self.loads.forget(key)
             self.expiry.forget(key)
             if self.peers:
                 self.peers.forget(key)
@@ -280,7 +268,7 @@ class Store:
     def status(self) -> dict[TierName, TierStatus]:
         statuses = {}
         for tier in self.tiers:
-            usage, num_hits = tier.usage(), self._loads.hits[tier.name]
+            usage, num_hits = tier.usage(), self.loads.hits[tier.name]
             statuses[tier.name] = TierStatus(
                 usage.num_templates, usage.num_bytes, tier.max_bytes, num_hits, tier.num_evictions
             )
@@ -293,6 +281,6 @@ class Store:
     def close(self) -> None:
         """Finish the moves under way and end the threads."""
         self.writer.close()
-        self._loads.close()
+        self.loads.close()
         if self.peers:
             self.peers.close()

@@ -23,6 +23,7 @@ class CacheConfig:
     disk_bytes: int = 100 * 2**30
     remote: str | None = None  # any fsspec URL; None: no remote tier
     remote_bytes: int = 1000 * 2**30
+    peer_bytes_per_second: float = 1e9  # that a worker sends to others which lack a template
     dtype: CacheDtype = "model"
     seconds_to_live: float | None = None  # of unused templates that no client asked for; None: no limit
 

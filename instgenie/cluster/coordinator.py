@@ -70,6 +70,7 @@ class Coordinator:
             wire.Painted: self.stages.on_painted,
             wire.Registered: self.library.on_registered,
             wire.Kept: self.library.on_kept,
+            wire.Fetched: self.stages.on_fetched,
             wire.Forgotten: self.neighbours.on_forgotten,
             wire.Announced: self.neighbours.on_announced,
             wire.Foreign: self.sharing.on_foreign,

@@ -129,7 +129,7 @@ class Front:
         if name is None:
             entry.run_dense(entry.order.obstacle or "the model was not known yet")
             return
-        if entry.work.must_reuse or name in worker.load.templates:
+        if entry.work.must_reuse or worker.load.tier_of(entry.work):
             entry.mode = ComputeMode.CACHED
         elif self.library.may_be_below(name):
             entry.mode = ComputeMode.UNDECIDED
@@ -143,7 +143,8 @@ class Front:
         worker = self.placement.workers[entry.worker]
         has_room = worker.denoiser.is_ready and worker.load.num_edits <= worker.denoiser.max_held
         if has_room and (head := self.library.naming.head(entry)):
-            self.send(worker.denoiser, wire.Fetch(entry.id, head))
+            peers = self.library.peers.addresses(entry.template, entry.worker)
+            self.send(worker.denoiser, wire.Fetch(entry.id, head, peers))
 
     @property
     def retry_after(self) -> float:

@@ -130,8 +130,10 @@ class LocalLauncher:
 
     async def start(self, worker: int, role: Role, config: ProcessConfig) -> LocalProcess:
         device = seen_device(config.device, os.environ).name
+        peers = f"{config.endpoint}-{config.name}" if role == "denoise" and config.num_workers > 1 else ""
+        told = replace(config, parent=os.getpid(), device=device, peer_address=peers)
         child = await asyncio.create_subprocess_exec(
-            *process_command(role, replace(config, parent=os.getpid(), device=device)),
+            *process_command(role, told),
             stdin=asyncio.subprocess.DEVNULL,
             env=process_environment(config),
         )

@@ -14,6 +14,7 @@ from instgenie.cluster.forgetting import Forgetting
 from instgenie.cluster.messages import Send, prepare_template_message, register_message
 from instgenie.cluster.naming import Naming
 from instgenie.cluster.orders import TemplateOrder
+from instgenie.cluster.peers import Peers
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.quota import check_quota
@@ -37,6 +38,7 @@ class Library:
         self.forgetting = Forgetting(placement.workers, send)
         self.retries = Retries()
         self.registrations = Registrations(placement)
+        self.peers = Peers(placement.workers, self.templates)
 
     # templates
 
@@ -212,6 +214,7 @@ class Library:
             template.keep_in_memory(process.worker, message.tier_bytes)
             tier = template.tier_at(process.worker) or "disk"  # provisional: the next Kept message has the tiers
             self.workers[process.worker].load.templates[template.id] = tier
+            self.peers.update(template)
             for entry in [entry for entry in template.parked if entry.worker == process.worker]:
                 self.unpark(template, entry)
 
@@ -220,8 +223,8 @@ class Library:
         template = self.templates.get(message.template or "")
         if template is None:
             return
-        template.keep(process.worker, message.template_bytes)
-        self.tell_router(template)
+        is_news_to_all = template.keep(process.worker, message.template_bytes)
+        self.tell_router(template, None if is_news_to_all else self.workers[process.worker])
         if not (template.is_held or template.entries or template.parked):
             reason = "were evicted to make room for others, expired or could not be written"
             template.fail(f"its activations {reason}: register it again")
@@ -231,14 +234,16 @@ class Library:
         """Note that a worker does not find a template, though others may. Return whether the template is known."""
         template = self.templates.get(name)
         if template:
-            template.keep(worker, {})
-            self.tell_router(template)
+            is_news_to_all = template.keep(worker, {})
+            self.peers.fail(template, worker)
+            self.tell_router(template, None if is_news_to_all else self.workers[worker])
         return template is not None
 
-    def tell_router(self, template: TemplateRecord) -> None:
-        """Update the tier of a template in the load of each worker."""
-        for worker in self.workers:
-            update_load(worker, template)
+    def tell_router(self, template: TemplateRecord, worker: Worker | None = None) -> None:
+        """Update the tier of a template in the load of each worker, or of the one for which it has changed."""
+        for one in self.workers if worker is None else [worker]:
+            update_load(one, template)
+        self.peers.update(template)
 
     # loss
 
@@ -252,7 +257,7 @@ class Library:
                 worker.load.templates.pop(name, None)
                 continue
             template.holders.pop(worker.index, None)
-            update_load(worker, template)
+            self.tell_router(template, worker)
             if template.is_held:
                 continue
             if template.is_asked_for and template.order.picture is None:
@@ -266,6 +271,7 @@ class Library:
     def forget(self, template: TemplateRecord) -> None:
         """Delete a template from all tiers of all workers."""
         del self.templates[template.id]
+        self.peers.forget(template)
         for worker in self.workers:
             worker.load.templates.pop(template.id, None)
             if worker.denoiser.is_ready:

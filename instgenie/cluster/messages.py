@@ -19,7 +19,7 @@ def prepare_message(entry: EditEntry) -> tuple[wire.Prepare, list[wire.Frame]]:
     return message, wire.picture_frames(order.picture, order.mask)
 
 
-def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Denoising:
+def denoising(entry: EditEntry, template: wire.TemplateHead | None, peers: tuple[str, ...] = ()) -> wire.Denoising:
     assert entry.prepared is not None
     return wire.Denoising(
         id=entry.id,
@@ -32,6 +32,7 @@ def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Deno
         trace=entry.order.trace,
         request_id=entry.request_id,
         key=entry.order.key,
+        peers=peers,
     )
 
 

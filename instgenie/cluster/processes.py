@@ -11,7 +11,8 @@ from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
 from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
 from instgenie.cluster.launch import LaunchedProcess
 from instgenie.cluster.status import ProcessState, ProcessStatus
-from instgenie.scheduling.router import NodeLink, Pace, SideStage, WorkerLoad
+from instgenie.scheduling.fetches import FetchRates, NodeLink, PeerMap
+from instgenie.scheduling.router import Pace, SideStage, WorkerLoad
 from instgenie.types import TierName
 
 NUM_AHEAD = 2  # entries that prepare and finish hold, one in work and one at hand; finish adds one per encoder thread
@@ -296,7 +297,7 @@ class Worker:
 
 
 def make_workers(config: ClusterConfig) -> list[Worker]:
-    common = Pace()
+    common, common_rates, peers = Pace(), FetchRates(), PeerMap()
     side_seconds: dict[SideStage, float] = {}
     changes, link = Changes(), NodeLink()
     max_held: dict[Role, int] = {
@@ -309,7 +310,15 @@ def make_workers(config: ClusterConfig) -> list[Worker]:
             index=index,
             device=device,
             processes={role: Process(index, role, device, max_held[role], changes) for role in config.roles},
-            load=WorkerLoad(index, config.max_batch_size, pace=Pace(common), side_seconds=side_seconds, link=link),
+            load=WorkerLoad(
+                index,
+                config.max_batch_size,
+                pace=Pace(common),
+                peers=peers,
+                fetch_rates=FetchRates(common_rates),
+                side_seconds=side_seconds,
+                link=link,
+            ),
         )
         for index, device in enumerate(config.devices)
     ]

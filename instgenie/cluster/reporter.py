@@ -35,6 +35,10 @@ class Reporter:
         for observer in self.observers:
             observer.cache_query(entry.tier)
 
+    def fetched(self, tier: TierName, num_bytes: int, seconds: float) -> None:
+        for observer in self.observers:
+            observer.fetched(tier, num_bytes, seconds)
+
     def waited(self, entry: EditEntry, stage: str, worked: float = 0.0) -> None:
         """Trace how long an edit waited for a stage, which began `worked` seconds ago."""
         now = time.monotonic()

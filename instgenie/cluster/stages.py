@@ -57,13 +57,14 @@ class Stages:
 
     def _dispatch_jobs(self, process: Process, entries: Sequence[EditEntry]) -> None:
         """Send jobs to be denoised, and park those that must use activations which the worker does not have."""
-        known = self.workers[process.worker].load.templates
+        load = self.workers[process.worker].load
         for entry in entries:
-            if entry.mode is ComputeMode.CACHED and entry.template not in known:
+            if entry.mode is ComputeMode.CACHED and load.tier_of(entry.work) is None:
                 self._wait_for_template(entry)
         if going := [entry for entry in entries if entry.id in process.held]:
             frames = [frame for entry in going if entry.prepared for frame in entry.prepared.tensors]
-            jobs = tuple(denoising(entry, self.library.naming.head(entry)) for entry in going)
+            head, peers = self.library.naming.head, self.library.peers.addresses
+            jobs = tuple(denoising(entry, head(entry), peers(entry.template, entry.worker)) for entry in going)
             self.send(process, wire.Denoise(jobs), frames)
 
     def _wait_for_template(self, entry: EditEntry) -> None:
@@ -95,6 +96,10 @@ class Stages:
                 self.edits.gather(entry.group)
 
     # denoise
+
+    def on_fetched(self, process: Process, message: wire.Fetched, frames: list[wire.Frame]) -> None:
+        self.workers[process.worker].load.measure_fetch(message.tier, message.num_bytes, message.seconds)
+        self.reporter.fetched(message.tier, message.num_bytes, message.seconds)
 
     def on_priced(self, process: Process, message: wire.Priced, frames: list[wire.Frame]) -> None:
         self.workers[process.worker].load.costs = message.costs

@@ -92,6 +92,9 @@ class Observer:
     def cache_query(self, tier: TierName | None) -> None:
         """An edit looked for its template's activations; None is a miss."""
 
+    def fetched(self, tier: TierName, num_bytes: int, seconds: float) -> None:
+        """A worker brought a template into its memory from a tier below it, or from a peer."""
+
     def finished(self, facts: Facts, seconds: float) -> None:
         """An edit was answered with a picture, `seconds` after it was accepted."""
 

@@ -33,14 +33,16 @@ class TemplateRecord:
         return bool(self.holders or self.shared)
 
     def tier_at(self, worker: int) -> TierName | None:
-        """The fastest tier in which a worker finds it; None if the worker has to register it."""
+        """The fastest tier in which a worker finds it without asking its peers; None if there is none."""
         found = self.holders.get(worker, {}) | self.shared
         return next((tier for tier in get_args(TierName) if tier in found), None)
 
-    def keep(self, worker: int, tier_bytes: Mapping[TierName, int]) -> None:
-        """Record all that one worker sees of it."""
+    def keep(self, worker: int, tier_bytes: Mapping[TierName, int]) -> bool:
+        """Record all that one worker sees of it. Return whether others now find it in another tier."""
+        before = self.shared.keys()
         self.shared = {tier: tier_bytes[tier] for tier in SHARED if tier in tier_bytes}
         self.keep_in_memory(worker, {tier: num for tier, num in tier_bytes.items() if tier not in SHARED})
+        return self.shared.keys() != before
 
     def keep_in_memory(self, worker: int, tier_bytes: dict[TierName, int]) -> None:
         self.holders.pop(worker, None)

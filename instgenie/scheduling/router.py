@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from instgenie.cost.table import DEFAULT_COSTS, Price, StepCosts
+from instgenie.scheduling.fetches import FetchRates, NodeLink, PeerMap
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.types import TierName
 
@@ -117,29 +118,6 @@ NO_LOAD = LoadSums()
 
 
 @dataclass
-class NodeLink:
-    """Templates on their way to the workers of one node, which share its network link and its disk: the next one comes
-    behind them. Without this, edits would crowd onto links that are long full."""
-
-    fetching: dict[tuple[int, str], float] = field(default_factory=dict)  # predicted seconds, by worker and template
-    foreign: dict[int, float] = field(default_factory=dict)  # seconds of what other fronts wait for, by worker
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.fetching.values()) + sum(self.foreign.values())
-
-    def seconds_of(self, worker: int) -> float:
-        """Seconds of what this front waits for at a worker."""
-        return sum(seconds for (other, _), seconds in self.fetching.items() if other == worker)
-
-    def drop(self, worker: int) -> None:
-        """Note that nothing is on its way to a worker any more."""
-        self.foreign.pop(worker, None)
-        for key in [key for key in self.fetching if key[0] == worker]:
-            del self.fetching[key]
-
-
-@dataclass
 class WorkerLoad:
     """The work that a worker still has to do. It is kept as sums, so that a choice is cheap. The work that other fronts
     have given to the worker is part of the sums."""
@@ -148,8 +126,10 @@ class WorkerLoad:
     max_batch_size: int
     pace: Pace = field(default_factory=Pace)
     costs: StepCosts = DEFAULT_COSTS
-    templates: dict[str, TierName] = field(default_factory=dict)  # the fastest tier of each, by id
+    templates: dict[str, TierName] = field(default_factory=dict)  # the fastest tier of each, by id; peers do not count
     link: NodeLink = field(default_factory=NodeLink)  # shared by the workers of a node
+    peers: PeerMap = field(default_factory=PeerMap)  # templates in other workers' memory
+    fetch_rates: FetchRates = field(default_factory=FetchRates)
     num_edits: int = 0
     num_steps: int = 0  # over all edits
     num_token_steps: int = 0  # over all edits
@@ -255,7 +235,14 @@ class WorkerLoad:
         return self.pace.seconds(0, (every.compute - none.compute) / self.costs.num_tokens)
 
     def tier_of(self, work: Work) -> TierName | None:
-        return self.templates.get(work.template) if work.template else None
+        """The fastest tier in which the worker finds the template; None if it has to register it. A peer is asked
+        before a remote tier, but not if registering is quicker than copying."""
+        if not work.template:
+            return None
+        tier = self.templates.get(work.template)
+        if tier not in (None, "remote") or not self.peers.serves(work.template, self.worker):
+            return tier
+        return "peer" if tier or self.fetch_from("peer", work) <= self._registration(work) else None
 
     def has_to_register(self, work: Work) -> bool:
         return work.must_reuse and self.tier_of(work) is None
@@ -273,21 +260,44 @@ class WorkerLoad:
     def registration_compute(self, work: Work) -> float:
         """Seconds of computing before its edits may start: a dense pass over every step of the template, once for all
         of them; 0 if the worker has the activations or may do without."""
-        if not self.has_to_register(work):
-            return 0.0
+        return self.register_compute(work) if self.has_to_register(work) else 0.0
+
+    def register_compute(self, work: Work) -> float:
+        """Seconds of computing that the registration of its template takes."""
         return work.num_steps * self.costs.price(work.num_tokens / work.num_edits, 0, None).compute
 
+    def _registration(self, work: Work) -> float:
+        """Seconds to register its template on a worker that does nothing else."""
+        compute = self.register_compute(work)
+        return self.pace.seconds(work.num_steps, self.costs.total_seconds(work.num_steps, compute, 0.0))
+
     def fetch_seconds(self, work: Work) -> float:
-        """Seconds until its template is in memory, behind those that are on their way; 0 if no tier has it."""
-        seconds = self.costs.fetch_seconds(work.num_tokens / work.num_edits, work.num_steps, self.tier_of(work))
+        """Seconds until its template is in memory; 0 if no tier has it."""
+        return self.fetch_from(self.tier_of(work), work)
+
+    def fetch_from(self, tier: TierName | None, work: Work) -> float:
+        """Seconds until its template has come from a tier into memory, behind those that are on their way."""
+        seconds = self._transfer_seconds(work, tier)
         return seconds + self.link.seconds if seconds else 0.0
+
+    def _transfer_seconds(self, work: Work, tier: TierName | None) -> float:
+        """Seconds that its template takes from a tier into memory."""
+        if tier is None or tier not in self.costs.fetch:
+            return 0.0
+        fixed, per_byte = self.costs.fetch[tier]
+        num_bytes = self.costs.template_bytes(work.num_tokens / work.num_edits, work.num_steps)
+        return fixed + self.fetch_rates.per_byte(tier, per_byte) * num_bytes
+
+    def measure_fetch(self, tier: TierName, num_bytes: int, seconds: float) -> None:
+        """Correct what fetches are expected to take by one that was measured."""
+        fixed, _ = self.costs.fetch.get(tier, (0.0, 0.0))
+        self.fetch_rates.measure(tier, num_bytes, seconds - fixed)
 
     def expect(self, work: Work) -> None:
         """Note that the template of an edit is being fetched into memory, where later edits will find it."""
-        if work.template and self.tier_of(work) not in ("gpu", "host", None):
-            tokens = work.num_tokens / work.num_edits
-            seconds = self.costs.fetch_seconds(tokens, work.num_steps, self.tier_of(work))
-            self.link.fetching[self.worker, work.template] = seconds
+        tier = self.tier_of(work)
+        if work.template and tier not in ("gpu", "host", None):
+            self.link.fetching[self.worker, work.template] = self._transfer_seconds(work, tier)
             self.templates[work.template] = "host"
 
     def arrived(self, template: str | None) -> None:
@@ -299,12 +309,15 @@ class WorkerLoad:
 def predicted_finish(work: Work, load: WorkerLoad) -> float:
     """Seconds until the edit would be done: the time for all steps, shared with the worker's other edits, or the time
     in the slower side stage, which takes edits one by one, whichever is longer."""
-    price = load.price_of(work)
+    tier = load.tier_of(work)
+    has_to_register = work.must_reuse and tier is None
+    price = load.costs.price(work.num_tokens, work.num_masked_tokens, "host" if has_to_register else tier)
     num_steps = max(work.num_steps, (load.num_steps + work.num_edits * work.num_steps) / load.max_batch_size)
-    compute = load.compute + work.num_steps * price.compute + load.registration_compute(work)
+    registering = load.register_compute(work) if has_to_register else 0.0
+    compute = load.compute + work.num_steps * price.compute + registering
     loading = load.loading + work.num_steps * price.load
     predicted = load.costs.total_seconds(num_steps, compute, loading)
-    steps = load.fetch_seconds(work) + load.pace.seconds(num_steps, predicted)
+    steps = load.fetch_from(tier, work) + load.pace.seconds(num_steps, predicted)
     side = (load.num_unfinished + work.num_edits) * max(load.side_seconds.values(), default=0.0)
     return max(steps, side)
 

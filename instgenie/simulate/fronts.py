@@ -12,8 +12,9 @@ from typing import overload
 from msgspec.structs import replace
 
 from instgenie.cost.table import Price, StepCosts
+from instgenie.scheduling.fetches import NodeLink
 from instgenie.scheduling.names import RoutingPolicy
-from instgenie.scheduling.router import MAX_SCANNED, NO_LOAD, LoadSums, NodeLink, Pace, Router, SideStage, WorkerLoad
+from instgenie.scheduling.router import MAX_SCANNED, NO_LOAD, LoadSums, Pace, Router, SideStage, WorkerLoad
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.network import Network, NetworkedMemory, NetworkShape
 from instgenie.simulate.service import Service

@@ -51,7 +51,7 @@ from instgenie.workers.mailbox import Handler, Mailbox
 from instgenie.workers.process import await_begin, run_process, say_ready
 from instgenie.workers.queue import TrackedJob, WaitingQueue
 from instgenie.workers.registrar import PendingTemplate, Registrar
-from instgenie.workers.templates import Templates, open_store
+from instgenie.workers.templates import Templates, open_store, serve_peers
 
 SECONDS_BETWEEN_BEATS = 0.25
 
@@ -67,7 +67,8 @@ class Denoiser:
         planning = make_planning(model, config.model, config.plan)
         self.engine = Engine(model, config.max_batch_size, planning, graphs=make_graphs(model, config.graphs))
         keys = Keys(model, config.cache.dtype)
-        store = open_store(config.cache, model.device)
+        store = open_store(config.cache, model.device, has_peers=bool(config.peer_address))
+        self.peer_server = serve_peers(store, config.peer_address, config.cache.peer_bytes_per_second)
         self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
         self.queue = WaitingQueue(model, self.templates, line)
         self.keyed = KeyedJobs(line, config.hold_bytes, config.hold_seconds)
@@ -109,6 +110,8 @@ class Denoiser:
         closing = self.templates.close()
         while not wait([closing], SECONDS_BETWEEN_BEATS).done:
             self.line.receive(wait=False)
+        if self.peer_server:
+            self.peer_server.close()
 
     # messages
 
@@ -239,7 +242,7 @@ def serve(config: ProcessConfig, model: Model, line: Line) -> None:
         warm_up_finishing(model)
     if begin := await_begin(line):
         denoiser = Denoiser(with_budget(config, begin.host_bytes, model.device), model, line)
-        say_ready(line, model)
+        say_ready(line, model, denoiser.peer_server.address if denoiser.peer_server else "")
         denoiser.run()
 
 

@@ -60,8 +60,8 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
     os._exit(0)  # unloading torch would take seconds
 
 
-def say_ready(line: Line, model: Model) -> None:
-    line.send(Ready(facts_of(model), model.digest))
+def say_ready(line: Line, model: Model, peer_address: str = "") -> None:
+    line.send(Ready(facts_of(model), model.digest, peer_address))
 
 
 def await_begin(line: Line) -> Begin | None:

@@ -128,7 +128,7 @@ class WaitingQueue:
     def read(self, given: Denoising, frames: Sequence[Frame]) -> TrackedJob | None:
         try:
             job = read_job(given.job, frames, self.model.device)
-            fetching = self.fetch(self.templates.keys.find(given.template)) if given.template else None
+            fetching = self.fetch(self.templates.find(given.template, given.peers)) if given.template else None
         except Exception as error:
             self.line.send(failure(given, error))
             return None
@@ -156,7 +156,7 @@ class WaitingQueue:
     def announce(self, message: Fetch) -> None:
         """Start to load for a job that will come, unless an older job needs the room."""
         if not self.is_holding_back:
-            self.templates.fetcher.announce(message.id, self.templates.keys.find(message.template))
+            self.templates.fetcher.announce(message.id, self.templates.find(message.template, message.peers))
 
     def cancel(self, id: str) -> None:
         for group in self.groups:

@@ -207,16 +207,18 @@ def test_a_store_copies_from_a_peer_what_it_lacks(serve: Serve, reach: Reach, re
     server = serve()
     store = Store(host=HostTier(GIB), remote=remote, peers=reach(server.address))
     loaded: list[Any] = []
-    store.on_loaded = lambda *told: loaded.append(told)
+    store.loads.on_loaded = lambda *told: loaded.append(told)
     assert store.find(KEY) is Lookup.PENDING
     assert store.missing(KEY) == SPANS  # a registration is not done because a peer has the template
     found = store.get(KEY)
-    assert found and found.tier == "peer"
+    assert found
+    assert found.tier == "peer"
     assert is_found(store, KEY)
     num_bytes = sum(span.num_bytes for span in make_spans())
     assert [told[:2] for told in loaded] == [("peer", num_bytes)]
     again = store.get(KEY)
-    assert again and again.tier == "host"
+    assert again
+    assert again.tier == "host"
     store.settle()
     assert remote.missing(KEY, SPANS) == []  # the peer may die before it has written the template
     assert store.status().keys() == {"host", "remote"}
@@ -233,6 +235,7 @@ def test_what_a_peer_does_not_give_comes_from_the_remote_tier(serve: Serve, reac
     first.store(KEY, make_span(SPANS[0]))
     store = Store(host=HostTier(GIB), remote=remote, peers=reach("tcp://127.0.0.1:1", serve(first).address))
     found = store.get(KEY)
-    assert found and found.tier == "remote"
+    assert found
+    assert found.tier == "remote"
     assert is_found(store, KEY)
     store.writer.close()

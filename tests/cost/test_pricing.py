@@ -12,10 +12,10 @@ from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.cost.planner import plan_batch
 from instgenie.cost.pricing import RATIOS, JobShape, make_costs
 from instgenie.cost.table import StepCosts
+from instgenie.scheduling.fetches import NodeLink
 from instgenie.scheduling.router import (
     NO_LOAD,
     LoadSums,
-    NodeLink,
     Pace,
     Router,
     Work,

@@ -158,6 +158,14 @@ class Kept(Message, frozen=True):
     tier_bytes: dict[TierName, int]
 
 
+class Fetched(Message, frozen=True):
+    """A template was brought into memory from a tier below it, or from a peer."""
+
+    tier: TierName
+    num_bytes: int
+    seconds: float
+
+
 class Forgotten(Message, frozen=True):
     """A template's activations are deleted, except from the tiers that could not be asked."""
 
@@ -216,6 +224,6 @@ class Painted(Message, frozen=True):
 
 Report: TypeAlias = (
     Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | BatchStepped
-    | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Forgotten | Announced | Listed | Recalled
-    | Painted
+    | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Fetched | Forgotten | Announced | Listed
+    | Recalled | Painted
 )  # fmt: skip

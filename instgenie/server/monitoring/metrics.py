@@ -22,6 +22,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 INTERRUPTIONS = "instgenie:step_loop_interruptions_total"
 REASONS = ("stop", "abort", "error")  # finished, cancelled, failed
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+KEPT_IN: tuple[TierName, ...] = tuple(tier for tier in get_args(TierName) if tier != "peer")  # a peer's is its own
 OTHER_METHOD = "other"  # a label for each token that a client makes up would fill the memory
 
 
@@ -47,11 +48,14 @@ class Metrics(Observer):
         self.success = counter("request_success_total", "Edits that ended.", "finished_reason")
         self.cache_queries = counter("cache_queries_total", "Lookups of a template's activations.")
         self.cache_hits = counter("cache_hits_total", "Lookups that found the activations.", "tier")
+        self.fetched_bytes = counter("cache_fetched_bytes_total", "Bytes of activations brought into memory.", "tier")
+        self.fetch_time = counter("cache_fetch_seconds_total", "Seconds that bringing them into memory took.", "tier")
         self.http = counter("http_requests_total", "Answered HTTP requests.", "method", "route", "status")
         for reason in REASONS:
             self.success.labels(reason)
         for tier in get_args(TierName):
-            self.cache_hits.labels(tier)
+            for counted in (self.cache_hits, self.fetched_bytes, self.fetch_time):
+                counted.labels(tier)
         cluster.observe(self)
 
     def step(self, worker: int, seconds: float, batch_size: int) -> None:
@@ -65,6 +69,10 @@ class Metrics(Observer):
         self.cache_queries.inc()
         if tier is not None:
             self.cache_hits.labels(tier).inc()
+
+    def fetched(self, tier: TierName, num_bytes: int, seconds: float) -> None:
+        self.fetched_bytes.labels(tier).inc(num_bytes)
+        self.fetch_time.labels(tier).inc(seconds)
 
     def finished(self, facts: Facts, seconds: float) -> None:
         self.latency.observe(seconds)
@@ -97,7 +105,7 @@ class ClusterCollector(Collector):
         about = "Registrations of templates waiting for their turn."
         yield gauge("num_registrations_waiting", about, status.num_registrations_waiting)
         usage = GaugeMetricFamily("instgenie:cache_usage_bytes", "Cached activations of all workers.", labels=["tier"])
-        for tier in get_args(TierName):
+        for tier in KEPT_IN:
             per_worker = [worker.tier_bytes.get(tier, 0) for worker in status.workers]
             usage.add_metric([tier], max(per_worker) if tier in SHARED else sum(per_worker))
         yield usage
