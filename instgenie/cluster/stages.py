@@ -98,7 +98,9 @@ class Stages:
     # denoise
 
     def on_fetched(self, process: Process, message: wire.Fetched, frames: list[wire.Frame]) -> None:
-        self.workers[process.worker].load.measure_fetch(message.tier, message.num_bytes, message.seconds)
+        load = self.workers[process.worker].load
+        fixed, _ = load.costs.fetch.get(message.tier, (0.0, 0.0))
+        load.fetch_rates.measure(message.tier, message.num_bytes, message.seconds - fixed)
         self.reporter.fetched(message.tier, message.num_bytes, message.seconds)
 
     def on_priced(self, process: Process, message: wire.Priced, frames: list[wire.Frame]) -> None:

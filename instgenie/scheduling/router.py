@@ -288,11 +288,6 @@ class WorkerLoad:
         num_bytes = self.costs.template_bytes(work.num_tokens / work.num_edits, work.num_steps)
         return fixed + self.fetch_rates.per_byte(tier, per_byte) * num_bytes
 
-    def measure_fetch(self, tier: TierName, num_bytes: int, seconds: float) -> None:
-        """Correct what fetches are expected to take by one that was measured."""
-        fixed, _ = self.costs.fetch.get(tier, (0.0, 0.0))
-        self.fetch_rates.measure(tier, num_bytes, seconds - fixed)
-
     def expect(self, work: Work) -> None:
         """Note that the template of an edit is being fetched into memory, where later edits will find it."""
         tier = self.tier_of(work)
