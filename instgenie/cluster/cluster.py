@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from instgenie.cluster import wire
+from instgenie.cluster.clerk import Clerk
 from instgenie.cluster.config import ClusterConfig, resolve
 from instgenie.cluster.entries import Ticket
 from instgenie.cluster.front import Place
 from instgenie.cluster.launch import Launcher, LocalLauncher
+from instgenie.cluster.ledger import Ledger, LocalLedger
 from instgenie.cluster.orders import Order, TemplateStatus
 from instgenie.cluster.processes import Worker, make_workers
 from instgenie.cluster.quota import check_quota
@@ -29,13 +31,17 @@ SECONDS_TO_WRITE = (
 
 
 class Cluster:
-    def __init__(self, config: ClusterConfig, launcher: Launcher | None = None) -> None:
-        """Workers are child processes on this machine, unless another launcher is given."""
+    def __init__(self, config: ClusterConfig, launcher: Launcher | None = None, ledger: Ledger | None = None) -> None:
+        """Workers are child processes on this machine, unless another launcher is given. Fronts that share their
+        workers share a ledger."""
         launcher = launcher or LocalLauncher()
         self.config = resolve(config, launcher.worker_bytes(len(config.devices)))
         self.workers = make_workers(self.config)
         self._supervisor = Supervisor(self.config, launcher, self.workers)
         self._coordinator = self._supervisor.coordinator
+        self.clerk = Clerk(ledger or LocalLedger(config.hold_seconds))
+        self.deposits = self._coordinator.deposits
+        self._coordinator.placement.on_placed = self.clerk.placed
         self.forgetting = self._coordinator.library.forgetting
         self._is_open = False
 
@@ -57,6 +63,7 @@ class Cluster:
                 await self._supervisor.until(lambda: not self._coordinator.has_edits)
         is_drained = not self._coordinator.has_edits
         self._coordinator.recovery.give_up()
+        self.clerk.close()
         await self._supervisor.stop(max(end - time.monotonic(), 0.0))
         return is_drained
 

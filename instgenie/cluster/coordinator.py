@@ -6,6 +6,7 @@ knows what to do, and then sends whatever can be sent. Knows no socket.
     recovery   deaths and restarts of processes
     library    templates and their registrations
     archive    templates in tiers that outlive the cluster
+    deposits   answers that other fronts can give out
     neighbours templates of other fronts
     sharing    workers that other fronts use as well
     reporter   events for clients, observers and traces
@@ -23,6 +24,7 @@ from typing import Any
 from instgenie.cluster import wire
 from instgenie.cluster.archive import Archive
 from instgenie.cluster.config import ClusterConfig
+from instgenie.cluster.deposits import Deposits
 from instgenie.cluster.edits import Edits
 from instgenie.cluster.entries import EditEntry, Entry, Ticket
 from instgenie.cluster.front import Front, Place
@@ -56,6 +58,7 @@ class Coordinator:
         self.stages = Stages(self.placement, self.library, self.edits, self.reporter, send)
         self.recovery = Recovery(self.placement, self.library, self.archive, self.edits)
         self.sharing = Sharing(workers, config.worker_timeout, send)
+        self.deposits = Deposits(workers, send)
         self._handlers: dict[type, Callable[[Process, Any, list[wire.Frame]], None]] = {
             wire.JobFailed: self.stages.on_failed,
             wire.Dropped: self.front.on_dropped,
@@ -68,6 +71,7 @@ class Coordinator:
             wire.Glimpsed: self.stages.on_glimpsed,
             wire.Denoised: self.stages.on_denoised,
             wire.Painted: self.stages.on_painted,
+            wire.Collected: self.deposits.on_collected,
             wire.Registered: self.library.on_registered,
             wire.Kept: self.library.on_kept,
             wire.Fetched: self.stages.on_fetched,

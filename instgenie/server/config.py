@@ -55,6 +55,7 @@ class HttpConfig:
     register_examples: bool
     decode_threads: int
     max_decoded_bytes: int
+    keep_bytes: int  # for answers to requests with an idempotency key
     body_timeout: float
     shutdown_timeout: float
     log_format: LogFormat
@@ -102,6 +103,10 @@ OPTIONS = (
            "seconds for a request body to arrive; also for the request's head, but at most 20"),
     Option("shutdown-timeout", number(0, 86400), 30.0,
            "seconds after SIGTERM to finish accepted edits, to write the cache and to end"),
+    Option("idempotency-minutes", number(0, 10080), 10.0,
+           "minutes for which the answer to a request with an Idempotency-Key is kept for its repetitions", "MINUTES"),
+    Option("idempotency-mib", whole_number(0, 2**20), 256,
+           "main memory for such answers in the HTTP process; the oldest go first", "MIB"),
     # workers
     Option("workers", auto_or(whole_number(1, 20_000)), AUTO, "number of workers",
            default_text="one per GPU, or one; with --cluster as many as its nodes have room for"),
@@ -175,6 +180,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         auto_register=values["auto_register"],
         worker_timeout=values["worker_timeout"],
         policy=values["routing"],
+        hold_seconds=60.0 * values["idempotency_minutes"],
         cache=make_cache(values, devices),
     )
     return ServeConfig(
@@ -193,6 +199,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             register_examples=values["register_examples"],
             decode_threads=min(4, os.cpu_count() or 1),
             max_decoded_bytes=share_of_memory(values["max_decoded_gib"], 8),
+            keep_bytes=values["idempotency_mib"] * 2**20,
             body_timeout=values["body_timeout"],
             shutdown_timeout=values["shutdown_timeout"],
             log_format=values["log_format"],

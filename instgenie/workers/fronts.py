@@ -29,6 +29,8 @@ from instgenie.cluster.wire import (
     Begin,
     Broken,
     Cancel,
+    Collect,
+    Collected,
     Denoise,
     Denoised,
     Dropped,
@@ -173,6 +175,8 @@ class SharedLine(Line):
                 self._answer((Listed, model), message, frames)
             case Recalled(template):
                 self._answer((Recalled, template), message, frames)
+            case Collected(name):
+                self._answer((Collected, name), message, frames)
             case _ if (attempted := attempted_of(message)) is not None:
                 self._send_to_senders(attempted, message, frames)
             case _:
@@ -280,6 +284,8 @@ class SharedLine(Line):
                 self._askers.setdefault((Listed, model), []).append(link)
             case Recall(template):
                 self._askers.setdefault((Recalled, template.id), []).append(link)
+            case Collect(name):
+                self._askers.setdefault((Collected, name), []).append(link)
             case _ if (attempted := attempted_of(message)) is not None:
                 self._note_sender(attempted, link)
                 if isinstance(message, Register):

@@ -135,6 +135,18 @@ class Recall(Message, frozen=True):
 # to finish
 
 
+class Deposit(Message, frozen=True):
+    """Keep an answer for a while, for whichever front collects it. Frames: the answer."""
+
+    name: str
+
+
+class Collect(Message, frozen=True):
+    """Asks for an answer that was deposited."""
+
+    name: str
+
+
 class Finish(Message, frozen=True):
     """Decode, composite and encode a picture. Frames: latents, picture, mask. The picture has the pixels of its file,
     if these are not those that the model sees. If a crop was edited, the picture is whole, and the mask the crop's."""
@@ -173,4 +185,6 @@ Command: TypeAlias = (
     | List
     | Recall
     | Finish
+    | Deposit
+    | Collect
 )

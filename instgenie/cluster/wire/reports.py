@@ -207,6 +207,13 @@ class Recalled(Message, frozen=True):
 # from finish
 
 
+class Collected(Message, frozen=True):
+    """Answer to `Collect`. Frames: what was deposited, if it is still there."""
+
+    name: str
+    is_found: bool
+
+
 class Painted(Message, frozen=True):
     """Frames: the encoded picture."""
 
@@ -225,5 +232,5 @@ class Painted(Message, frozen=True):
 Report: TypeAlias = (
     Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | BatchStepped
     | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Fetched | Forgotten | Announced | Listed
-    | Recalled | Painted
+    | Recalled | Painted | Collected
 )  # fmt: skip

@@ -149,6 +149,15 @@ class TemplateLeaving(AnswerBody):
     message: str
 
 
+class EditPending(AnswerBody):
+    """An edit that is not done yet."""
+
+    id: str
+    object: Literal["edit"]
+    state: Literal["running"]
+    message: str
+
+
 class HealthState(AnswerBody):
     status: Literal["ok", "loading", "draining", "broken"]
     message: str | None = None  # what is broken

@@ -14,7 +14,7 @@ from instgenie.pictures.header import Header, crop_bytes, decoding_bytes, kept_b
 from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
-from instgenie.server.bodies.answers import ModelAnswer, ModelsAnswer, images_answer
+from instgenie.server.bodies.answers import EditPending, ModelAnswer, ModelsAnswer, images_answer
 from instgenie.server.bodies.fields import (
     EditFields,
     GenerationFields,
@@ -25,10 +25,12 @@ from instgenie.server.bodies.fields import (
 )
 from instgenie.server.bodies.forms import EditForm, read_edit
 from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_edit
-from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS, VARIATION
+from instgenie.server.bodies.schema import EARLIER, EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
-from instgenie.server.routes.events import EventStream, Submission
+from instgenie.server.idempotency import fingerprint_of, key_of
+from instgenie.server.routes.events import EventStream, Repetition, Submission, answer_headers
 from instgenie.server.routes.sending import LargeResponse
+from instgenie.server.runs import EditRun
 from instgenie.server.service import (
     SECONDS_TO_LOAD,
     HttpService,
@@ -42,6 +44,11 @@ from instgenie.server.watch import in_time, unless_gone
 from instgenie.types import Notes, PixelMask, Pixels
 
 FieldsT = TypeVar("FieldsT", bound=ImageFields)
+
+PENDING = {
+    True: "The edit is not done yet.",
+    False: "Another server has the edit, or had it and is gone: send the request again with its key to follow it here.",
+}
 
 router = APIRouter(prefix="/v1")
 
@@ -62,6 +69,10 @@ async def edit(request: Request, kind: type[EditFields]) -> Response:
     async with service.intake.form(request) as form:
         edit = await service.decoder.run(read_edit, form, kind)
         fields = check_fields(service, edit.fields, edit.notes)
+        if run := await enter_run(request, fields, kind.__name__, edit.image, edit.mask):
+            if run.tickets:
+                return await answer(repetition(request, run, fields))
+            fields = fields.seeded(run.seed)
         admitted = service.admit(request, fields.n)
         opening = open_edit(service, tenant_of(request), edit, admitted)
         photo, mask = await unless_gone(request, in_time(deadline_of(request, fields.deadline_ms), opening))
@@ -75,7 +86,7 @@ async def edit(request: Request, kind: type[EditFields]) -> Response:
     orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
-    return await run(Submission(request, service, admitted, orders, fields, notes, "image_edit"))
+    return await answer(Submission(request, service, admitted, orders, fields, notes, "image_edit", run))
 
 
 @router.post("/images/generations", summary="Make a picture from a prompt", **GENERATION)
@@ -85,13 +96,30 @@ async def generate_images(request: Request) -> Response:
     async with service.intake.form(request) as form:
         fields = parse_fields(GenerationFields, form)
     fields = check_fields(service, fields, form.notes)
+    if run := await enter_run(request, fields, GenerationFields.__name__):
+        if run.tickets:
+            return await answer(repetition(request, run, fields))
+        fields = fields.seeded(run.seed)
     own_size = service.model_facts.own_size
     height, width = answer_size(fields.size, service.config.max_pixels) or (own_size, own_size)
     admitted = service.admit(request, fields.n)
     admitted.keep(kept_bytes(Header(width, height), None))
     blank, mask = await service.decoder.run(blank_edit, (height, width))
     orders = make_orders(request, blank, mask, fields)
-    return await run(Submission(request, service, admitted, orders, fields, form.notes, "image_generation"))
+    return await answer(Submission(request, service, admitted, orders, fields, form.notes, "image_generation", run))
+
+
+@router.get("/images/edits/{id}", summary="The answer to an earlier request with an idempotency key", **EARLIER)
+async def get_edit(request: Request, id: str) -> Response:
+    service = service_of(request)
+    found = await service.idempotency.find(tenant_of(request), id)
+    if found is None:
+        raise not_found("edit", id, "edit_not_found", "id")
+    if isinstance(found, EditRun) and found.is_whole:
+        body = await service.decoder.run(images_answer, found.results, {}, found.fields, found.notes)
+        return LargeResponse(body, media_type="application/json")
+    here = isinstance(found, EditRun)
+    return JsonResponse(EditPending(id=id, object="edit", state="running", message=PENDING[here]).model_dump(), 202)
 
 
 @router.get("/models", summary="List the models", **MODELS)
@@ -204,11 +232,29 @@ async def crop_orders(
     return [replace(order, picture=picture, mask=mask, source=None, whole=whole) for order in orders]
 
 
-async def run(submission: Submission) -> Response:
+async def enter_run(request: Request, fields: ImageFields, kind: str, *pictures: bytes | None) -> EditRun | None:
+    """The run of a request's idempotency key; None: it has none. A run without tickets is to be submitted."""
+    key = key_of(request, fields)
+    if key is None:
+        return None
+    service = service_of(request)
+    fingerprint = await service.decoder.run(fingerprint_of, kind, fields, *pictures)
+    return await unless_gone(request, service.idempotency.enter(request, tenant_of(request), key, fingerprint))
+
+
+def repetition(request: Request, run: EditRun, fields: ImageFields) -> Repetition:
+    notes = [*run.notes, "The edit is that of an earlier request with the same idempotency key: it ran once."]
+    return Repetition(request, service_of(request), run, fields, notes, run.prefix)
+
+
+async def answer(submission: Submission | Repetition) -> Response:
+    if isinstance(submission, Submission) and submission.run:
+        run = submission.run
+        run.fields, run.notes, run.prefix = submission.fields, submission.notes, submission.prefix
     if submission.fields.stream:
         return EventStream(submission)
     async with submission.watch() as watch:
         results = await unless_gone(submission.request, watch.all())
     decoder, fields, notes = submission.service.decoder, submission.fields, submission.notes
     body = await decoder.run(images_answer, results, watch.errors, fields, notes)
-    return LargeResponse(body, media_type="application/json")
+    return LargeResponse(body, media_type="application/json", headers=answer_headers(submission))
