@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from instgenie.cluster.ledger import KeyClaim, Ledger
 
 SECONDS_TO_ANSWER = 2.0
-SECONDS_BETWEEN_RENEWALS = 20.0
+SECONDS_BETWEEN_RENEWALS = 5.0
 
 Out = TypeVar("Out")
 
@@ -77,8 +77,8 @@ class Clerk:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self.seconds_between_renewals)
-            for claim in list(self.claims.values()):
-                await self._ask(self.ledger.note(claim), None)
+            if self.claims:
+                await self._ask(self.ledger.note(*self.claims.values()), None)
 
     async def _ask(self, work: Coroutine[Any, Any, Out], otherwise: Out) -> Out:
         try:

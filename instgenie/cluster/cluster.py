@@ -211,6 +211,8 @@ class Cluster:
             last_step_seconds=worker.last_step_seconds,
             num_steps=worker.num_steps,
             num_interruptions=worker.num_interruptions,
+            num_joined=worker.num_joined,
+            num_fronts=worker.num_fronts,
             predicted_seconds=worker.load.seconds,
             seconds_per_step=worker.load.pace.seconds(1, worker.load.costs.per_step),
             seconds_per_token=worker.load.seconds_per_token,

@@ -35,8 +35,8 @@ class Ledger(Protocol):
         """Take a key, or learn what is known of it: then the answer has the worker and the fingerprint of the first."""
         ...
 
-    async def note(self, claim: KeyClaim) -> None:
-        """Correct what is known of a key."""
+    async def note(self, *claims: KeyClaim) -> None:
+        """Correct what is known of keys, or renew it."""
         ...
 
     async def release(self, name: str, front: str) -> None:
@@ -62,10 +62,11 @@ class LocalLedger:
             self._put(claim)
         return known or claim
 
-    async def note(self, claim: KeyClaim) -> None:
-        known, _ = self._claims.get(claim.name, (claim, 0.0))
-        if known.fingerprint == claim.fingerprint:
-            self._put(replace(claim, request_id=known.request_id or claim.request_id))
+    async def note(self, *claims: KeyClaim) -> None:
+        for claim in claims:
+            known, _ = self._claims.get(claim.name, (claim, 0.0))
+            if known.fingerprint == claim.fingerprint:
+                self._put(replace(claim, request_id=known.request_id or claim.request_id))
 
     async def release(self, name: str, front: str) -> None:
         known, _ = self._claims.get(name, (None, 0.0))

@@ -235,6 +235,7 @@ class Worker:
     host_bytes: int | None = None  # main memory for activations; None: not yet measured
     num_steps: int = 0
     num_interruptions: int = 0
+    num_joined: int = 0  # jobs that began to take steps, of all fronts, since its denoise process started
     last_step_seconds: float = 0.0
     steps_per_second: float = 0.0
     _stepped_at: float = 0.0

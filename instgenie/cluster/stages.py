@@ -136,7 +136,7 @@ class Stages:
     def on_stepped(self, process: Process, message: wire.BatchStepped, frames: list[wire.Frame]) -> None:
         worker = self.workers[process.worker]
         worker.step(message.seconds, message.predicted_seconds)
-        worker.num_interruptions = message.num_interruptions
+        worker.num_interruptions, worker.num_joined = message.num_interruptions, message.num_joined
         self.reporter.batch_stepped(worker.index, message.seconds, len(message.jobs) + message.num_others)
         stepped = [(told.step, entry) for told in message.jobs if (entry := held_edit(process, told.id, told.attempt))]
         for step, entry in stepped:

@@ -45,6 +45,8 @@ class WorkerStatus:
     last_step_seconds: float
     num_steps: int  # since it started
     num_interruptions: int  # of the step loop, by other work while jobs were running
+    num_joined: int  # jobs that began to take steps, of all fronts, since its denoise process started
+    num_fronts: int  # that share it; 0: it serves this one alone
     predicted_seconds: float  # until all its work is done
     seconds_per_step: float  # fixed cost of a step
     seconds_per_token: float  # additional cost of each computed token

@@ -14,7 +14,7 @@ from instgenie.server.options import AUTO, Option, auto_or, number, whole_number
 
 MAX_SLOTS = 20_000
 SECONDS_TO_LINGER = 120.0  # workers outlive the last front that died, so that a new one finds them
-AGREED = ("dtype", "max_batch_size", "batching", "graphs", "plan", "worker_timeout")  # by all fronts of a cluster
+AGREED = ("dtype", "max_batch_size", "batching", "graphs", "plan", "worker_timeout", "hold_seconds")  # by all fronts
 
 
 def address(given: str) -> str:

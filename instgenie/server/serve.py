@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from instgenie.cluster.cluster import Cluster
-from instgenie.cluster.config import ResolvedCache, ResolvedConfig
+from instgenie.cluster.config import ClusterConfig, ResolvedCache, ResolvedConfig
 from instgenie.cluster.ray.names import RayConfig
 from instgenie.errors import ServeError
 from instgenie.server.app import make_app
@@ -28,6 +28,7 @@ from instgenie.telemetry import traces
 
 if TYPE_CHECKING:
     from instgenie.cluster.ray.launcher import RayLauncher
+    from instgenie.cluster.ray.ledger import RayLedger
     from instgenie.cluster.ray.liaison import Liaison
 
 KEEP_ALIVE = 65
@@ -100,7 +101,7 @@ def make_server(app: ASGIApp, config: HttpConfig) -> Server:
 
 
 async def run(config: ServeConfig, listener: socket.socket, version: str, launcher: "RayLauncher | None" = None) -> int:
-    cluster = Cluster(config.cluster, launcher)
+    cluster = Cluster(config.cluster, launcher, make_ledger(config.cluster) if launcher else None)
     liaison = make_liaison(launcher, cluster) if launcher else None
     service = HttpService(config.http, cluster, with_traces=traces.are_wanted(os.environ))
     server = make_server(make_app(service, version), config.http)
@@ -138,6 +139,12 @@ async def run(config: ServeConfig, listener: socket.socket, version: str, launch
     code = 0 if finished else 1
     end_by_force(SECONDS_TO_JOIN, code)  # threads that still decode are not waited for
     return code
+
+
+def make_ledger(config: ClusterConfig) -> "RayLedger":
+    from instgenie.cluster.ray.ledger import RayLedger
+
+    return RayLedger(config.hold_seconds)
 
 
 def make_liaison(launcher: "RayLauncher", cluster: Cluster) -> "Liaison":

@@ -78,6 +78,7 @@ class Denoiser:
         self.side_work = SideWork(model, line, config.max_batch_size, config.batching)
         self.mailbox = Mailbox(line, self.handlers(does_side_work=config.batching in ONE_PROCESS))
         self.num_interruptions = 0
+        self.num_joined = 0
         self.is_stopped = False
 
     def handlers(self, does_side_work: bool) -> dict[type, Handler]:
@@ -183,6 +184,7 @@ class Denoiser:
                 tracked.joined_at = time.perf_counter()
                 self.running[tracked.job] = tracked
                 self.engine.join(tracked.job)
+            self.num_joined += group.num_jobs
             self.mailbox.report_joined(group)
 
     def step(self) -> None:
@@ -201,7 +203,7 @@ class Denoiser:
             self.leave(self.running[job])
         self.registrar.stepped(seconds)
         stepped = [self.running[job] for job in jobs if job not in result.failed]
-        self.mailbox.report_step(stepped, seconds, predicted, self.num_interruptions)
+        self.mailbox.report_step(stepped, seconds, predicted, self.num_interruptions, self.num_joined)
         for job, latents in before.items():
             if job not in result.failed:
                 self.mailbox.send_partial(self.running[job], latents)

@@ -32,9 +32,11 @@ class Mailbox:
         told = [(step, tracked.job.plan) for tracked in group.jobs for step in tracked.progress]
         self.line.send(Joined(tuple(step for step, _ in told), tuple(plan for _, plan in told)))
 
-    def report_step(self, jobs: Sequence[TrackedJob], seconds: float, predicted: float, num_interruptions: int) -> None:
+    def report_step(
+        self, jobs: Sequence[TrackedJob], seconds: float, predicted: float, num_interruptions: int, num_joined: int
+    ) -> None:
         steps = tuple(step for tracked in jobs for step in tracked.progress)
-        self.line.send(BatchStepped(seconds, predicted, num_interruptions, steps))
+        self.line.send(BatchStepped(seconds, predicted, num_interruptions, steps, num_joined=num_joined))
 
     def report_failure(self, tracked: TrackedJob, error: Exception) -> None:
         for asker in tracked.askers:

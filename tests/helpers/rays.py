@@ -13,6 +13,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ClusterConfig
 from instgenie.cluster.ray.connect import connect
+from instgenie.cluster.ray.ledger import RayLedger
 from instgenie.cluster.ray.liaison import Liaison
 from instgenie.cluster.ray.names import ClusterSettings, RayConfig
 from instgenie.scheduling.autoscaler import ScalingConfig
@@ -97,7 +98,7 @@ class RayFront:
 
     def __init__(self, config: ClusterConfig, ray_config: RayConfig) -> None:
         self.launcher = connect(ray_config)
-        self.cluster = Cluster(config, self.launcher)
+        self.cluster = Cluster(config, self.launcher, RayLedger(config.hold_seconds))
         self.liaison = Liaison(self.launcher, self.cluster)
 
     async def start(self) -> None:

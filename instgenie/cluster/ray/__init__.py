@@ -5,6 +5,7 @@ to Ray lies on the path of an edit.
     controller  the actor that gives slots to nodes, knows the fronts and scales
     node        the actor of one slot: starts the slot's processes as its children
     launcher    the launcher of one front
+    ledger      the actor that knows who has an idempotency key
     liaison     tells the controller what a front needs, and the front what the controller has decided
 
 A slot is the place of one worker, that is one device. There are as many slots as there may be workers; a slot without a

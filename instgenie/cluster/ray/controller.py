@@ -16,7 +16,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from instgenie.cluster.ray.names import ClusterSettings, Directive, FrontReport, NodeFacts, SlotInfo, SlotState
+from instgenie.cluster.ray.names import LEDGER, ClusterSettings, Directive, FrontReport, NodeFacts, SlotInfo, SlotState
 from instgenie.cluster.ray.slots import find_slots, make_slot, remove_slot
 from instgenie.scheduling.autoscaler import Autoscaler
 
@@ -193,4 +193,6 @@ class Controller:
 
 
 def end_this_actor() -> None:
+    with suppress(ValueError):  # no front has asked for it
+        ray.kill(ray.get_actor(LEDGER), no_restart=True)
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

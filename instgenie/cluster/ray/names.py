@@ -10,6 +10,7 @@ from msgspec import Struct
 from instgenie.scheduling.autoscaler import ScalingConfig
 
 CONTROLLER = "controller"
+LEDGER = "ledger"
 SECONDS_BETWEEN_REPORTS = 0.5
 
 SlotState = Literal["waiting", "running", "draining", "ending"]

@@ -102,6 +102,7 @@ class BatchStepped(Message, frozen=True):
     num_interruptions: int  # of the step loop, since the process started
     jobs: tuple[JobStep, ...]
     num_others: int = 0  # jobs of other fronts in the batch
+    num_joined: int = 0  # jobs that have joined a batch, of all fronts, since the process started
 
 
 class Glimpsed(Message, frozen=True):

@@ -114,6 +114,11 @@ class ClusterCollector(Collector):
         for worker in status.workers:
             interruptions.add_metric([str(worker.index)], worker.num_interruptions)
         yield interruptions
+        about = "Jobs that began to take steps, of all servers that share the worker, since its process started."
+        joined = CounterMetricFamily("instgenie:worker_jobs_total", about, labels=["worker"])
+        for worker in status.workers:
+            joined.add_metric([str(worker.index)], worker.num_joined)
+        yield joined
         yield from self.collect_workers(status.workers)
 
     def collect_workers(self, workers: Sequence[WorkerStatus]) -> Iterator[Metric]:
