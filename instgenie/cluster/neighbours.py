@@ -30,6 +30,7 @@ class Neighbours:
 
     def _drop(self, template: TemplateRecord) -> None:
         del self.library.templates[template.id]
+        self.library.peers.forget(template)
         for worker in self.library.workers:
             worker.load.templates.pop(template.id, None)
         for parked in list(template.parked):
