@@ -5,9 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from helpers.workers import Tape, found, head_of, jobs, make_config, registering
 
 from instgenie.cluster import wire
@@ -46,7 +44,7 @@ def die(denoiser: Denoiser) -> None:
 def play(denoiser: Denoiser, tape: Tape, *messages: Any) -> None:
     """Handle messages until there is nothing left to do, without ending the loop."""
     tape.rounds.append(list(messages))
-    while tape.rounds or tape.is_busy():
+    while tape.rounds or tape.is_busy() or denoiser.engine.jobs:
         denoiser.hear(wait=denoiser.is_idle)
         denoiser.join()
         denoiser.step()
@@ -162,5 +160,4 @@ def test_two_versions_side_by_side_share_a_store_and_no_rows(
         assert [listing.template.picture for listing in listed.templates] == ["t"]
     assert not any(tape.of(wire.Fetched) for _, tape in loops.values())
     assert len(list((tmp_path / "remote").iterdir())) == 2
-    first, second = (np.frombuffer(latents(tape)[1], np.float32) for _, tape in loops.values())
-    assert torch.equal(torch.tensor(first), torch.tensor(second))  # here the code is in fact the same
+    assert latents(loops["older"][1]) == latents(loops["newer"][1])  # here the code is in fact the same
