@@ -77,16 +77,13 @@ def choose_slots(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def limits(values: Mapping[str, Any], num_slots: int) -> tuple[int, int]:
-    """The least and the greatest number of workers."""
-    told = values["workers"]
-    low, high = values["min_workers"], values["max_workers"]
-    if told != AUTO and (low != AUTO or high != AUTO):
-        raise ConfigError("--workers fixes the number of workers: leave out --min-workers and --max-workers")
-    most = max(num_slots, 1) if told == AUTO else told
+    """The least and the greatest number of workers: those that are given, else what `--workers` says, else the slots
+    that the nodes have room for, and one at least if only the greatest is given."""
+    told, low, high = values["workers"], values["min_workers"], values["max_workers"]
     if low == AUTO:
-        low = 1 if told == AUTO and high != AUTO else most
+        low = 1 if told == AUTO and high != AUTO else max(num_slots, 1) if told == AUTO else told
     if high == AUTO:
-        high = max(most, low)
+        high = max(low, num_slots if told == AUTO else told)
     if low > high:
         raise ConfigError(f"--min-workers is {low}: at most --max-workers, {high}, is expected")
     return low, high

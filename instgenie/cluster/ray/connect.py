@@ -1,6 +1,7 @@
 """Joins Ray, or starts it, and finds or creates the controller. These calls block: make them before the event loop
 runs."""
 
+import logging
 import os
 import socket
 import time
@@ -66,6 +67,7 @@ def join_ray(address: str, cluster: str) -> None:
         return
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    logging.setLogRecordFactory(logging.LogRecord)  # Ray's own adds a field to every line of the log
     common: dict[str, Any] = {"namespace": namespace(cluster), "log_to_driver": False, "configure_logging": False}
     try:
         if address == "ray":

@@ -89,6 +89,7 @@ class RayLauncher:
         self._nodes: dict[int, Any] = {}  # actors, by slot
         self._processes: dict[tuple[int, Role], RayProcess] = {}
         self._changed = asyncio.Condition()
+        self._released = asyncio.Event()
 
     # the cluster asks
 
@@ -105,6 +106,18 @@ class RayLauncher:
 
     async def start(self, worker: int, role: Role, config: ProcessConfig) -> RayProcess:
         """Wait until the slot has a node, and have its process serve this front."""
+        starting = asyncio.create_task(self._start(worker, role, config))
+        released = asyncio.create_task(self._released.wait())
+        try:
+            await asyncio.wait([starting, released], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                raise OSError("this front leaves the cluster")
+            return starting.result()
+        finally:
+            starting.cancel()
+            released.cancel()
+
+    async def _start(self, worker: int, role: Role, config: ProcessConfig) -> RayProcess:
         encoded = msgspec.json.encode(replace(config, front=self.front, has_control=True))
         while True:
             node = await self._node_of(worker)
@@ -122,6 +135,7 @@ class RayLauncher:
                 return process
 
     def release(self) -> bool:
+        self._released.set()
         self.give_up_all(0)
         return True
 
