@@ -72,9 +72,8 @@ class NodeActor:
 
     async def _spawn(self, role: Role, config: ProcessConfig) -> asyncio.subprocess.Process:
         device = seen_device(config.device, os.environ).name
-        own = replace(
-            config, parent=os.getpid(), device=device, peer_address=f"tcp://{ray.util.get_node_ip_address()}:*"
-        )
+        peers = f"tcp://{ray.util.get_node_ip_address()}:*" if role == "denoise" else ""
+        own = replace(config, parent=os.getpid(), device=device, peer_address=peers)
         variables = process_environment(config) | self._variables
         if THREADS not in self._variables and self._num_threads:
             variables[THREADS] = str(self._num_threads)  # Ray has set another number for this actor
