@@ -20,8 +20,8 @@ from instgenie.cost.latency import DEFAULTS
 from instgenie.engine.pricing import job_shape
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
-from instgenie.simulate.fronts import FrontedShape, FrontSeconds, Outcome, simulate_fronts
-from instgenie.simulate.network import NetworkShape
+from instgenie.simulate.fronts import BusyShares, FrontedShape, FrontSeconds, simulate_fronts
+from instgenie.simulate.network import LinkShape
 from instgenie.simulate.service import PlannedService, SideSeconds
 from instgenie.telemetry.progress import show_status
 
@@ -70,7 +70,7 @@ class ScaleRow:
         return f"{name}, {parts[name]:.0%}"
 
 
-class Scale:
+class ScaleRunner:
     def __init__(self, study: ScaleStudy, model: Model) -> None:
         self.study, self.model = study, model
         self.service = PlannedService(DEFAULTS["cuda"], job_shape(model, value_bytes=1), SIDE)
@@ -108,7 +108,7 @@ class Scale:
 
 
 def make_row(
-    study: str, case: str, shape: FrontedShape, latencies: Latencies, outcome: Outcome, seconds: float
+    study: str, case: str, shape: FrontedShape, latencies: Latencies, outcome: BusyShares, seconds: float
 ) -> ScaleRow:
     return ScaleRow(
         study=study,
@@ -127,39 +127,39 @@ def make_row(
     )
 
 
-Study = Callable[[Scale], Iterable[ScaleRow]]
+Study = Callable[[ScaleRunner], Iterable[ScaleRow]]
 
 
-def by_size(scale: Scale) -> Iterable[ScaleRow]:
+def by_size(scale: ScaleRunner) -> Iterable[ScaleRow]:
     """Everything grows with the cluster: fronts, nodes, and the store's bandwidth."""
     for num_workers in scale.study.workers:
-        network = NetworkShape(store_rate=6.25e9 * max(num_workers / 8, 1))
+        network = LinkShape(store_rate=6.25e9 * max(num_workers / 8, 1))
         shape = FrontedShape(num_workers, scale.fronts_for(num_workers), scale.study.staleness, network=network)
         yield scale.run("size", "", replace(shape, front=FRONT))
 
 
-def by_fronts(scale: Scale) -> Iterable[ScaleRow]:
+def by_fronts(scale: ScaleRunner) -> Iterable[ScaleRow]:
     """One front, and more of them, for the same workers."""
     num_workers = 4 * SMALL
     enough = scale.fronts_for(num_workers)
     for num_fronts in (max(enough // 4, 1), max(enough // 2, 1), enough, 2 * enough):
-        network = NetworkShape(store_rate=6.25e9 * num_workers / 8)
+        network = LinkShape(store_rate=6.25e9 * num_workers / 8)
         shape = FrontedShape(num_workers, num_fronts, scale.study.staleness, network=network, front=FRONT)
         yield scale.run("fronts", f"{num_fronts} fronts", shape)
 
 
-def by_age(scale: Scale) -> Iterable[ScaleRow]:
+def by_age(scale: ScaleRunner) -> Iterable[ScaleRow]:
     """Views of growing age, for routers that look at all workers and for those that draw a sample."""
     for max_scanned, name in ((2 * SMALL, "all workers"), (0, "a sample")):
         for staleness in (0.0, 0.1, 1.0, 5.0):
-            network = NetworkShape(store_rate=1e12, node_rate=1e12)  # no limit
+            network = LinkShape(store_rate=1e12, node_rate=1e12)  # no limit
             shape = FrontedShape(2 * SMALL, 16, staleness, max_scanned=max_scanned, network=network)
             yield scale.run("age", f"{name}, {staleness:g} s old", shape)
 
 
-def by_links(scale: Scale) -> Iterable[ScaleRow]:
+def by_links(scale: ScaleRunner) -> Iterable[ScaleRow]:
     """Slower links, a slower store, no peers, and routers that do not count what is on its way."""
-    usual = NetworkShape(store_rate=50e9)
+    usual = LinkShape(store_rate=50e9)
     cases = {
         "100 Gbit/s a node, store 400": (usual, True),
         "the same, fetches not counted": (usual, False),
@@ -183,7 +183,7 @@ def bench_scale(
     check_folder(plot_path)
     with show_status("loading the model"):
         model = load(MODEL, "cpu", weights=frozenset())
-    scale = Scale(study, model)
+    scale = ScaleRunner(study, model)
     for part in parts or STUDIES:
         print_rows(part, STUDIES[part](scale), f"{study.load:.0%} of the workers' capacity")
     if json_path:

@@ -19,7 +19,7 @@ from instgenie.cluster.ledger import Ledger, LocalLedger
 from instgenie.cluster.orders import Order, TemplateStatus
 from instgenie.cluster.processes import Worker, make_workers
 from instgenie.cluster.quota import check_quota
-from instgenie.cluster.status import ClusterStatus, Observer, WorkerStatus
+from instgenie.cluster.status import ClusterStatus, NodeStatus, Observer, WorkerStatus
 from instgenie.cluster.supervisor import Supervisor
 from instgenie.errors import ClosedError, EditError
 from instgenie.pictures.picture import check_edit
@@ -44,6 +44,8 @@ class Cluster:
         self._coordinator.placement.on_placed = self.clerk.placed
         self.forgetting = self._coordinator.library.forgetting
         self._is_open = False
+        self.nodes: tuple[NodeStatus, ...] = ()  # as the launcher knows them
+        self.fronts: tuple[str, ...] = ()
 
     # life
 
@@ -188,6 +190,8 @@ class Cluster:
         edits, reporter = self._coordinator.edits, self._coordinator.reporter
         return ClusterStatus(
             workers=tuple(self._worker_status(worker) for worker in self.workers),
+            nodes=self.nodes,
+            fronts=self.fronts,
             num_waiting=edits.num_waiting + self._coordinator.front.num_reserved,
             num_running=edits.num_running,
             num_registrations_waiting=self._coordinator.library.registrations.num_waiting,
@@ -203,6 +207,9 @@ class Cluster:
         return WorkerStatus(
             index=worker.index,
             device=worker.device,
+            node=worker.node,
+            is_draining=worker.is_draining,
+            num_fronts=worker.num_fronts,
             state=worker.state,
             processes=tuple(process.status for process in worker.processes.values()),
             running=tuple(entry.status for entry in entries if entry.is_running),
@@ -212,7 +219,6 @@ class Cluster:
             num_steps=worker.num_steps,
             num_interruptions=worker.num_interruptions,
             num_joined=worker.num_joined,
-            num_fronts=worker.num_fronts,
             predicted_seconds=worker.load.seconds,
             seconds_per_step=worker.load.pace.seconds(1, worker.load.costs.per_step),
             seconds_per_token=worker.load.seconds_per_token,

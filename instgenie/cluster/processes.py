@@ -4,7 +4,7 @@ for them. Knows no message and no socket."""
 import hashlib
 import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
@@ -225,6 +225,7 @@ class Worker:
     device: str
     processes: dict[Role, Process]
     load: WorkerLoad
+    node: str = ""  # its name; empty: this machine, or none yet
     edits: dict[str, EditEntry] = field(default_factory=dict)  # those that belong to it, by id
     digests: dict[Role, str] = field(default_factory=dict)  # of the weights that each process has loaded
     tier_bytes: dict[TierName, int] = field(default_factory=dict)
@@ -295,6 +296,15 @@ class Worker:
         self.last_step_seconds = seconds
         self.num_steps += 1
         self.load.pace.measure(predicted, seconds)
+
+
+def place(workers: Sequence[Worker], nodes: Mapping[int, str]) -> None:
+    """Note on which nodes workers are; those that are not named have none. The workers of a node share its link."""
+    links = {worker.node: worker.load.link for worker in workers if worker.node}
+    for worker in workers:
+        if worker.node != nodes.get(worker.index, ""):
+            worker.node = nodes.get(worker.index, "")
+            worker.load.link = links.setdefault(worker.node, NodeLink()) if worker.node else NodeLink()
 
 
 def make_workers(config: ClusterConfig) -> list[Worker]:

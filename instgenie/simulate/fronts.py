@@ -16,7 +16,7 @@ from instgenie.scheduling.fetches import NodeLink
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.scheduling.router import MAX_SCANNED, NO_LOAD, LoadSums, Pace, Router, SideStage, WorkerLoad
 from instgenie.simulate.clock import Clock
-from instgenie.simulate.network import Network, NetworkedMemory, NetworkShape
+from instgenie.simulate.network import LinkShape, Network, NetworkedMemory
 from instgenie.simulate.service import Service
 from instgenie.simulate.worker import SimulatedJob, SimulatedWorker
 
@@ -31,7 +31,7 @@ class FrontSeconds:
 
 
 NO_SECONDS = FrontSeconds()
-USUAL_NETWORK = NetworkShape()
+USUAL_NETWORK = LinkShape()
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class FrontedShape:
     max_templates: int = 3  # that fit into a worker's memory
     knows_fetches: bool = True  # False: routers do not count the templates that are on their way to a node
     front: FrontSeconds = NO_SECONDS
-    network: NetworkShape = USUAL_NETWORK
+    network: LinkShape = USUAL_NETWORK
 
 
 NOTHING_COMES = NodeLink()
@@ -230,7 +230,7 @@ class FrontedWorker(SimulatedWorker):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BusyShares:
     """How busy the parts of a cluster were: shares of their capacity between the first arrival and the last."""
 
     fronts: float  # mean
@@ -241,7 +241,7 @@ class Outcome:
     num_bytes: float  # per edit, over the network
 
 
-def simulate_fronts(shape: FrontedShape, service: Service, jobs: Sequence[SimulatedJob]) -> Outcome:
+def simulate_fronts(shape: FrontedShape, service: Service, jobs: Sequence[SimulatedJob]) -> BusyShares:
     """Run the jobs, which must be in the order of arrival; they get their times. All templates are in the object store
     from the start, and each is in the memory of one worker, as long as there is room. Job n comes to front n modulo
     the number of fronts, as a load balancer deals them."""
@@ -315,10 +315,10 @@ def outcome_of(
     fronts: Iterable[SimulatedFront],
     memories: Sequence[NetworkedMemory],
     network: Network,
-) -> Outcome:
+) -> BusyShares:
     seconds = jobs[-1].arrived - jobs[0].arrived or 1.0
     busy = [front.busy / seconds for front in fronts]
-    return Outcome(
+    return BusyShares(
         fronts=sum(busy) / len(busy),
         worst_sender=max(link.use(seconds) for link in network.senders),
         worst_receiver=max(link.use(seconds) for link in network.receivers),

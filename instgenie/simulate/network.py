@@ -16,7 +16,7 @@ NODE_MEMORY_RATE = 5e9  # bytes per second between two workers of one node
 
 
 @dataclass(frozen=True)
-class NetworkShape:
+class LinkShape:
     workers_per_node: int = 8
     node_rate: float = 12.5e9  # bytes per second of a node, in each direction
     store_rate: float = 50e9  # bytes per second that the object store sends to all nodes together
@@ -30,9 +30,9 @@ class Link:
     free_at: float = 0.0
     num_bytes: float = 0.0  # carried so far
 
-    def carry(self, num_bytes: float, start: float, end: float) -> None:
+    def carry(self, num_bytes: float, until: float) -> None:
         self.num_bytes += num_bytes
-        self.free_at = max(end, start)
+        self.free_at = until
 
     def use(self, seconds: float) -> float:
         """The share of its capacity that was used in so many seconds."""
@@ -42,7 +42,7 @@ class Link:
 class Network:
     """Links of all nodes, and which worker holds which template."""
 
-    def __init__(self, shape: NetworkShape, num_workers: int, template_bytes: float) -> None:
+    def __init__(self, shape: LinkShape, num_workers: int, template_bytes: float) -> None:
         num_nodes = -(-num_workers // shape.workers_per_node)
         self.shape, self.template_bytes = shape, template_bytes
         self.senders = [Link(shape.node_rate) for _ in range(num_nodes)]
@@ -65,10 +65,9 @@ class Network:
             end = max(sender.free_at, receiver.free_at, now) + self.template_bytes / receiver.rate
             if end < best:
                 best, source = end, sender
-        seconds = self.template_bytes / min(source.rate, receiver.rate)
-        # a slow receiver does not hold up a fast source: it is free for others once its own share is sent
-        source.carry(self.template_bytes, now, best - seconds + self.template_bytes / source.rate)
-        receiver.carry(self.template_bytes, now, best)
+        # a source goes on with others while a receiver is busy
+        source.carry(self.template_bytes, max(source.free_at, now) + self.template_bytes / source.rate)
+        receiver.carry(self.template_bytes, best)
         return best
 
     def _peers(self, template: str, now: float) -> Sequence[int]:

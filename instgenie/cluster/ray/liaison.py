@@ -11,8 +11,10 @@ from ray.exceptions import RayError
 
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import Role
+from instgenie.cluster.processes import place
 from instgenie.cluster.ray.launcher import RayLauncher
 from instgenie.cluster.ray.names import SECONDS_BETWEEN_REPORTS, Directive, FrontReport
+from instgenie.cluster.status import NodeStatus
 from instgenie.scheduling.router import WorkerLoad
 
 SECONDS_TO_ANSWER = 10.0
@@ -53,9 +55,21 @@ class Liaison:
         self._is_away = False
         directive = msgspec.json.decode(answer, type=Directive)
         await self.launcher.take(directive)
+        self._place(directive)
         leaving = {info.index for info in directive.slots if info.state in ("draining", "ending")}
         for worker in self.cluster.workers:
             worker.drain(worker.index in leaving)
+
+    def _place(self, directive: Directive) -> None:
+        """Tell the cluster where its workers are, and which fronts share them."""
+        found = {info.index: info.facts for info in directive.slots if info.facts}
+        place(self.cluster.workers, {index: facts.name for index, facts in found.items()})
+        nodes = {facts.name: facts for facts in found.values()}
+        self.cluster.nodes = tuple(
+            NodeStatus(name, facts.address, facts.num_cores, facts.available_bytes)
+            for name, facts in sorted(nodes.items())
+        )
+        self.cluster.fronts = tuple(sorted(directive.fronts))
 
     def _report(self) -> FrontReport:
         workers = self.cluster.workers

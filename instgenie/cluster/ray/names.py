@@ -62,6 +62,11 @@ class NodeFacts(Struct, frozen=True):
     available_bytes: float  # of main memory, now
     num_cores: int
 
+    @property
+    def name(self) -> str:
+        """For people and labels. Several nodes may have one address."""
+        return f"{self.address}-{self.node[:6]}"
+
 
 class SlotInfo(Struct, frozen=True):
     index: int

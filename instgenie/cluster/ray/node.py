@@ -20,8 +20,14 @@ from instgenie.cluster.ray.names import NodeFacts
 from instgenie.machine.cores import available_cores
 from instgenie.machine.curve import SECRET
 from instgenie.machine.memory import available_memory
+from instgenie.telemetry.traces import NODE
 
 THREADS = "OMP_NUM_THREADS"
+
+
+def node_facts() -> NodeFacts:
+    node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    return NodeFacts(node, address, available_memory(), available_cores())
 
 
 class SlotProcess:
@@ -52,9 +58,7 @@ class NodeActor:
         self._is_ending = False
 
     async def facts(self) -> bytes:
-        context = ray.get_runtime_context()
-        address = ray.util.get_node_ip_address()
-        return msgspec.json.encode(NodeFacts(context.get_node_id(), address, available_memory(), available_cores()))
+        return msgspec.json.encode(node_facts())
 
     async def start(self, role: Role, encoded: bytes) -> int:
         """Have the role's process serve a front: start it, or attach the front to it. Returns its pid."""
@@ -74,7 +78,7 @@ class NodeActor:
         device = seen_device(config.device, os.environ).name
         peers = f"tcp://{ray.util.get_node_ip_address()}:*" if role == "denoise" else ""
         own = replace(config, parent=os.getpid(), device=device, peer_address=peers)
-        variables = process_environment(config) | self._variables
+        variables = process_environment(config) | self._variables | {NODE: node_facts().name}
         if THREADS not in self._variables and self._num_threads:
             variables[THREADS] = str(self._num_threads)  # Ray has set another number for this actor
         return await asyncio.create_subprocess_exec(

@@ -21,6 +21,7 @@ from instgenie.server.bodies.answers import (
 )
 from instgenie.server.bodies.fields import EditFields, Fields, GenerationFields, TemplateFields, VariationFields
 from instgenie.server.bodies.forms import DATA_URL_PREFIX
+from instgenie.server.bodies.status import StatusAnswer
 
 ERRORS = {
     400: "The request is not valid.",
@@ -144,6 +145,7 @@ HEALTH: dict[str, Any] = {
     },
     "openapi_extra": {"security": []},
 }
+STATUS: dict[str, Any] = {"responses": answers(StatusAnswer, 401, 403)}
 METRICS: dict[str, Any] = {
     "responses": {
         200: {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}},
