@@ -41,7 +41,6 @@ class Sharing:
             worker = self.workers[process.worker]
             worker.load.share(NO_LOAD)
             worker.num_fronts, worker.is_stale = 0, False
-            self._shared.pop(worker.index, None)
             self._told.pop(worker.index, None)
 
     async def _tell_often(self) -> None:
@@ -55,15 +54,19 @@ class Sharing:
         is_due = now - self._beat_at >= self.seconds_between_beats
         self._beat_at = now if is_due else self._beat_at
         for worker in list(self._shared.values()):
-            load = worker.load.own if worker.edits else NO_LOAD
-            if is_due or load != self._told.get(worker.index, NO_LOAD):
-                self._told[worker.index] = load
-                self.send(worker.denoiser, wire.Assigned(load))
+            if worker.num_fronts:
+                self._tell_load(worker, is_due)
+                self._judge(worker, now)
             if is_due:
                 for process in worker.processes.values():
                     if process is not worker.denoiser and process.is_ready:
                         self.send(process, wire.Beat())
-            self._judge(worker, now)
+
+    def _tell_load(self, worker: Worker, is_due: bool) -> None:
+        load = worker.load.own if worker.edits else NO_LOAD
+        if is_due or load != self._told.get(worker.index, NO_LOAD):
+            self._told[worker.index] = load
+            self.send(worker.denoiser, wire.Assigned(load))
 
     def _judge(self, worker: Worker, now: float) -> None:
         """Note whether what is known of a worker is too old."""

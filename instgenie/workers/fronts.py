@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TypeAlias
@@ -77,9 +77,9 @@ class FrontLink:
     front: str
     socket: "zmq.Socket[bytes]"
     heard_at: float
+    is_beating: bool = False  # True once the front has given a sign of life; until then silence says nothing
     load: LoadSums = NO_LOAD  # that the front has given to this worker
     pushed: Foreign | None = None  # what the front was last told of the others
-    pushed_at: float = 0.0
 
     def send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
         self.socket.send_multipart([encode(message), *frames], copy=False)
@@ -107,6 +107,9 @@ class SharedLine(Line):
         self._latest: FrontLink | None = None  # that sent the message being handled
         self._readable: deque[FrontLink] = deque()
         self._orphans: deque[str] = deque()  # jobs to cancel
+        self._looked_at = time.monotonic()  # for silent fronts
+        self._has_news = False  # True if a load has changed since it was last pushed
+        self._pushed_at = 0.0
         self._is_ended = False
         self._control = control or ControlChannel()
         self._poller.register(self._control.fd, zmq.POLLIN)
@@ -131,6 +134,7 @@ class SharedLine(Line):
         link = FrontLink(front, open_socket(self._context, endpoint, name), time.monotonic())
         self._poller.register(link.socket, zmq.POLLIN)
         self.links[front] = link
+        self._has_news = True
         if self._templates:
             link.send(Announced(tuple(self._templates.values())))
         for fact in self._facts.values():
@@ -144,6 +148,7 @@ class SharedLine(Line):
             return
         self._poller.unregister(link.socket)
         link.socket.close(linger=0)
+        self._has_news = True
         self._askers = {key: [one for one in links if one is not link] for key, links in self._askers.items()}
         for attempted, senders in list(self._senders.items()):
             if link in senders.links:
@@ -155,7 +160,13 @@ class SharedLine(Line):
         log.info("front detached", extra={"front": front, "num_fronts": len(self.links)})
 
     def _detach_silent(self, now: float) -> None:
-        for link in [link for link in self.links.values() if now - link.heard_at > self.timeout]:
+        """Detach fronts that have been silent for too long. Time in which this loop itself was held up, by the model's
+        loading or by a long step, is not counted against them."""
+        late = max(now - self._looked_at - 2 * MS_BETWEEN_BEATS / 1000, 0.0)
+        self._looked_at = now
+        for link in self.links.values():
+            link.heard_at += late
+        for link in [link for link in self.links.values() if link.is_beating and now - link.heard_at > self.timeout]:
             log.warning("front is silent", extra={"front": link.front, "seconds": self.timeout})
             self._detach(link.front)
 
@@ -252,7 +263,7 @@ class SharedLine(Line):
         return None
 
     def _poll(self, wait: bool) -> None:
-        timeout = MS_BETWEEN_PUSHES if self._has_to_push else MS_BETWEEN_BEATS
+        timeout = MS_BETWEEN_PUSHES if self.pushes_load and self._has_news else MS_BETWEEN_BEATS
         ready = dict(self._poller.poll(timeout if wait and not self._orphans else 0))
         if self._woken in ready:
             os.read(self._woken, 4096)
@@ -266,9 +277,11 @@ class SharedLine(Line):
         link.heard_at, self._latest = time.monotonic(), link
         match message:
             case Assigned(load):
-                link.load = load
+                self._has_news |= load != link.load
+                link.load, link.is_beating = load, True
                 return False
             case Beat():
+                link.is_beating = True
                 return False
             case Begin():
                 return (Ready, "") not in self._facts
@@ -315,31 +328,25 @@ class SharedLine(Line):
     def _beat(self) -> None:
         now = time.monotonic()
         is_due = 1000 * (now - self._beat_at) >= MS_BETWEEN_BEATS
+        self._detach_silent(now)
         if is_due:
             self._beat_at = now
-            self._detach_silent(now)
         if self.pushes_load:
-            self._push(now, is_due)
+            if is_due or (self._has_news and 1000 * (now - self._pushed_at) >= MS_BETWEEN_PUSHES):
+                self._push(is_due)
+                self._pushed_at, self._has_news = now, False
         elif is_due:
             for link in self.links.values():
                 link.send(Beat())
 
-    def _push(self, now: float, is_due: bool) -> None:
-        """Tell each front what the others have given to the worker: if it changed, and with each beat."""
-        for link, foreign in self._foreign():
-            is_news = foreign != link.pushed and 1000 * (now - link.pushed_at) >= MS_BETWEEN_PUSHES
-            if is_due or is_news:
-                link.send(foreign)
-                link.pushed, link.pushed_at = foreign, now
-
-    @property
-    def _has_to_push(self) -> bool:
-        return self.pushes_load and any(foreign != link.pushed for link, foreign in self._foreign())
-
-    def _foreign(self) -> Iterator[tuple[FrontLink, Foreign]]:
+    def _push(self, is_due: bool) -> None:
+        """Tell each front what the others have given to the worker: with each beat, else if it has changed."""
         for link in self.links.values():
             others = [other.load for other in self.links.values() if other is not link]
-            yield link, Foreign(total(others), len(self.links))
+            foreign = Foreign(total(others), len(self.links))
+            if is_due or foreign != link.pushed:
+                link.send(foreign)
+                link.pushed = foreign
 
     def close(self) -> None:
         for link in self.links.values():
