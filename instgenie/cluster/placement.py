@@ -51,8 +51,10 @@ class Placement:
 
     def home_of(self, order: Order) -> Worker | None:
         """The worker that may have begun an order with the same key, if it can go on with it."""
-        worker = None if order.home is None else self.workers[order.home]
-        return worker if worker and worker.is_ready else None
+        if order.home is None or order.home >= len(self.workers):
+            return None
+        worker = self.workers[order.home]
+        return worker if worker.is_ready else None
 
     def _hopeful_loads(self) -> list[WorkerLoad]:
         """The loads of workers that may become ready; if there are none, of all."""
