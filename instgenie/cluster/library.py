@@ -212,8 +212,9 @@ class Library:
             template.state, template.num_registered_steps, template.is_lost = "ready", message.num_steps, False
             self.retries.succeeded(template.id)
             template.keep_in_memory(process.worker, message.tier_bytes)
-            tier = template.tier_at(process.worker) or "disk"  # provisional: the next Kept message has the tiers
-            self.workers[process.worker].load.templates[template.id] = tier
+            worker = self.workers[process.worker]
+            tier = template.tier_at(worker.index, worker.host) or "disk"  # provisional: the next Kept has the tiers
+            worker.load.templates[template.id] = tier
             self.peers.update(template)
             for entry in [entry for entry in template.parked if entry.worker == process.worker]:
                 self.unpark(template, entry)
@@ -223,8 +224,9 @@ class Library:
         template = self.templates.get(message.template or "")
         if template is None:
             return
-        is_news_to_all = template.keep(process.worker, message.template_bytes)
-        self.tell_router(template, None if is_news_to_all else self.workers[process.worker])
+        worker = self.workers[process.worker]
+        is_news_to_others = template.keep(worker.index, worker.host, message.template_bytes)
+        self.tell_router(template, None if is_news_to_others else worker)
         if not (template.is_held or template.entries or template.parked):
             reason = "were evicted to make room for others, expired or could not be written"
             template.fail(f"its activations {reason}: register it again")
@@ -234,9 +236,9 @@ class Library:
         """Note that a worker does not find a template, though others may. Return whether the template is known."""
         template = self.templates.get(name)
         if template:
-            is_news_to_all = template.keep(worker, {})
+            is_news_to_others = template.keep(worker, self.workers[worker].host, {})
             self.peers.fail(template, worker)
-            self.tell_router(template, None if is_news_to_all else self.workers[worker])
+            self.tell_router(template, None if is_news_to_others else self.workers[worker])
         return template is not None
 
     def tell_router(self, template: TemplateRecord, worker: Worker | None = None) -> None:
@@ -289,7 +291,7 @@ class Library:
 
 def update_load(worker: Worker, template: TemplateRecord) -> None:
     """Tell the router the fastest tier in which a worker finds a template."""
-    if tier := template.tier_at(worker.index):
+    if tier := template.tier_at(worker.index, worker.host):
         worker.load.templates[template.id] = tier
     else:
         worker.load.templates.pop(template.id, None)

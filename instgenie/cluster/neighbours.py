@@ -17,7 +17,7 @@ class Neighbours:
             name = listing.template.id
             known = self.library.templates.get(name)
             if name not in self.library.forgetting and (known is None or known.state == "failed"):
-                self.archive.add(name, listing)
+                self.archive.add(name, listing, self.library.workers[process.worker].host)
             if template := self.library.templates.get(name):
                 template.is_asked_for |= listing.is_asked_for
 

@@ -50,3 +50,8 @@ class Peers:
     def _serving(self, template: TemplateRecord) -> list[int]:
         """Workers that have a template and serve it."""
         return [index for index in template.holders if self.workers[index].denoiser.peer_address]
+
+
+def host_of(address: str) -> str:
+    """The machine at an address; empty: this one."""
+    return address.removeprefix("tcp://").rpartition(":")[0] if address.startswith("tcp://") else ""

@@ -226,6 +226,7 @@ class Worker:
     processes: dict[Role, Process]
     load: WorkerLoad
     node: str = ""  # its name; empty: this machine, or none yet
+    host: str = ""  # the machine whose disk it sees; empty: this one
     edits: dict[str, EditEntry] = field(default_factory=dict)  # those that belong to it, by id
     digests: dict[Role, str] = field(default_factory=dict)  # of the weights that each process has loaded
     tier_bytes: dict[TierName, int] = field(default_factory=dict)

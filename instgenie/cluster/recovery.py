@@ -8,6 +8,7 @@ from instgenie.cluster.edits import Edits
 from instgenie.cluster.entries import MAX_DEATHS, EditEntry, Entry
 from instgenie.cluster.library import Library
 from instgenie.cluster.moving import move_away
+from instgenie.cluster.peers import host_of
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process
 from instgenie.telemetry.logs import names_of
@@ -30,6 +31,7 @@ class Recovery:
         worker.digests[process.role] = digest
         worker.has_lost_node &= not worker.is_ready
         if process.role == "denoise":
+            worker.host = host_of(worker.denoiser.peer_address)
             self.library.forgetting.send_all(worker)
         if worker.denoiser.is_ready:
             self.archive.ask(worker)

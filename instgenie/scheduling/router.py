@@ -22,6 +22,7 @@ PRIOR_SECONDS = 0.1  # length of the invented step that the fit starts with
 DECAY = 0.98  # weight of a measured step after one more
 SIDE_DECAY = 0.8  # the same for side stages; lower, because the first one of a process is slow
 NUM_KNOWN = 50  # steps after which a worker is judged by its own pace
+TIE = 1e-7  # weight of what is moved or registered: it decides between workers that would finish at the same time
 MAX_SCANNED = 64  # up to this many workers, a choice looks at each of them
 NUM_SAMPLED = 32  # workers drawn where there are more, and holders of the template drawn besides
 
@@ -312,9 +313,10 @@ def predicted_finish(work: Work, load: WorkerLoad) -> float:
     compute = load.compute + work.num_steps * price.compute + registering
     loading = load.loading + work.num_steps * price.load
     predicted = load.costs.total_seconds(num_steps, compute, loading)
-    steps = load.fetch_from(tier, work) + load.pace.seconds(num_steps, predicted)
+    fetching = load.fetch_from(tier, work)
+    steps = fetching + load.pace.seconds(num_steps, predicted)
     side = (load.num_unfinished + work.num_edits) * max(load.side_seconds.values(), default=0.0)
-    return max(steps, side)
+    return max(steps, side) + TIE * (fetching + registering)
 
 
 def fewest_tokens(work: Work, load: WorkerLoad) -> float:

@@ -146,6 +146,8 @@ OPTIONS = (
     Option("remote-cache", text, None, "URL of a cache that several machines share: s3://bucket/folder, ...", "URL",
            default_text="none"),
     Option("remote-cache-gib", number(0.001, 2**30), 1000.0, "largest size of the remote cache", "GIB"),
+    Option("peer-bandwidth", number(0.001, 1000), 1.0,
+           "GB that a worker sends in a second of its templates to workers that lack them", "GB"),
     Option("cache-ttl", number(0.0001, 87600), None,
            "hours after which an unused template is deleted that no client registered", "HOURS", default_text="never"),
     # logs and traces
@@ -219,6 +221,7 @@ def make_cache(values: Mapping[str, Any], devices: Sequence[str]) -> CacheConfig
         disk_bytes=round(values["disk_cache_gib"] * GIB),
         remote=values["remote_cache"],
         remote_bytes=round(values["remote_cache_gib"] * GIB),
+        peer_bytes_per_second=1e9 * values["peer_bandwidth"],
         dtype=choose_cache_dtype(values["cache_dtype"], devices),
         seconds_to_live=None if values["cache_ttl"] is None else 3600 * values["cache_ttl"],
     )

@@ -1,6 +1,6 @@
 """The cluster tells workers which peers hold a template, and what becomes of an edit whose peers fail."""
 
-from helpers.fake_cluster import FakeCluster, events, make_order
+from helpers.fake_cluster import FakeCluster, events, make_lasting, make_order
 
 from instgenie.cluster import wire
 from instgenie.cluster.orders import Finished
@@ -122,3 +122,24 @@ def test_an_edit_finished_with_a_copy_says_so() -> None:
     assert isinstance(finished, Finished)
     assert finished.facts.cache_tier == "peer"
     assert cluster.reporter.cache_hits["peer"] >= 1
+
+
+def test_a_disk_is_shared_by_the_workers_of_one_host() -> None:
+    cluster = make_lasting(devices=("cpu",) * 3)
+    for worker, host in zip(cluster.workers, ("one", "one", "two"), strict=True):
+        worker.denoiser.peer_address = f"tcp://{host}:{worker.index}"
+        cluster.revive(worker.denoiser)
+    template = cluster.ask_for_template()
+    [holder] = template.entries
+    cluster.prepare(holder)
+    cluster.register(holder)
+    cluster.kept(template.id, holder, host=1000)
+    for worker in range(3):
+        cluster.kept(template.id, worker, disk=900) if worker < 2 else cluster.kept(template.id, worker, remote=800)
+    loads = [worker.load for worker in cluster.workers]
+    assert [load.templates[template.id] for load in loads] == ["disk", "disk", "remote"]
+    assert template.status().tier_bytes == {"disk": 900, "remote": 800}
+    cluster.kept(template.id, 0, remote=800)
+    assert [load.templates[template.id] for load in loads] == ["remote"] * 3
+    cluster.kept(template.id, 2)
+    assert template.state == "failed"

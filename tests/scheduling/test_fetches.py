@@ -90,3 +90,12 @@ def test_measured_fetches_correct_what_is_typical() -> None:
     assert slow.tier_of(WORK) == "peer"
     rates.measure("peer", 10**9, 1e6)
     assert slow.tier_of(WORK) is None  # by now, registering is quicker
+
+
+def test_among_equals_the_holder_is_chosen() -> None:
+    """Preparing takes longer than all else, on either worker. Nothing is moved or registered without need."""
+    for tier, peer in ((None, 0.01), (None, 5.0), ("remote", 0.01)):
+        holder, idle = pair(0, tier, peer=peer)  # type: ignore[arg-type]
+        for load in (holder, idle):
+            load.measure_side_stage("prepare", 100.0)
+        assert [Router().choose(WORK, (idle, holder)) for _ in range(3)] == [holder.worker] * 3
