@@ -21,7 +21,7 @@ def test_metrics(server: Running, edited: Any) -> None:
         "batch_size": "histogram", "mask_ratio": "histogram", "cache_queries": "counter", "cache_hits": "counter",
         "cache_fetched_bytes": "counter", "cache_fetch_seconds": "counter",
         "cache_usage_bytes": "gauge", "http_requests": "counter", "step_loop_interruptions": "counter",
-        "worker_state": "gauge", "worker_restarts": "counter", "worker_running": "gauge",
+        "worker_state": "gauge", "worker_restarts": "counter", "worker_running": "gauge", "worker_jobs": "counter",
         "worker_predicted_seconds": "gauge", "worker_cache_bytes": "gauge",
     }  # fmt: skip
 
