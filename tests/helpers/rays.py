@@ -58,6 +58,19 @@ class RayNodes:
                 process.send_signal(signal.SIGKILL)
         self._cluster.remove_node(node, allow_graceful=False)
 
+    @contextmanager
+    def stopped(self, node: Any) -> Iterator[None]:
+        """Nothing on the node runs while the block does: to others it looks like a cable that was pulled."""
+        processes = self.processes(node)
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
+
     def stop(self) -> None:
         self._cluster.shutdown()
 

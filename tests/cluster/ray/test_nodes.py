@@ -10,6 +10,7 @@ from helpers.clusters import Run, are_equal, collect, follow, make_config, make_
 from helpers.rays import RayFront, RayNodes, make_settings
 
 from instgenie.cluster.orders import Event, Finished, Order
+from instgenie.cluster.ray.names import slot_name
 from instgenie.scheduling.autoscaler import ScalingConfig
 
 SCALING = ScalingConfig(min_workers=1, max_workers=2, queue_seconds=0.02, idle_seconds=5.0)
@@ -102,6 +103,19 @@ def test_the_controller_is_replaced_while_edits_run(front: RayFront, run: Run) -
     assert before == after
 
 
+def test_an_actor_that_dies_costs_no_edit(front: RayFront, run: Run) -> None:
+    async def play() -> list[Event]:
+        actor = ray.get_actor(slot_name(1))
+        running = asyncio.create_task(answers(front, make_orders()))
+        await until(lambda: front.cluster.workers[1].denoiser.held)
+        ray.kill(actor, no_restart=False)
+        events = await running
+        await grow(front)
+        return events
+
+    assert len(pictures(run(play()))) == NUM_EDITS
+
+
 def test_an_idle_worker_is_given_up_without_losing_an_edit(front: RayFront, run: Run) -> None:
     async def play() -> list[Event]:
         cluster, events = front.cluster, []
@@ -115,3 +129,25 @@ def test_an_idle_worker_is_given_up_without_losing_an_edit(front: RayFront, run:
     assert workers_of(events[-1:]) == {0}
     assert front.cluster.workers[1].denoiser.num_failed_starts == 0
     assert list(front.launcher.slots) == [0]
+
+
+def test_a_node_that_is_cut_off_is_replaced_and_its_late_answers_are_ignored(
+    front: RayFront, rays: RayNodes, run: Run
+) -> None:
+    """The only worker's node stops answering, and comes back when its edits are done elsewhere."""
+
+    async def play() -> tuple[list[Event], int]:
+        victim = rays.find(front.node_of(0))
+        running = asyncio.create_task(answers(front, make_orders()[::2]))
+        await until(lambda: front.cluster.workers[0].denoiser.held)
+        with rays.stopped(victim):
+            events = await running
+            num_finished = front.cluster.status().num_finished
+        events += await answers(front, [make_order(reuse="off")])
+        await until(lambda: front.launcher.facts_of(0))
+        assert front.node_of(0) != victim.node_id
+        return events, front.cluster.status().num_finished - num_finished
+
+    events, num_more = run(play())
+    assert len(pictures(events)) == NUM_EDITS // 2 + 1
+    assert num_more == 1
