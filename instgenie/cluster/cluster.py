@@ -17,7 +17,7 @@ from instgenie.cluster.front import Place
 from instgenie.cluster.launch import Launcher, LocalLauncher
 from instgenie.cluster.ledger import Ledger, LocalLedger
 from instgenie.cluster.orders import Order, TemplateStatus
-from instgenie.cluster.processes import Worker, make_workers
+from instgenie.cluster.processes import Worker, are_broken, make_workers
 from instgenie.cluster.quota import check_quota
 from instgenie.cluster.status import ClusterStatus, NodeStatus, Observer, WorkerStatus
 from instgenie.cluster.supervisor import Supervisor
@@ -77,12 +77,13 @@ class Cluster:
     @property
     def healthy(self) -> bool:
         """True if a worker is ready or may become ready soon."""
-        return self._supervisor.is_running and not all(worker.is_broken for worker in self.workers)
+        return self._supervisor.is_running and not are_broken(self.workers)
 
     @property
     def has_failed(self) -> bool:
         """True if no worker will ever start."""
-        return not self._supervisor.is_running or all(worker.state == "failed" for worker in self.workers)
+        placed = [worker for worker in self.workers if not worker.is_waiting]
+        return not self._supervisor.is_running or (bool(placed) and all(worker.state == "failed" for worker in placed))
 
     @property
     def failure(self) -> str:

@@ -4,7 +4,7 @@ for them. Knows no message and no socket."""
 import hashlib
 import time
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
@@ -232,6 +232,7 @@ class Worker:
     tier_bytes: dict[TierName, int] = field(default_factory=dict)
     num_fronts: int = 0  # that share it, this one among them; 0: it serves no other
     is_stale: bool = False  # True if it has been silent for so long that its load is not known
+    is_waiting: bool = False  # no node has room for it
     has_lost_node: bool = False  # its processes ended with their node; they start again when another has room
     is_draining: bool = False  # it gets no more edits; once it has no work, its device is given up
     host_bytes: int | None = None  # main memory for activations; None: not yet measured
@@ -299,10 +300,18 @@ class Worker:
         self.load.pace.measure(predicted, seconds)
 
 
+def are_broken(workers: Iterable[Worker]) -> bool:
+    """True if no worker is expected to be ready soon. Those that wait for a node do not count, unless all do: then the
+    next node may help."""
+    placed = [worker for worker in workers if not worker.is_waiting]
+    return bool(placed) and all(worker.is_broken for worker in placed)
+
+
 def place(workers: Sequence[Worker], nodes: Mapping[int, str]) -> None:
     """Note on which nodes workers are; those that are not named have none. The workers of a node share its link."""
     links = {worker.node: worker.load.link for worker in workers if worker.node}
     for worker in workers:
+        worker.is_waiting = worker.index not in nodes
         if worker.node != nodes.get(worker.index, ""):
             worker.node = nodes.get(worker.index, "")
             worker.load.link = links.setdefault(worker.node, NodeLink()) if worker.node else NodeLink()

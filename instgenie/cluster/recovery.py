@@ -10,7 +10,7 @@ from instgenie.cluster.library import Library
 from instgenie.cluster.moving import move_away
 from instgenie.cluster.peers import host_of
 from instgenie.cluster.placement import Placement
-from instgenie.cluster.processes import Process
+from instgenie.cluster.processes import Process, are_broken
 from instgenie.telemetry.logs import names_of
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Recovery:
 
     def _is_lost(self, entry: Entry) -> bool:
         """True if no worker can run it. A template is tied to its worker; an edit may go to any other."""
-        return not isinstance(entry, EditEntry) or all(worker.is_broken for worker in self.workers)
+        return not isinstance(entry, EditEntry) or are_broken(self.workers)
 
     def give_up(self) -> None:
         """Fail all edits, since the cluster stops."""

@@ -130,7 +130,8 @@ class Supervisor:
 
     def _lost(self, process: Process, code: int | None) -> None:
         worker = self.workers[process.worker]
-        worker.has_lost_node |= code == NODE_LOST
+        if code == NODE_LOST:
+            worker.has_lost_node, worker.host_bytes = True, None  # another node has another memory
         process.end("its node is lost" if code == NODE_LOST else f"ended with exit code {code}")
         facts = {"worker_process": process.name, "code": code, "reason": process.message}
         log.log(logging.INFO if worker.is_draining else logging.ERROR, "process ended", extra=facts)

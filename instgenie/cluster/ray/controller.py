@@ -33,6 +33,7 @@ class WorkerSlot:
     index: int
     actor: Any
     is_draining: bool = False
+    num_drains: int = 0  # tells a front's word about this drain from one about an earlier
     is_ending: bool = False
     facts: NodeFacts | None = None
     asking: asyncio.Task[None] | None = field(default=None, repr=False)  # for its facts
@@ -93,7 +94,13 @@ class Controller:
     def _directive(self, is_known: bool) -> Directive:
         nodes = [slot.facts.node for slot in self.slots.values() if slot.facts]
         infos = tuple(
-            SlotInfo(slot.index, slot.state, slot.facts, nodes.count(slot.facts.node) if slot.facts else 1)
+            SlotInfo(
+                slot.index,
+                slot.state,
+                slot.facts,
+                nodes.count(slot.facts.node) if slot.facts else 1,
+                slot.num_drains,
+            )
             for slot in sorted(self.slots.values(), key=lambda slot: slot.index)
         )
         return Directive(is_known, infos, tuple(front.report.endpoint for front in self.fronts.values()))
@@ -139,6 +146,8 @@ class Controller:
         """Learn where a slot is. A call to an actor that has no node yet waits until it has one."""
         try:
             slot.facts = msgspec.json.decode(await slot.actor.facts.remote(), type=NodeFacts)
+            if slot.facts.is_ending:  # an earlier controller began it
+                self._begin_to_end(slot)
         except RayError:
             slot.facts = None
         await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
@@ -155,7 +164,7 @@ class Controller:
             staying.sort(key=lambda slot: (slot.facts is None, slot.index))
             for slot in staying[wanted:]:
                 log.info("slot drains", extra={"slot": slot.index})
-                slot.is_draining = True
+                slot.is_draining, slot.num_drains = True, slot.num_drains + 1
 
     async def _grow(self, number: int) -> None:
         """Take back slots that drain, then make new ones."""
@@ -170,12 +179,16 @@ class Controller:
     def _end_drained(self) -> None:
         """Give up the draining slots on which no front has anything."""
         for slot in self.slots.values():
-            is_free = all(slot.index in front.report.released for front in self.fronts.values())
-            if slot.is_draining and not slot.is_ending and is_free:
-                slot.is_ending = True
-                task = asyncio.create_task(self._end(slot, SECONDS_TO_WRITE))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            drain = (slot.index, slot.num_drains)
+            if slot.is_draining and all(drain in front.report.released for front in self.fronts.values()):
+                self._begin_to_end(slot)
+
+    def _begin_to_end(self, slot: WorkerSlot) -> None:
+        if not slot.is_ending:
+            slot.is_ending = True
+            task = asyncio.create_task(self._end(slot, SECONDS_TO_WRITE))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _end(self, slot: WorkerSlot, timeout: float) -> None:
         slot.is_ending = True

@@ -28,6 +28,7 @@ class Liaison:
         self.cluster = cluster
         launcher.silence = self._silence
         self._is_away = False
+        self._leaving: dict[int, int] = {}  # slots that drain, and how often they have begun to
 
     def start(self) -> None:
         self._reporting = asyncio.create_task(self._run())
@@ -56,9 +57,11 @@ class Liaison:
         directive = msgspec.json.decode(answer, type=Directive)
         await self.launcher.take(directive)
         self._place(directive)
-        leaving = {info.index for info in directive.slots if info.state in ("draining", "ending")}
+        self._leaving = {
+            slot.index: slot.num_drains for slot in directive.slots if slot.state in ("draining", "ending")
+        }
         for worker in self.cluster.workers:
-            worker.drain(worker.index in leaving)
+            worker.drain(worker.index in self._leaving)
 
     def _place(self, directive: Directive) -> None:
         """Tell the cluster where its workers are, and which fronts share them."""
@@ -78,7 +81,7 @@ class Liaison:
             endpoint=self.launcher.address,
             seconds=sum(own_seconds(worker.load) for worker in workers),
             num_edits=sum(len(worker.edits) for worker in workers),
-            released=tuple(worker.index for worker in workers if worker.is_draining and not worker.has_work),
+            released=tuple(pair for pair in self._leaving.items() if not workers[pair[0]].has_work),
         )
 
     def _silence(self, worker: int, role: Role) -> float:

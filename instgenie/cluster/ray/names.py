@@ -61,6 +61,7 @@ class NodeFacts(Struct, frozen=True):
     address: str  # IP address
     available_bytes: float  # of main memory, now
     num_cores: int
+    is_ending: bool = False  # the slot is given up: its processes end
 
     @property
     def name(self) -> str:
@@ -73,6 +74,7 @@ class SlotInfo(Struct, frozen=True):
     state: SlotState
     facts: NodeFacts | None = None  # None: no node yet
     num_neighbours: int = 1  # slots on the same node, this one among them
+    num_drains: int = 0  # times that it began to drain
 
 
 class FrontReport(Struct, frozen=True):
@@ -82,7 +84,7 @@ class FrontReport(Struct, frozen=True):
     endpoint: str
     seconds: float  # predicted, of all its work if one worker did it
     num_edits: int
-    released: tuple[int, ...] = ()  # draining slots on which it has nothing
+    released: tuple[tuple[int, int], ...] = ()  # draining slots on which it has nothing, and their number of drains
 
 
 class Directive(Struct, frozen=True):

@@ -58,7 +58,7 @@ class NodeActor:
         self._is_ending = False
 
     async def facts(self) -> bytes:
-        return msgspec.json.encode(node_facts())
+        return msgspec.json.encode(msgspec.structs.replace(node_facts(), is_ending=self._is_ending))
 
     async def start(self, role: Role, encoded: bytes) -> int:
         """Have the role's process serve a front: start it, or attach the front to it. Returns its pid."""

@@ -19,7 +19,10 @@ def make_slot(index: int, resources: dict[str, float], secret: str, environment:
     """Reserve the resources of a slot, and return its actor. Ray starts it once a node has room; a Ray cluster that
     scales itself sees the reservation and adds a node."""
     name = slot_name(index)
-    group = placement_group([resources], strategy="STRICT_PACK", name=name, lifetime="detached")
+    try:
+        group = get_placement_group(name)  # a controller that died had made it
+    except ValueError:
+        group = placement_group([resources], strategy="STRICT_PACK", name=name, lifetime="detached")
     options = {
         "name": name,
         "lifetime": "detached",
