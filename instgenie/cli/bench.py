@@ -168,6 +168,18 @@ def run_bench_router(options: argparse.Namespace) -> None:
     bench_router(options.repeats, options.json)
 
 
+def add_bench_remote(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_remote)
+    parser.add_argument("--repeats", type=positive, default=200, metavar="N", help="jobs per socket (default 200)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+
+
+def run_bench_remote(options: argparse.Namespace) -> None:
+    from instgenie.bench.remote import bench_remote
+
+    bench_remote(options.repeats, options.json)
+
+
 def add_bench_scale(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_bench_scale)
     parser.add_argument(
@@ -269,6 +281,11 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
         add_bench_simulate,
         "a simulated cluster",
         "Simulate a cluster of any size under a workload, with the real router and planner.",
+    ),
+    "remote": (
+        add_bench_remote,
+        "a worker on another machine",
+        "Time the messages of a worker over encrypted TCP, as between machines, beside a local socket.",
     ),
     "scale": (
         add_bench_scale,
