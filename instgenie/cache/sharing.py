@@ -69,6 +69,9 @@ class PeerServer:
         self._thread.start()
 
     def close(self) -> None:
+        """Serve nobody any more. A second call does nothing."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._thread.join()
         self._keeper.close()

@@ -1,14 +1,18 @@
 """Templates in the memory of peers: real sockets and threads, pieces so small that a span has several."""
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from helpers.spans import GIB, KEY, SLOT, SPANS, STEPS, equal, is_found, make_span, make_spans, other_key, put
 
 from instgenie.cache import peers, pieces, sharing
+from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.peers import PeerTier
 from instgenie.cache.pieces import SpanGone, SpanLayout, SpanPiece, read_layout
@@ -150,6 +154,41 @@ def test_a_peer_that_fails_in_the_middle_is_no_source(
     assert tier.load(KEY, STEPS) is None
     is_alone = tier.load(KEY, STEPS) is None
     assert is_alone == (fault != "evicted")  # an eviction is no fault of the peer
+
+
+def test_a_peer_that_dies_in_the_middle_is_noticed_at_once(
+    serve: Serve, reach: Reach, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its connection breaks; the time limit, which is far away, plays no part."""
+    server, num_answers, dying = serve(), 0, threading.Event()
+    answer = server.answer
+
+    def last_words(request: Any) -> Any:
+        nonlocal num_answers
+        num_answers += 1
+        if num_answers == 5:
+            dying.set()
+            server._closing.wait()
+        return answer(request)
+
+    monkeypatch.setattr(server, "answer", last_words)
+    tier = reach(server.address, patience=1000.0)
+    with ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(tier.load, KEY, STEPS)
+        assert dying.wait(60)
+        server.close()
+        assert loading.result(60) is None
+    assert "GoneError: the connection is lost" in caplog.text
+
+
+@pytest.mark.gpu
+def test_spans_come_from_the_memory_of_a_device(reach: Reach) -> None:
+    gpu = GpuTier(torch.device("cuda"), GIB)
+    for span in make_spans():
+        gpu.store(KEY, span)
+    server = PeerServer("tcp://127.0.0.1:*", [HostTier(GIB), gpu])
+    assert all(equal(reach(server.address).load(KEY, span.steps), span) for span in make_spans())
+    server.close()
 
 
 @pytest.mark.parametrize(

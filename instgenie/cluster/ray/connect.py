@@ -23,13 +23,15 @@ NUM_CALLS = 1000  # that the controller takes at once
 SECONDS_TO_JOIN = 60.0
 SECONDS_BETWEEN_TRIES = 0.5
 PASSED = ("OMP_NUM_THREADS", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")  # to all workers
+STORAGE = "FSSPEC_"  # variables of this prefix, which configure remote caches, are passed to all workers, too
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 
 
 def connect(config: RayConfig) -> RayLauncher:
     """Join the cluster as one more front; the first one creates it."""
     join_ray(config.address, config.name)
-    settings, environment = msgspec.json.encode(config.settings), {n: os.environ[n] for n in PASSED if n in os.environ}
+    settings = msgspec.json.encode(config.settings)
+    environment = {name: os.environ[name] for name in os.environ if name in PASSED or name.startswith(STORAGE)}
     options = {"name": CONTROLLER, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1, "num_cpus": 0}
     arguments = settings, make_secret(), environment
     end = time.monotonic() + SECONDS_TO_JOIN
