@@ -208,12 +208,16 @@ def print_rows(part: str, rows: Iterable[ScaleRow], title: str) -> None:
     Console(width=max(Console().width, 120)).print(table)
 
 
+def front_label(row: ScaleRow) -> str:
+    return "1 front" if row.num_fronts == 1 else f"{row.num_fronts} fronts"
+
+
 def chart(rows: Sequence[ScaleRow]) -> Chart:
     """Latencies against the number of workers."""
     sizes = [row.num_workers for row in rows]
     series = [
         Series("mean", [(row.num_workers, row.mean_s) for row in rows]),
-        Series("P95", [(row.num_workers, row.p95_s) for row in rows], [f"{row.num_fronts} fronts" for row in rows]),
+        Series("P95", [(row.num_workers, row.p95_s) for row in rows], [front_label(row) for row in rows]),
     ]
     workers = Axis("workers", sizes, min(sizes) / 1.3, max(sizes) * 1.3, log=True, form="{:,.0f}")
     seconds = decades("seconds", [seconds for row in rows for seconds in (row.mean_s, row.p95_s)])
