@@ -1,5 +1,7 @@
 """Slots on a real Ray cluster: made, found again, given up and made anew."""
 
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 import ray
@@ -12,8 +14,15 @@ from instgenie.cluster.ray.slots import find_slots, make_slot, remove_slot
 RESOURCES = {"CPU": 0.01, "slot": 0.01}
 
 
-def test_a_slot_is_made_found_given_up_and_made_anew(rays: RayNodes) -> None:
+@pytest.fixture
+def joined(rays: RayNodes) -> Iterator[RayNodes]:
     join_ray(rays.address, "slots")
+    yield rays
+    ray.shutdown()
+
+
+def test_a_slot_is_made_found_given_up_and_made_anew(joined: RayNodes) -> None:
+    rays = joined
     assert count_slots({"slot": 1.0}) == len(rays.nodes)
     index = 77  # of no other test
     for _ in range(2):
