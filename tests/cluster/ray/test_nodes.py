@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import ray
+import zmq
 from helpers.clusters import Run, are_equal, collect, follow, make_config, make_order, pictures, register, until
 from helpers.rays import RayFront, RayNodes, make_settings
 
 from instgenie.cluster.orders import Event, Finished, Order
 from instgenie.cluster.ray.names import slot_name
+from instgenie.machine.curve import make_secret, secure_client
 from instgenie.scheduling.autoscaler import ScalingConfig
 
 SCALING = ScalingConfig(min_workers=1, max_workers=2, queue_seconds=0.02, idle_seconds=5.0)
@@ -84,6 +86,27 @@ def test_a_node_that_is_killed_costs_no_edit_and_one_that_joins_takes_work(
     assert max(event.facts.num_attempts for event in disturbed if isinstance(event, Finished)) == 2
     assert workers_of(after) == {0, 1}
     assert are_equal(pictures(after), pictures(undisturbed))
+
+
+@pytest.mark.parametrize("secret", ["", make_secret()])
+def test_a_stranger_cannot_speak_to_a_front(front: RayFront, secret: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        events = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        secure_client(stranger, secret)
+        stranger.connect(front.launcher.address)
+        assert not events.poll(500)
+        stranger.disable_monitor()
+
+
+def test_a_holder_of_the_secret_can_speak_to_a_front(front: RayFront) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        events = peer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        secure_client(peer, front.launcher.secret)
+        peer.connect(front.launcher.address)
+        assert events.poll(60_000)
+        peer.disable_monitor()
 
 
 def test_the_controller_is_replaced_while_edits_run(front: RayFront, run: Run) -> None:
