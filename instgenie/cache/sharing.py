@@ -62,7 +62,11 @@ class PeerServer:
         self._socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         secure_server(self._socket, secret)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self._release()
+            raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="peers", daemon=True)
@@ -74,6 +78,9 @@ class PeerServer:
             return
         self._closing.set()
         self._thread.join()
+        self._release()
+
+    def _release(self) -> None:
         self._keeper.close()
         self._socket.close()
         self._context.term()

@@ -13,8 +13,9 @@ knows what to do, and then sends whatever can be sent. Knows no socket.
 
 An edit's `ComputeMode` is decided once: when the edit is accepted, if the cluster knows about its template's
 activations; otherwise by its worker, which looks for them on disk and beyond. From then on the picture is the same
-wherever and however often the edit is run. A worker that lacks the activations of such an edit registers them first;
-the edit is computed in full only if that fails, or if the activations fit nowhere.
+wherever and however often the edit is run. A worker that lacks the activations of such an edit copies them from one
+that has them, or registers them first; the edit is computed in full only if that fails, or if the activations fit
+nowhere.
 """
 
 import logging

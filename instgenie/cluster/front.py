@@ -123,8 +123,8 @@ class Front:
 
     def _decide(self, entry: EditEntry, worker: Worker) -> None:
         """Decide whether an edit uses its template's activations, or leave it to the worker to look for them. Whether a
-        template is used does not depend on the worker: one that lacks the activations of a ready template registers
-        them before it runs the edit."""
+        template is used does not depend on the worker: one that lacks the activations of a ready template copies or
+        registers them before it runs the edit."""
         name = entry.work.template
         if name is None:
             entry.run_dense(entry.order.obstacle or "the model was not known yet")

@@ -1,7 +1,7 @@
 """The templates that a cluster knows, and their registrations. Knows no edit except those that wait for a template.
 
-Each worker registers for itself the templates it uses; those in a shared tier are found by all workers. A template that
-a client asked for is registered again when it is lost; others are dropped.
+A worker that lacks a template finds it in a shared tier or copies it from a worker that has it; otherwise it registers
+the template. A template that a client asked for is registered again when it is lost; others are dropped.
 """
 
 import time
