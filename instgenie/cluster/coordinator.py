@@ -6,7 +6,7 @@ knows what to do, and then sends whatever can be sent. Knows no socket.
     recovery   deaths and restarts of processes
     library    templates and their registrations
     archive    templates in tiers that outlive the cluster
-    deposits   answers that other fronts can give out
+    deposits   requests and answers that other fronts can take up
     neighbours templates of other fronts
     sharing    workers that other fronts use as well
     reporter   events for clients, observers and traces

@@ -1,5 +1,5 @@
-"""Answers that this front leaves with a worker which other fronts share, so that any of them can give them out. A
-worker keeps them for a while, in its finish process."""
+"""Requests and answers that this front leaves with a worker which other fronts share, so that any of them can go on
+with a request, or give out its answer. A worker keeps them for a while, in its finish process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,8 +16,13 @@ class Deposits:
         self.workers, self.send = workers, send
         self._waiting: dict[tuple[int, str], asyncio.Future[list[wire.Frame] | None]] = {}  # by worker and name
 
+    @property
+    def is_shared(self) -> bool:
+        """True if other fronts may use the workers, too."""
+        return any(worker.num_fronts for worker in self.workers)
+
     def put(self, worker: int, name: str, frames: Sequence[wire.Frame]) -> bool:
-        """Leave an answer with a worker. False if nobody else could ask for it there."""
+        """Leave something with a worker. False if nobody else could ask for it there."""
         keeper = self._keeper(worker)
         if keeper is None or not self.workers[worker].num_fronts:
             return False
@@ -25,7 +30,7 @@ class Deposits:
         return True
 
     async def get(self, worker: int, name: str) -> list[wire.Frame] | None:
-        """Ask a worker for an answer; None if it has none, or does not reply."""
+        """Ask a worker for what was left with it; None if it has none, or does not reply."""
         keeper = self._keeper(worker)
         if keeper is None:
             return None

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from starlette.requests import Request
 
@@ -23,7 +24,7 @@ from instgenie.cluster.orders import Order
 from instgenie.server.admission import Admitted
 from instgenie.server.bodies.fields import MAX_KEY, ImageFields
 from instgenie.server.errors import NO_RETRY, ApiError, bad, echo
-from instgenie.server.runs import EditRun, RunTicket
+from instgenie.server.runs import DepositedRequest, EditRun, RunTicket, read_request
 from instgenie.telemetry.logs import request_id
 
 HEADER = "idempotency-key"
@@ -45,22 +46,23 @@ class Idempotency:
         self._runs: OrderedDict[str, EditRun] = OrderedDict()  # by name, those that ended last at the end
         self._names: dict[str, str] = {}  # by the name of the first request
 
-    async def enter(self, request: Request, tenant: str, key: str, fingerprint: str) -> EditRun:
+    async def enter(self, request: Request, tenant: str, claim: KeyClaim) -> EditRun:
         """The run of a key. A new one is to be submitted; if the request ends before that, the key is free again."""
         self._drop_old()
-        name = digest(tenant, key)
+        name, fingerprint = claim.name, claim.fingerprint
         while run := self._runs.get(name):
             if run.fingerprint != fingerprint:
-                raise reused(key)
+                raise reused()
             if await asyncio.shield(run.is_opened):
                 self.num_repeated += 1
                 return run
-        run = self._runs[name] = EditRun(name, fingerprint, digest(tenant, "request", request_id.get()))
+        first = claim.request_id or digest(tenant, "request", request_id.get())
+        run = self._runs[name] = EditRun(name, fingerprint, first)
         self._names[run.request_name] = name
         request.scope["on_end"].callback(self._abandon, run)
         known = await self.cluster.clerk.claim(KeyClaim(name, fingerprint, run.request_name))
         if known.fingerprint != fingerprint:
-            raise reused(key)
+            raise reused()
         run.home = known.worker
         if known.is_done and await self._collect(known, run):
             self.num_repeated += 1
@@ -71,10 +73,25 @@ class Idempotency:
         named = [replace(order, key=order_key(run.name, index), home=run.home) for index, order in enumerate(orders)]
         tickets = self.cluster.submit(named, admitted.place)
         held = admitted.hand_over()
+        self._deposit_request(run)
         run.open(tickets, [order.size for order in orders])
         run.tasks = [asyncio.create_task(run.follow(index, ticket)) for index, ticket in enumerate(tickets)]
         asyncio.gather(*run.tasks, return_exceptions=True).add_done_callback(lambda _: self._ended(run, held))
         return run.tickets
+
+    def _deposit_request(self, run: EditRun) -> None:
+        """Leave a request with its worker, so that another front can go on with it."""
+        claim = self.cluster.clerk.claims.get(run.name)
+        if run.request and claim and claim.worker is not None:
+            self.cluster.deposits.put(claim.worker, request_name(run.name), run.request.frames())
+        run.request = None
+
+    async def request_of(self, claim: KeyClaim) -> DepositedRequest | None:
+        """The request of a key, as the front that took it has left it with the worker."""
+        if claim.worker is None:
+            return None
+        frames = await self.cluster.deposits.get(claim.worker, request_name(claim.name))
+        return None if frames is None else read_request(frames)
 
     async def find(self, tenant: str, id: str) -> EditRun | KeyClaim | None:
         """The run of a key or of a request's id, if this front has it or can get it; else what is known of it."""
@@ -157,7 +174,7 @@ def key_of(request: Request, fields: ImageFields) -> str | None:
 
 def fingerprint_of(kind: str, fields: ImageFields, *pictures: bytes | None) -> str:
     """A digest of all that the answer shows; what only changes how it is sent does not count."""
-    shown = fields.model_dump(mode="json", exclude=DELIVERY)
+    shown = sent_fields(fields)
     parts = [hashlib.sha256(picture).hexdigest() if picture is not None else "" for picture in pictures]
     return digest(kind, json.dumps(shown, sort_keys=True), *parts)
 
@@ -166,6 +183,15 @@ def digest(*parts: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
 
-def reused(key: str) -> ApiError:
-    message = f"The idempotency key {echo(key)} belongs to another request: a repeated request has the same body."
+def sent_fields(fields: ImageFields) -> dict[str, Any]:
+    """The fields as a client could have sent them, without those that change how an answer is sent."""
+    return fields.model_dump(mode="json", exclude=DELIVERY, exclude_none=True)
+
+
+def request_name(name: str) -> str:
+    return f"{name}/request"
+
+
+def reused() -> ApiError:
+    message = "The idempotency key belongs to another request: a repeated request has the same body."
     return ApiError(422, message, "idempotency_key_reused", "idempotency_key", NO_RETRY)

@@ -64,6 +64,27 @@ class RunTicket:
         """Nothing: another request may wait for the edit, or come for it later."""
 
 
+@dataclass(frozen=True, eq=False)
+class DepositedRequest:
+    """A request, so that another front can go on with it."""
+
+    kind: str  # name of the class of its fields
+    fields: dict[str, Any]
+    image: bytes | None
+    mask: bytes | None
+
+    def frames(self) -> list[Frame]:
+        pictures = [self.image, self.mask]
+        head = {"kind": self.kind, "fields": self.fields, "has": [picture is not None for picture in pictures]}
+        return [msgspec.json.encode(head), *(picture or b"" for picture in pictures)]
+
+
+def read_request(frames: Sequence[Frame]) -> DepositedRequest:
+    head = msgspec.json.decode(frames[0])
+    image, mask = (bytes(frame) if is_there else None for frame, is_there in zip(frames[1:], head["has"], strict=True))
+    return DepositedRequest(head["kind"], head["fields"], image, mask)
+
+
 @dataclass(eq=False)
 class EditRun:
     """The edits of the first request with a key."""
@@ -72,6 +93,7 @@ class EditRun:
     fingerprint: str
     request_name: str  # by which the first request is found
     home: int | None = None  # the worker that may have begun
+    request: DepositedRequest | None = None  # until it is submitted, where other fronts may have to go on with it
     is_opened: "asyncio.Future[bool]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     tickets: list[RunTicket] = field(default_factory=list)
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (height, width) of the pictures

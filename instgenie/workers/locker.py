@@ -1,5 +1,5 @@
-"""Answers that fronts leave with a worker for other fronts to collect. Knows names and bytes. It keeps a number of
-bytes for a number of seconds; the oldest go first."""
+"""Requests and answers that fronts leave with a worker for other fronts to collect. Knows names and bytes. It keeps a
+number of bytes for a number of seconds; the oldest go first."""
 
 import time
 from collections import OrderedDict

@@ -136,13 +136,13 @@ class Recall(Message, frozen=True):
 
 
 class Deposit(Message, frozen=True):
-    """Keep an answer for a while, for whichever front collects it. Frames: the answer."""
+    """Keep a request or an answer for a while, for whichever front collects it. Frames: any."""
 
     name: str
 
 
 class Collect(Message, frozen=True):
-    """Asks for an answer that was deposited."""
+    """Asks for what was deposited."""
 
     name: str
 

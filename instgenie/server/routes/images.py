@@ -1,5 +1,7 @@
 """OpenAI's images API: edits, generations, models. Knows the path of a request; `bodies` knows the shapes."""
 
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -7,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.cluster import has_asked_for
+from instgenie.cluster.ledger import KeyClaim
 from instgenie.cluster.orders import Order
 from instgenie.errors import ClosedError, InstGenieError, MaskError, PictureError
 from instgenie.pictures.cropping import Canvas, choose_box, describe_crop
@@ -27,10 +30,10 @@ from instgenie.server.bodies.forms import EditForm, read_edit
 from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_edit
 from instgenie.server.bodies.schema import EARLIER, EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
-from instgenie.server.idempotency import fingerprint_of, key_of
+from instgenie.server.idempotency import digest, fingerprint_of, key_of, sent_fields
 from instgenie.server.routes.events import EventStream, Repetition, Submission, answer_headers
 from instgenie.server.routes.sending import LargeResponse
-from instgenie.server.runs import EditRun
+from instgenie.server.runs import DepositedRequest, EditRun
 from instgenie.server.service import (
     SECONDS_TO_LOAD,
     HttpService,
@@ -64,12 +67,25 @@ async def vary_images(request: Request) -> Response:
 
 
 async def edit(request: Request, kind: type[EditFields]) -> Response:
+    service_of(request).check_open()
+    return await run_edit(request, read_body(request, kind))
+
+
+@asynccontextmanager
+async def read_body(request: Request, kind: type[EditFields]) -> AsyncIterator[EditForm]:
     service = service_of(request)
-    service.check_open()
     async with service.intake.form(request) as form:
-        edit = await service.decoder.run(read_edit, form, kind)
+        yield await service.decoder.run(read_edit, form, kind)
+
+
+async def run_edit(
+    request: Request, body: AbstractAsyncContextManager[EditForm], claim: KeyClaim | None = None
+) -> Response:
+    """Run an edit, or follow the one with its key. A claim is that of an earlier request, whose body this is."""
+    service = service_of(request)
+    async with body as edit:
         fields = check_fields(service, edit.fields, edit.notes)
-        if run := await enter_run(request, fields, kind.__name__, edit.image, edit.mask):
+        if run := await enter_run(request, fields, claim, edit.image, edit.mask):
             if run.tickets:
                 return await answer(repetition(request, run, fields))
             fields = fields.seeded(run.seed)
@@ -79,7 +95,7 @@ async def edit(request: Request, kind: type[EditFields]) -> Response:
     if edit.mask is None and mask.all():
         fields = fields.for_whole_picture(service.model_facts, edit.notes)
     notes = edit.notes
-    del edit, form  # their encoded pictures no longer count towards the intake's limit
+    del edit  # its encoded pictures no longer count towards the intake's limit
     fields.describe_answer(photo.source, notes)
     orders = make_orders(request, photo, mask, fields)
     del photo, mask
@@ -95,8 +111,15 @@ async def generate_images(request: Request) -> Response:
     service.check_open()
     async with service.intake.form(request) as form:
         fields = parse_fields(GenerationFields, form)
-    fields = check_fields(service, fields, form.notes)
-    if run := await enter_run(request, fields, GenerationFields.__name__):
+    return await run_generation(request, fields, form.notes)
+
+
+async def run_generation(
+    request: Request, fields: GenerationFields, notes: Notes, claim: KeyClaim | None = None
+) -> Response:
+    service = service_of(request)
+    fields = check_fields(service, fields, notes)
+    if run := await enter_run(request, fields, claim):
         if run.tickets:
             return await answer(repetition(request, run, fields))
         fields = fields.seeded(run.seed)
@@ -106,7 +129,7 @@ async def generate_images(request: Request) -> Response:
     admitted.keep(kept_bytes(Header(width, height), None))
     blank, mask = await service.decoder.run(blank_edit, (height, width))
     orders = make_orders(request, blank, mask, fields)
-    return await answer(Submission(request, service, admitted, orders, fields, form.notes, "image_generation", run))
+    return await answer(Submission(request, service, admitted, orders, fields, notes, "image_generation", run))
 
 
 @router.get("/images/edits/{id}", summary="The answer to an earlier request with an idempotency key", **EARLIER)
@@ -118,8 +141,20 @@ async def get_edit(request: Request, id: str) -> Response:
     if isinstance(found, EditRun) and found.is_whole:
         body = await service.decoder.run(images_answer, found.results, {}, found.fields, found.notes)
         return LargeResponse(body, media_type="application/json")
-    here = isinstance(found, EditRun)
-    return JsonResponse(EditPending(id=id, object="edit", state="running", message=PENDING[here]).model_dump(), 202)
+    if isinstance(found, KeyClaim) and (deposited := await service.idempotency.request_of(found)):
+        return await resume(request, found, deposited)
+    message = PENDING[isinstance(found, EditRun)]
+    return JsonResponse(EditPending(id=id, object="edit", state="running", message=message).model_dump(), 202)
+
+
+async def resume(request: Request, claim: KeyClaim, body: DepositedRequest) -> Response:
+    """Go on with a request that another server took, and answer it here."""
+    service_of(request).check_open()
+    if body.kind == GenerationFields.__name__:
+        return await run_generation(request, GenerationFields.model_validate(body.fields), [], claim)
+    kind = {one.__name__: one for one in (EditFields, VariationFields)}[body.kind]
+    form = EditForm(kind.model_validate(body.fields), body.image, body.mask, [])
+    return await run_edit(request, nullcontext(form), claim)
 
 
 @router.get("/models", summary="List the models", **MODELS)
@@ -232,14 +267,21 @@ async def crop_orders(
     return [replace(order, picture=picture, mask=mask, source=None, whole=whole) for order in orders]
 
 
-async def enter_run(request: Request, fields: ImageFields, kind: str, *pictures: bytes | None) -> EditRun | None:
+async def enter_run(
+    request: Request, fields: ImageFields, claim: KeyClaim | None, image: bytes | None = None, mask: bytes | None = None
+) -> EditRun | None:
     """The run of a request's idempotency key; None: it has none. A run without tickets is to be submitted."""
-    key = key_of(request, fields)
-    if key is None:
-        return None
-    service = service_of(request)
-    fingerprint = await service.decoder.run(fingerprint_of, kind, fields, *pictures)
-    return await unless_gone(request, service.idempotency.enter(request, tenant_of(request), key, fingerprint))
+    service, kind = service_of(request), type(fields).__name__
+    if claim is None:
+        key = key_of(request, fields)
+        if key is None:
+            return None
+        fingerprint = await service.decoder.run(fingerprint_of, kind, fields, image, mask)
+        claim = KeyClaim(digest(tenant_of(request), key), fingerprint)
+    run = await unless_gone(request, service.idempotency.enter(request, tenant_of(request), claim))
+    if not run.tickets and service.cluster.deposits.is_shared:
+        run.request = DepositedRequest(kind, sent_fields(fields), image, mask)
+    return run
 
 
 def repetition(request: Request, run: EditRun, fields: ImageFields) -> Repetition:

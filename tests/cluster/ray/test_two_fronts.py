@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -40,6 +40,11 @@ def post(server: Running, seed: int, key: str | None = None, steps: int = STEPS)
         return client.post("/v1/images/edits", files=files, data=fields, headers=headers)
 
 
+def get(server: Running, id: str) -> httpx.Response:
+    with server.http(None) as client:
+        return client.get(f"/v1/images/edits/{id}")
+
+
 def num_jobs(server: Running) -> float:
     """Jobs that the worker has begun, without the one that asks."""
     assert post(server, 0, steps=1).status_code == 200
@@ -47,8 +52,14 @@ def num_jobs(server: Running) -> float:
 
 
 def test_a_killed_front_costs_no_edit_and_no_step(servers: tuple[Running, Running]) -> None:
-    """Clients that retry with their key at the other front get their result, which was computed once."""
+    """Clients that retry with their key at the other front get their result, which was computed once. A client that
+    does not send its request again gets it, too, by the request's id."""
     doomed, other = servers
+    long = {"seed": 100, "steps": 100}
+
+    def patient() -> None:
+        with suppress(httpx.TransportError):
+            post(doomed, **long, key="patient")
 
     def stubborn(seed: int) -> httpx.Response:
         try:
@@ -56,23 +67,23 @@ def test_a_killed_front_costs_no_edit_and_no_step(servers: tuple[Running, Runnin
         except httpx.TransportError:
             return post(other, seed, f"key-{seed}")
 
-    undisturbed = [post(other, seed) for seed in range(NUM_EDITS)]
+    undisturbed = [post(other, seed) for seed in range(NUM_EDITS)] + [post(other, **long)]
     assert {answer.status_code for answer in undisturbed} == {200}
     before = num_jobs(other)
     finished = doomed.metric("instgenie:request_success_total")
-    with ThreadPoolExecutor(NUM_EDITS) as threads:
+    with ThreadPoolExecutor(NUM_EDITS + 1) as threads:
+        threads.submit(patient)
+        wait_for(lambda: doomed.metric("instgenie:num_requests_running") > 0)
         retried = [threads.submit(stubborn, seed) for seed in range(NUM_EDITS)]
         wait_for(lambda: doomed.metric("instgenie:request_success_total") > finished)
-        wait_for(lambda: doomed.metric("instgenie:num_requests_running") > 0)
         os.kill(doomed.process.pid, signal.SIGKILL)
-        answers = [one.result() for one in retried]
-    assert [answer.status_code for answer in answers] == [200] * NUM_EDITS, [answer.text[:300] for answer in answers]
-    assert num_jobs(other) == before + 1 + NUM_EDITS  # and the one that asked before
+        answers = [*(one.result() for one in retried), get(other, "request-patient")]
+    assert {answer.status_code for answer in answers} == {200}, [answer.text[:300] for answer in answers]
+    assert num_jobs(other) == before + 1 + len(answers)  # and the one that asked before
     for answer, expected in zip(answers, undisturbed, strict=True):
         assert alike(pixels_of(answer), pixels_of(expected))
     for seed in range(NUM_EDITS):
         for id in (f"key-{seed}", f"request-key-{seed}"):
-            with other.http(None) as client:
-                found = client.get(f"/v1/images/edits/{id}")
+            found = get(other, id)
             assert found.status_code == 200, found.text[:300]
             assert found.json()["data"][0]["seed"] == seed
