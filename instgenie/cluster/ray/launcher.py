@@ -64,7 +64,7 @@ class RayProcess:
             except ActorDiedError:
                 code = None
                 break
-            except RayError:
+            except (RayError, ConnectionError):
                 if self._silence() > SILENT_SECONDS:
                     code = None
                     break

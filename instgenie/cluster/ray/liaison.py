@@ -41,7 +41,10 @@ class Liaison:
 
     async def _run(self) -> None:
         while True:
-            await self._exchange()
+            try:
+                await self._exchange()
+            except Exception:  # the next exchange may succeed
+                log.exception("the exchange with the controller failed")
             await asyncio.sleep(SECONDS_BETWEEN_REPORTS)
 
     async def _exchange(self) -> None:

@@ -16,14 +16,14 @@ from instgenie.machine.curve import make_secret, secure_client
 from instgenie.scheduling.autoscaler import ScalingConfig
 
 SCALING = ScalingConfig(min_workers=1, max_workers=2, queue_seconds=0.02, idle_seconds=5.0)
-NUM_EDITS = 60
+NUM_EDITS, NUM_FEW = 60, 16
 TENANT = "digest of a key"
 
 
 @pytest.fixture(scope="module")
 def front(rays: RayNodes, folders: dict[str, Path], run: Run, environment: None) -> Iterator[RayFront]:
     """A front that began with one worker and has grown to two under load. Its workers have one process each."""
-    config = make_config(folders["sd"], devices=("cpu", "cpu"), batching="naive", max_queue=1000)
+    config = make_config(folders["sd"], devices=("cpu", "cpu"), batching="naive", max_queue=1000, worker_timeout=60)
     front = RayFront(config, make_settings("nodes", SCALING, rays.address))
 
     async def start() -> None:
@@ -37,11 +37,11 @@ def front(rays: RayNodes, folders: dict[str, Path], run: Run, environment: None)
     run(front.stop())
 
 
-def make_orders(first: int = 0) -> list[Order]:
+def make_orders(num_edits: int = NUM_EDITS) -> list[Order]:
     """Edits that compute every token, and edits that use a template, which a client has registered."""
     return [
         make_order(seed=number, picture_seed=number % 2, reuse="template" if number % 2 else "off")
-        for number in range(first, first + NUM_EDITS)
+        for number in range(num_edits)
     ]
 
 
@@ -78,14 +78,14 @@ def test_a_node_that_is_killed_costs_no_edit_and_one_that_joins_takes_work(
         assert front.num_ready == 1
         rays.add()
         await grow(front)
-        return undisturbed, disturbed, await answers(front, make_orders())
+        return undisturbed, disturbed, await answers(front, make_orders(NUM_FEW))
 
     undisturbed, disturbed, after = run(play())
     assert workers_of(undisturbed) == {0, 1}
     assert are_equal(pictures(disturbed), pictures(undisturbed))
     assert max(event.facts.num_attempts for event in disturbed if isinstance(event, Finished)) == 2
     assert workers_of(after) == {0, 1}
-    assert are_equal(pictures(after), pictures(undisturbed))
+    assert are_equal(pictures(after), pictures(undisturbed[:NUM_FEW]))
 
 
 @pytest.mark.parametrize("secret", ["", make_secret()])
@@ -113,7 +113,7 @@ def test_the_controller_is_replaced_while_edits_run(front: RayFront, run: Run) -
     async def play() -> tuple[list[Event], list[str], list[str]]:
         before = [front.node_of(0), front.node_of(1)]
         pids = [worker.pid for worker in front.cluster.status().workers]
-        running = asyncio.create_task(answers(front, make_orders()))
+        running = asyncio.create_task(answers(front, make_orders(NUM_FEW)))
         ray.kill(front.launcher.controller, no_restart=False)
         events = await running
         front.launcher.slots.clear()
@@ -122,27 +122,27 @@ def test_the_controller_is_replaced_while_edits_run(front: RayFront, run: Run) -
         return events, before, [front.node_of(0), front.node_of(1)]
 
     events, before, after = run(play())
-    assert len(pictures(events)) == NUM_EDITS
+    assert len(pictures(events)) == NUM_FEW
     assert before == after
 
 
 def test_an_actor_that_dies_costs_no_edit(front: RayFront, run: Run) -> None:
     async def play() -> list[Event]:
         actor = ray.get_actor(slot_name(1))
-        running = asyncio.create_task(answers(front, make_orders()))
+        running = asyncio.create_task(answers(front, make_orders(NUM_FEW)))
         await until(lambda: front.cluster.workers[1].denoiser.held)
         ray.kill(actor, no_restart=False)
         events = await running
         await grow(front)
         return events
 
-    assert len(pictures(run(play()))) == NUM_EDITS
+    assert len(pictures(run(play()))) == NUM_FEW
 
 
 def test_an_idle_worker_is_given_up_without_losing_an_edit(front: RayFront, run: Run) -> None:
     async def play() -> list[Event]:
         cluster, events = front.cluster, []
-        while front.num_ready == 2 or cluster.workers[1].is_ready:
+        while 1 in front.launcher.slots:
             events += await collect(cluster.submit([make_order(steps=2, reuse="off")]))
             await asyncio.sleep(0.5)
         return events + await answers(front, [make_order(reuse="off")])
@@ -150,8 +150,8 @@ def test_an_idle_worker_is_given_up_without_losing_an_edit(front: RayFront, run:
     events = run(play())
     assert all(isinstance(event, Finished) for event in events)
     assert workers_of(events[-1:]) == {0}
-    assert front.cluster.workers[1].denoiser.num_failed_starts == 0
     assert list(front.launcher.slots) == [0]
+    assert not front.cluster.workers[1].is_ready
 
 
 def test_a_node_that_is_cut_off_is_replaced_and_its_late_answers_are_ignored(
@@ -161,7 +161,7 @@ def test_a_node_that_is_cut_off_is_replaced_and_its_late_answers_are_ignored(
 
     async def play() -> tuple[list[Event], int]:
         victim = rays.find(front.node_of(0))
-        running = asyncio.create_task(answers(front, make_orders()[::2]))
+        running = asyncio.create_task(answers(front, make_orders(NUM_FEW)[::2]))
         await until(lambda: front.cluster.workers[0].denoiser.held)
         with rays.stopped(victim):
             events = await running
@@ -172,5 +172,5 @@ def test_a_node_that_is_cut_off_is_replaced_and_its_late_answers_are_ignored(
         return events, front.cluster.status().num_finished - num_finished
 
     events, num_more = run(play())
-    assert len(pictures(events)) == NUM_EDITS // 2 + 1
+    assert len(pictures(events)) == NUM_FEW // 2 + 1
     assert num_more == 1
