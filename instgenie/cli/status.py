@@ -102,7 +102,7 @@ def figures(status: Mapping[str, Any]) -> str:
     shown = [
         f"{status['num_running']} running, {status['num_waiting']} of at most {status['max_queue']} waiting",
         f"{status['num_finished']} finished, {status['num_failed']} failed, {status['num_cancelled']} cancelled",
-        f"templates found by {share(hits, queries)} of the edits" + (f" ({by_tier})" if by_tier else ""),
+        f"{share(hits, queries)} of the edits found their template" + (f" ({by_tier})" if by_tier else ""),
     ]
     if status["num_registrations_waiting"]:
         shown.append(f"{plural(status['num_registrations_waiting'], 'registration')} waiting")
@@ -110,9 +110,11 @@ def figures(status: Mapping[str, Any]) -> str:
 
 
 def node_table(status: Mapping[str, Any]) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("node", "address", title="nodes", title_justify="left")
+    table = Table(title="nodes", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("node", no_wrap=True)
     for heading in ("workers", "ready", "batch", "waiting", "cores", "memory left"):
         table.add_column(heading, justify="right")
     for node in status["nodes"]:
@@ -121,16 +123,19 @@ def node_table(status: Mapping[str, Any]) -> Any:
         num_ready = sum(worker["state"] == "ready" for worker in own)
         memory = "unknown" if node["available_bytes"] is None else gib(node["available_bytes"])
         counts = (node["num_workers"], num_ready, *sums, node["num_cores"])
-        table.add_row(node["name"], node["address"], *map(str, counts), memory)
+        table.add_row(node["name"], *map(str, counts), memory)
     return table
 
 
 def worker_table(status: Mapping[str, Any]) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     has_nodes = bool(status["nodes"])
-    table = Table("worker", *(["node"] if has_nodes else []), "device", "state", title="workers", title_justify="left")
-    for heading in ("batch", "waiting", "steps/s", "busy for", "templates", "activations", "restarts"):
+    table = Table(title="workers", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("worker", *(["node"] if has_nodes else []), "device", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("batch", "waiting", "steps/s", "busy for", "templates", "tiers", "restarts"):
         table.add_column(heading, justify="right")
     for worker in status["workers"][:MAX_WATCHED]:
         table.add_row(
@@ -143,7 +148,7 @@ def worker_table(status: Mapping[str, Any]) -> Any:
             f"{worker['steps_per_second']:.1f}",
             f"{worker['predicted_seconds']:.1f} s",
             str(worker["num_templates"]),
-            ", ".join(f"{tier} {gib(num)}" for tier, num in worker["tier_bytes"].items() if num) or "–",
+            "\n".join(f"{tier} {gib(num)}" for tier, num in worker["tier_bytes"].items() if num) or "–",
             str(sum(process["num_restarts"] for process in worker["processes"])),
         )
     if (num_hidden := len(status["workers"]) - MAX_WATCHED) > 0:

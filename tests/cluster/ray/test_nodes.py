@@ -12,6 +12,7 @@ from helpers.rays import RayFront, RayNodes, make_settings
 
 from instgenie.cluster.orders import Event, Finished, Order
 from instgenie.cluster.ray.names import slot_name
+from instgenie.cluster.status import ClusterStatus
 from instgenie.machine.curve import make_secret, secure_client
 from instgenie.scheduling.autoscaler import ScalingConfig
 
@@ -61,6 +62,22 @@ async def answers(front: RayFront, orders: Sequence[Order]) -> list[Event]:
 
 def workers_of(events: Sequence[Event]) -> set[int]:
     return {event.facts.worker for event in events if isinstance(event, Finished)}
+
+
+def test_the_status_names_nodes_and_fronts(front: RayFront, rays: RayNodes, run: Run) -> None:
+    async def play() -> ClusterStatus:
+        await until(lambda: len(front.cluster.nodes) == 2)
+        return front.cluster.status()
+
+    status = run(play())
+    assert {node.name for node in status.nodes} == {worker.node for worker in status.workers}
+    assert {name.rsplit("-", 1)[1] for name in (node.name for node in status.nodes)} == {
+        node.node_id[:6] for node in rays.nodes
+    }
+    assert all(node.num_cores > 0 and node.available_bytes > 0 for node in status.nodes)
+    assert len(status.fronts) == 1
+    links = [worker.load.link for worker in front.cluster.workers]
+    assert links[0] is not links[1]
 
 
 def test_a_node_that_is_killed_costs_no_edit_and_one_that_joins_takes_work(
