@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check
 # tests that load no model and start no process: together they take about a minute
 QUICK := tests/architecture tests/cost tests/pictures tests/scheduling tests/simulate tests/telemetry/test_logs.py
 
-.PHONY: help check static style types layers test format demo sheets serve report figures chromium screenshots
+.PHONY: help check static style types layers test format demo sheets serve serve-ray report figures chromium screenshots
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test    the same with all tests (about 17 minutes)"
 	@echo "make demo    edit photographs into out/demo.png, with the time of every way (under a minute on 2 cores)"
 	@echo "make serve   serve the built-in model on http://127.0.0.1:8000 (FLAGS='--port 9000' adds flags)"
+	@echo "make serve-ray  the same with workers on the nodes of a Ray cluster, all on this machine"
 	@echo "make report  run the tables and figures of the paper again into docs/report (15 minutes)"
 	@echo "make sheets  draw the sheets of example edits in docs/ again"
 	@echo "make figures PHOTOS=DIR  measure the built-in model on photographs (FLAGS='--against OLD' compares; --quick)"
@@ -65,6 +66,10 @@ sheets: .venv/.installed
 serve: .venv/.installed
 	$(BIN)/instgenie serve builtin $(FLAGS)
 
+# a Ray head and two nodes on this machine, with a worker each
+serve-ray: .venv/.ray
+	$(BIN)/python -m instgenie.cluster.ray.local 2 $(BIN)/instgenie serve builtin $(FLAGS)
+
 report: .venv/.installed
 	mkdir -p docs/report
 	$(BIN)/instgenie bench reproduce all --model builtin --out docs/report --json docs/report/figures.json
@@ -91,6 +96,11 @@ figures: .venv/.training
 # the same with the tools of developers
 .venv/.tools: .venv/.torch pyproject.toml
 	$(PIP) --editable '.[dev]'
+	@touch .venv/.installed $@
+
+# the same with Ray
+.venv/.ray: .venv/.torch pyproject.toml
+	$(PIP) --editable '.[ray]'
 	@touch .venv/.installed $@
 
 # the same with the networks that judge pictures

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Pixels = NDArray[np.uint8]  # [height, width, 3], sRGB
 OwnPixels = NDArray[np.uint8]  # [height, width, channels]: grey, grey and alpha, RGB, or RGBA
 PixelMask = NDArray[np.bool_]  # [height, width], True = masked
-TierName = Literal["gpu", "host", "disk", "remote"]  # the places where activations are kept
+TierName = Literal["gpu", "host", "disk", "peer", "remote"]  # the places where activations are found, fastest first
 OnStep = Callable[[int, int], None]  # called with the steps taken so far and the steps in all
 Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or the rows that go into it
 CacheDtype = Literal["model", "fp8"]  # activations in the model's dtype, or packed into half the bytes of bfloat16

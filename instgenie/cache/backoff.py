@@ -29,10 +29,15 @@ class Backoff:
         self.pause, self.silent_until = FIRST_PAUSE, 0.0
         self._lock = threading.Lock()
 
+    @property
+    def is_silent(self) -> bool:
+        """True while the server is left alone."""
+        return time.monotonic() < self.silent_until
+
     def ask(self, work: Callable[[], Answer], num_bytes: int = 0) -> Answer:
         """The answer of a request that moves `num_bytes`. A FileNotFoundError is an answer. Any other error, or none in
         time, raises a GoneError and begins a pause: each protocol has errors of its own, and none may reach an edit."""
-        if time.monotonic() < self.silent_until:
+        if self.is_silent:
             raise GoneError(f"{self.url} does not answer")
         try:
             answer = within(self.patience + num_bytes / SLOWEST, work)

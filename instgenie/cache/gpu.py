@@ -16,6 +16,7 @@ class GpuTier(MemoryTier):
         super().__init__(max_bytes)
         self.device = torch.device(device.type, device.index or 0)
         self._stream = torch.cuda.Stream(self.device)
+        self._out_stream = torch.cuda.Stream(self.device)  # for peers, which wait for no copy to the device
 
     @torch.inference_mode(False)
     def _allocate(self, num_bytes: int) -> Tensor:
@@ -29,3 +30,8 @@ class GpuTier(MemoryTier):
             for one, other in pairs(source, target):
                 other.copy_(one, non_blocking=True)
         self._stream.synchronize()
+
+    def copy_out(self, memory: Tensor) -> Tensor:
+        """Copy beside the steps under way; the bytes were complete before the block was handed out."""
+        with torch.cuda.stream(self._out_stream):
+            return memory.cpu()  # waits for this stream alone

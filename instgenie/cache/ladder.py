@@ -4,6 +4,7 @@ lock: the store decides when a template moves.
     gpu        next to the model
     host       in main memory
     disk       survives the process
+    peer       in the memory of other workers; spans come from there, and none go there
     remote     survives the machine
 
 A template may lie in several tiers, or some of its spans in one and some in another.
@@ -12,6 +13,7 @@ A template may lie in several tiers, or some of its spans in one and some in ano
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from rich.filesize import decimal
@@ -20,8 +22,9 @@ from instgenie.cache.disk import DiskTier
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.memory import MemoryTier
+from instgenie.cache.peers import PeerTier
 from instgenie.cache.remote import RemoteTier
-from instgenie.cache.tier import LastingTier, Tier, estimate
+from instgenie.cache.tier import LastingTier, SpanSource, Tier, estimate
 from instgenie.errors import CacheError, OutOfMemoryError
 from instgenie.jobs.activations import Key, Span, join
 from instgenie.machine.device_memory import available_bytes, memory_guard
@@ -30,29 +33,44 @@ from instgenie.types import TierName
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)
+class Lifted:
+    """A template that was brought up, and the lowest place that any of its spans came from; None: it was there."""
+
+    span: Span
+    lowest: TierName | None
+
+
 class Ladder:
     def __init__(
-        self, gpu: GpuTier | None, host: HostTier | None, disk: DiskTier | None, remote: RemoteTier | None
+        self,
+        gpu: GpuTier | None,
+        host: HostTier | None,
+        disk: DiskTier | None,
+        remote: RemoteTier | None,
+        peers: PeerTier | None = None,
     ) -> None:
         self.gpu = gpu
         self.memory: list[MemoryTier] = [tier for tier in (gpu, host) if tier]
         self.lasting: list[LastingTier] = [tier for tier in (disk, remote) if tier]
         self.tiers: list[Tier] = [*self.memory, *self.lasting]  # from the top
+        below: list[SpanSource] = [source for source in (disk, peers, remote) if source]
+        self.sources: list[SpanSource] = [*self.memory, *below]  # from the top
 
-    def missing(self, key: Key, spans: Sequence[range], tiers: Sequence[Tier]) -> list[range]:
+    def missing(self, key: Key, spans: Sequence[range], tiers: Sequence[SpanSource]) -> list[range]:
         """The spans that are in none of the tiers."""
         missing = list(spans)
         for tier in tiers:
             missing = tier.missing(key, missing)
         return missing
 
-    def source(self, key: Key, tiers: Sequence[Tier]) -> Tier | None:
+    def source(self, key: Key, tiers: Sequence[SpanSource]) -> TierName | None:
         """The lowest of the tiers that is needed to have all of the template; None if the template is not whole."""
         missing = key.spans
         for tier in tiers:
             missing = tier.missing(key, missing)
             if not missing:
-                return tier
+                return tier.name
         return None
 
     def is_in_memory(self, key: Key) -> bool:
@@ -62,39 +80,47 @@ class Ladder:
         """The tiers in memory that serve a device, from the top."""
         return [tier for tier in self.memory if tier is not self.gpu or self.gpu.device == with_index(device)]
 
-    def lift(self, key: Key, device: torch.device) -> Span | None:
+    def lift(self, key: Key, device: torch.device) -> Lifted | None:
         """Bring a template as far up as there is room, and return all of it. Without a tier in memory for the device,
         the returned tensors on the device are the only copy."""
-        tiers, refusal = self.memory_for(device), None
+        tiers, refusal, used = self.memory_for(device), None, set[TierName]()
         for tier in reversed(tiers):
             try:
-                self._fill(tier, key)
+                self._fill(tier, key, used)
             except (CacheError, OutOfMemoryError) as error:
                 refusal = error
         for tier in tiers:
             if span := tier.load(key, key.steps):
-                return span
+                return Lifted(span, self._lowest(used))
         if refusal:
             raise refusal
-        return None if tiers else self._join(key, device)
+        joined = None if tiers else self._join(key, device, used)
+        return Lifted(joined, self._lowest(used)) if joined else None
 
-    def _fill(self, tier: MemoryTier, key: Key) -> None:
-        """Copy into a tier all spans that it lacks and another tier has."""
+    def _lowest(self, used: set[TierName]) -> TierName | None:
+        return next((source.name for source in reversed(self.sources) if source.name in used), None)
+
+    def _fill(self, tier: MemoryTier, key: Key, used: set[TierName]) -> None:
+        """Copy into a tier all spans that it lacks and another tier has. The names of those are added to `used`."""
         for steps in tier.missing(key, key.spans):
-            if span := self._load(key, steps):
+            if span := self._load(key, steps, used):
                 with memory_guard("the template"):
                     tier.store(key, span)
 
-    def _join(self, key: Key, device: torch.device) -> Span | None:
-        loaded = [span for steps in key.spans if (span := self._load(key, steps))]
+    def _join(self, key: Key, device: torch.device, used: set[TierName]) -> Span | None:
+        loaded = [span for steps in key.spans if (span := self._load(key, steps, used))]
         if len(loaded) < len(key.spans):
             return None
         check_room(sum(span.num_bytes for span in loaded), device)
         return join(key.num_steps, loaded, device)
 
-    def _load(self, key: Key, steps: range) -> Span | None:
-        """The span from the highest tier that has it undamaged."""
-        return next((span for tier in self.tiers if (span := tier.load(key, steps))), None)
+    def _load(self, key: Key, steps: range, used: set[TierName]) -> Span | None:
+        """The span from the highest place that has it undamaged."""
+        for source in self.sources:
+            if span := source.load(key, steps):
+                used.add(source.name)
+                return span
+        return None
 
     def sink(self, key: Key, span: Span, tiers: Sequence[Tier], refusals: Sequence[str] = ()) -> None:
         """Store a span in the first of the tiers that takes it. `refusals` are those of other tiers, for the error."""

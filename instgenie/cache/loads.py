@@ -2,8 +2,9 @@
 `ladder` knows how spans move."""
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 
 from instgenie.cache.ladder import Ladder
 from instgenie.cache.moves import Moves
-from instgenie.cache.tier import Tier
+from instgenie.cache.tombstones import Tombstones
 from instgenie.cache.writer import Writer
 from instgenie.errors import CacheError, OutOfMemoryError
 from instgenie.jobs.activations import Key, Span
@@ -39,7 +40,8 @@ Handle: TypeAlias = Future[Found | None]  # None is a miss
 
 
 class Loads:
-    """`pinned` keeps a template from being evicted; `tiers_of` are the tiers in which it is looked for."""
+    """`pinned` keeps a template from being evicted. `on_loaded` is called with the lowest place that was needed to
+    bring a template up, its bytes and the seconds that took."""
 
     def __init__(
         self,
@@ -47,9 +49,10 @@ class Loads:
         moves: Moves,
         writer: Writer,
         pinned: Callable[[Key], AbstractContextManager[None]],
-        tiers_of: Callable[[Key], Sequence[Tier]],
+        tombstones: Tombstones,
     ) -> None:
-        self.ladder, self.moves, self.writer, self.pinned, self.tiers_of = ladder, moves, writer, pinned, tiers_of
+        self.ladder, self.moves, self.writer, self.pinned, self.tombstones = ladder, moves, writer, pinned, tombstones
+        self.on_loaded: Callable[[TierName, int, float], None] = lambda *_: None
         self.hits: Counter[TierName] = Counter()
         self._loading: dict[tuple[Key, torch.device], Handle] = {}
         self._in_use: WeakValueDictionary[tuple[Key, torch.device], Span] = WeakValueDictionary()
@@ -64,6 +67,11 @@ class Loads:
                 handle = self._loading[key, device] = self._threads.submit(self._bring, key, device)
         handle.add_done_callback(partial(self._loaded, key, device))
         return handle
+
+    def source(self, key: Key) -> TierName | None:
+        """The lowest place that is needed to have all of a template; None if it is not whole. What places below memory
+        still have of a forgotten template does not count."""
+        return self.ladder.source(key, self.ladder.memory if key in self.tombstones else self.ladder.sources)
 
     def is_loading(self, key: Key) -> bool:
         with self._changed:
@@ -90,21 +98,25 @@ class Loads:
         """Bring a template up, in a thread of its own; a failure is a miss. If memory is full of templates that are
         about to be written, this waits for them."""
         while True:
-            num_releases = self.writer.num_releases
+            num_releases, start = self.writer.num_releases, time.monotonic()
             try:
                 with self.pinned(key), memory_guard("the template"):
-                    source = self.ladder.source(key, self.tiers_of(key))
-                    span = self.ladder.lift(key, device) if source else None
+                    source = self.source(key)
+                    lifted = self.ladder.lift(key, device) if source else None
                 break
             except (CacheError, OutOfMemoryError) as error:
                 if not self.writer.wait_for_room(key, num_releases):
                     logger.warning("the template's activations are not used: %s", error)
                     return None
-        if not source or not span:
+        if not source or not lifted:
             return None
         if not self.ladder.memory_for(device):
-            self._in_use[key, device] = span
-        return Found(span, source.name)
+            self._in_use[key, device] = lifted.span
+        if lifted.lowest == "peer":
+            self.writer.add(key)  # the peer may die before it has written the template to a lasting tier
+        if lifted.lowest:
+            self.on_loaded(lifted.lowest, lifted.span.num_bytes, time.monotonic() - start)
+        return Found(lifted.span, lifted.lowest or source)
 
     def _loaded(self, key: Key, device: torch.device, handle: Handle) -> None:
         with self._changed:

@@ -10,6 +10,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from rich.filesize import decimal
@@ -27,8 +28,16 @@ class Slot:
     """The memory of one template."""
 
     memory: Tensor  # [bytes]
+    specs: Sequence[TensorSpec]  # of one step
     whole: Span  # views of the memory
     filled: set[int] = field(default_factory=set)  # steps
+
+
+class Block(NamedTuple):
+    """A span as it lies in memory."""
+
+    memory: Tensor  # [bytes], step after step
+    specs: Sequence[TensorSpec]  # of one step
 
 
 class MemoryTier:
@@ -57,6 +66,20 @@ class MemoryTier:
                 return None
             self._slots.move_to_end(key)
             return cut(self._slots[key].whole, steps)
+
+    def block(self, key: Key, steps: range) -> Block | None:
+        """The bytes of the span, if it is there. They stay valid, whatever happens to the template. Asking for them
+        does not count as a use."""
+        with self._lock:
+            if self.missing(key, [steps]):
+                return None
+            slot = self._slots[key]
+            per_step = slot.memory.nbytes // key.num_steps
+            return Block(slot.memory[steps.start * per_step : steps.stop * per_step], slot.specs)
+
+    def copy_out(self, memory: Tensor) -> Tensor:
+        """Copy bytes of a block to fresh main memory."""
+        return memory.clone()
 
     def reserve(self, key: Key, num_bytes: int) -> None:
         """Evict templates until there is room; if that would not be enough, raise a CacheError and evict none."""
@@ -171,7 +194,7 @@ def step_specs(span: Span) -> list[TensorSpec]:
 @torch.inference_mode(False)  # callers in and out of inference mode write to its tensors
 def make_slot(key: Key, specs: Sequence[TensorSpec], memory: Tensor) -> Slot:
     *rows, time = carve(memory.view(key.num_steps, -1), specs)
-    return Slot(memory, Span(key.steps, tuple(by_step.transpose(0, 1) for by_step in rows), time))
+    return Slot(memory, specs, Span(key.steps, tuple(by_step.transpose(0, 1) for by_step in rows), time))
 
 
 def cut(whole: Span, steps: range) -> Span:

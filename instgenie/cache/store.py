@@ -25,6 +25,7 @@ from instgenie.cache.host import HostTier
 from instgenie.cache.ladder import Ladder
 from instgenie.cache.loads import Found, Handle, Loads
 from instgenie.cache.moves import Moves
+from instgenie.cache.peers import PeerTier
 from instgenie.cache.remote import RemoteTier
 from instgenie.cache.tier import Tier, estimate
 from instgenie.cache.tombstones import Tombstones
@@ -67,9 +68,10 @@ class Store:
         disk: DiskTier | None = None,
         remote: RemoteTier | None = None,
         on_evict: Callable[[TierName, Key], None] | None = None,
+        peers: PeerTier | None = None,
     ) -> None:
-        self.gpu, self.host, self.disk, self.remote = gpu, host, disk, remote
-        self.ladder = Ladder(gpu, host, disk, remote)
+        self.gpu, self.host, self.disk, self.remote, self.peers = gpu, host, disk, remote, peers
+        self.ladder = Ladder(gpu, host, disk, remote, peers)
         self.memory, self.lasting, self.tiers = self.ladder.memory, self.ladder.lasting, self.ladder.tiers
         self.on_evict = on_evict
         for index, tier in enumerate(self.tiers):
@@ -80,7 +82,7 @@ class Store:
         self.tombstones = Tombstones(disk.folder if disk else None)
         self.expiry = Expiry(self.ladder)
         self._lock = self.moves.changed  # guards the pins; never held while data moves
-        self._loads = Loads(self.ladder, self.moves, self.writer, self.pinned, self.tiers_of)
+        self.loads = Loads(self.ladder, self.moves, self.writer, self.pinned, self.tombstones)
 
     @property
     def is_empty(self) -> bool:
@@ -88,21 +90,22 @@ class Store:
         return self.tiers == self.memory and not any(tier.usage().num_templates for tier in self.memory)
 
     def find(self, key: Key) -> Lookup:
-        """Ask where a template is. Only if no other tier has it, this waits for the remote tier's answer."""
+        """Ask where a template is. Only if no other tier has it, this waits for answers of peers and of the remote
+        tier."""
         if self.ladder.is_in_memory(key):
             return Lookup.HIT
-        if self._loads.is_loading(key):
+        if self.loads.is_loading(key):
             return Lookup.PENDING
-        return Lookup.PENDING if self.ladder.source(key, self.tiers_of(key)) else Lookup.MISS
+        return Lookup.PENDING if self.loads.source(key) else Lookup.MISS
 
     def missing(self, key: Key) -> list[range]:
-        """The spans that are in no tier."""
+        """The spans that are in no tier of this store; what its peers have does not count."""
         return self.ladder.missing(key, key.spans, self.tiers_of(key))
 
     def num_bytes(self, key: Key) -> int:
         """Bytes in the lowest tier that is needed to have all of the template; 0 if the template is not whole."""
         source = self.ladder.source(key, self.tiers_of(key))
-        return source.num_bytes(key) if source else 0
+        return next((tier.num_bytes(key) for tier in self.tiers if tier.name == source), 0)
 
     def tiers_of(self, key: Key) -> list[Tier]:
         """The tiers in which a template counts: what the lasting ones still have of a forgotten one does not."""
@@ -115,7 +118,7 @@ class Store:
         gpu tier has room, else in main memory. Without tiers in memory it stays on the device as long as a caller holds
         the span."""
         self.expiry.use(key)
-        return self._loads.start(key, device)
+        return self.loads.start(key, device)
 
     def get(self, key: Key, device: torch.device = CPU) -> Found | None:
         """Prefetch, and wait for the result."""
@@ -244,15 +247,17 @@ class Store:
     def forget(self, key: Key) -> list[TierName]:
         """Remove the template from all tiers, pinned or not. Jobs that use it keep the tensors they have. Return the
         tiers that could not be asked: what they have is not used any more, and `forget` has to be called again."""
-        with self.moves.forgetting(key, lambda: self._loads.is_loading(key)):
+        with self.moves.forgetting(key, lambda: self.loads.is_loading(key)):
             self.writer.discard(key)
             left = self.ladder.drop(key)
             if left:
                 self.tombstones.add(key)
             else:
                 self.tombstones.remove(key)
-            self._loads.forget(key)
+            self.loads.forget(key)
             self.expiry.forget(key)
+            if self.peers:
+                self.peers.forget(key)
         return left
 
     def ask_for(self, key: Key) -> None:
@@ -263,7 +268,7 @@ class Store:
     def status(self) -> dict[TierName, TierStatus]:
         statuses = {}
         for tier in self.tiers:
-            usage, num_hits = tier.usage(), self._loads.hits[tier.name]
+            usage, num_hits = tier.usage(), self.loads.hits[tier.name]
             statuses[tier.name] = TierStatus(
                 usage.num_templates, usage.num_bytes, tier.max_bytes, num_hits, tier.num_evictions
             )
@@ -276,4 +281,6 @@ class Store:
     def close(self) -> None:
         """Finish the moves under way and end the threads."""
         self.writer.close()
-        self._loads.close()
+        self.loads.close()
+        if self.peers:
+            self.peers.close()

@@ -34,21 +34,25 @@ class Stored:
     is_asked_for: bool = False  # by a client; such a template does not expire
 
 
-class Tier(Protocol):
-    """All methods are thread-safe."""
+class SpanSource(Protocol):
+    """A place from which spans are copied. All methods are thread-safe."""
 
     @property
     def name(self) -> TierName: ...
-
-    max_bytes: int
-    num_evictions: int
-    spill: Spill
 
     def missing(self, key: Key, spans: Sequence[range]) -> list[range]:
         """The spans that are not there."""
 
     def load(self, key: Key, steps: range) -> Span | None:
         """The span, if it is there and undamaged."""
+
+
+class Tier(SpanSource, Protocol):
+    """A place in which spans are kept."""
+
+    max_bytes: int
+    num_evictions: int
+    spill: Spill
 
     def reserve(self, key: Key, num_bytes: int) -> None:
         """Make room for a whole template of `num_bytes`, or raise a CacheError."""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from instgenie.cli.bench import add_bench, add_calibrate
 from instgenie.cli.edit import add_edit, add_register
 from instgenie.cli.screen import complain, quiet_libraries
+from instgenie.cli.status import add_status
 from instgenie.errors import InstGenieError
 from instgenie.server.config import MODEL, OPTIONS, read_config
 from instgenie.server.options import add_flags, nearest
@@ -97,6 +98,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] 
         "serve OpenAI's images API",
         "Serve OpenAI's images API. Every option can also be set by an environment variable, such as INSTGENIE_PORT, "
         "or by a line of a TOML file.",
+    ),
+    "status": (
+        add_status,
+        "show a running server",
+        "Show a running server and its cluster: nodes, workers, their batches and queues, activations, fronts.",
     ),
     "bench": (add_bench, "measure speed and quality", "Measure speed and quality."),
 }

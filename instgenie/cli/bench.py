@@ -159,12 +159,52 @@ def add_bench_router(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="decisions per policy and number of workers (default 2000)",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
 
 
 def run_bench_router(options: argparse.Namespace) -> None:
     from instgenie.bench.router import bench_router
 
-    bench_router(options.repeats)
+    bench_router(options.repeats, options.json)
+
+
+def add_bench_remote(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_remote)
+    parser.add_argument("--repeats", type=positive, default=200, metavar="N", help="jobs per socket (default 200)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+
+
+def run_bench_remote(options: argparse.Namespace) -> None:
+    from instgenie.bench.remote import bench_remote
+
+    bench_remote(options.repeats, options.json)
+
+
+def add_bench_scale(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_scale)
+    parser.add_argument(
+        "part", nargs="*", choices=["size", "fronts", "age", "links", []], metavar="PART",
+        help="part of the study: size, fronts, age, links (default all)",
+    )  # fmt: skip
+    about_workers = "size of a cluster; may be given several times (default 1, 8, 64, 512, 4096 and 20000)"
+    parser.add_argument("--workers", type=positive, action="append", metavar="N", help=about_workers)
+    parser.add_argument("--load", type=ratio, default=0.6, metavar="R", help="share of the workers' capacity (0.6)")
+    about_edits = "simulated edits per worker (default 20), at least 400 and at most 80,000 in all"
+    parser.add_argument("--edits", type=positive, default=20, metavar="N", help=about_edits)
+    about_templates = "different pictures per worker (default 2)"
+    parser.add_argument("--templates", type=rate, default=2.0, metavar="X", help=about_templates)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the latencies by size (SVG)")
+
+
+def run_bench_scale(options: argparse.Namespace) -> None:
+    from instgenie.bench.scale import ScaleStudy, bench_scale  # imports torch and diffusers
+
+    hide_loading_bars()
+    study = ScaleStudy(load=options.load, edits_per_worker=options.edits, templates_per_worker=options.templates)
+    if options.workers:
+        study = replace(study, workers=tuple(options.workers))
+    bench_scale(study, options.part, options.json, options.plot)
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -242,10 +282,20 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
         "a simulated cluster",
         "Simulate a cluster of any size under a workload, with the real router and planner.",
     ),
+    "remote": (
+        add_bench_remote,
+        "a worker on another machine",
+        "Time the messages of a worker over encrypted TCP, as between machines, beside a local socket.",
+    ),
+    "scale": (
+        add_bench_scale,
+        "clusters of 1 to 20,000 workers",
+        "Simulate clusters with several fronts, views of bounded age, and network links, and show what is full first.",
+    ),
     "router": (
         add_bench_router,
         "the time to choose a worker",
-        "Time the router's decision with every policy, among 8 to 20,000 busy workers.",
+        "Time the router's decision with every policy, among 1 to 20,000 workers, alone and within a front.",
     ),
     "detail": (
         add_bench_detail,

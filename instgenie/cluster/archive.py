@@ -33,20 +33,21 @@ class Archive:
         for listing in message.templates:
             name = listing.template.id
             if name not in self.library.templates and name not in self.library.forgetting:
-                self._add(name, listing)
+                self.add(name, listing, self.library.workers[process.worker].host)
         for head in message.forgotten:
             if head.id not in self.library.templates:
                 self.library.forgetting.add(self.library.workers[process.worker], head)
 
-    def _add(self, name: str, listing: wire.Listing) -> None:
-        """Add a template to the library. An incomplete one is shown, so that it can be forgotten; an edit of its
-        picture registers the rest."""
+    def add(self, name: str, listing: wire.Listing, host: str) -> None:
+        """Add a template that a worker of a host has listed to the library. An incomplete one is shown, so that it can
+        be forgotten; an edit of its picture registers the rest."""
         head = listing.template
         order = TemplateOrder(head.tenant, listing.picture, head.steps, head.guidance, head.picture, None)
         template = self.library.templates[name] = TemplateRecord(name, order)
         template.num_registered_steps = listing.num_registered_steps
         if listing.num_registered_steps == head.steps:
-            template.state, template.shared = "ready", listing.tier_bytes
+            template.state = "ready"
+            template.keep_below(host, listing.tier_bytes)
             self.library.tell_router(template)
         else:
             template.fail("its registration was interrupted: register it again")

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from instgenie.cluster import wire
+from instgenie.cluster.clerk import Clerk
 from instgenie.cluster.config import ClusterConfig, resolve
 from instgenie.cluster.entries import Ticket
 from instgenie.cluster.front import Place
 from instgenie.cluster.launch import Launcher, LocalLauncher
+from instgenie.cluster.ledger import Ledger, LocalLedger
 from instgenie.cluster.orders import Order, TemplateStatus
-from instgenie.cluster.processes import Worker, make_workers
+from instgenie.cluster.processes import Worker, are_broken, make_workers
 from instgenie.cluster.quota import check_quota
-from instgenie.cluster.status import ClusterStatus, Observer, WorkerStatus
+from instgenie.cluster.status import ClusterStatus, NodeStatus, Observer, WorkerStatus
 from instgenie.cluster.supervisor import Supervisor
 from instgenie.errors import ClosedError, EditError
 from instgenie.pictures.picture import check_edit
@@ -29,15 +31,21 @@ SECONDS_TO_WRITE = (
 
 
 class Cluster:
-    def __init__(self, config: ClusterConfig, launcher: Launcher | None = None) -> None:
-        """Workers are child processes on this machine, unless another launcher is given."""
+    def __init__(self, config: ClusterConfig, launcher: Launcher | None = None, ledger: Ledger | None = None) -> None:
+        """Workers are child processes on this machine, unless another launcher is given. Fronts that share their
+        workers share a ledger."""
         launcher = launcher or LocalLauncher()
         self.config = resolve(config, launcher.worker_bytes(len(config.devices)))
         self.workers = make_workers(self.config)
         self._supervisor = Supervisor(self.config, launcher, self.workers)
         self._coordinator = self._supervisor.coordinator
+        self.clerk = Clerk(ledger or LocalLedger(config.hold_seconds))
+        self.deposits = self._coordinator.deposits
+        self._coordinator.placement.on_placed = self.clerk.placed
         self.forgetting = self._coordinator.library.forgetting
         self._is_open = False
+        self.nodes: tuple[NodeStatus, ...] = ()  # as the launcher knows them
+        self.fronts: tuple[str, ...] = ()
 
     # life
 
@@ -57,6 +65,7 @@ class Cluster:
                 await self._supervisor.until(lambda: not self._coordinator.has_edits)
         is_drained = not self._coordinator.has_edits
         self._coordinator.recovery.give_up()
+        self.clerk.close()
         await self._supervisor.stop(max(end - time.monotonic(), 0.0))
         return is_drained
 
@@ -68,12 +77,13 @@ class Cluster:
     @property
     def healthy(self) -> bool:
         """True if a worker is ready or may become ready soon."""
-        return self._supervisor.is_running and not all(worker.is_broken for worker in self.workers)
+        return self._supervisor.is_running and not are_broken(self.workers)
 
     @property
     def has_failed(self) -> bool:
         """True if no worker will ever start."""
-        return not self._supervisor.is_running or all(worker.state == "failed" for worker in self.workers)
+        placed = [worker for worker in self.workers if not worker.is_waiting]
+        return not self._supervisor.is_running or (bool(placed) and all(worker.state == "failed" for worker in placed))
 
     @property
     def failure(self) -> str:
@@ -181,6 +191,8 @@ class Cluster:
         edits, reporter = self._coordinator.edits, self._coordinator.reporter
         return ClusterStatus(
             workers=tuple(self._worker_status(worker) for worker in self.workers),
+            nodes=self.nodes,
+            fronts=self.fronts,
             num_waiting=edits.num_waiting + self._coordinator.front.num_reserved,
             num_running=edits.num_running,
             num_registrations_waiting=self._coordinator.library.registrations.num_waiting,
@@ -192,10 +204,13 @@ class Cluster:
         )
 
     def _worker_status(self, worker: Worker) -> WorkerStatus:
-        entries = [entry for entry in self._coordinator.edits.entries.values() if entry.worker == worker.index]
+        entries = worker.edits.values()
         return WorkerStatus(
             index=worker.index,
             device=worker.device,
+            node=worker.node,
+            is_draining=worker.is_draining,
+            num_fronts=worker.num_fronts,
             state=worker.state,
             processes=tuple(process.status for process in worker.processes.values()),
             running=tuple(entry.status for entry in entries if entry.is_running),
@@ -204,6 +219,7 @@ class Cluster:
             last_step_seconds=worker.last_step_seconds,
             num_steps=worker.num_steps,
             num_interruptions=worker.num_interruptions,
+            num_joined=worker.num_joined,
             predicted_seconds=worker.load.seconds,
             seconds_per_step=worker.load.pace.seconds(1, worker.load.costs.per_step),
             seconds_per_token=worker.load.seconds_per_token,

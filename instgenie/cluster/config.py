@@ -23,6 +23,7 @@ class CacheConfig:
     disk_bytes: int = 100 * 2**30
     remote: str | None = None  # any fsspec URL; None: no remote tier
     remote_bytes: int = 1000 * 2**30
+    peer_bytes_per_second: float = 1e9  # that a worker sends to others which lack a template
     dtype: CacheDtype = "model"
     seconds_to_live: float | None = None  # of unused templates that no client asked for; None: no limit
 
@@ -39,6 +40,7 @@ class ResolvedCache(CacheConfig):
 
     host_bytes: int = field(kw_only=True)
     is_host_open: bool = False  # True: host_bytes may be less, if less memory is left once the model is loaded
+    is_host_guessed: bool = False  # True: the nodes' memory was unknown, and a node that tells its memory decides
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class ClusterConfig:
     auto_register: bool = True  # register the pictures of edits; False: only templates that clients ask for
     worker_timeout: float = 120.0  # seconds of silence after which a process counts as hung
     start_timeout: float = 1800.0  # the same while it loads the model
+    hold_bytes: int = 64 * 2**20  # per worker, for the latents of edits with an idempotency key, after their last step
+    hold_seconds: float = 600.0  # after which such latents are dropped
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -89,7 +93,13 @@ class ProcessConfig:
     graphs: bool = True
     num_workers: int = 1  # of the cluster
     num_sharing: int = 1  # workers on the same device, this one among them
+    peer_address: str = ""  # ZeroMQ address, maybe with a wildcard port, to serve templates to peers; empty: none
+    hold_bytes: int = 0  # for latents of jobs with an idempotency key
+    hold_seconds: float = 0.0
+    front_timeout: float = math.inf  # seconds of silence after which a front counts as gone
     parent: int | None = None  # pid of the parent that the process does not outlive; None: no parent is checked
+    front: str = ""  # id of the front at the endpoint, where a process may serve several
+    has_control: bool = False  # True: orders of the starter arrive on standard input (`cluster/control.py`)
 
 
 def resolve(config: ClusterConfig, worker_bytes: float) -> ResolvedConfig:
@@ -98,11 +108,17 @@ def resolve(config: ClusterConfig, worker_bytes: float) -> ResolvedConfig:
     if host_bytes is None:
         host_bytes = int(worker_bytes / 2) if math.isfinite(worker_bytes) else UNTOLD_HOST_BYTES
     is_open = config.cache.host_bytes is None
-    cache = ResolvedCache(**vars(config.cache) | {"host_bytes": host_bytes, "is_host_open": is_open})
+    is_guessed = is_open and math.isinf(worker_bytes)
+    told = {"host_bytes": host_bytes, "is_host_open": is_open, "is_host_guessed": is_guessed}
+    cache = ResolvedCache(**vars(config.cache) | told)
     return ResolvedConfig(**vars(config) | {"cache": cache})
 
 
-def process_config(config: ResolvedConfig, name: str, device: str, endpoint: str) -> ProcessConfig:
+def process_config(
+    config: ResolvedConfig, name: str, device: str, endpoint: str, num_sharing: int | None = None
+) -> ProcessConfig:
+    """The configuration of a start of a process. `num_sharing` workers are on its device; None: all on a device of its
+    name."""
     return ProcessConfig(
         name=name,
         endpoint=endpoint,
@@ -115,7 +131,10 @@ def process_config(config: ResolvedConfig, name: str, device: str, endpoint: str
         plan=config.plan,
         graphs=config.graphs,
         num_workers=len(config.devices),
-        num_sharing=config.devices.count(device),
+        num_sharing=config.devices.count(device) if num_sharing is None else num_sharing,
+        hold_bytes=config.hold_bytes,
+        hold_seconds=config.hold_seconds,
+        front_timeout=config.worker_timeout,
     )
 
 

@@ -6,12 +6,16 @@ knows what to do, and then sends whatever can be sent. Knows no socket.
     recovery   deaths and restarts of processes
     library    templates and their registrations
     archive    templates in tiers that outlive the cluster
+    deposits   requests and answers that other fronts can take up
+    neighbours templates of other fronts
+    sharing    workers that other fronts use as well
     reporter   events for clients, observers and traces
 
 An edit's `ComputeMode` is decided once: when the edit is accepted, if the cluster knows about its template's
 activations; otherwise by its worker, which looks for them on disk and beyond. From then on the picture is the same
-wherever and however often the edit is run. A worker that lacks the activations of such an edit registers them first;
-the edit is computed in full only if that fails, or if the activations fit nowhere.
+wherever and however often the edit is run. A worker that lacks the activations of such an edit copies them from one
+that has them, or registers them first; the edit is computed in full only if that fails, or if the activations fit
+nowhere.
 """
 
 import logging
@@ -21,17 +25,20 @@ from typing import Any
 from instgenie.cluster import wire
 from instgenie.cluster.archive import Archive
 from instgenie.cluster.config import ClusterConfig
+from instgenie.cluster.deposits import Deposits
 from instgenie.cluster.edits import Edits
 from instgenie.cluster.entries import EditEntry, Entry, Ticket
 from instgenie.cluster.front import Front, Place
 from instgenie.cluster.library import Library
 from instgenie.cluster.messages import Send
 from instgenie.cluster.naming import Naming
+from instgenie.cluster.neighbours import Neighbours
 from instgenie.cluster.orders import Order, TemplateOrder
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.recovery import Recovery
 from instgenie.cluster.reporter import Reporter
+from instgenie.cluster.sharing import Sharing
 from instgenie.cluster.stages import Stages
 from instgenie.cluster.templates import TemplateRecord
 from instgenie.telemetry.logs import names_of
@@ -46,10 +53,13 @@ class Coordinator:
         self.reporter = Reporter()
         self.library = Library(config, self.naming, self.placement, send)
         self.archive = Archive(self.library)
+        self.neighbours = Neighbours(self.library, self.archive)
         self.edits = Edits(self.placement, self.library, self.reporter)
         self.front = Front(config, self.placement, self.library, self.edits, self.reporter, send)
         self.stages = Stages(self.placement, self.library, self.edits, self.reporter, send)
         self.recovery = Recovery(self.placement, self.library, self.archive, self.edits)
+        self.sharing = Sharing(workers, config.worker_timeout, send)
+        self.deposits = Deposits(workers, send)
         self._handlers: dict[type, Callable[[Process, Any, list[wire.Frame]], None]] = {
             wire.JobFailed: self.stages.on_failed,
             wire.Dropped: self.front.on_dropped,
@@ -62,9 +72,13 @@ class Coordinator:
             wire.Glimpsed: self.stages.on_glimpsed,
             wire.Denoised: self.stages.on_denoised,
             wire.Painted: self.stages.on_painted,
+            wire.Collected: self.deposits.on_collected,
             wire.Registered: self.library.on_registered,
             wire.Kept: self.library.on_kept,
-            wire.Forgotten: self.library.forgetting.on_forgotten,
+            wire.Fetched: self.stages.on_fetched,
+            wire.Forgotten: self.neighbours.on_forgotten,
+            wire.Announced: self.neighbours.on_announced,
+            wire.Foreign: self.sharing.on_foreign,
             wire.Listed: self.archive.on_listed,
             wire.Recalled: self.archive.on_recalled,
         }
@@ -104,6 +118,8 @@ class Coordinator:
 
     def handle(self, process: Process, message: wire.AnyMessage, frames: list[wire.Frame]) -> None:
         self._handlers[type(message)](process, message, frames)
+        if not isinstance(message, wire.BatchStepped):  # the most frequent one: it changes neither queues nor places
+            process.touch()
         self.pump()
 
     def ready(self, process: Process, facts: wire.ModelFacts, digest: str) -> None:
@@ -111,18 +127,24 @@ class Coordinator:
         self.pump()
 
     def died(self, process: Process) -> None:
+        self.sharing.lose(process)
         self.recovery.died(process)
         self.pump()
 
     # sending
 
     def pump(self) -> None:
-        """Send what can be sent, and tell waiting clients their positions."""
+        """Send what can be sent, and tell waiting clients their positions. Only workers are looked at for which
+        something has changed: among thousands, a message is about one."""
         self.library.registrations.release()
-        while taken := [(process, group) for process in self.placement.processes for group in process.take()]:
+        touched: set[int] = set()
+        while changed := self.placement.take_changed():
+            touched |= {process.worker for process in changed}
+            taken = [(process, group) for process in changed for group in process.take()]
             for process, entries in taken:  # one may put another entry into a queue
                 self._try_dispatch(process, entries)
-        self.reporter.positions(self.edits.entries.values(), self.stages.seconds_left)
+        for worker in sorted(touched):
+            self.reporter.positions(self.placement.workers[worker].edits.values(), self.stages.seconds_left)
 
     def _try_dispatch(self, process: Process, entries: Sequence[Entry]) -> None:
         try:

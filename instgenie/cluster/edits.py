@@ -1,6 +1,7 @@
 """The edits that are accepted and not yet answered: gathered into their groups, answered, failed, cancelled."""
 
 import logging
+import time
 
 from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
 from instgenie.cluster.library import Library
@@ -19,6 +20,7 @@ class Edits:
         self.library = library
         self.reporter = reporter
         self.entries: dict[str, EditEntry] = {}
+        self._num_in_batches = 0
 
     @property
     def num_waiting(self) -> int:
@@ -27,7 +29,7 @@ class Edits:
     @property
     def num_outside_batches(self) -> int:
         """Edits that wait for a stage, or are being prepared or finished."""
-        return sum(not entry.is_running for entry in self.entries.values())
+        return len(self.entries) - self._num_in_batches
 
     @property
     def num_running(self) -> int:
@@ -43,9 +45,17 @@ class Edits:
             self.placement.settle(entry, self.placement.workers[gathered[0].worker])
             self.placement.put(entry)
 
+    def join_batch(self, entry: EditEntry, plan: tuple[bool, ...]) -> None:
+        self._num_in_batches += not entry.is_running
+        entry.is_running, entry.plan, entry.joined_at = True, plan, time.monotonic()
+        self.placement.workers[entry.worker].load.arrived(entry.work.template)
+        self.reporter.waited(entry, "denoise")
+        self.reporter.joined(entry)
+
     def leave_batch(self, entry: EditEntry) -> None:
         if entry.is_running:
             entry.is_running = False
+            self._num_in_batches -= 1
             self.reporter.left(entry)
 
     def finish(self, entry: EditEntry, picture: bytes, facts: Facts, seconds: float) -> None:
@@ -89,7 +99,8 @@ class Edits:
     def _drop(self, entry: EditEntry) -> None:
         self.entries.pop(entry.id, None)
         self.leave_batch(entry)
-        self.placement.workers[entry.worker].load.remove(entry.id)
+        self.placement.remove(entry)
+        self.placement.workers[entry.worker].load.arrived(entry.work.template)
         self.placement.process_of(entry).remove(entry)
         self.library.drop(entry)
         entry.group.remove(entry)

@@ -78,7 +78,9 @@ class Front:
             may_store = order.may_store and self.config.auto_register
             entry = EditEntry(id=uuid.uuid4().hex, order=order, work=work, group=group, may_store=may_store)
             group.append(entry)
-        worker = self.placement.choose(works, self.library.holders(works[0].template))
+        worker = self.placement.home_of(orders[0]) or self.placement.choose(
+            works, self.library.holders(works[0].template)
+        )
         entries = list(group)
         for entry in entries:
             log.info("accepted", extra=names_of(entry) | {"worker": worker.index})
@@ -121,27 +123,28 @@ class Front:
 
     def _decide(self, entry: EditEntry, worker: Worker) -> None:
         """Decide whether an edit uses its template's activations, or leave it to the worker to look for them. Whether a
-        template is used does not depend on the worker: one that lacks the activations of a ready template registers
-        them before it runs the edit."""
+        template is used does not depend on the worker: one that lacks the activations of a ready template copies or
+        registers them before it runs the edit."""
         name = entry.work.template
         if name is None:
             entry.run_dense(entry.order.obstacle or "the model was not known yet")
             return
-        if entry.work.must_reuse or name in worker.load.templates:
+        if entry.work.must_reuse or worker.load.tier_of(entry.work):
             entry.mode = ComputeMode.CACHED
         elif self.library.may_be_below(name):
             entry.mode = ComputeMode.UNDECIDED
         else:
             entry.run_dense(self.library.why_not(name))
             self.reporter.cache_query(entry)
-        worker.load.expect(name)
+        worker.load.expect(entry.work)
 
     def _announce(self, entry: EditEntry) -> None:
         """Have the activations loaded now if the edit is among those its worker takes next."""
         worker = self.placement.workers[entry.worker]
         has_room = worker.denoiser.is_ready and worker.load.num_edits <= worker.denoiser.max_held
         if has_room and (head := self.library.naming.head(entry)):
-            self.send(worker.denoiser, wire.Fetch(entry.id, head))
+            peers = self.library.peers.addresses(entry.template, entry.worker)
+            self.send(worker.denoiser, wire.Fetch(entry.id, head, peers))
 
     @property
     def retry_after(self) -> float:

@@ -24,6 +24,7 @@ from instgenie.cluster.environment import process_environment, seen_device
 from instgenie.machine.memory import available_memory
 
 FOLDER_PREFIX = "instgenie-"
+NODE_LOST = -1000  # exit code of a process that ended because its node did, or cannot be reached any more
 LOCK = "owner.lock"  # held by the process that made the folder, as long as it lives
 
 
@@ -39,7 +40,7 @@ class LaunchedProcess(Protocol):
     def is_alive(self) -> bool: ...
 
     async def wait(self) -> int:
-        """Wait for its end, and return its exit code."""
+        """Wait for its end, and return its exit code, or `NODE_LOST`."""
         ...
 
     def kill(self) -> None:
@@ -48,11 +49,21 @@ class LaunchedProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes. If they check no parent, the launcher has to end them when the cluster itself dies. Messages
-    are not authenticated, so only the cluster's own processes may reach the address."""
+    """Starts processes. If they check no parent, the launcher has to end them when the cluster itself dies."""
 
-    def worker_bytes(self, num_workers: int) -> float:
-        """Main memory that each of the workers may use on its node; infinity: unknown."""
+    @property
+    def secret(self) -> str:
+        """The secret that protects the sockets of the cluster; empty: only the cluster's own processes can reach
+        them."""
+        ...
+
+    @property
+    def shares_devices(self) -> bool:
+        """True if workers on devices of one name share one device; False if each has a device of its own."""
+        ...
+
+    def worker_bytes(self, num_workers: int, worker: int | None = None) -> float:
+        """Main memory that each of the workers, or a given one, may use on its node now; infinity: unknown."""
         ...
 
     def open(self) -> str:
@@ -65,6 +76,11 @@ class Launcher(Protocol):
 
     async def start(self, worker: int, role: Role, config: ProcessConfig) -> LaunchedProcess:
         """Start one process. Raises an OSError if that is not possible now; the cluster tries again later."""
+        ...
+
+    def release(self) -> bool:
+        """Give up all processes, if others use them too or somebody else ends them: their `wait` returns. False if they
+        are the cluster's own, which tells them to stop."""
         ...
 
     def close(self) -> None:
@@ -97,7 +113,10 @@ class LocalLauncher:
     """Child processes of this process. They share its memory, talk over a socket in a folder that only this user can
     enter, and end with it. The folder of a process that was killed is deleted by the next one."""
 
-    def worker_bytes(self, num_workers: int) -> float:
+    secret = ""
+    shares_devices = True
+
+    def worker_bytes(self, num_workers: int, worker: int | None = None) -> float:
         return available_memory() / num_workers
 
     def open(self) -> str:
@@ -111,12 +130,17 @@ class LocalLauncher:
 
     async def start(self, worker: int, role: Role, config: ProcessConfig) -> LocalProcess:
         device = seen_device(config.device, os.environ).name
+        peers = f"{config.endpoint}-{config.name}" if role == "denoise" and config.num_workers > 1 else ""
+        told = replace(config, parent=os.getpid(), device=device, peer_address=peers)
         child = await asyncio.create_subprocess_exec(
-            *process_command(role, replace(config, parent=os.getpid(), device=device)),
+            *process_command(role, told),
             stdin=asyncio.subprocess.DEVNULL,
             env=process_environment(config),
         )
         return LocalProcess(child)
+
+    def release(self) -> bool:
+        return False
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

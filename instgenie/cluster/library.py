@@ -1,7 +1,7 @@
 """The templates that a cluster knows, and their registrations. Knows no edit except those that wait for a template.
 
-Each worker registers for itself the templates it uses; those in a shared tier are found by all workers. A template that
-a client asked for is registered again when it is lost; others are dropped.
+A worker that lacks a template finds it in a shared tier or copies it from a worker that has it; otherwise it registers
+the template. A template that a client asked for is registered again when it is lost; others are dropped.
 """
 
 import time
@@ -14,6 +14,7 @@ from instgenie.cluster.forgetting import Forgetting
 from instgenie.cluster.messages import Send, prepare_template_message, register_message
 from instgenie.cluster.naming import Naming
 from instgenie.cluster.orders import TemplateOrder
+from instgenie.cluster.peers import Peers
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.quota import check_quota
@@ -37,6 +38,7 @@ class Library:
         self.forgetting = Forgetting(placement.workers, send)
         self.retries = Retries()
         self.registrations = Registrations(placement)
+        self.peers = Peers(placement.workers, self.templates)
 
     # templates
 
@@ -47,7 +49,7 @@ class Library:
             check_quota(self.templates.values(), order.tenant, self.config.max_templates)
         template = self._learn(name, order, is_asked_for=True)
         if template.state == "failed" or not (template.is_held or template.entries):
-            self._register_on(template, self.placement.choose([Work(order.steps, 0, 0, name)]))
+            self.register_on(template, self.placement.choose([Work(order.steps, 0, 0, name)]))
         return template
 
     def register_unasked(self, name: str, order: TemplateOrder, worker: Worker) -> None:
@@ -56,7 +58,7 @@ class Library:
         is_under_way = known is not None and (known.state == "ready" or bool(known.entries))
         num_unasked = sum(not template.is_asked_for and bool(template.entries) for template in self.templates.values())
         if not is_under_way and num_unasked < MAX_UNASKED and self.retries.may_try(name):
-            self._register_on(self._learn(name, order), worker)
+            self.register_on(self._learn(name, order), worker)
 
     def meet(self, name: str, entry: EditEntry) -> None:
         """Note that an edit has found a template's activations, which may be older than the cluster."""
@@ -102,7 +104,7 @@ class Library:
 
     # registrations
 
-    def _register_on(self, template: TemplateRecord, worker: Worker, is_urgent: bool = False) -> None:
+    def register_on(self, template: TemplateRecord, worker: Worker, is_urgent: bool = False) -> None:
         if worker.index in template.entries:
             self._hurry(template.entries[worker.index], is_urgent)
             return
@@ -169,7 +171,7 @@ class Library:
         entry.move("park")
         entry.num_parks += 1
         template.parked.append(entry)
-        self._register_on(template, self.workers[entry.worker], is_urgent=True)
+        self.register_on(template, self.workers[entry.worker], is_urgent=True)
 
     def _other_holders(self, template: TemplateRecord, worker: int) -> list[Worker]:
         """Workers other than this one that can run an edit of the template."""
@@ -210,8 +212,10 @@ class Library:
             template.state, template.num_registered_steps, template.is_lost = "ready", message.num_steps, False
             self.retries.succeeded(template.id)
             template.keep_in_memory(process.worker, message.tier_bytes)
-            tier = template.tier_at(process.worker) or "disk"  # provisional: the next Kept message has the tiers
-            self.workers[process.worker].load.templates[template.id] = tier
+            worker = self.workers[process.worker]
+            tier = template.tier_at(worker.index, worker.host) or "disk"  # provisional: the next Kept has the tiers
+            worker.load.templates[template.id] = tier
+            self.peers.update(template)
             for entry in [entry for entry in template.parked if entry.worker == process.worker]:
                 self.unpark(template, entry)
 
@@ -220,8 +224,9 @@ class Library:
         template = self.templates.get(message.template or "")
         if template is None:
             return
-        template.keep(process.worker, message.template_bytes)
-        self.tell_router(template)
+        worker = self.workers[process.worker]
+        is_news_to_others = template.keep(worker.index, worker.host, message.template_bytes)
+        self.tell_router(template, None if is_news_to_others else worker)
         if not (template.is_held or template.entries or template.parked):
             reason = "were evicted to make room for others, expired or could not be written"
             template.fail(f"its activations {reason}: register it again")
@@ -231,40 +236,44 @@ class Library:
         """Note that a worker does not find a template, though others may. Return whether the template is known."""
         template = self.templates.get(name)
         if template:
-            template.keep(worker, {})
-            self.tell_router(template)
+            is_news_to_others = template.keep(worker, self.workers[worker].host, {})
+            self.peers.fail(template, worker)
+            self.tell_router(template, None if is_news_to_others else self.workers[worker])
         return template is not None
 
-    def tell_router(self, template: TemplateRecord) -> None:
-        """Update the tier of a template in the load of each worker."""
-        for worker in self.workers:
-            update_load(worker, template)
+    def tell_router(self, template: TemplateRecord, worker: Worker | None = None) -> None:
+        """Update the tier of a template in the load of each worker, or of the one for which it has changed."""
+        for one in self.workers if worker is None else [worker]:
+            update_load(one, template)
+        self.peers.update(template)
 
     # loss
 
     def lose_memory(self, worker: Worker) -> None:
         """Note that a worker's denoise process died, and with it the activations in its memory."""
         worker.tier_bytes = {tier: num for tier, num in worker.tier_bytes.items() if tier in SHARED}
+        worker.load.link.drop(worker.index)
         for name in list(worker.load.templates):
             template = self.templates.get(name)
             if template is None:
                 worker.load.templates.pop(name, None)
                 continue
             template.holders.pop(worker.index, None)
-            update_load(worker, template)
+            self.tell_router(template, worker)
             if template.is_held:
                 continue
             if template.is_asked_for and template.order.picture is None:
                 template.fail("its activations were lost, and so was its picture: register it again")
             elif template.is_asked_for:
                 template.num_registered_steps, template.is_lost = 0, self.is_ready(name)
-                self._register_on(template, worker)
+                self.register_on(template, worker)
             elif not (template.entries or template.parked):
                 del self.templates[name]
 
     def forget(self, template: TemplateRecord) -> None:
         """Delete a template from all tiers of all workers."""
         del self.templates[template.id]
+        self.peers.forget(template)
         for worker in self.workers:
             worker.load.templates.pop(template.id, None)
             if worker.denoiser.is_ready:
@@ -282,7 +291,7 @@ class Library:
 
 def update_load(worker: Worker, template: TemplateRecord) -> None:
     """Tell the router the fastest tier in which a worker finds a template."""
-    if tier := template.tier_at(worker.index):
+    if tier := template.tier_at(worker.index, worker.host):
         worker.load.templates[template.id] = tier
     else:
         worker.load.templates.pop(template.id, None)

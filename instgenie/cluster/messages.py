@@ -19,7 +19,7 @@ def prepare_message(entry: EditEntry) -> tuple[wire.Prepare, list[wire.Frame]]:
     return message, wire.picture_frames(order.picture, order.mask)
 
 
-def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Denoising:
+def denoising(entry: EditEntry, template: wire.TemplateHead | None, peers: tuple[str, ...] = ()) -> wire.Denoising:
     assert entry.prepared is not None
     return wire.Denoising(
         id=entry.id,
@@ -31,6 +31,8 @@ def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Deno
         fails_dense=entry.must_not_run_dense,
         trace=entry.order.trace,
         request_id=entry.request_id,
+        key=entry.order.key,
+        peers=peers,
     )
 
 
@@ -91,5 +93,6 @@ def register_message(
         picture=entry.order.size if is_kept else None,
         request_id=entry.request_id,
         is_asked_for=is_asked_for,
+        size=entry.order.size,
     )
     return message, [*entry.prepared.tensors, *(wire.picture_frames(entry.order.picture) if is_kept else ())]

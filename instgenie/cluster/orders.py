@@ -32,6 +32,8 @@ class Order:
     may_store: bool = True  # False: the picture does not become a template
     trace: str = ""  # traceparent; empty: not traced
     request_id: str = field(default_factory=request_id.get)  # of the request that is being answered
+    key: str = ""  # orders with the same one are the same order, also at other fronts; empty: it is like no other
+    home: int | None = None  # the worker that may have begun an order of the same key; None: none has
 
     @property
     def size(self) -> tuple[int, int]:

@@ -4,13 +4,14 @@ for them. Knows no message and no socket."""
 import hashlib
 import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
 from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
 from instgenie.cluster.launch import LaunchedProcess
 from instgenie.cluster.status import ProcessState, ProcessStatus
+from instgenie.scheduling.fetches import FetchRates, NodeLink, PeerMap
 from instgenie.scheduling.router import Pace, SideStage, WorkerLoad
 from instgenie.types import TierName
 
@@ -18,6 +19,15 @@ NUM_AHEAD = 2  # entries that prepare and finish hold, one in work and one at ha
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0  # seconds before a dead process is started again
 HEALTHY_SECONDS = 60.0  # a process that was ready for this long restarts after the first back-off
 MAX_FAILED_STARTS = 5  # in a row, after which a process that is not ready counts as broken
+
+
+@dataclass
+class Changes:
+    """What has changed among the processes of a cluster since somebody last looked. It spares a cluster of thousands of
+    workers to look at each of them after every message."""
+
+    states: bool = True  # a process has another state
+    processes: dict["Process", None] = field(default_factory=dict)  # queue, room or state of these may be another
 
 
 @dataclass(eq=False)
@@ -28,7 +38,7 @@ class Process:
     role: Role
     device: str
     max_held: int  # edits that it holds at once
-    state: ProcessState = "starting"
+    changes: Changes = field(default_factory=Changes)  # shared by the processes of a cluster
     message: str = ""  # why it is down
     num_starts: int = 0
     num_failed_starts: int = 0  # in a row: it ended before it was ready
@@ -38,10 +48,26 @@ class Process:
     has_been_ready: bool = False  # at any of its starts
     ready_at: float | None = None  # None: its current start is not ready yet
     heard_at: float = 0.0
+    peer_address: str = ""  # at which its current start serves templates to other workers; empty: it serves none
     launched: LaunchedProcess | None = None
     queue: list[Entry] = field(default_factory=list)  # to be sent, the oldest first
     held: dict[str, Entry] = field(default_factory=dict)  # sent and not yet answered
     leaving: set[str] = field(default_factory=set)  # ids of entries that it was told to drop, and may still work on
+    _state: ProcessState = "starting"
+
+    @property
+    def state(self) -> ProcessState:
+        return self._state
+
+    @state.setter
+    def state(self, state: ProcessState) -> None:
+        self._state = state
+        self.changes.states = True
+        self.touch()
+
+    def touch(self) -> None:
+        """Note that it may take entries that it could not take before."""
+        self.changes.processes[self] = None
 
     @property
     def name(self) -> str:
@@ -71,13 +97,17 @@ class Process:
         pid = self.launched.pid if self.launched is not None and self.is_alive else None
         return ProcessStatus(self.role, pid, self.state, self.num_starts, self.message)
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.queue or self.held or self.leaving)
+
     # starts
 
     def begin(self) -> None:
         """Enter a new start, under a new name."""
         self.num_starts += 1
         self.state, self.message, self.launched = "starting", "", None
-        self.is_loaded = self.has_begun = False
+        self.is_loaded, self.has_begun, self.peer_address = False, False, ""
         self.ready_at, self.heard_at = None, time.monotonic()
 
     def succeed(self) -> None:
@@ -109,6 +139,7 @@ class Process:
 
     def put(self, entry: Entry) -> None:
         insort(self.queue, entry, key=lambda entry: entry.number)
+        self.touch()
 
     def remove(self, entry: Entry) -> None:
         self.held.pop(entry.id, None)
@@ -194,11 +225,20 @@ class Worker:
     device: str
     processes: dict[Role, Process]
     load: WorkerLoad
+    node: str = ""  # its name; empty: this machine, or none yet
+    host: str = ""  # the machine whose disk it sees; empty: this one
+    edits: dict[str, EditEntry] = field(default_factory=dict)  # those that belong to it, by id
     digests: dict[Role, str] = field(default_factory=dict)  # of the weights that each process has loaded
     tier_bytes: dict[TierName, int] = field(default_factory=dict)
+    num_fronts: int = 0  # that share it, this one among them; 0: it serves no other
+    is_stale: bool = False  # True if it has been silent for so long that its load is not known
+    is_waiting: bool = False  # no node has room for it
+    has_lost_node: bool = False  # its processes ended with their node; they start again when another has room
+    is_draining: bool = False  # it gets no more edits; once it has no work, its device is given up
     host_bytes: int | None = None  # main memory for activations; None: not yet measured
     num_steps: int = 0
     num_interruptions: int = 0
+    num_joined: int = 0  # jobs that began to take steps, of all fronts, since its denoise process started
     last_step_seconds: float = 0.0
     steps_per_second: float = 0.0
     _stepped_at: float = 0.0
@@ -216,6 +256,24 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def is_away(self) -> bool:
+        """True if nobody knows when it will be ready: what waits for it goes to others."""
+        return self.is_draining or self.has_lost_node
+
+    def drain(self, is_draining: bool = True) -> None:
+        """Give it no more edits, or give it edits again. What it has is worked on to its end."""
+        self.denoiser.changes.states |= is_draining != self.is_draining
+        self.is_draining = is_draining
+
+    @property
+    def takes_edits(self) -> bool:
+        return self.is_ready and not (self.is_draining or self.is_stale)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.edits) or any(process.has_work for process in self.processes.values())
 
     @property
     def is_broken(self) -> bool:
@@ -242,9 +300,27 @@ class Worker:
         self.load.pace.measure(predicted, seconds)
 
 
+def are_broken(workers: Iterable[Worker]) -> bool:
+    """True if no worker is expected to be ready soon. Those that wait for a node do not count, unless all do: then the
+    next node may help."""
+    placed = [worker for worker in workers if not worker.is_waiting]
+    return bool(placed) and all(worker.is_broken for worker in placed)
+
+
+def place(workers: Sequence[Worker], nodes: Mapping[int, str]) -> None:
+    """Note on which nodes workers are; those that are not named have none. The workers of a node share its link."""
+    links = {worker.node: worker.load.link for worker in workers if worker.node}
+    for worker in workers:
+        worker.is_waiting = worker.index not in nodes
+        if worker.node != nodes.get(worker.index, ""):
+            worker.node = nodes.get(worker.index, "")
+            worker.load.link = links.setdefault(worker.node, NodeLink()) if worker.node else NodeLink()
+
+
 def make_workers(config: ClusterConfig) -> list[Worker]:
-    common = Pace()
+    common, common_rates, peers = Pace(), FetchRates(), PeerMap()
     side_seconds: dict[SideStage, float] = {}
+    changes, link = Changes(), NodeLink()
     max_held: dict[Role, int] = {
         "prepare": NUM_AHEAD,
         "denoise": 2 * config.max_batch_size,
@@ -254,8 +330,16 @@ def make_workers(config: ClusterConfig) -> list[Worker]:
         Worker(
             index=index,
             device=device,
-            processes={role: Process(index, role, device, max_held[role]) for role in config.roles},
-            load=WorkerLoad(index, config.max_batch_size, pace=Pace(common), side_seconds=side_seconds),
+            processes={role: Process(index, role, device, max_held[role], changes) for role in config.roles},
+            load=WorkerLoad(
+                index,
+                config.max_batch_size,
+                pace=Pace(common),
+                peers=peers,
+                fetch_rates=FetchRates(common_rates),
+                side_seconds=side_seconds,
+                link=link,
+            ),
         )
         for index, device in enumerate(config.devices)
     ]

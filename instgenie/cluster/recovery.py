@@ -7,8 +7,10 @@ from instgenie.cluster.archive import Archive
 from instgenie.cluster.edits import Edits
 from instgenie.cluster.entries import MAX_DEATHS, EditEntry, Entry
 from instgenie.cluster.library import Library
+from instgenie.cluster.moving import move_away
+from instgenie.cluster.peers import host_of
 from instgenie.cluster.placement import Placement
-from instgenie.cluster.processes import Process
+from instgenie.cluster.processes import Process, are_broken
 from instgenie.telemetry.logs import names_of
 
 log = logging.getLogger(__name__)
@@ -27,7 +29,9 @@ class Recovery:
         self.library.naming.model_facts = facts
         worker = self.workers[process.worker]
         worker.digests[process.role] = digest
+        worker.has_lost_node &= not worker.is_ready
         if process.role == "denoise":
+            worker.host = host_of(worker.denoiser.peer_address)
             self.library.forgetting.send_all(worker)
         if worker.denoiser.is_ready:
             self.archive.ask(worker)
@@ -36,6 +40,9 @@ class Recovery:
                 _, queue = other.empty()
                 for entry in queue:
                     self.placement.put(entry)
+        for other_worker in self.workers:
+            if other_worker.is_away:
+                move_away(self.library, other_worker)
 
     def died(self, process: Process) -> None:
         """Queue the entries of a dead process again, and fail those that cannot be run."""
@@ -59,10 +66,12 @@ class Recovery:
                 self.edits.fail(entry, "unavailable", process.message)
             else:
                 self.placement.put(entry)
+        if self.workers[process.worker].is_away:
+            move_away(self.library, self.workers[process.worker])
 
     def _is_lost(self, entry: Entry) -> bool:
         """True if no worker can run it. A template is tied to its worker; an edit may go to any other."""
-        return not isinstance(entry, EditEntry) or all(worker.is_broken for worker in self.workers)
+        return not isinstance(entry, EditEntry) or are_broken(self.workers)
 
     def give_up(self) -> None:
         """Fail all edits, since the cluster stops."""

@@ -2,7 +2,7 @@
 there, or when enough edits went before it. Tenants take turns. A registration that an edit waits for does not wait
 itself."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import count
 
@@ -16,7 +16,7 @@ MAX_PASSED = 32  # edits that are prepared on a worker before a registration tha
 class Registrations:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self._waiting: dict[int, list[TemplateEntry]] = {worker.index: [] for worker in placement.workers}
+        self._waiting: defaultdict[int, list[TemplateEntry]] = defaultdict(list)  # by worker
         self._num_passed: Counter[int] = Counter()  # edits that went before the registrations of a worker
         self._turns = count(1)
         self._last_turns: dict[str, int] = {}  # of each tenant
@@ -34,32 +34,36 @@ class Registrations:
 
     def hurry(self, entry: TemplateEntry) -> None:
         """Let a registration go at once, if it still waits."""
-        if entry in self._waiting[entry.worker]:
-            self._waiting[entry.worker].remove(entry)
+        if self.remove(entry):
             self.placement.process_of(entry).put(entry)
 
-    def remove(self, entry: TemplateEntry) -> None:
-        if entry in self._waiting[entry.worker]:
-            self._waiting[entry.worker].remove(entry)
+    def remove(self, entry: TemplateEntry) -> bool:
+        """Take a registration out of the queue; return whether it was there."""
+        waiting = self._waiting[entry.worker]
+        is_waiting = entry in waiting
+        if is_waiting:
+            waiting.remove(entry)
+        if not waiting:
+            del self._waiting[entry.worker]  # so that only workers are looked at for which something waits
+        return is_waiting
 
     def take_all(self, worker: int) -> Sequence[TemplateEntry]:
         """Remove and return the registrations that wait for a worker."""
-        taken, self._waiting[worker] = self._waiting[worker], []
-        return taken
+        return self._waiting.pop(worker, [])
 
     def passed(self, worker: int) -> None:
         """Note that an edit was sent to be prepared."""
-        self._num_passed[worker] += bool(self._waiting[worker])
+        self._num_passed[worker] += bool(self._waiting.get(worker))
 
     def release(self) -> None:
         """Send on what may begin."""
-        for worker in self.placement.workers:
-            waiting = self._waiting[worker.index]
+        for index, waiting in sorted(self._waiting.items()):
+            worker = self.placement.workers[index]
             if waiting and not is_registering(worker) and self._is_turn(worker):
                 entry = min(waiting, key=lambda entry: (self._last_turns.get(entry.order.tenant, 0), entry.number))
-                waiting.remove(entry)
+                self.remove(entry)
                 self._last_turns[entry.order.tenant] = next(self._turns)
-                self._num_passed[worker.index] = 0
+                self._num_passed[index] = 0
                 self.placement.process_of(entry).put(entry)
 
     def _is_turn(self, worker: Worker) -> bool:

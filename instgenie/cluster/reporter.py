@@ -35,6 +35,10 @@ class Reporter:
         for observer in self.observers:
             observer.cache_query(entry.tier)
 
+    def fetched(self, tier: TierName, num_bytes: int, seconds: float) -> None:
+        for observer in self.observers:
+            observer.fetched(tier, num_bytes, seconds)
+
     def waited(self, entry: EditEntry, stage: str, worked: float = 0.0) -> None:
         """Trace how long an edit waited for a stage, which began `worked` seconds ago."""
         now = time.monotonic()
@@ -61,14 +65,14 @@ class Reporter:
         entry.events.put_nowait(Partial(index, picture))
 
     def positions(self, entries: Iterable[EditEntry], left: Callable[[EditEntry], float | None]) -> None:
-        """Tell each waiting edit how many edits of other requests are ahead of it on its worker, if that has changed,
-        and the time left."""
-        num_ahead: Counter[int] = Counter()  # by worker
+        """Tell each waiting edit of a worker how many edits of other requests are ahead of it there, if that has
+        changed, and the time left."""
+        num_ahead = 0
         num_own: Counter[int] = Counter()  # of them, those of the same request
         for entry in sorted(entries, key=lambda entry: entry.number):
             if entry.is_waiting:
-                position = num_ahead[entry.worker] - num_own[id(entry.group)]
-                num_ahead[entry.worker] += 1
+                position = num_ahead - num_own[id(entry.group)]
+                num_ahead += 1
                 num_own[id(entry.group)] += 1
                 if self._positions.get(entry.id) != position:
                     self._positions[entry.id] = position

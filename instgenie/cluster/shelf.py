@@ -22,7 +22,7 @@ def drop_pictures(templates: Iterable[TemplateRecord], max_bytes: int) -> None:
 def may_drop(template: TemplateRecord) -> bool:
     """True if it has a picture that no client relies on: nobody asked for it, or a lasting tier has it too. Pictures of
     templates that a client asked for count towards the tenant's quota instead."""
-    return template.order.picture is not None and (not template.is_asked_for or bool(template.shared))
+    return template.order.picture is not None and (not template.is_asked_for or template.is_lasting)
 
 
 def picture_bytes(template: TemplateRecord) -> int:

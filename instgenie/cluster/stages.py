@@ -57,13 +57,14 @@ class Stages:
 
     def _dispatch_jobs(self, process: Process, entries: Sequence[EditEntry]) -> None:
         """Send jobs to be denoised, and park those that must use activations which the worker does not have."""
-        known = self.workers[process.worker].load.templates
+        load = self.workers[process.worker].load
         for entry in entries:
-            if entry.mode is ComputeMode.CACHED and entry.template not in known:
+            if entry.mode is ComputeMode.CACHED and load.tier_of(entry.work) is None:
                 self._wait_for_template(entry)
         if going := [entry for entry in entries if entry.id in process.held]:
             frames = [frame for entry in going if entry.prepared for frame in entry.prepared.tensors]
-            jobs = tuple(denoising(entry, self.library.naming.head(entry)) for entry in going)
+            head, peers = self.library.naming.head, self.library.peers.addresses
+            jobs = tuple(denoising(entry, head(entry), peers(entry.template, entry.worker)) for entry in going)
             self.send(process, wire.Denoise(jobs), frames)
 
     def _wait_for_template(self, entry: EditEntry) -> None:
@@ -96,6 +97,12 @@ class Stages:
 
     # denoise
 
+    def on_fetched(self, process: Process, message: wire.Fetched, frames: list[wire.Frame]) -> None:
+        load = self.workers[process.worker].load
+        fixed, _ = load.costs.fetch.get(message.tier, (0.0, 0.0))
+        load.fetch_rates.measure(message.tier, message.num_bytes, message.seconds - fixed)
+        self.reporter.fetched(message.tier, message.num_bytes, message.seconds)
+
     def on_priced(self, process: Process, message: wire.Priced, frames: list[wire.Frame]) -> None:
         self.workers[process.worker].load.costs = message.costs
 
@@ -124,15 +131,13 @@ class Stages:
     def on_joined(self, process: Process, message: wire.Joined, frames: list[wire.Frame]) -> None:
         for told, plan in zip(message.jobs, message.plans, strict=True):
             if entry := held_edit(process, told.id, told.attempt):
-                entry.is_running, entry.plan, entry.joined_at = True, plan, time.monotonic()
-                self.reporter.waited(entry, "denoise")
-                self.reporter.joined(entry)
+                self.edits.join_batch(entry, plan)
 
     def on_stepped(self, process: Process, message: wire.BatchStepped, frames: list[wire.Frame]) -> None:
         worker = self.workers[process.worker]
         worker.step(message.seconds, message.predicted_seconds)
-        worker.num_interruptions = message.num_interruptions
-        self.reporter.batch_stepped(worker.index, message.seconds, len(message.jobs))
+        worker.num_interruptions, worker.num_joined = message.num_interruptions, message.num_joined
+        self.reporter.batch_stepped(worker.index, message.seconds, len(message.jobs) + message.num_others)
         stepped = [(told.step, entry) for told in message.jobs if (entry := held_edit(process, told.id, told.attempt))]
         for step, entry in stepped:
             entry.step = step

@@ -34,9 +34,22 @@ class ProcessStatus:
 
 
 @dataclass(frozen=True)
+class NodeStatus:
+    """A machine with workers."""
+
+    name: str  # unique in the cluster
+    address: str
+    num_cores: int
+    available_bytes: float  # of main memory
+
+
+@dataclass(frozen=True)
 class WorkerStatus:
     index: int
     device: str
+    node: str  # its name; empty: this machine, or none yet
+    is_draining: bool  # it gets no more edits, and ends when it has no work
+    num_fronts: int  # that share it; 0: this one alone
     state: ProcessState
     processes: tuple[ProcessStatus, ...]
     running: tuple[JobStatus, ...]
@@ -45,6 +58,7 @@ class WorkerStatus:
     last_step_seconds: float
     num_steps: int  # since it started
     num_interruptions: int  # of the step loop, by other work while jobs were running
+    num_joined: int  # jobs that began to take steps, of all fronts, since its denoise process started
     predicted_seconds: float  # until all its work is done
     seconds_per_step: float  # fixed cost of a step
     seconds_per_token: float  # additional cost of each computed token
@@ -60,6 +74,8 @@ class WorkerStatus:
 @dataclass(frozen=True)
 class ClusterStatus:
     workers: tuple[WorkerStatus, ...]
+    nodes: tuple[NodeStatus, ...]  # empty: all workers are on this machine
+    fronts: tuple[str, ...]  # addresses of all fronts, this one among them; empty: there is no other
     num_waiting: int
     num_running: int
     num_registrations_waiting: int
@@ -91,6 +107,9 @@ class Observer:
 
     def cache_query(self, tier: TierName | None) -> None:
         """An edit looked for its template's activations; None is a miss."""
+
+    def fetched(self, tier: TierName, num_bytes: int, seconds: float) -> None:
+        """A worker brought a template into its memory from a tier below it, or from a peer."""
 
     def finished(self, facts: Facts, seconds: float) -> None:
         """An edit was answered with a picture, `seconds` after it was accepted."""

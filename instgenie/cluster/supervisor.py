@@ -3,6 +3,7 @@ knows where processes run, and the coordinator what messages mean."""
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,8 +14,9 @@ import zmq.asyncio
 from instgenie.cluster import wire
 from instgenie.cluster.config import ResolvedConfig, Role, process_config
 from instgenie.cluster.coordinator import Coordinator
-from instgenie.cluster.launch import Launcher
+from instgenie.cluster.launch import NODE_LOST, Launcher
 from instgenie.cluster.processes import Process, Worker
+from instgenie.machine.curve import Doorkeeper, secure_server
 
 SECONDS_TO_DIE = 1.0  # for killed processes to be gone; a launcher that hangs is not waited for any longer
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -39,9 +41,12 @@ class Supervisor:
         """Bind the socket, and start all processes in the background."""
         address = self.launcher.open()
         self._context = zmq.asyncio.Context()
+        secret = self.launcher.secret
+        self._doorkeeper = Doorkeeper(self._context, secret)
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)  # no limit: the edits that are accepted bound what is sent
+        secure_server(self._socket, secret)
         self._socket.bind(address)
         self._endpoint = self.launcher.endpoint(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._supervisions = [asyncio.create_task(self._supervise(process)) for process in self.processes]
@@ -51,20 +56,23 @@ class Supervisor:
         """End all processes, and kill those that take longer than the timeout."""
         self._ending.set()
         self._changed.set()
-        for process in self.processes:
-            if process.is_ready:
-                self._send(process, wire.Stop())
-            else:
-                process.kill()
+        if not self.launcher.release():
+            for process in self.processes:
+                if process.is_ready:
+                    self._send(process, wire.Stop())
+                else:
+                    process.kill()
         _, late = await asyncio.wait(self._supervisions, timeout=timeout)
         for process in self.processes:
             process.kill()
         if late:
             await asyncio.wait(late, timeout=SECONDS_TO_DIE)
+        self.coordinator.sharing.close()
         for task in (*self._tasks, *self._supervisions):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._supervisions, return_exceptions=True)
         self._socket.close(linger=0)
+        self._doorkeeper.close()
         self._context.term()
         self.launcher.close()
 
@@ -108,19 +116,25 @@ class Supervisor:
         self._by_name.pop(process.name.encode(), None)
         process.begin()
         self._by_name[process.name.encode()] = process
-        config = process_config(self.config, process.name, process.device, self._endpoint)
+        num_sharing = len(self._sharing(process)) // len(self.config.roles)
+        config = process_config(self.config, process.name, process.device, self._endpoint, num_sharing)
         try:
             process.launched = await self.launcher.start(process.worker, process.role, config)
         except OSError as error:
             process.message = f"could not be started: {error}"
             return None
+        process.heard_at = time.monotonic()  # it may have waited long for a node
         if self._ending.is_set():
             process.kill()
         return await process.launched.wait()
 
     def _lost(self, process: Process, code: int | None) -> None:
-        process.end(f"ended with exit code {code}")
-        log.error("process ended", extra={"worker_process": process.name, "code": code, "reason": process.message})
+        worker = self.workers[process.worker]
+        if code == NODE_LOST:
+            worker.has_lost_node, worker.host_bytes = True, None  # another node has another memory
+        process.end("its node is lost" if code == NODE_LOST else f"ended with exit code {code}")
+        facts = {"worker_process": process.name, "code": code, "reason": process.message}
+        log.log(logging.INFO if worker.is_draining else logging.ERROR, "process ended", extra=facts)
         self.coordinator.died(process)
         self._begin_all()
         self._changed.set()
@@ -131,19 +145,25 @@ class Supervisor:
         """Have denoise processes take the memory that is left on their device, once all that share it have loaded."""
         for worker in self.workers:
             process = worker.denoiser
-            sharing = (one for one in self.processes if one.device == process.device)
-            if process.is_loaded and not process.has_begun and all(one.is_settled for one in sharing):
+            if process.is_loaded and not process.has_begun and all(one.is_settled for one in self._sharing(process)):
                 process.has_begun = True
                 self._send(process, wire.Begin(self._host_bytes(worker)))
 
+    def _sharing(self, process: Process) -> list[Process]:
+        """The processes on its device, itself among them."""
+        if self.launcher.shares_devices:
+            return [one for one in self.processes if one.device == process.device]
+        return list(self.workers[process.worker].processes.values())
+
     def _host_bytes(self, worker: Worker) -> int:
-        """Main memory for a worker's activations. It is measured once: at a restart, activations of the other workers
-        are no reason to take less."""
+        """Main memory for a worker's activations: half of what its own node has left for it. It is measured once: at a
+        restart, activations of the other workers are no reason to take less."""
         if worker.host_bytes is None:
-            worker.host_bytes = self.config.cache.host_bytes
-            left = self.launcher.worker_bytes(len(self.workers)) / 2
-            if self.config.cache.is_host_open and left < worker.host_bytes:
-                worker.host_bytes = int(left)
+            cache = self.config.cache
+            left = self.launcher.worker_bytes(len(self.workers), worker.index) / 2
+            is_known = cache.is_host_guessed and math.isfinite(left)
+            is_less = cache.is_host_open and left < cache.host_bytes
+            worker.host_bytes = int(left) if is_known or is_less else cache.host_bytes
         return worker.host_bytes
 
     # messages
@@ -171,8 +191,9 @@ class Supervisor:
             case wire.Loaded():
                 process.is_loaded = True
                 self._begin_all()
-            case wire.Ready(facts, digest):
+            case wire.Ready(facts, digest, peer_address):
                 process.succeed()
+                process.peer_address = peer_address
                 self._begin_all()
                 log.info("process ready", extra={"worker_process": process.name})
                 self.coordinator.ready(process, facts, digest)

@@ -13,6 +13,7 @@ from instgenie.types import Kind, PlanPolicy, TierName
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)  # mask ratios of the table
 FETCH: dict[TierName, tuple[float, float]] = {  # typical seconds of a fetch, fixed and per byte
     "disk": (0.01, 1 / 1e9),
+    "peer": (0.005, 1 / 300e6),
     "remote": (0.2, 1 / 100e6),
 }
 

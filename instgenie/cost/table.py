@@ -45,7 +45,7 @@ class StepCosts(Struct, frozen=True):
     bytes_per_token: float = 0.0  # of the activations of one step
     fetch: dict[
         TierName, tuple[float, float]
-    ] = {}  # by tier: seconds to fetch a template into memory, fixed and per byte
+    ] = {}  # by tier: typical seconds to fetch a template into memory, fixed and per byte
 
     def price(self, num_tokens: float, num_masked: float, tier: TierName | None) -> Price:
         """Price of a step of a job whose activations are in a tier; None if it has none. Activations below memory are
@@ -74,11 +74,15 @@ class StepCosts(Struct, frozen=True):
         return max(num_steps * self.per_step + compute, load)
 
     def fetch_seconds(self, num_tokens: float, num_steps: int, tier: TierName | None) -> float:
-        """Seconds until a template's activations are in memory."""
+        """Typical seconds until a template's activations are in memory."""
         if tier is None or tier not in self.fetch:
             return 0.0
         fixed, per_byte = self.fetch[tier]
-        return fixed + per_byte * self.bytes_per_token * num_tokens * num_steps
+        return fixed + per_byte * self.template_bytes(num_tokens, num_steps)
+
+    def template_bytes(self, num_tokens: float, num_steps: int) -> float:
+        """Bytes of a template's activations."""
+        return self.bytes_per_token * num_tokens * num_steps
 
 
 def linear_costs(per_step: float, per_token: float) -> StepCosts:

@@ -8,18 +8,21 @@ finished one by one, beside the steps; where these side stages take longer than 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from instgenie.cost.table import DEFAULT_COSTS, Price, StepCosts
+from instgenie.scheduling.fetches import FetchRates, NodeLink, PeerMap
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.types import TierName
 
+T = TypeVar("T")
 SideStage = Literal["prepare", "finish"]  # stages of an edit that run beside the steps
 
 PRIOR_SECONDS = 0.1  # length of the invented step that the fit starts with
 DECAY = 0.98  # weight of a measured step after one more
 SIDE_DECAY = 0.8  # the same for side stages; lower, because the first one of a process is slow
 NUM_KNOWN = 50  # steps after which a worker is judged by its own pace
+TIE = 1e-7  # weight of what is moved or registered: it decides between workers that would finish at the same time
 MAX_SCANNED = 64  # up to this many workers, a choice looks at each of them
 NUM_SAMPLED = 32  # workers drawn where there are more, and holders of the template drawn besides
 
@@ -89,15 +92,45 @@ class Remaining(NamedTuple):
     price: Price  # per step
 
 
+class LoadSums(NamedTuple):
+    """The work that one front, or several, have given to a worker: what others need to know of it."""
+
+    num_edits: int = 0
+    num_finishing: int = 0
+    num_steps: int = 0
+    num_token_steps: int = 0
+    compute: float = 0.0  # seconds, over all steps
+    loading: float = 0.0  # seconds, over all steps
+    fetching: float = 0.0  # seconds, of templates that are on their way to the worker
+
+    def plus(self, other: "LoadSums", sign: int = 1) -> "LoadSums":
+        return LoadSums(
+            self.num_edits + sign * other.num_edits,
+            self.num_finishing + sign * other.num_finishing,
+            self.num_steps + sign * other.num_steps,
+            self.num_token_steps + sign * other.num_token_steps,
+            self.compute + sign * other.compute,
+            self.loading + sign * other.loading,
+            self.fetching + sign * other.fetching,
+        )
+
+
+NO_LOAD = LoadSums()
+
+
 @dataclass
 class WorkerLoad:
-    """The work that a worker still has to do. It is kept as sums, so that a choice is cheap."""
+    """The work that a worker still has to do. It is kept as sums, so that a choice is cheap. The work that other fronts
+    have given to the worker is part of the sums."""
 
     worker: int
     max_batch_size: int
     pace: Pace = field(default_factory=Pace)
     costs: StepCosts = DEFAULT_COSTS
-    templates: dict[str, TierName] = field(default_factory=dict)  # the fastest tier of each, by id
+    templates: dict[str, TierName] = field(default_factory=dict)  # the fastest tier of each, by id; peers do not count
+    link: NodeLink = field(default_factory=NodeLink)  # shared by the workers of a node
+    peers: PeerMap = field(default_factory=PeerMap)  # templates in other workers' memory
+    fetch_rates: FetchRates = field(default_factory=FetchRates)
     num_edits: int = 0
     num_steps: int = 0  # over all edits
     num_token_steps: int = 0  # over all edits
@@ -107,6 +140,7 @@ class WorkerLoad:
     turn: int = 0  # turn of the router at which it last chose this worker
     _remaining: dict[str, Remaining] = field(default_factory=dict)  # by edit
     _finishing: set[str] = field(default_factory=set)  # edits that have taken all their steps
+    foreign: LoadSums = NO_LOAD  # of other fronts, as the worker last told it
 
     def add(self, edit: str, num_steps: int, num_tokens: int, price: Price) -> None:
         """Add an edit, or correct what remains of it. Tokens and price are per step."""
@@ -131,7 +165,33 @@ class WorkerLoad:
 
     @property
     def num_unfinished(self) -> int:
-        return self.num_edits + len(self._finishing)
+        return self.num_edits + len(self._finishing) + self.foreign.num_finishing
+
+    @property
+    def own(self) -> LoadSums:
+        """The work that this front has given to the worker."""
+        rests = self._remaining.values()
+        return LoadSums(
+            num_edits=len(rests),
+            num_finishing=len(self._finishing),
+            num_steps=sum(rest.num_steps for rest in rests),
+            num_token_steps=sum(rest.num_steps * rest.num_tokens for rest in rests),
+            compute=sum(rest.num_steps * rest.price.compute for rest in rests),
+            loading=sum(rest.num_steps * rest.price.load for rest in rests),
+            fetching=self.link.seconds_of(self.worker),
+        )
+
+    def share(self, foreign: LoadSums) -> None:
+        """Replace what other fronts have given to the worker."""
+        change = foreign.plus(self.foreign, -1)
+        self.foreign = foreign
+        self.link.foreign[self.worker] = foreign.fetching
+        self.num_edits += change.num_edits
+        self.num_steps += change.num_steps
+        self.num_token_steps += change.num_token_steps
+        self.compute += change.compute
+        self.loading += change.loading
+        self._drop_rounding()
 
     def remove(self, edit: str) -> None:
         self._finishing.discard(edit)
@@ -144,7 +204,11 @@ class WorkerLoad:
         self.num_token_steps += num_steps * num_tokens
         self.compute += num_steps * price.compute
         self.loading += num_steps * price.load
-        if not self.num_steps:  # drop accumulated rounding errors
+        self._drop_rounding()
+
+    def _drop_rounding(self) -> None:
+        """Drop accumulated rounding errors."""
+        if not self.num_steps:
             self.compute = self.loading = 0.0
 
     @property
@@ -172,7 +236,14 @@ class WorkerLoad:
         return self.pace.seconds(0, (every.compute - none.compute) / self.costs.num_tokens)
 
     def tier_of(self, work: Work) -> TierName | None:
-        return self.templates.get(work.template) if work.template else None
+        """The fastest tier in which the worker finds the template; None if it has to register it. A peer is asked
+        before a remote tier, but not if registering is quicker than copying."""
+        if not work.template:
+            return None
+        tier = self.templates.get(work.template)
+        if tier not in (None, "remote") or not self.peers.serves(work.template, self.worker):
+            return tier
+        return "peer" if tier or self.fetch_from("peer", work) <= self._registration(work) else None
 
     def has_to_register(self, work: Work) -> bool:
         return work.must_reuse and self.tier_of(work) is None
@@ -190,31 +261,62 @@ class WorkerLoad:
     def registration_compute(self, work: Work) -> float:
         """Seconds of computing before its edits may start: a dense pass over every step of the template, once for all
         of them; 0 if the worker has the activations or may do without."""
-        if not self.has_to_register(work):
-            return 0.0
+        return self.register_compute(work) if self.has_to_register(work) else 0.0
+
+    def register_compute(self, work: Work) -> float:
+        """Seconds of computing that the registration of its template takes."""
         return work.num_steps * self.costs.price(work.num_tokens / work.num_edits, 0, None).compute
+
+    def _registration(self, work: Work) -> float:
+        """Seconds to register its template on a worker that does nothing else."""
+        compute = self.register_compute(work)
+        return self.pace.seconds(work.num_steps, self.costs.total_seconds(work.num_steps, compute, 0.0))
 
     def fetch_seconds(self, work: Work) -> float:
         """Seconds until its template is in memory; 0 if no tier has it."""
-        return self.costs.fetch_seconds(work.num_tokens / work.num_edits, work.num_steps, self.tier_of(work))
+        return self.fetch_from(self.tier_of(work), work)
 
-    def expect(self, template: str) -> None:
-        """Note that a template is being fetched into memory for an edit, where later edits will find it."""
-        if self.templates.get(template) in ("disk", "remote"):
-            self.templates[template] = "host"
+    def fetch_from(self, tier: TierName | None, work: Work) -> float:
+        """Seconds until its template has come from a tier into memory, behind those that are on their way."""
+        seconds = self._transfer_seconds(work, tier)
+        return seconds + self.link.seconds if seconds else 0.0
+
+    def _transfer_seconds(self, work: Work, tier: TierName | None) -> float:
+        """Seconds that its template takes from a tier into memory."""
+        if tier is None or tier not in self.costs.fetch:
+            return 0.0
+        fixed, per_byte = self.costs.fetch[tier]
+        num_bytes = self.costs.template_bytes(work.num_tokens / work.num_edits, work.num_steps)
+        return fixed + self.fetch_rates.per_byte(tier, per_byte) * num_bytes
+
+    def expect(self, work: Work) -> None:
+        """Note that the template of an edit is being fetched into memory, where later edits will find it."""
+        tier = self.tier_of(work)
+        if work.template and tier not in ("gpu", "host", None):
+            self.link.fetching[self.worker, work.template] = self._transfer_seconds(work, tier)
+            self.templates[work.template] = "host"
+
+    def arrived(self, template: str | None) -> None:
+        """Note that a template is in memory, or does not come."""
+        if template:
+            self.link.fetching.pop((self.worker, template), None)
 
 
 def predicted_finish(work: Work, load: WorkerLoad) -> float:
     """Seconds until the edit would be done: the time for all steps, shared with the worker's other edits, or the time
     in the slower side stage, which takes edits one by one, whichever is longer."""
-    price = load.price_of(work)
+    tier = load.tier_of(work)
+    has_to_register = work.must_reuse and tier is None
+    price = load.costs.price(work.num_tokens, work.num_masked_tokens, "host" if has_to_register else tier)
     num_steps = max(work.num_steps, (load.num_steps + work.num_edits * work.num_steps) / load.max_batch_size)
-    compute = load.compute + work.num_steps * price.compute + load.registration_compute(work)
+    registering = load.register_compute(work) if has_to_register else 0.0
+    compute = load.compute + work.num_steps * price.compute + registering
     loading = load.loading + work.num_steps * price.load
     predicted = load.costs.total_seconds(num_steps, compute, loading)
-    steps = load.fetch_seconds(work) + load.pace.seconds(num_steps, predicted)
+    fetching = load.fetch_from(tier, work)
+    steps = fetching + load.pace.seconds(num_steps, predicted)
     side = (load.num_unfinished + work.num_edits) * max(load.side_seconds.values(), default=0.0)
-    return max(steps, side)
+    return max(steps, side) + TIE * (fetching + registering)
 
 
 def fewest_tokens(work: Work, load: WorkerLoad) -> float:
@@ -233,14 +335,17 @@ COSTS: Mapping[RoutingPolicy, Callable[[Work, WorkerLoad], float]] = {
 
 
 class Router:
-    """Chooses among all workers, up to `MAX_SCANNED` of them. Where there are more, it chooses among a random sample
+    """Chooses among all workers, up to `max_scanned` of them. Where there are more, it chooses among a random sample
     of them and a random sample of those that hold the template. The best of a few dozen is nearly the best of all, and
     the choice takes no longer among twenty thousand workers than among a hundred."""
 
-    def __init__(self, policy: RoutingPolicy = "mask_aware") -> None:
+    def __init__(
+        self, policy: RoutingPolicy = "mask_aware", max_scanned: int = MAX_SCANNED, seed: int | None = 0
+    ) -> None:
         self.policy = policy
+        self.max_scanned = max_scanned
         self._turn = 0
-        self._random = random.Random(0)
+        self._random = random.Random(seed)
 
     def choose(self, work: Work, loads: Sequence[WorkerLoad], holders: Sequence[WorkerLoad] = ()) -> int:
         """Return the worker with the cheapest load. Among equals it is the one that was chosen least recently, because
@@ -255,10 +360,11 @@ class Router:
         return chosen.worker
 
     def _candidates(self, loads: Sequence[WorkerLoad], holders: Sequence[WorkerLoad]) -> Iterable[WorkerLoad]:
-        return loads if len(loads) <= MAX_SCANNED else [*self._sample(loads), *self._sample(holders)]
+        return loads if len(loads) <= self.max_scanned else [*self.sample(loads), *self.sample(holders)]
 
-    def _sample(self, loads: Sequence[WorkerLoad]) -> list[WorkerLoad]:
-        if len(loads) <= NUM_SAMPLED:
-            return list(loads)
-        draw, num_loads = self._random.random, len(loads)
-        return [loads[int(draw() * num_loads)] for _ in range(NUM_SAMPLED)]
+    def sample(self, all: Sequence[T]) -> Sequence[T]:
+        """Draw a few at random, with repetition; all of them if they are few."""
+        if len(all) <= NUM_SAMPLED:
+            return all
+        draw, num = self._random.random, len(all)
+        return [all[int(draw() * num)] for _ in range(NUM_SAMPLED)]

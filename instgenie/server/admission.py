@@ -125,6 +125,12 @@ class Admitted:
         decoding.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(budget.end, num_bytes))
         return await asyncio.wrap_future(decoding)
 
+    def hand_over(self) -> "Admitted":
+        """Move everything to another owner, who outlives the request."""
+        other = Admitted(self.admission, self.place)
+        other.num_bytes, self.num_bytes = self.num_bytes, 0
+        return other
+
     def leave(self) -> None:
         """Release everything; a second call does nothing."""
         self.place.release()

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from instgenie.cache.folder import make_folder
 from instgenie.cluster.config import CacheConfig, ClusterConfig
+from instgenie.cluster.ray.names import RayConfig
 from instgenie.errors import ConfigError
 from instgenie.machine.memory import available_memory
 from instgenie.pictures.decode import MAX_PIXELS
@@ -20,6 +21,7 @@ from instgenie.server.bodies.fields import MAX_EDITS
 from instgenie.server.guard.hosts import ANY, HOST
 from instgenie.server.guard.keys import ApiKey, check_keys, parse_key_file
 from instgenie.server.monitoring.log import LogFormat
+from instgenie.server.nodes import NODE_OPTIONS, choose_slots, make_ray_config
 from instgenie.server.options import (
     AUTO,
     PREFIX,
@@ -53,6 +55,7 @@ class HttpConfig:
     register_examples: bool
     decode_threads: int
     max_decoded_bytes: int
+    keep_bytes: int  # for answers to requests with an idempotency key
     body_timeout: float
     shutdown_timeout: float
     log_format: LogFormat
@@ -63,6 +66,7 @@ class HttpConfig:
 class ServeConfig:
     http: HttpConfig
     cluster: ClusterConfig
+    ray: RayConfig | None = None  # None: the workers are on this machine
 
 
 def host_name(given: str) -> str:
@@ -99,8 +103,13 @@ OPTIONS = (
            "seconds for a request body to arrive; also for the request's head, but at most 20"),
     Option("shutdown-timeout", number(0, 86400), 30.0,
            "seconds after SIGTERM to finish accepted edits, to write the cache and to end"),
+    Option("idempotency-minutes", number(0, 10080), 10.0,
+           "minutes for which the answer to a request with an Idempotency-Key is kept for its repetitions", "MINUTES"),
+    Option("idempotency-mib", whole_number(0, 2**20), 256,
+           "main memory for such answers in the HTTP process; the oldest go first", "MIB"),
     # workers
-    Option("workers", auto_or(whole_number(1, 64)), AUTO, "number of workers", default_text="one per GPU, or one"),
+    Option("workers", auto_or(whole_number(1, 20_000)), AUTO, "number of workers",
+           default_text="one per GPU, or one; with --cluster as many as its nodes have room for"),
     Option("device", text, AUTO, "cpu, cuda, cuda:1, ...", "DEVICE", default_text="cuda where available, else cpu"),
     Option("dtype", text, AUTO, "dtype the model computes in", "DTYPE", default_text="chosen by the device"),
     Option("worker-timeout", number(1, 86400), 120.0, "seconds without a sign of life after which a worker is killed"),
@@ -137,12 +146,15 @@ OPTIONS = (
     Option("remote-cache", text, None, "URL of a cache that several machines share: s3://bucket/folder, ...", "URL",
            default_text="none"),
     Option("remote-cache-gib", number(0.001, 2**30), 1000.0, "largest size of the remote cache", "GIB"),
+    Option("peer-bandwidth", number(0.001, 1000), 1.0,
+           "GB that a worker sends in a second of its templates to workers that lack them", "GB"),
     Option("cache-ttl", number(0.0001, 87600), None,
            "hours after which an unused template is deleted that no client registered", "HOURS", default_text="never"),
     # logs and traces
     Option("log-format", one_of("json", "text"), "json", "format of log lines: json or text", "FORMAT"),
     Option("otlp-traces-endpoint", text, None,
            "URL of an OpenTelemetry collector that receives a trace of each edit", "URL", default_text="none"),
+    *NODE_OPTIONS,
 )  # fmt: skip
 MODEL = Option("model", text, "builtin", "a pipeline folder, a hub id, builtin (the default), or dummy:NAME", "MODEL")
 
@@ -154,7 +166,25 @@ def read_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 
 def make_config(values: Mapping[str, Any]) -> ServeConfig:
     """Resolve every "auto" except the sizes of caches, which the cluster resolves when it is created."""
-    devices = choose_devices(values["device"], values["workers"])
+    devices = choose_slots(values) if values["cluster"] else choose_devices(values["device"], values["workers"])
+    cluster = ClusterConfig(
+        model=values["model"],
+        devices=devices,
+        dtype=values["dtype"],
+        max_batch_size=values["max_batch_size"],
+        max_queue=values["max_queue"],
+        max_templates=values["max_templates"],
+        picture_bytes=share_of_memory(values["picture_cache_gib"], 16),
+        batching=values["batching"],
+        graphs=values["graphs"],
+        plan=values["plan"],
+        reuse=values["reuse"],
+        auto_register=values["auto_register"],
+        worker_timeout=values["worker_timeout"],
+        policy=values["routing"],
+        hold_seconds=60.0 * values["idempotency_minutes"],
+        cache=make_cache(values, devices),
+    )
     return ServeConfig(
         HttpConfig(
             host=values["host"],
@@ -171,28 +201,14 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             register_examples=values["register_examples"],
             decode_threads=min(4, os.cpu_count() or 1),
             max_decoded_bytes=share_of_memory(values["max_decoded_gib"], 8),
+            keep_bytes=values["idempotency_mib"] * 2**20,
             body_timeout=values["body_timeout"],
             shutdown_timeout=values["shutdown_timeout"],
             log_format=values["log_format"],
             traces_endpoint=values["otlp_traces_endpoint"],
         ),
-        ClusterConfig(
-            model=values["model"],
-            devices=devices,
-            dtype=values["dtype"],
-            max_batch_size=values["max_batch_size"],
-            max_queue=values["max_queue"],
-            max_templates=values["max_templates"],
-            picture_bytes=share_of_memory(values["picture_cache_gib"], 16),
-            batching=values["batching"],
-            graphs=values["graphs"],
-            plan=values["plan"],
-            reuse=values["reuse"],
-            auto_register=values["auto_register"],
-            worker_timeout=values["worker_timeout"],
-            policy=values["routing"],
-            cache=make_cache(values, devices),
-        ),
+        cluster,
+        make_ray_config(values, cluster),
     )
 
 
@@ -205,6 +221,7 @@ def make_cache(values: Mapping[str, Any], devices: Sequence[str]) -> CacheConfig
         disk_bytes=round(values["disk_cache_gib"] * GIB),
         remote=values["remote_cache"],
         remote_bytes=round(values["remote_cache_gib"] * GIB),
+        peer_bytes_per_second=1e9 * values["peer_bandwidth"],
         dtype=choose_cache_dtype(values["cache_dtype"], devices),
         seconds_to_live=None if values["cache_ttl"] is None else 3600 * values["cache_ttl"],
     )

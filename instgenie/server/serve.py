@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from instgenie.cluster.cluster import Cluster
-from instgenie.cluster.config import ResolvedCache, ResolvedConfig
+from instgenie.cluster.config import ClusterConfig, ResolvedCache, ResolvedConfig
+from instgenie.cluster.ray.names import RayConfig
 from instgenie.errors import ServeError
 from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
@@ -24,6 +25,11 @@ from instgenie.server.guard.keys import PUBLIC, ApiKey
 from instgenie.server.monitoring.log import say, set_up_log
 from instgenie.server.service import HttpService
 from instgenie.telemetry import traces
+
+if TYPE_CHECKING:
+    from instgenie.cluster.ray.launcher import RayLauncher
+    from instgenie.cluster.ray.ledger import RayLedger
+    from instgenie.cluster.ray.liaison import Liaison
 
 KEEP_ALIVE = 65
 SECONDS_TO_ANSWER = 5.0  # for requests that are not refused and not yet answered when all edits are done, at most
@@ -47,9 +53,16 @@ def serve(config: ServeConfig, version: str) -> int:
     set_up_traces(config.http)
     listener = listen(config.http)
     try:
-        return asyncio.run(run(config, listener, version))
+        launcher = join_cluster(config.ray) if config.ray else None  # it may take seconds, and no loop runs yet
+        return asyncio.run(run(config, listener, version, launcher))
     finally:
         listener.close()
+
+
+def join_cluster(config: RayConfig) -> "RayLauncher":
+    from instgenie.cluster.ray.connect import connect  # Ray is an extra
+
+    return connect(config)
 
 
 def set_up_traces(config: HttpConfig) -> None:
@@ -87,8 +100,9 @@ def make_server(app: ASGIApp, config: HttpConfig) -> Server:
     )
 
 
-async def run(config: ServeConfig, listener: socket.socket, version: str) -> int:
-    cluster = Cluster(config.cluster)
+async def run(config: ServeConfig, listener: socket.socket, version: str, launcher: "RayLauncher | None" = None) -> int:
+    cluster = Cluster(config.cluster, launcher, make_ledger(config.cluster) if launcher else None)
+    liaison = make_liaison(launcher, cluster) if launcher else None
     service = HttpService(config.http, cluster, with_traces=traces.are_wanted(os.environ))
     server = make_server(make_app(service, version), config.http)
     signalled = catch_signals()
@@ -98,6 +112,8 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
     print_plan(config.http, cluster.config, address, version)
     try:
         await cluster.start()
+        if liaison:
+            liaison.start()
         if await unless_signalled(cluster.until_ready(), signalled):
             say("ready", address=address)
             if not config.http.api_keys:
@@ -114,6 +130,8 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
         finished = await cluster.stop(timeout)
         await stop_answering(service, server, end - time.monotonic())
         await serving
+        if liaison:
+            await liaison.stop(max(end - time.monotonic(), SECONDS_TO_SEND))
         service.decoder.close()
         service.admission.close()
         traces.close()
@@ -121,6 +139,18 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
     code = 0 if finished else 1
     end_by_force(SECONDS_TO_JOIN, code)  # threads that still decode are not waited for
     return code
+
+
+def make_ledger(config: ClusterConfig) -> "RayLedger":
+    from instgenie.cluster.ray.ledger import RayLedger
+
+    return RayLedger(config.hold_seconds)
+
+
+def make_liaison(launcher: "RayLauncher", cluster: Cluster) -> "Liaison":
+    from instgenie.cluster.ray.liaison import Liaison
+
+    return Liaison(launcher, cluster)
 
 
 async def stop_answering(service: HttpService, server: Server, timeout: float) -> None:

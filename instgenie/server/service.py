@@ -19,12 +19,14 @@ from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
 from instgenie.server.errors import SECONDS_TO_RECOVER, ApiError, bad, closed, echo, not_found
 from instgenie.server.guard.keys import ApiKeys
+from instgenie.server.idempotency import Idempotency
 from instgenie.server.monitoring.log import note_jobs
 from instgenie.server.monitoring.metrics import Metrics
 from instgenie.server.monitoring.pulse import Pulse
+from instgenie.server.runs import EditRun
 from instgenie.server.vocabulary import read_vocabulary
 from instgenie.server.warming import Warming
-from instgenie.server.watch import Deadline, EditWatch
+from instgenie.server.watch import Deadline, EditTicket, EditWatch
 from instgenie.types import Notes
 
 SECONDS_TO_LOAD = 5
@@ -40,6 +42,7 @@ class HttpService:
         self.intake = Intake(config.max_body_bytes, BODIES_AT_ONCE * config.max_body_bytes, config.body_timeout)
         self.decoder = PictureDecoder(config.decode_threads, config.max_pixels)
         self.admission = Admission(cluster, config.max_decoded_bytes, config.decode_threads)
+        self.idempotency = Idempotency(cluster, config.keep_bytes, cluster.config.hold_seconds)
         self.metrics = Metrics(cluster)
         self.warming = Warming(cluster, config.register_examples)
         self.vocabulary = read_vocabulary(cluster.config.model)
@@ -97,25 +100,37 @@ class HttpService:
 
     @asynccontextmanager
     async def watch(
-        self, orders: Sequence[Order], deadline: Deadline | None, admitted: Admitted
+        self, orders: Sequence[Order], deadline: Deadline | None, admitted: Admitted, run: EditRun | None = None
     ) -> AsyncIterator[EditWatch]:
-        """Submit the orders of an admitted request to the cluster and watch them. A server that shuts down still takes
-        the edits that it has admitted."""
+        """Submit the orders of an admitted request to the cluster and watch them, as the run of its key if it has one.
+        A server that shuts down still takes the edits that it has admitted."""
         if not self.draining:
             self.check_open()
         if deadline:
             deadline.check()
         try:
-            tickets = self.cluster.submit(orders, admitted.place)
+            tickets: Sequence[EditTicket]
+            if run:
+                tickets = self.idempotency.submit(run, orders, admitted)
+            else:
+                tickets = self.cluster.submit(orders, admitted.place)
         except ClosedError:
             raise self.unavailable() from None
+        try:
+            async with self.follow(tickets, deadline) as watch:
+                yield watch
+        finally:
+            admitted.leave()
+
+    @asynccontextmanager
+    async def follow(self, tickets: Sequence[EditTicket], deadline: Deadline | None) -> AsyncIterator[EditWatch]:
+        """Watch edits that were submitted."""
         note_jobs(ticket.id for ticket in tickets)
         self.num_watches += 1
         try:
             async with EditWatch(tickets, deadline) as watch:
                 yield watch
         finally:
-            admitted.leave()
             self.num_watches -= 1
 
     def unavailable(self) -> ApiError:

@@ -3,13 +3,12 @@ disconnects. However the watch ends, unfinished edits are cancelled. An edit tha
 
 import asyncio
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from starlette.requests import Request
 
-from instgenie.cluster.entries import Ticket
 from instgenie.cluster.orders import Event, Failed, Finished
 from instgenie.server.errors import ApiError, from_failure, gone, late
 from instgenie.server.monitoring.log import say
@@ -42,8 +41,19 @@ async def in_time(deadline: Deadline | None, work: Awaitable[Out]) -> Out:
         raise late(deadline.milliseconds) from None
 
 
+class EditTicket(Protocol):
+    """An edit that can be followed."""
+
+    @property
+    def id(self) -> str: ...
+
+    def cancel(self) -> None: ...
+
+    def events(self) -> AsyncIterator[Event]: ...
+
+
 class EditWatch:
-    def __init__(self, tickets: Sequence[Ticket], deadline: Deadline | None = None) -> None:
+    def __init__(self, tickets: Sequence[EditTicket], deadline: Deadline | None = None) -> None:
         self.tickets = tickets
         self.deadline = deadline
         self.open = set(range(len(tickets)))

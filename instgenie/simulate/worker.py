@@ -8,6 +8,7 @@ between batches if it is static.
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from instgenie.cost.table import Price, StepCosts
 from instgenie.scheduling.names import ONE_PROCESS, Batching
@@ -29,6 +30,7 @@ class SimulatedJob:
     is_cached: bool = True  # True if its template has activations
     fetched_at: float = 0.0  # time at which they are in memory
     worker: int = -1
+    front: int = 0  # the one that it came to
     step: int = 0
     prepared: float = 0.0
     joined: float = 0.0
@@ -66,6 +68,11 @@ class SimulatedJob:
         return [PricedJob(price, num_left)]
 
 
+class Memory(Protocol):
+    def use(self, template: str, now: float) -> float:
+        """Return the time at which the template is in memory."""
+
+
 @dataclass
 class TemplateMemory:
     """The templates in a worker's memory. Those used least recently are evicted; a missing one has to be fetched."""
@@ -93,7 +100,7 @@ class SimulatedWorker:
     clock: Clock
     on_finished: Callable[[SimulatedJob], None]
     batching: Batching = "continuous"
-    memory: TemplateMemory | None = None
+    memory: Memory | None = None
     waiting: deque[SimulatedJob] = field(default_factory=deque)
     running: list[SimulatedJob] = field(default_factory=list)
     to_prepare: deque[SimulatedJob] = field(default_factory=deque)  # used by workers of one process

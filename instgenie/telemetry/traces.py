@@ -5,6 +5,7 @@ name and sampling are set by OpenTelemetry's own environment variables.
 """
 
 import os
+import socket
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any
 from instgenie.errors import ConfigError
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+NODE = "INSTGENIE_NODE"  # set for processes that run on a node of a cluster: its name
 ENDPOINTS = (ENDPOINT, "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -39,7 +41,8 @@ def provider() -> Any:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "instgenie"}
-    made = TracerProvider(resource=Resource.create({**named, "process.pid": os.getpid()}))
+    where: dict[str, Any] = {"host.name": socket.gethostname(), "process.pid": os.getpid()}
+    made = TracerProvider(resource=Resource.create({**named, **where}))
     made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return made
 
@@ -71,12 +74,12 @@ class RequestSpan:
 
 
 def record(trace: str, name: str, seconds: float, ended_ago: float = 0.0, **attributes: Any) -> None:
-    """Record a span of `seconds` that ended now, or `ended_ago` seconds ago."""
+    """Record a span of `seconds` that ended now, or `ended_ago` seconds ago; it names the node, if there are nodes."""
     if not trace:
         return
     end = time.time_ns() - round(ended_ago * 1e9)
     start = end - round(max(seconds, 0.0) * 1e9)
-    start_span(name, trace, start_time=start, attributes=named(attributes)).end(end)
+    start_span(name, trace, start_time=start, attributes=named({"node": os.environ.get(NODE)} | attributes)).end(end)
 
 
 def named(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from instgenie.cluster.wire import Finish, Frame, Prepare, PrepareTemplate
 from instgenie.models.model import Model
 from instgenie.scheduling.names import Batching
 from instgenie.workers.finish import Finisher
+from instgenie.workers.line import Line
 from instgenie.workers.prepare import Preparer
-from instgenie.workers.process import Line
 
 LONGEST_TRIP = 0.5  # seconds that an edit takes to the cluster and back
 

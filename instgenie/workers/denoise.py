@@ -9,6 +9,7 @@ still loading lets others go first; the loop never waits for one. Other ways of 
 """
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import wait
 
 import torch
@@ -43,12 +44,14 @@ from instgenie.scheduling.names import ONE_PROCESS
 from instgenie.scheduling.scheduler import SCHEDULERS
 from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
+from instgenie.workers.keyed import KeyedJobs
 from instgenie.workers.keys import Keys
+from instgenie.workers.line import Line
 from instgenie.workers.mailbox import Handler, Mailbox
-from instgenie.workers.process import Line, await_begin, run_process, say_ready
+from instgenie.workers.process import await_begin, run_process, say_ready
 from instgenie.workers.queue import TrackedJob, WaitingQueue
 from instgenie.workers.registrar import PendingTemplate, Registrar
-from instgenie.workers.templates import Templates, open_store
+from instgenie.workers.templates import Templates, open_store, serve_peers
 
 SECONDS_BETWEEN_BEATS = 0.25
 
@@ -64,14 +67,18 @@ class Denoiser:
         planning = make_planning(model, config.model, config.plan)
         self.engine = Engine(model, config.max_batch_size, planning, graphs=make_graphs(model, config.graphs))
         keys = Keys(model, config.cache.dtype)
-        store = open_store(config.cache, model.device)
+        store = open_store(config.cache, model.device, has_peers=bool(config.peer_address))
+        self.peer_server = serve_peers(store, config.peer_address, config.cache.peer_bytes_per_second)
         self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
         self.queue = WaitingQueue(model, self.templates, line)
+        self.keyed = KeyedJobs(line, config.hold_bytes, config.hold_seconds)
+        self.queue.on_leave = self.keyed.leave
         self.running: dict[Job, TrackedJob] = {}
         self.registrar = Registrar(model, self.templates, line)
         self.side_work = SideWork(model, line, config.max_batch_size, config.batching)
         self.mailbox = Mailbox(line, self.handlers(does_side_work=config.batching in ONE_PROCESS))
         self.num_interruptions = 0
+        self.num_joined = 0
         self.is_stopped = False
 
     def handlers(self, does_side_work: bool) -> dict[type, Handler]:
@@ -104,6 +111,8 @@ class Denoiser:
         closing = self.templates.close()
         while not wait([closing], SECONDS_BETWEEN_BEATS).done:
             self.line.receive(wait=False)
+        if self.peer_server:
+            self.peer_server.close()
 
     # messages
 
@@ -119,17 +128,20 @@ class Denoiser:
         has_work = self.engine.jobs or self.queue.has_ready or self.side_work.is_pending(self.queue.num_jobs)
         return not (has_work or self.next_template() or self.is_stopped)
 
-    def accept(self, message: Denoise, frames: list[Frame]) -> None:
+    def accept(self, message: Denoise, frames: Sequence[Frame]) -> None:
         for given in message.jobs:
             self.cancel(given.id)  # an older attempt
-        self.queue.accept(message, frames)
+        message, frames = self.keyed.take_known(message, frames)
+        self.keyed.note(message.jobs, self.queue.accept(message, frames))
 
     def drop(self, id: str) -> None:
         self.cancel(id)
         self.line.send(Dropped(id))
 
     def cancel(self, id: str) -> None:
-        """Drop an edit or a registration, wherever it is."""
+        """Drop an edit or a registration, wherever it is; an edit that somebody else asked for, too, goes on."""
+        if self.keyed.give_up(id):
+            return
         self.registrar.cancel(id)
         self.side_work.cancel(id)
         self.queue.cancel(id)
@@ -172,6 +184,7 @@ class Denoiser:
                 tracked.joined_at = time.perf_counter()
                 self.running[tracked.job] = tracked
                 self.engine.join(tracked.job)
+            self.num_joined += group.num_jobs
             self.mailbox.report_joined(group)
 
     def step(self) -> None:
@@ -190,7 +203,7 @@ class Denoiser:
             self.leave(self.running[job])
         self.registrar.stepped(seconds)
         stepped = [self.running[job] for job in jobs if job not in result.failed]
-        self.mailbox.report_step(stepped, seconds, predicted, self.num_interruptions)
+        self.mailbox.report_step(stepped, seconds, predicted, self.num_interruptions, self.num_joined)
         for job, latents in before.items():
             if job not in result.failed:
                 self.mailbox.send_partial(self.running[job], latents)
@@ -198,7 +211,8 @@ class Denoiser:
             self.hand_over(self.running[job])
 
     def hand_over(self, tracked: TrackedJob) -> None:
-        self.mailbox.send_latents(tracked)
+        sent = self.mailbox.send_latents(tracked)
+        self.keyed.hold(tracked, *sent)
         self.leave(tracked)
         self.side_work.handed_over(tracked.id)
 
@@ -230,7 +244,7 @@ def serve(config: ProcessConfig, model: Model, line: Line) -> None:
         warm_up_finishing(model)
     if begin := await_begin(line):
         denoiser = Denoiser(with_budget(config, begin.host_bytes, model.device), model, line)
-        say_ready(line, model)
+        say_ready(line, model, denoiser.peer_server.address if denoiser.peer_server else "")
         denoiser.run()
 
 

@@ -28,7 +28,9 @@ from instgenie.telemetry import traces
 from instgenie.types import Box, PixelMask, Source, Whole
 from instgenie.workers.frames import read_tensor
 from instgenie.workers.inbox import Inbox
-from instgenie.workers.process import Line, failure, run_process, say_ready
+from instgenie.workers.line import Line
+from instgenie.workers.locker import Locker
+from instgenie.workers.process import failure, run_process, say_ready
 
 PARTS: frozenset[PartKind] = frozenset({"vae"})
 
@@ -161,12 +163,13 @@ def read_edit_mask(message: Finish, frame: Frame) -> PixelMask:
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
     warm_up_finishing(model)
     say_ready(line, model)
-    run(ThreadedFinisher(model, line) if model.device.type == "cuda" else Finisher(model, line))
+    finisher = ThreadedFinisher(model, line) if model.device.type == "cuda" else Finisher(model, line)
+    run(finisher, Locker(config.hold_bytes, config.hold_seconds))
 
 
-def run(finisher: Finisher) -> None:
+def run(finisher: Finisher, locker: Locker | None = None) -> None:
     """Finish pictures until the process is told to stop."""
-    inbox = Inbox(finisher.line, finisher.cancel)
+    inbox = Inbox(finisher.line, finisher.cancel, locker)
     while not inbox.is_done:
         if task := inbox.next():
             finisher.handle(*task)

@@ -5,16 +5,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from instgenie.cluster.wire import Cancel, Dropped, Frame, Message, PrepareTemplate, Stop
-from instgenie.workers.process import Line
+from instgenie.cluster.wire import Cancel, Collect, Collected, Deposit, Dropped, Frame, Message, PrepareTemplate, Stop
+from instgenie.workers.line import Line
+from instgenie.workers.locker import Locker
 
 MAX_PASSED = 8  # edits that go before a template
 
 
 class Inbox:
-    def __init__(self, line: Line, on_cancel: Callable[[str], None] = lambda id: None) -> None:
-        """`on_cancel` drops what the process keeps of a task that has begun."""
+    def __init__(
+        self, line: Line, on_cancel: Callable[[str], None] = lambda id: None, locker: Locker | None = None
+    ) -> None:
+        """`on_cancel` drops what the process keeps of a task that has begun; the locker keeps answers of fronts."""
         self.line = line
+        self.locker = locker or Locker(0, 0.0)
         self.on_cancel = on_cancel
         self.is_stopped = False
         self._edits: deque[tuple[Any, list[Frame]]] = deque()  # and templates that an edit waits for
@@ -47,6 +51,11 @@ class Inbox:
                 self.cancel(id)
                 self.on_cancel(id)
                 self.line.send(Dropped(id))
+            case Deposit(name):
+                self.locker.put(name, frames)
+            case Collect(name):
+                kept = self.locker.get(name)
+                self.line.send(Collected(name, kept is not None), kept or ())
             case PrepareTemplate(is_urgent=False):
                 self._templates.append((message, frames))
             case _:

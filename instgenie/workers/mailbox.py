@@ -9,7 +9,8 @@ from torch import Tensor
 from instgenie.cluster.wire import BatchStepped, Denoised, Frame, Glimpsed, Joined
 from instgenie.telemetry import traces
 from instgenie.workers.frames import tensor_frame, tensor_head
-from instgenie.workers.process import Line, failure
+from instgenie.workers.line import Line
+from instgenie.workers.process import failure
 from instgenie.workers.queue import JobGroup, TrackedJob
 
 Handler = Callable[[Any, list[Frame]], None]
@@ -28,28 +29,38 @@ class Mailbox:
             wait = False
 
     def report_joined(self, group: JobGroup) -> None:
-        plans = tuple(tracked.job.plan for tracked in group.jobs)
-        self.line.send(Joined(tuple(tracked.progress for tracked in group.jobs), plans))
+        told = [(step, tracked.job.plan) for tracked in group.jobs for step in tracked.progress]
+        self.line.send(Joined(tuple(step for step, _ in told), tuple(plan for _, plan in told)))
 
-    def report_step(self, jobs: Sequence[TrackedJob], seconds: float, predicted: float, num_interruptions: int) -> None:
-        steps = tuple(tracked.progress for tracked in jobs)
-        self.line.send(BatchStepped(seconds, predicted, num_interruptions, steps))
+    def report_step(
+        self, jobs: Sequence[TrackedJob], seconds: float, predicted: float, num_interruptions: int, num_joined: int
+    ) -> None:
+        steps = tuple(step for tracked in jobs for step in tracked.progress)
+        self.line.send(BatchStepped(seconds, predicted, num_interruptions, steps, num_joined=num_joined))
 
     def report_failure(self, tracked: TrackedJob, error: Exception) -> None:
-        self.line.send(failure(tracked, error))
+        for asker in tracked.askers:
+            self.line.send(failure(asker, error))
 
     def send_partial(self, tracked: TrackedJob, before: Tensor) -> None:
         """Send a prediction of the job's result, made from its latents before and after the last step."""
         job = tracked.job
         latents = job.schedule.foreseen(before, job.latents, job.step - 1)
         index = tracked.partials.index(job.step)
-        self.line.send(Glimpsed(tracked.id, tracked.attempt, index, tensor_head(latents)), [tensor_frame(latents)])
+        head, frame = tensor_head(latents), tensor_frame(latents)
+        self.line.send(Glimpsed(tracked.id, tracked.attempt, index, head), [frame])
+        for follower in tracked.followers:
+            if follower.num_partials:
+                self.line.send(Glimpsed(follower.id, follower.attempt, index, head), [frame])
 
-    def send_latents(self, tracked: TrackedJob) -> None:
-        """Hand over a job that has taken all its steps."""
+    def send_latents(self, tracked: TrackedJob) -> tuple[Denoised, Frame]:
+        """Hand over a job that has taken all its steps. Returns what was sent."""
         job, seconds = tracked.job, time.perf_counter() - tracked.joined_at
         head = tensor_head(job.latents)
-        message = Denoised(tracked.id, tracked.attempt, head, job.num_computed_tokens, seconds)
-        self.line.send(message, [tensor_frame(job.latents)])
+        frame = tensor_frame(job.latents)
+        for asker in tracked.askers:
+            message = Denoised(asker.id, asker.attempt, head, job.num_computed_tokens, seconds)
+            self.line.send(message, [frame])
         facts = {"num_steps": job.num_steps, "num_computed_tokens": job.num_computed_tokens}
         traces.record(tracked.trace, "denoise", seconds, attempt=tracked.attempt, **facts)
+        return message, frame

@@ -16,7 +16,8 @@ from instgenie.models.model import Model
 from instgenie.telemetry import traces
 from instgenie.workers.frames import job_frames
 from instgenie.workers.inbox import Inbox
-from instgenie.workers.process import Line, failure, run_process, say_ready
+from instgenie.workers.line import Line
+from instgenie.workers.process import failure, run_process, say_ready
 
 PARTS: frozenset[PartKind] = frozenset({"vae", "text_encoder"})
 

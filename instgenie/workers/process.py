@@ -1,36 +1,16 @@
-"""The common part of a worker's processes: load parts of the model, connect to the cluster, send signs of life. Knows
-messages and the socket; each role knows what to do with them.
-
-Signs of life come from the loop of the process, not from a thread beside it, so a loop that hangs falls silent.
-"""
+"""The common part of a worker's processes: load parts of the model, connect to the cluster, say what became of that.
+Each role knows what to do with messages."""
 
 import logging
 import os
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 import torch
-import zmq
 
 from instgenie.cluster.config import ProcessConfig
-from instgenie.cluster.wire import (
-    AnyMessage,
-    Beat,
-    Begin,
-    Broken,
-    Frame,
-    JobFailed,
-    Loaded,
-    Message,
-    ModelFacts,
-    Ready,
-    Stop,
-    decode,
-    encode,
-)
+from instgenie.cluster.wire import Begin, Broken, JobFailed, Loaded, ModelFacts, Ready, Stop
 from instgenie.errors import (
     CacheError,
     CalibrationError,
@@ -49,59 +29,12 @@ from instgenie.models.model import Model
 from instgenie.scheduling.names import ONE_PROCESS
 from instgenie.telemetry import traces
 from instgenie.telemetry.logs import Named, log_to_stderr, names_of
+from instgenie.workers.fronts import SharedLine
+from instgenie.workers.line import Line
 
-MS_BETWEEN_BEATS = 500
 PARAMS: dict[type[InstGenieError], str] = {PictureError: "image", MaskError: "mask"}
 
 log = logging.getLogger(__name__)
-
-
-class Line:
-    """A process's connection to the cluster."""
-
-    def __init__(self, config: ProcessConfig) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, config.name.encode())
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(config.endpoint)
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
-        self._beat_at = 0.0
-
-    def send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
-        self._socket.send_multipart([encode(message), *frames], copy=False)
-
-    def receive(self, wait: bool) -> tuple[AnyMessage, list[Frame]] | None:
-        """Return the next message, if there is one. Waiting ends after one beat, or when the line is woken."""
-        self._beat()
-        ready = dict(self._poller.poll(MS_BETWEEN_BEATS if wait else 0))
-        if self._woken in ready:
-            os.read(self._woken, 4096)
-        if self._socket not in ready:
-            return None
-        head, *frames = self._socket.recv_multipart(copy=False)
-        return decode(head.buffer), [frame.buffer for frame in frames]
-
-    def wake(self) -> None:
-        """End the wait for a message; any thread may call this."""
-        with suppress(BlockingIOError):  # it is already woken
-            os.write(self._wake, b"!")
-
-    def _beat(self) -> None:
-        now = time.monotonic()
-        if 1000 * (now - self._beat_at) < MS_BETWEEN_BEATS:
-            return
-        self._beat_at = now
-        self.send(Beat())
-
-    def close(self) -> None:
-        self._socket.close(linger=1000)
-        self._context.term()
 
 
 Serve = Callable[[ProcessConfig, Model, Line], None]
@@ -113,7 +46,7 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
     config = msgspec.json.decode(encoded, type=ProcessConfig)
     log_to_stderr(worker_process=config.name)
     torch.set_grad_enabled(False)
-    line = Line(config)
+    line = SharedLine(config, pushes_load="network" in parts) if config.has_control else Line(config)
     try:
         stay_near(choose_device(config.device))
         model = load(config.model, config.device, config.dtype, None if config.batching in ONE_PROCESS else parts)
@@ -127,8 +60,8 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
     os._exit(0)  # unloading torch would take seconds
 
 
-def say_ready(line: Line, model: Model) -> None:
-    line.send(Ready(facts_of(model), model.digest))
+def say_ready(line: Line, model: Model, peer_address: str = "") -> None:
+    line.send(Ready(facts_of(model), model.digest, peer_address))
 
 
 def await_begin(line: Line) -> Begin | None:

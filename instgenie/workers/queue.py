@@ -1,8 +1,8 @@
 """The queue of a worker: groups of jobs that wait to join the batch while the activations of their templates load."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from instgenie.cache.store import Found
 from instgenie.cluster.wire import (
@@ -25,7 +25,8 @@ from instgenie.models.model import Model
 from instgenie.scheduling.scheduler import PricedJob, Split
 from instgenie.workers.fetching import Fetching, FetchOutcome
 from instgenie.workers.frames import read_job
-from instgenie.workers.process import Line, failure
+from instgenie.workers.line import Line
+from instgenie.workers.process import failure
 from instgenie.workers.templates import Templates
 
 MAX_OVERTAKEN = 16  # jobs that overtake a group before it is overdue
@@ -42,14 +43,22 @@ class TrackedJob:
     fetching: Fetching | None = None  # activations that it waits for
     must_reuse: bool = False  # True if it may not run without activations that could be registered
     fails_dense: bool = False  # True if it may not run without activations at all
-    key: Key | None = None  # of the activations it uses
+    activations: Key | None = None  # those it uses
+    found: TierFound | None = None  # what was said about its activations
     joined_at: float = 0.0
     trace: str = ""
     request_id: str = ""
+    key: str = ""  # idempotency key
+    followers: list[Denoising] = field(default_factory=list)  # jobs with the same key, which get what it gets
 
     @property
-    def progress(self) -> JobStep:
-        return JobStep(self.id, self.attempt, self.job.step)
+    def askers(self) -> "list[TrackedJob | Denoising]":
+        """The jobs that reports on it go to."""
+        return [self, *self.followers]
+
+    @property
+    def progress(self) -> list[JobStep]:
+        return [JobStep(asker.id, asker.attempt, self.job.step) for asker in self.askers]
 
 
 @dataclass(eq=False)
@@ -91,6 +100,7 @@ class WaitingQueue:
         self.model, self.templates, self.line = model, templates, line
         self.groups: deque[JobGroup] = deque()  # in the order of arrival
         self.is_holding_back = False  # True if the jobs that come now get no activations yet
+        self.on_leave: Callable[[TrackedJob], None] = lambda tracked: None  # called when a job ends, however it does
 
     def __iter__(self) -> Iterator[JobGroup]:
         return iter(self.groups)
@@ -108,16 +118,17 @@ class WaitingQueue:
     def has_ready(self) -> bool:
         return any(group.is_ready for group in self.groups)
 
-    def accept(self, message: Denoise, frames: Sequence[Frame]) -> None:
-        """Add a group. Jobs that cannot be read fail and are left out."""
+    def accept(self, message: Denoise, frames: Sequence[Frame]) -> Sequence[TrackedJob]:
+        """Add a group, and return its jobs. Jobs that cannot be read fail and are left out."""
         pairs = zip(message.jobs, split_frames(frames, message.jobs), strict=True)
         if jobs := [tracked for tracked in (self.read(*pair) for pair in pairs) if tracked]:
             self.groups.append(JobGroup(jobs))
+        return jobs
 
     def read(self, given: Denoising, frames: Sequence[Frame]) -> TrackedJob | None:
         try:
             job = read_job(given.job, frames, self.model.device)
-            fetching = self.fetch(self.templates.keys.find(given.template)) if given.template else None
+            fetching = self.fetch(self.templates.find(given.template, given.peers)) if given.template else None
         except Exception as error:
             self.line.send(failure(given, error))
             return None
@@ -132,6 +143,7 @@ class WaitingQueue:
             fails_dense=given.fails_dense,
             trace=given.trace,
             request_id=given.request_id,
+            key=given.key,
         )
 
     def fetch(self, key: Key) -> Fetching:
@@ -144,7 +156,7 @@ class WaitingQueue:
     def announce(self, message: Fetch) -> None:
         """Start to load for a job that will come, unless an older job needs the room."""
         if not self.is_holding_back:
-            self.templates.fetcher.announce(message.id, self.templates.keys.find(message.template))
+            self.templates.fetcher.announce(message.id, self.templates.find(message.template, message.peers))
 
     def cancel(self, id: str) -> None:
         for group in self.groups:
@@ -198,18 +210,30 @@ class WaitingQueue:
             return
         tracked.fetching = None
         if outcome is FetchOutcome.ABSENT and tracked.must_reuse:
-            self.line.send(Missing(tracked.id, tracked.attempt, self.templates.keys.id(key)))
+            self.tell(tracked, lambda id, attempt: Missing(id, attempt, self.templates.keys.id(key)))
             group.jobs.remove(tracked)
         elif isinstance(outcome, FetchOutcome) and tracked.fails_dense:
-            self.line.send(JobFailed(tracked.id, tracked.attempt, "no_reuse", self.templates.why_not(outcome)))
+            why = self.templates.why_not(outcome)
+            self.tell(tracked, lambda id, attempt: JobFailed(id, attempt, "no_reuse", why))
             group.jobs.remove(tracked)
         elif isinstance(outcome, FetchOutcome):
-            self.line.send(TierFound(tracked.id, tracked.attempt, None, self.templates.why_not(outcome)))
+            why = self.templates.why_not(outcome)
+            self.tell(tracked, lambda id, attempt: TierFound(id, attempt, None, why))
         else:
             tracked.job = reuse(tracked.job, make_activations(key, outcome.span, self.model))
-            tracked.key = key
+            tracked.activations = key
             self.templates.fetcher.pin(key)
-            self.line.send(TierFound(tracked.id, tracked.attempt, self.templates.fetcher.where(tracked.id, outcome)))
+            tier = self.templates.fetcher.where(tracked.id, outcome)
+            self.tell(tracked, lambda id, attempt: TierFound(id, attempt, tier))
+
+    def tell(self, tracked: TrackedJob, make: Callable[[str, int], TierFound | Missing | JobFailed]) -> None:
+        """Tell all who asked for a job what became of it."""
+        for asker in tracked.askers:
+            message = make(asker.id, asker.attempt)
+            self.line.send(message)
+            tracked.found = message if isinstance(message, TierFound) else None
+        if tracked.found is None:
+            self.on_leave(tracked)
 
     def may_find_room(self, fetching: Fetching) -> bool:
         """Return whether a refused fetch may still succeed: it is tried again, or others use the room for a while."""
@@ -219,8 +243,9 @@ class WaitingQueue:
 
     def release(self, tracked: TrackedJob) -> None:
         """Unpin the activations of a job that leaves."""
-        if tracked.key is not None:
-            self.templates.fetcher.unpin(tracked.key)
+        if tracked.activations is not None:
+            self.templates.fetcher.unpin(tracked.activations)
+        self.on_leave(tracked)
 
     def drop_empty(self) -> None:
         self.groups = deque(group for group in self.groups if group.jobs)

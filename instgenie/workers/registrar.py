@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from instgenie.cluster.wire import Frame, Register, Registered, read_picture
 from instgenie.engine.loop import free_memory
@@ -17,11 +18,20 @@ from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 from instgenie.types import Pixels
 from instgenie.workers.frames import read_job
-from instgenie.workers.process import Line, failure
+from instgenie.workers.line import Line
+from instgenie.workers.process import failure
 from instgenie.workers.templates import Templates
 
 MAX_STEPS_WAITED = 200  # steps of the running jobs after which a registration waits for no idle moment
 SHARE = 0.2  # of the time, for registrations that have waited so long
+
+
+class TemplateAttempt(NamedTuple):
+    """One of the attempts that a registration answers."""
+
+    id: str
+    attempt: int
+    request_id: str
 
 
 @dataclass(eq=False)
@@ -29,7 +39,7 @@ class PendingTemplate:
     """A template that is to be registered, or is being registered."""
 
     id: str
-    attempt: int
+    attempts: list[int]  # one, unless several fronts ask for the template
     key: Key
     job: Job
     is_urgent: bool  # True if an edit waits for it
@@ -55,11 +65,11 @@ class Registrar:
         self._step_seconds += seconds
 
     def accept(self, message: Register, frames: list[Frame]) -> None:
-        known = self.pending.get(message.id)
-        if known and known.attempt == message.attempt:
+        if known := self.pending.get(message.id):  # another attempt has the same result
             known.is_urgent |= message.is_urgent
+            known.is_asked_for |= message.is_asked_for
+            known.attempts += [message.attempt] if message.attempt not in known.attempts else []
             return
-        self.cancel(message.id)  # an older attempt
         try:
             key = self.templates.keys.find(message.template)
             job = read_job(message.job, frames[: len(message.job.tensors)], self.model.device)
@@ -71,7 +81,7 @@ class Registrar:
         missing = self.templates.missing(key)
         self.pending[message.id] = PendingTemplate(
             id=message.id,
-            attempt=message.attempt,
+            attempts=[message.attempt],
             key=key,
             job=job,
             is_urgent=message.is_urgent,
@@ -119,7 +129,8 @@ class Registrar:
         except Exception as error:
             self.cancel(pending.id)
             free_memory(self.model.device)
-            self.line.send(failure(pending, error))
+            for attempt in pending.attempts:
+                self.line.send(failure(TemplateAttempt(pending.id, attempt, pending.request_id), error))
             return
         if registration.done:
             self.cancel(pending.id)
@@ -129,7 +140,8 @@ class Registrar:
                 self.templates.ask_for(key)
             self.templates.report(key)
         progress = registration.num_registered_steps, key.num_steps
-        self.line.send(Registered(pending.id, pending.attempt, *progress, self.templates.memory_bytes(key)))
+        for attempt in pending.attempts:
+            self.line.send(Registered(pending.id, attempt, *progress, self.templates.memory_bytes(key)))
 
     def registration_of(self, pending: PendingTemplate) -> Registration:
         if pending.registration is None:

@@ -12,15 +12,19 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
+import zmq
 from rich.filesize import decimal
 
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
+from instgenie.cache.peers import PeerTier
 from instgenie.cache.remote import RemoteTier
+from instgenie.cache.sharing import PeerServer
 from instgenie.cache.store import Store
 from instgenie.cluster.config import ResolvedCache
 from instgenie.cluster.wire import (
+    Fetched,
     Forgotten,
     Frame,
     Kept,
@@ -32,6 +36,7 @@ from instgenie.cluster.wire import (
     picture_frames,
 )
 from instgenie.jobs.activations import Key
+from instgenie.machine.curve import cluster_secret
 from instgenie.types import TierName
 from instgenie.workers.fetching import Fetcher, FetchOutcome
 from instgenie.workers.keys import Keys
@@ -64,12 +69,20 @@ class Templates:
         self._closed = threading.Event()
         store.on_evict = lambda _, key: self._evicted.put(key)
         store.writer.on_written = self._written
+        store.loads.on_loaded = lambda tier, num_bytes, seconds: self._send(Fetched(tier, num_bytes, seconds))
         self._later(self._clerk, self._report, None)
         if seconds_to_live is not None:
             store.expiry.is_on = True
             threading.Thread(target=self._sweep, args=(seconds_to_live,), daemon=True).start()
 
     # requests
+
+    def find(self, head: TemplateHead, peers: Sequence[str]) -> Key:
+        """The key of a template that a job uses. `peers` are the addresses of workers that have it in memory now."""
+        key = self.keys.find(head)
+        if self.store.peers:
+            self.store.peers.learn(key, peers)
+        return key
 
     def missing(self, key: Key) -> Future[list[range]]:
         """The spans that no tier has. The result is immediate if all tiers are in memory."""
@@ -222,13 +235,25 @@ def log_error(future: Future[None]) -> None:
         log.error("work on the template store failed", exc_info=error)
 
 
-def open_store(config: ResolvedCache, device: torch.device) -> Store:
+def open_store(config: ResolvedCache, device: torch.device, has_peers: bool = False) -> Store:
     """Open the tiers that have any room; a GPU tier needs a CUDA device and a size. Raises a CacheError for a folder or
-    a URL that cannot be used."""
+    a URL that cannot be used. `has_peers`: other workers may have templates in memory."""
     gpu_bytes = config.gpu_bytes if device.type == "cuda" else 0
     return Store(
         gpu=GpuTier(device, gpu_bytes) if gpu_bytes else None,
         host=HostTier(config.host_bytes) if config.host_bytes else None,
         disk=DiskTier(Path(config.disk), config.disk_bytes) if config.disk else None,
         remote=RemoteTier(config.remote, config.remote_bytes) if config.remote else None,
+        peers=PeerTier(config.host_bytes + (gpu_bytes or 0), cluster_secret()) if has_peers else None,
     )
+
+
+def serve_peers(store: Store, address: str, bytes_per_second: float) -> PeerServer | None:
+    """Serve the templates in memory to peers, if an address is given and can be bound."""
+    if not address or not store.memory:
+        return None
+    try:
+        return PeerServer(address, store.memory[::-1], bytes_per_second, cluster_secret())
+    except zmq.ZMQError as error:
+        log.warning("no peer is served", extra={"address": address, "reason": str(error)})
+        return None

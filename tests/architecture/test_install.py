@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL = {"opentelemetry", "triton"}  # an extra; there with torch on machines with GPUs
+OPTIONAL = {"opentelemetry", "ray", "triton"}  # two extras; there with torch on machines with GPUs
 
 
 def plan(target: str, folder: Path) -> str:
@@ -68,3 +68,14 @@ def test_the_package_imports_only_what_it_requires() -> None:
             for name in imported(path) - OPTIONAL:
                 owners = {canonicalize_name(owner) for owner in known.get(name, ())}
                 assert owners & needed, f"{path.relative_to(ROOT)} imports {name}, which is not required"
+
+
+def test_only_the_launcher_on_ray_imports_ray() -> None:
+    users = [path for path in (ROOT / "instgenie").rglob("*.py") if "ray" in imported(path)]
+    assert users
+    assert {path.parent.relative_to(ROOT) for path in users} == {Path("instgenie/cluster/ray")}
+
+
+def test_a_server_without_a_cluster_does_not_import_ray() -> None:
+    code = "import sys, instgenie.cli, instgenie.server.serve; sys.exit('ray' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,6 +1,7 @@
 """Workers on several devices: what their processes see of the machine, and when they take the memory that is left."""
 
 import asyncio
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from helpers.launching import LOADED, LOADING, READY, ScriptedLauncher
 
 from instgenie.cluster import environment, wire
 from instgenie.cluster.cluster import Cluster
-from instgenie.cluster.config import CacheConfig, ClusterConfig, process_config, resolve
+from instgenie.cluster.config import UNTOLD_HOST_BYTES, CacheConfig, ClusterConfig, process_config, resolve
 from instgenie.cluster.environment import process_environment, seen_device
 from instgenie.cluster.launch import LocalLauncher
 from instgenie.machine import cores
@@ -155,3 +156,20 @@ def test_a_budget_that_the_user_names_is_not_measured_again(run: Run) -> None:
 
     run(play())
     assert launcher.starts[0, "denoise"][0].budgets == [MEMORY]
+
+
+def test_each_worker_gets_half_of_what_its_own_node_has(run: Run) -> None:
+    """The nodes are unknown when the cluster starts, and one of them never tells its memory."""
+    launcher = ScriptedLauncher(lambda _, role: [LOADED] if role == "denoise" else [READY])
+    launcher.memory, launcher.node_memory = math.inf, {0: 100.0 * MEMORY, 1: 1.0 * MEMORY}
+
+    async def play() -> None:
+        cluster = Cluster(ClusterConfig(model="tiny", devices=("cpu", "cpu", "cpu")), launcher)
+        await cluster.start()
+        await until(lambda: all(worker.is_ready for worker in cluster.workers))
+        assert cluster.host_bytes == 50 * MEMORY + MEMORY // 2 + UNTOLD_HOST_BYTES
+        await cluster.stop(0)
+
+    run(play())
+    budgets = [launcher.starts[worker, "denoise"][0].budgets for worker in range(3)]
+    assert budgets == [[50 * MEMORY], [MEMORY // 2], [UNTOLD_HOST_BYTES]]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from helpers.fake_cluster import FakeCluster, events, make_lasting, make_order
 
@@ -103,3 +104,26 @@ def test_a_position_counts_only_edits_of_other_requests() -> None:
     second = cluster.accept(make_order(3), make_order(4))
     assert [events(ticket) for ticket in first] == [[Queued(0)], [Queued(0)]]
     assert [events(ticket) for ticket in second] == [[Queued(2)], [Queued(2)]]
+
+
+@pytest.mark.parametrize("end", ["join", "cancel", "kill"])
+def test_a_template_is_on_its_way_until_its_edit_joins_or_ends(end: str) -> None:
+    cluster = make_lasting()
+    load = cluster.workers[0].load
+    template = cluster.register_template().id
+    cluster.kept(template, disk=1000)
+    assert load.templates[template] == "disk"
+    load.costs = msgspec.structs.replace(load.costs, fetch={"disk": (2.0, 0.0)})
+    [ticket] = cluster.accept(make_order(1))
+    assert (load.link.seconds, load.templates[template]) == (2.0, "host")
+    cluster.prepare()
+    if end == "join":
+        [job] = [
+            job for message in cluster.take("denoise") if isinstance(message, wire.Denoise) for job in message.jobs
+        ]
+        cluster.answer("denoise", 0, wire.Joined((wire.JobStep(job.id, job.attempt, 0),), ((),)))
+    elif end == "cancel":
+        ticket.cancel()
+    else:
+        cluster.kill("denoise")
+    assert load.link.seconds == 0

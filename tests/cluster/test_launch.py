@@ -69,7 +69,10 @@ class TcpLauncher:
         self.num_failures = 2
         self.is_closed = False
 
-    def worker_bytes(self, num_workers: int) -> float:
+    secret = ""
+    shares_devices = True
+
+    def worker_bytes(self, num_workers: int, worker: int | None = None) -> float:
         return 2.0 * GIB
 
     def open(self) -> str:
@@ -85,6 +88,9 @@ class TcpLauncher:
         command = process_command(role, config)
         self.commands.append(command)
         return TcpProcess(subprocess.Popen(command, env=process_environment(), cwd="/", start_new_session=True))
+
+    def release(self) -> bool:
+        return False
 
     def close(self) -> None:
         self.is_closed = True

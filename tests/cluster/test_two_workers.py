@@ -1,31 +1,34 @@
-"""Two real workers without a disk: a ready template is used by both, and both make the same picture."""
+"""Two real workers and an object store: a template that one of them registers is never computed by the other, which
+copies it from memory, or, once the first is killed, from the store. The pictures are the same to the last bit."""
 
 from pathlib import Path
 
-from helpers.clusters import TENANT, Run, are_equal, edit, make_config, make_order, pictures, register, until
+import pytest
+from helpers.clusters import Run, kill, make_config, until
+from helpers.sharing import copy_from_memory, copy_from_store, hold_in_store, note_registrations, s3_store
 
 from instgenie.cluster.cluster import Cluster
-from instgenie.cluster.orders import Finished
+from instgenie.cluster.config import CacheConfig
 
 
-def test_edits_of_a_ready_template_use_it_on_every_worker(
-    run: Run, folders: dict[str, Path], environment: None
+def test_a_worker_uses_what_another_has_registered(
+    run: Run, folders: dict[str, Path], environment: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def play() -> None:
-        two = {"devices": ("cpu", "cpu"), "policy": "round_robin", "batching": "static"}
+    registered = note_registrations(monkeypatch)
+
+    async def play(store: str) -> None:
+        two = {"devices": ("cpu", "cpu"), "batching": "static", "cache": CacheConfig(remote=store)}
         cluster = Cluster(make_config(folders["sd"], **two))
         await cluster.start()
         await until(lambda: all(worker.is_ready for worker in cluster.workers))
-        order = make_order(7, picture_seed=90)
-        await register(cluster, TENANT, order)
-        events = [event for _ in range(4) for event in await edit(cluster, make_order(7, picture_seed=90))]
-        found = [event.facts for event in events if isinstance(event, Finished)]
-        assert {one.worker for one in found} == {0, 1}
-        assert [(one.cache_tier, one.why_dense) for one in found] == [("host", "")] * 4
-        assert are_equal(pictures(events), pictures(events[:1] * 4))
-        assert all(worker.templates for worker in cluster.status().workers)
-        [status] = cluster.templates(TENANT)
-        assert status.state == "ready"
+        await copy_from_memory(cluster, registered)
+        assert cluster.status().cache_hits == {"host": 4, "peer": 1}
+        holder, first = await hold_in_store(cluster, registered)
+        kill(cluster, "denoise", holder)
+        await until(lambda: not cluster.workers[holder].is_ready)
+        await copy_from_store(cluster, holder, first)
+        assert len(registered) == 2
         assert await cluster.stop(60)
 
-    run(play())
+    with s3_store(monkeypatch) as store:
+        run(play(store))

@@ -1,5 +1,7 @@
 """The table of step costs against the planner, and the router's use of it."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,7 +12,16 @@ from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.cost.planner import plan_batch
 from instgenie.cost.pricing import RATIOS, JobShape, make_costs
 from instgenie.cost.table import StepCosts
-from instgenie.scheduling.router import Pace, Router, Work, WorkerLoad, predicted_finish
+from instgenie.scheduling.fetches import NodeLink
+from instgenie.scheduling.router import (
+    NO_LOAD,
+    LoadSums,
+    Pace,
+    Router,
+    Work,
+    WorkerLoad,
+    predicted_finish,
+)
 from instgenie.types import PlanPolicy, TierName
 
 NUM_TOKENS = 1024
@@ -99,11 +110,33 @@ def test_a_higher_tier_finishes_earlier() -> None:
 def test_a_fetch_is_charged_once() -> None:
     load = load_with("disk")
     first = predicted_finish(WORK, load)
-    load.expect("cat")
+    load.expect(WORK)
     second = predicted_finish(WORK, load)
     num_bytes = 10 * 20 * 2 * 512 * NUM_TOKENS * 2  # steps, blocks, K and V, width, tokens, bytes per value
     assert first - second == pytest.approx(0.01 + num_bytes / 1e9)
     assert second == predicted_finish(WORK, load_with("host"))
+
+
+def test_a_fetch_comes_behind_those_that_are_on_their_way_to_the_node() -> None:
+    """Also behind those to other workers of the node, and those that other fronts wait for."""
+    link = NodeLink()
+    first, second, elsewhere = load_with("disk"), load_with("disk", 1), load_with("disk", 2)
+    first.link = second.link = link
+    other = replace(WORK, template="dog")
+    for load in (first, second, elsewhere):
+        load.templates["dog"] = "disk"
+    alone = predicted_finish(other, second)
+    seconds = first.fetch_seconds(WORK)
+    first.expect(WORK)
+    assert predicted_finish(other, second) == pytest.approx(alone + seconds)
+    assert predicted_finish(other, elsewhere) == alone
+    assert Router().choose(other, [second, elsewhere]) == 2
+    assert (first.own.fetching, second.own.fetching) == (pytest.approx(seconds), 0)
+    second.share(LoadSums(fetching=3.0))
+    assert predicted_finish(other, second) == pytest.approx(alone + seconds + 3.0)
+    second.share(NO_LOAD)
+    first.arrived(WORK.template)
+    assert predicted_finish(other, second) == alone
 
 
 def test_a_busy_holder_competes_with_an_idle_worker() -> None:

@@ -70,10 +70,14 @@ class ScriptedLauncher:
     def __init__(self, script: Callable[[int, Role], list[wire.Message | None]]) -> None:
         self.script = script
         self.memory = 2.0**30
+        self.node_memory: dict[int, float] = {}  # of workers whose nodes have another memory
         self.starts: defaultdict[tuple[int, Role], list[PlayedProcess]] = defaultdict(list)
 
-    def worker_bytes(self, num_workers: int) -> float:
-        return self.memory
+    secret = ""
+    shares_devices = True
+
+    def worker_bytes(self, num_workers: int, worker: int | None = None) -> float:
+        return self.memory if worker is None else self.node_memory.get(worker, self.memory)
 
     def open(self) -> str:
         self.folder = mkdtemp(prefix="played-")
@@ -87,6 +91,9 @@ class ScriptedLauncher:
         lines = self.script(worker, role)
         started.append(PlayedProcess(config, lines[min(len(started), len(lines) - 1)]))
         return started[-1]
+
+    def release(self) -> bool:
+        return False
 
     def close(self) -> None:
         shutil.rmtree(self.folder)

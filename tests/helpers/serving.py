@@ -122,6 +122,10 @@ def pixels(answer: Any, index: int = 0) -> Pixels:
     return open_picture(base64.b64decode(answer.data[index].b64_json))
 
 
+def pixels_of(answer: httpx.Response, index: int = 0) -> Pixels:
+    return open_picture(base64.b64decode(answer.json()["data"][index]["b64_json"]))
+
+
 def alike(one: Pixels, other: Pixels) -> bool:
     """True if the pictures are equal up to the rounding differences between batches."""
     return int(np.abs(one.astype(int) - other).max()) <= 1

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 
 from instgenie.cli import main
+from instgenie.telemetry import traces
 from instgenie.telemetry.traces import are_wanted
 
 
@@ -37,6 +39,17 @@ def test_opentelemetry_is_imported_only_if_traces_are_wanted() -> None:
 )
 def test_the_variables_of_opentelemetry_decide(environment: dict[str, str], expected: bool) -> None:
     assert are_wanted(environment) == expected
+
+
+def test_a_span_names_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(traces, "start_span", lambda name, trace, **facts: started.append(facts) or MagicMock())
+    monkeypatch.setenv(traces.NODE, "10.0.0.7-aaaaaa")
+    traces.record("00-1-2-01", "denoise", 1.0, attempt=1)
+    monkeypatch.delenv(traces.NODE)
+    traces.record("00-1-2-01", "denoise", 1.0, attempt=1)
+    attributes = [facts["attributes"] for facts in started]
+    assert attributes == [{"instgenie.node": "10.0.0.7-aaaaaa", "instgenie.attempt": 1}, {"instgenie.attempt": 1}]
 
 
 def test_without_the_package_the_server_says_what_to_install(

@@ -83,3 +83,18 @@ def test_dtype_graphs_and_the_size_of_the_disk(small: Model, tmp_path: Path) -> 
 def test_values_that_make_no_sense(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *flags]) == 2
     assert flags[0].removeprefix("--") in capsys.readouterr().err
+
+
+def test_peer_bandwidth(tmp_path: Path) -> None:
+    """A worker that has peers serves them with the bandwidth that was asked for; one without opens no socket."""
+    config = config_of(peer_bandwidth="0.25", host_cache_gib="1")
+    store = templates.open_store(config.cache, torch.device("cpu"), has_peers=True)
+    server = templates.serve_peers(store, f"ipc://{tmp_path}/peer", config.cache.peer_bytes_per_second)
+    assert server
+    assert store.peers
+    assert server._throttle.bytes_per_second == 0.25e9
+    server.close()
+    store.close()
+    assert templates.serve_peers(store, "", 1e9) is None
+    assert templates.serve_peers(store, "ipc:///no/such/folder", 1e9) is None
+    assert templates.open_store(config.cache, torch.device("cpu")).peers is None

@@ -10,11 +10,14 @@ late answer to an abandoned attempt is told apart from the awaited one.
 """
 
 from instgenie.cluster.wire.commands import (
+    Assigned,
     Begin,
     Cancel,
+    Collect,
     Command,
     Denoise,
     Denoising,
+    Deposit,
     Fetch,
     Finish,
     Forget,
@@ -44,11 +47,15 @@ from instgenie.cluster.wire.heads import (
     TensorHead,
 )
 from instgenie.cluster.wire.reports import (
+    Announced,
     BatchStepped,
     Beat,
     Broken,
+    Collected,
     Denoised,
     Dropped,
+    Fetched,
+    Foreign,
     Forgotten,
     Glimpsed,
     JobFailed,
@@ -70,19 +77,26 @@ from instgenie.cluster.wire.reports import (
 )
 
 __all__ = [
+    "Announced",
     "AnyMessage",
+    "Assigned",
     "BatchStepped",
     "Beat",
     "Begin",
     "Broken",
     "Cancel",
+    "Collect",
+    "Collected",
     "Command",
     "Denoise",
     "Denoised",
     "Denoising",
+    "Deposit",
     "Dropped",
     "Fetch",
+    "Fetched",
     "Finish",
+    "Foreign",
     "Forget",
     "Forgotten",
     "Frame",

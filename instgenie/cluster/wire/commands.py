@@ -7,6 +7,7 @@ from msgspec import Struct
 from instgenie.cluster.orders import OutputFormat
 from instgenie.cluster.wire.heads import JobHead, Message, TemplateHead, TensorHead
 from instgenie.cluster.wish import Wish
+from instgenie.scheduling.router import LoadSums
 
 # to any process
 
@@ -25,6 +26,13 @@ class Cancel(Message, frozen=True):
     """Drop a job, or a registration: one that waits at once, one that runs at its next step. `Dropped` answers it."""
 
     id: str
+
+
+class Assigned(Message, frozen=True):
+    """What a front has given to the worker, told to its denoise process, which passes it on to the other fronts. It is
+    also the front's sign of life. Only fronts that share their workers send it."""
+
+    load: LoadSums
 
 
 # to prepare
@@ -68,6 +76,8 @@ class Denoising(Struct, frozen=True):
     fails_dense: bool = False  # if the activations fit nowhere, the job fails instead of computing every token
     trace: str = ""
     request_id: str = ""
+    peers: tuple[str, ...] = ()  # addresses of workers that have the template in memory
+    key: str = ""  # idempotency key: jobs with the same one are the same job; empty: none
 
 
 class Denoise(Message, frozen=True):
@@ -81,6 +91,7 @@ class Fetch(Message, frozen=True):
 
     id: str  # of the job
     template: TemplateHead
+    peers: tuple[str, ...] = ()  # addresses of workers that have the template in memory
 
 
 class Register(Message, frozen=True):
@@ -94,6 +105,7 @@ class Register(Message, frozen=True):
     picture: tuple[int, int] | None  # (height, width) of the picture to store beside the activations; None: none
     request_id: str = ""
     is_asked_for: bool = False  # by a client; such a template does not expire
+    size: tuple[int, int] = (0, 0)  # (height, width) of the picture, for other fronts
 
 
 class Forget(Message, frozen=True):
@@ -123,6 +135,18 @@ class Recall(Message, frozen=True):
 # to finish
 
 
+class Deposit(Message, frozen=True):
+    """Keep a request or an answer for a while, for whichever front collects it. Frames: any."""
+
+    name: str
+
+
+class Collect(Message, frozen=True):
+    """Asks for what was deposited."""
+
+    name: str
+
+
 class Finish(Message, frozen=True):
     """Decode, composite and encode a picture. Frames: latents, picture, mask. The picture has the pixels of its file,
     if these are not those that the model sees. If a crop was edited, the picture is whole, and the mask the crop's."""
@@ -149,6 +173,7 @@ class Finish(Message, frozen=True):
 Command: TypeAlias = (
     Stop
     | Begin
+    | Assigned
     | Prepare
     | PrepareTemplate
     | Denoise
@@ -160,4 +185,6 @@ Command: TypeAlias = (
     | List
     | Recall
     | Finish
+    | Deposit
+    | Collect
 )

@@ -8,6 +8,7 @@ from instgenie.cluster.config import finish_period
 from instgenie.cluster.orders import FailureKind
 from instgenie.cluster.wire.heads import JobHead, Message, ModelFacts, TemplateHead, TensorHead
 from instgenie.cost.table import StepCosts
+from instgenie.scheduling.router import LoadSums
 from instgenie.types import TierName
 
 # from any process
@@ -22,6 +23,7 @@ class Ready(Message, frozen=True):
 
     facts: ModelFacts
     digest: str  # of the weights this process has loaded
+    peer_address: str = ""  # at which a denoise process serves templates to its peers; empty: it serves none
 
 
 class Broken(Message, frozen=True):
@@ -32,6 +34,13 @@ class Broken(Message, frozen=True):
 
 class Beat(Message, frozen=True):
     """Sign of life: the loop of the process is turning."""
+
+
+class Foreign(Message, frozen=True):
+    """What other fronts have given to the worker; also a sign of life. Sent by denoise processes that fronts share."""
+
+    load: LoadSums
+    num_fronts: int  # that the process serves, the receiver among them
 
 
 class JobFailed(Message, frozen=True):
@@ -92,6 +101,8 @@ class BatchStepped(Message, frozen=True):
     predicted_seconds: float  # by the costs in `Priced`
     num_interruptions: int  # of the step loop, since the process started
     jobs: tuple[JobStep, ...]
+    num_others: int = 0  # jobs of other fronts in the batch
+    num_joined: int = 0  # jobs that have joined a batch, of all fronts, since the process started
 
 
 class Glimpsed(Message, frozen=True):
@@ -148,6 +159,14 @@ class Kept(Message, frozen=True):
     tier_bytes: dict[TierName, int]
 
 
+class Fetched(Message, frozen=True):
+    """A template was brought into memory from a tier below it, or from a peer."""
+
+    tier: TierName
+    num_bytes: int
+    seconds: float
+
+
 class Forgotten(Message, frozen=True):
     """A template's activations are deleted, except from the tiers that could not be asked."""
 
@@ -156,12 +175,19 @@ class Forgotten(Message, frozen=True):
 
 
 class Listing(Struct, frozen=True):
-    """A template in a tier that outlives the worker."""
+    """A template that a worker finds in its tiers."""
 
     template: TemplateHead
     picture: tuple[int, int]  # (height, width)
     num_registered_steps: int
     tier_bytes: dict[TierName, int]
+    is_asked_for: bool = False  # by a client of any front; not known of templates in lasting tiers
+
+
+class Announced(Message, frozen=True):
+    """Templates that other fronts had registered on this worker; `Kept` tells where they are."""
+
+    templates: tuple[Listing, ...]
 
 
 class Listed(Message, frozen=True):
@@ -182,6 +208,13 @@ class Recalled(Message, frozen=True):
 # from finish
 
 
+class Collected(Message, frozen=True):
+    """Answer to `Collect`. Frames: what was deposited, if it is still there."""
+
+    name: str
+    is_found: bool
+
+
 class Painted(Message, frozen=True):
     """Frames: the encoded picture."""
 
@@ -198,6 +231,7 @@ class Painted(Message, frozen=True):
 
 
 Report: TypeAlias = (
-    Loaded | Ready | Broken | Beat | JobFailed | Dropped | Prepared | Priced | Joined | BatchStepped | Glimpsed
-    | Denoised | Registered | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
+    Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | BatchStepped
+    | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Fetched | Forgotten | Announced | Listed
+    | Recalled | Painted | Collected
 )  # fmt: skip

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from instgenie.cluster.orders import Facts, Finished
 from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
 from instgenie.server.errors import ApiError
-from instgenie.types import Box, Notes
+from instgenie.types import Box, Notes, TierName
 
 PIECE = 3 * 2**18  # bytes that are encoded at once; a multiple of 3, so that only the last piece is padded
 EventPrefix = Literal["image_edit", "image_generation"]
@@ -47,7 +47,7 @@ class EditSummary(AnswerBody):
     num_tokens: int
     num_masked_tokens: int
     num_computed_tokens: int
-    cache_tier: Literal["gpu", "host", "disk", "remote"] | None
+    cache_tier: TierName | None
     reuse: Literal["template", "none"]
     reuse_reason: str | None  # why reuse is none
     crop: CropBox | None  # None: the model saw the whole picture
@@ -146,6 +146,15 @@ class TemplateLeaving(AnswerBody):
     id: str
     object: Literal["template"]
     deleted: Literal[False]
+    message: str
+
+
+class EditPending(AnswerBody):
+    """An edit that is not done yet."""
+
+    id: str
+    object: Literal["edit"]
+    state: Literal["running"]
     message: str
 
 

@@ -30,6 +30,7 @@ from instgenie.types import CropMode, Notes, Reuse, Source
 MAX_EDITS = 10
 MAX_ANSWER_SIDE = 16_383  # of a WebP
 MAX_DEADLINE_MS = 3_600_000
+MAX_KEY = 255  # characters of an idempotency key
 RANDOM_SEED = -1  # what other servers call a seed that is drawn
 SIZE = r"^(auto|[1-9][0-9]{0,4}[xX×][1-9][0-9]{0,4})$"
 UNPROMPTED = 0.85  # share of a strength that is left without a prompt, which alone gives the result a subject
@@ -145,6 +146,11 @@ class ImageFields(Fields):
         description="An edit that is not done so many milliseconds after its request began to arrive is cancelled, "
         "with status 408.",
     )  # fmt: skip
+    idempotency_key: str | None = Field(
+        None, min_length=1, max_length=MAX_KEY,
+        description="Requests with the same key run once; also the header Idempotency-Key. The edit then runs to its "
+        "end, even if the client leaves.",
+    )  # fmt: skip
 
     def settled(self) -> Self:
         seed = None if self.seed == RANDOM_SEED else self.seed
@@ -183,6 +189,10 @@ class ImageFields(Fields):
             name = "true_cfg_scale" if model.needs_true_guidance else "guidance_scale"
             notes.append(f"The negative prompt has no effect: it needs a {name} above 1.")
         return self
+
+    def seeded(self, seed: int) -> Self:
+        """Return the fields with a seed, if the client leaves it open."""
+        return self if self.seed is not None else self.model_copy(update={"seed": seed})
 
     def describe(self, notes: Notes) -> None:
         """Add a note on each value that has not the effect its name promises."""

@@ -8,6 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from instgenie.server.bodies.answers import (
+    EditPending,
     Error,
     HealthState,
     ImagesAnswer,
@@ -20,15 +21,17 @@ from instgenie.server.bodies.answers import (
 )
 from instgenie.server.bodies.fields import EditFields, Fields, GenerationFields, TemplateFields, VariationFields
 from instgenie.server.bodies.forms import DATA_URL_PREFIX
+from instgenie.server.bodies.status import StatusAnswer
 
 ERRORS = {
     400: "The request is not valid.",
     401: "The API key is missing or unknown.",
     403: "The host is not a name of this server, or the web page may not call it.",
-    404: "The named model or template does not exist.",
+    404: "The named model, template or edit does not exist.",
     408: "The body arrived too slowly, or the deadline has passed.",
     413: "The body is too large.",
     415: "The content type is not accepted.",
+    422: "The idempotency key belongs to another request.",
     429: "The queue is full; see Retry-After.",
     500: "The edit failed.",
     503: "The server is loading, shutting down or out of memory.",
@@ -38,6 +41,7 @@ HEADERS = {
 }
 RETRY_AFTER = {"retry-after": {"description": "Seconds to wait before a retry.", "schema": {"type": "string"}}}
 UPLOAD_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+IMAGE_ERRORS = (*UPLOAD_ERRORS, 422)
 FILE = {"type": "string", "format": "binary"}
 DATA_URL: dict[str, Any] = {"type": "string", "pattern": f"^{DATA_URL_PREFIX}[A-Za-z0-9+/]+={{0,2}}$"}
 PICTURE: list[dict[str, Any]] = [
@@ -106,20 +110,24 @@ def form_schema(kind: type[Fields]) -> dict[str, Any]:
 
 # keyword arguments of the routes
 EDIT: dict[str, Any] = {
-    "responses": answers(ImagesAnswer, *UPLOAD_ERRORS, streams=True),
+    "responses": answers(ImagesAnswer, *IMAGE_ERRORS, streams=True),
     "openapi_extra": body(EditFields),
 }
 VARIATION: dict[str, Any] = {
-    "responses": answers(ImagesAnswer, *UPLOAD_ERRORS, streams=True),
+    "responses": answers(ImagesAnswer, *IMAGE_ERRORS, streams=True),
     "openapi_extra": body(VariationFields),
 }
 GENERATION: dict[str, Any] = {
-    "responses": answers(ImagesAnswer, *UPLOAD_ERRORS, streams=True),
+    "responses": answers(ImagesAnswer, *IMAGE_ERRORS, streams=True),
     "openapi_extra": body(GenerationFields),
 }
 TEMPLATE: dict[str, Any] = {
     "responses": answers(TemplateAnswer, *UPLOAD_ERRORS, status=201),
     "openapi_extra": body(TemplateFields),
+}
+EARLIER: dict[str, Any] = {
+    "responses": answers(ImagesAnswer, 401, 403, 404)
+    | {202: {"model": EditPending, "description": "Not done yet.", "headers": HEADERS}}
 }
 MODELS: dict[str, Any] = {"responses": answers(ModelsAnswer, 401, 403)}
 MODEL: dict[str, Any] = {"responses": answers(ModelAnswer, 401, 403, 404)}
@@ -137,6 +145,7 @@ HEALTH: dict[str, Any] = {
     },
     "openapi_extra": {"security": []},
 }
+STATUS: dict[str, Any] = {"responses": answers(StatusAnswer, 401, 403)}
 METRICS: dict[str, Any] = {
     "responses": {
         200: {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}},
@@ -147,11 +156,12 @@ METRICS: dict[str, Any] = {
 
 
 def add_schema(app: FastAPI, needs_key: bool) -> None:
-    """Build the document once. Invalid bodies are answered with 400, so the framework's 422 is removed."""
+    """Build the document once. Invalid parameters are answered with 400, so the framework's own 422 is removed."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     for operations in document["paths"].values():
         for operation in operations.values():
-            operation["responses"].pop("422", None)
+            if operation["responses"].get("422", {}).get("description") != ERRORS[422]:
+                operation["responses"].pop("422", None)
     for unused in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(unused, None)
     if needs_key:

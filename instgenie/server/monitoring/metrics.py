@@ -1,7 +1,7 @@
 """Metrics for Prometheus. Knows the names and what is counted; learns what happens in the cluster as its observer."""
 
 from collections.abc import Iterator, Sequence
-from typing import get_args
+from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,8 +20,11 @@ STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 INTERRUPTIONS = "instgenie:step_loop_interruptions_total"
+OWN_TIERS: tuple[TierName, ...] = ("gpu", "host")
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 REASONS = ("stop", "abort", "error")  # finished, cancelled, failed
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+KEPT_IN: tuple[TierName, ...] = tuple(tier for tier in get_args(TierName) if tier != "peer")  # a peer's is its own
 OTHER_METHOD = "other"  # a label for each token that a client makes up would fill the memory
 
 
@@ -47,11 +50,14 @@ class Metrics(Observer):
         self.success = counter("request_success_total", "Edits that ended.", "finished_reason")
         self.cache_queries = counter("cache_queries_total", "Lookups of a template's activations.")
         self.cache_hits = counter("cache_hits_total", "Lookups that found the activations.", "tier")
+        self.fetched_bytes = counter("cache_fetched_bytes_total", "Bytes of activations brought into memory.", "tier")
+        self.fetch_time = counter("cache_fetch_seconds_total", "Seconds that bringing them into memory took.", "tier")
         self.http = counter("http_requests_total", "Answered HTTP requests.", "method", "route", "status")
         for reason in REASONS:
             self.success.labels(reason)
         for tier in get_args(TierName):
-            self.cache_hits.labels(tier)
+            for counted in (self.cache_hits, self.fetched_bytes, self.fetch_time):
+                counted.labels(tier)
         cluster.observe(self)
 
     def step(self, worker: int, seconds: float, batch_size: int) -> None:
@@ -65,6 +71,10 @@ class Metrics(Observer):
         self.cache_queries.inc()
         if tier is not None:
             self.cache_hits.labels(tier).inc()
+
+    def fetched(self, tier: TierName, num_bytes: int, seconds: float) -> None:
+        self.fetched_bytes.labels(tier).inc(num_bytes)
+        self.fetch_time.labels(tier).inc(seconds)
 
     def finished(self, facts: Facts, seconds: float) -> None:
         self.latency.observe(seconds)
@@ -97,29 +107,49 @@ class ClusterCollector(Collector):
         about = "Registrations of templates waiting for their turn."
         yield gauge("num_registrations_waiting", about, status.num_registrations_waiting)
         usage = GaugeMetricFamily("instgenie:cache_usage_bytes", "Cached activations of all workers.", labels=["tier"])
-        for tier in get_args(TierName):
+        for tier in KEPT_IN:
             per_worker = [worker.tier_bytes.get(tier, 0) for worker in status.workers]
             usage.add_metric([tier], max(per_worker) if tier in SHARED else sum(per_worker))
         yield usage
-        about = "Times other work delayed a step while jobs were running, since the worker process started."
-        interruptions = CounterMetricFamily(INTERRUPTIONS, about, labels=["worker"])
-        for worker in status.workers:
-            interruptions.add_metric([str(worker.index)], worker.num_interruptions)
-        yield interruptions
-        yield from self.collect_workers(status.workers)
+        if status.nodes:
+            yield gauge("num_nodes", "Nodes with workers.", len(status.nodes))
+            yield gauge("num_fronts", "Fronts that share the workers.", len(status.fronts))
+        yield from self.collect_workers(status.workers, has_nodes=bool(status.nodes))
 
-    def collect_workers(self, workers: Sequence[WorkerStatus]) -> Iterator[Metric]:
+    def collect_workers(self, workers: Sequence[WorkerStatus], has_nodes: bool) -> Iterator[Metric]:
+        """Metrics of each worker. Where the workers are on several machines, they have the label `node`."""
+        place = ["node"] if has_nodes else []
+
+        def per_worker(kind: type[Family], name: str, about: str, *labels: str) -> Family:
+            return kind(name, about, labels=["worker", *labels, *place])
+
+        about = "Times other work delayed a step while jobs were running, since the worker process started."
+        interruptions = per_worker(CounterMetricFamily, INTERRUPTIONS, about)
+        about = "Jobs that began to take steps, of all servers that share the worker, since its process started."
+        joined = per_worker(CounterMetricFamily, "instgenie:worker_jobs_total", about)
         about = "1 for the state a worker is in, 0 for the others."
-        states = GaugeMetricFamily("instgenie:worker_state", about, labels=["worker", "device", "state"])
+        states = per_worker(GaugeMetricFamily, "instgenie:worker_state", about, "device", "state")
         about = "Starts of a worker's process after its first."
-        restarts = CounterMetricFamily("instgenie:worker_restarts_total", about, labels=["worker", "role"])
+        restarts = per_worker(CounterMetricFamily, "instgenie:worker_restarts_total", about, "role")
+        about = "Edits in a worker's batch, of this front."
+        running = per_worker(GaugeMetricFamily, "instgenie:worker_running", about)
+        about = "Seconds until a worker has done all its work, as predicted."
+        seconds = per_worker(GaugeMetricFamily, "instgenie:worker_predicted_seconds", about)
+        about = "Cached activations of a worker, in its memory."
+        memory = per_worker(GaugeMetricFamily, "instgenie:worker_cache_bytes", about, "tier")
         for worker in workers:
+            index, where = str(worker.index), [worker.node] if has_nodes else []
+            interruptions.add_metric([index, *where], worker.num_interruptions)
+            joined.add_metric([index, *where], worker.num_joined)
             for state in get_args(ProcessState):
-                states.add_metric([str(worker.index), worker.device, state], worker.state == state)
+                states.add_metric([index, worker.device, state, *where], worker.state == state)
             for process in worker.processes:
-                restarts.add_metric([str(worker.index), process.role], process.num_restarts)
-        yield states
-        yield restarts
+                restarts.add_metric([index, process.role, *where], process.num_restarts)
+            running.add_metric([index, *where], len(worker.running))
+            seconds.add_metric([index, *where], worker.predicted_seconds)
+            for tier in OWN_TIERS:
+                memory.add_metric([index, tier, *where], worker.tier_bytes.get(tier, 0))
+        yield from (interruptions, joined, states, restarts, running, seconds, memory)
 
 
 def gauge(name: str, about: str, value: float) -> GaugeMetricFamily:

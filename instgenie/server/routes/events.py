@@ -22,11 +22,13 @@ from instgenie.server.bodies.answers import (
 from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.errors import ApiError
 from instgenie.server.routes.sending import send_pieces
+from instgenie.server.runs import EditRun
 from instgenie.server.service import HttpService, deadline_of
 from instgenie.server.watch import EditWatch, unless_gone
 from instgenie.types import Notes
 
 SECONDS_BETWEEN_KEEPALIVES = 10.0
+REPEATED = {"idempotent-replayed": "true"}
 KEEPALIVE = b": still working\n\n"
 
 
@@ -41,17 +43,41 @@ class Submission:
     fields: ImageFields
     notes: Notes
     prefix: EventPrefix
+    run: EditRun | None = None  # of its idempotency key
 
     def watch(self) -> AbstractAsyncContextManager[EditWatch]:
         """Submit the edits and watch them until the request's deadline."""
-        return self.service.watch(self.orders, deadline_of(self.request, self.fields.deadline_ms), self.admitted)
+        deadline = deadline_of(self.request, self.fields.deadline_ms)
+        return self.service.watch(self.orders, deadline, self.admitted, self.run)
+
+    def size(self, index: int) -> tuple[int, int]:
+        """(height, width) of a picture."""
+        return self.orders[index].size
+
+
+@dataclass(frozen=True, eq=False)
+class Repetition:
+    """A request that follows the run of an earlier one."""
+
+    request: Request
+    service: HttpService
+    run: EditRun
+    fields: ImageFields
+    notes: Notes
+    prefix: EventPrefix
+
+    def watch(self) -> AbstractAsyncContextManager[EditWatch]:
+        deadline = deadline_of(self.request, self.fields.deadline_ms)
+        return self.service.follow(self.run.tickets, deadline)
+
+    def size(self, index: int) -> tuple[int, int]:
+        return self.run.sizes[index]
 
 
 class EventStream(Response):
-    def __init__(self, submission: Submission) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"cache-control": "no-store", "x-accel-buffering": "no"}
-        )
+    def __init__(self, submission: Submission | Repetition) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"} | answer_headers(submission)
+        super().__init__(media_type="text/event-stream", headers=headers)
         del self.headers["content-length"]
         self.submission = submission
 
@@ -87,7 +113,7 @@ class EventStream(Response):
         given = self.submission
         match happened:
             case Partial():
-                height, width = given.orders[index].size
+                height, width = given.size(index)
                 size = f"{width}x{height}"
                 return partial_event(given.prefix, index, happened.index, happened.picture, size, given.fields)
             case Finished():
@@ -98,6 +124,11 @@ class EventStream(Response):
                 done = {"step": step, "num_steps": num_steps}
                 return event("instgenie.step", {"index": index} | done | time_left(left))
         return None
+
+
+def answer_headers(submission: Submission | Repetition) -> dict[str, str]:
+    """Say that an answer is that of an earlier request."""
+    return REPEATED if isinstance(submission, Repetition) else {}
 
 
 def time_left(seconds: float | None) -> dict[str, float | None]:

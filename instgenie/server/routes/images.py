@@ -1,5 +1,7 @@
 """OpenAI's images API: edits, generations, models. Knows the path of a request; `bodies` knows the shapes."""
 
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -7,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from instgenie.cluster.cluster import has_asked_for
+from instgenie.cluster.ledger import KeyClaim
 from instgenie.cluster.orders import Order
 from instgenie.errors import ClosedError, InstGenieError, MaskError, PictureError
 from instgenie.pictures.cropping import Canvas, choose_box, describe_crop
@@ -14,7 +17,7 @@ from instgenie.pictures.header import Header, crop_bytes, decoding_bytes, kept_b
 from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
-from instgenie.server.bodies.answers import ModelAnswer, ModelsAnswer, images_answer
+from instgenie.server.bodies.answers import EditPending, ModelAnswer, ModelsAnswer, images_answer
 from instgenie.server.bodies.fields import (
     EditFields,
     GenerationFields,
@@ -25,10 +28,12 @@ from instgenie.server.bodies.fields import (
 )
 from instgenie.server.bodies.forms import EditForm, read_edit
 from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_edit
-from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS, VARIATION
+from instgenie.server.bodies.schema import EARLIER, EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
-from instgenie.server.routes.events import EventStream, Submission
+from instgenie.server.idempotency import digest, fingerprint_of, key_of, sent_fields
+from instgenie.server.routes.events import EventStream, Repetition, Submission, answer_headers
 from instgenie.server.routes.sending import LargeResponse
+from instgenie.server.runs import DepositedRequest, EditRun
 from instgenie.server.service import (
     SECONDS_TO_LOAD,
     HttpService,
@@ -42,6 +47,11 @@ from instgenie.server.watch import in_time, unless_gone
 from instgenie.types import Notes, PixelMask, Pixels
 
 FieldsT = TypeVar("FieldsT", bound=ImageFields)
+
+PENDING = {
+    True: "The edit is not done yet.",
+    False: "Another server has the edit, or had it and is gone: send the request again with its key to follow it here.",
+}
 
 router = APIRouter(prefix="/v1")
 
@@ -57,25 +67,42 @@ async def vary_images(request: Request) -> Response:
 
 
 async def edit(request: Request, kind: type[EditFields]) -> Response:
+    service_of(request).check_open()
+    return await run_edit(request, read_body(request, kind))
+
+
+@asynccontextmanager
+async def read_body(request: Request, kind: type[EditFields]) -> AsyncIterator[EditForm]:
     service = service_of(request)
-    service.check_open()
     async with service.intake.form(request) as form:
-        edit = await service.decoder.run(read_edit, form, kind)
+        yield await service.decoder.run(read_edit, form, kind)
+
+
+async def run_edit(
+    request: Request, body: AbstractAsyncContextManager[EditForm], claim: KeyClaim | None = None
+) -> Response:
+    """Run an edit, or follow the one with its key. A claim is that of an earlier request, whose body this is."""
+    service = service_of(request)
+    async with body as edit:
         fields = check_fields(service, edit.fields, edit.notes)
+        if run := await enter_run(request, fields, claim, edit.image, edit.mask):
+            if run.tickets:
+                return await answer(repetition(request, run, fields))
+            fields = fields.seeded(run.seed)
         admitted = service.admit(request, fields.n)
         opening = open_edit(service, tenant_of(request), edit, admitted)
         photo, mask = await unless_gone(request, in_time(deadline_of(request, fields.deadline_ms), opening))
     if edit.mask is None and mask.all():
         fields = fields.for_whole_picture(service.model_facts, edit.notes)
     notes = edit.notes
-    del edit, form  # their encoded pictures no longer count towards the intake's limit
+    del edit  # its encoded pictures no longer count towards the intake's limit
     fields.describe_answer(photo.source, notes)
     orders = make_orders(request, photo, mask, fields)
     del photo, mask
     orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
-    return await run(Submission(request, service, admitted, orders, fields, notes, "image_edit"))
+    return await answer(Submission(request, service, admitted, orders, fields, notes, "image_edit", run))
 
 
 @router.post("/images/generations", summary="Make a picture from a prompt", **GENERATION)
@@ -84,14 +111,50 @@ async def generate_images(request: Request) -> Response:
     service.check_open()
     async with service.intake.form(request) as form:
         fields = parse_fields(GenerationFields, form)
-    fields = check_fields(service, fields, form.notes)
+    return await run_generation(request, fields, form.notes)
+
+
+async def run_generation(
+    request: Request, fields: GenerationFields, notes: Notes, claim: KeyClaim | None = None
+) -> Response:
+    service = service_of(request)
+    fields = check_fields(service, fields, notes)
+    if run := await enter_run(request, fields, claim):
+        if run.tickets:
+            return await answer(repetition(request, run, fields))
+        fields = fields.seeded(run.seed)
     own_size = service.model_facts.own_size
     height, width = answer_size(fields.size, service.config.max_pixels) or (own_size, own_size)
     admitted = service.admit(request, fields.n)
     admitted.keep(kept_bytes(Header(width, height), None))
     blank, mask = await service.decoder.run(blank_edit, (height, width))
     orders = make_orders(request, blank, mask, fields)
-    return await run(Submission(request, service, admitted, orders, fields, form.notes, "image_generation"))
+    return await answer(Submission(request, service, admitted, orders, fields, notes, "image_generation", run))
+
+
+@router.get("/images/edits/{id}", summary="The answer to an earlier request with an idempotency key", **EARLIER)
+async def get_edit(request: Request, id: str) -> Response:
+    service = service_of(request)
+    found = await service.idempotency.find(tenant_of(request), id)
+    if found is None:
+        raise not_found("edit", id, "edit_not_found", "id")
+    if isinstance(found, EditRun) and found.is_whole:
+        body = await service.decoder.run(images_answer, found.results, {}, found.fields, found.notes)
+        return LargeResponse(body, media_type="application/json")
+    if isinstance(found, KeyClaim) and (deposited := await service.idempotency.request_of(found)):
+        return await resume(request, found, deposited)
+    message = PENDING[isinstance(found, EditRun)]
+    return JsonResponse(EditPending(id=id, object="edit", state="running", message=message).model_dump(), 202)
+
+
+async def resume(request: Request, claim: KeyClaim, body: DepositedRequest) -> Response:
+    """Go on with a request that another server took, and answer it here."""
+    service_of(request).check_open()
+    if body.kind == GenerationFields.__name__:
+        return await run_generation(request, GenerationFields.model_validate(body.fields), [], claim)
+    kind = {one.__name__: one for one in (EditFields, VariationFields)}[body.kind]
+    form = EditForm(kind.model_validate(body.fields), body.image, body.mask, [])
+    return await run_edit(request, nullcontext(form), claim)
 
 
 @router.get("/models", summary="List the models", **MODELS)
@@ -204,11 +267,36 @@ async def crop_orders(
     return [replace(order, picture=picture, mask=mask, source=None, whole=whole) for order in orders]
 
 
-async def run(submission: Submission) -> Response:
+async def enter_run(
+    request: Request, fields: ImageFields, claim: KeyClaim | None, image: bytes | None = None, mask: bytes | None = None
+) -> EditRun | None:
+    """The run of a request's idempotency key; None: it has none. A run without tickets is to be submitted."""
+    service, kind = service_of(request), type(fields).__name__
+    if claim is None:
+        key = key_of(request, fields)
+        if key is None:
+            return None
+        fingerprint = await service.decoder.run(fingerprint_of, kind, fields, image, mask)
+        claim = KeyClaim(digest(tenant_of(request), key), fingerprint)
+    run = await unless_gone(request, service.idempotency.enter(request, tenant_of(request), claim))
+    if not run.tickets and service.cluster.deposits.is_shared:
+        run.request = DepositedRequest(kind, sent_fields(fields), image, mask)
+    return run
+
+
+def repetition(request: Request, run: EditRun, fields: ImageFields) -> Repetition:
+    notes = [*run.notes, "The edit is that of an earlier request with the same idempotency key: it ran once."]
+    return Repetition(request, service_of(request), run, fields, notes, run.prefix)
+
+
+async def answer(submission: Submission | Repetition) -> Response:
+    if isinstance(submission, Submission) and submission.run:
+        run = submission.run
+        run.fields, run.notes, run.prefix = submission.fields, submission.notes, submission.prefix
     if submission.fields.stream:
         return EventStream(submission)
     async with submission.watch() as watch:
         results = await unless_gone(submission.request, watch.all())
     decoder, fields, notes = submission.service.decoder, submission.fields, submission.notes
     body = await decoder.run(images_answer, results, watch.errors, fields, notes)
-    return LargeResponse(body, media_type="application/json")
+    return LargeResponse(body, media_type="application/json", headers=answer_headers(submission))

@@ -1,10 +1,11 @@
-"""Endpoints for operators: liveness, readiness, metrics."""
+"""Endpoints for operators: liveness, readiness, status, metrics."""
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from instgenie.server.bodies.schema import HEALTH, METRICS
+from instgenie.server.bodies.schema import HEALTH, METRICS, STATUS
+from instgenie.server.bodies.status import status_answer
 from instgenie.server.errors import JsonResponse
 from instgenie.server.service import service_of
 
@@ -26,6 +27,11 @@ async def ready(request: Request) -> Response:
         return JsonResponse({"status": "ok"})
     status = "draining" if service.draining else "loading" if service.cluster.healthy else "broken"
     return JsonResponse({"status": status}, 503)
+
+
+@router.get("/status", summary="The cluster: nodes, workers, queue, activations", **STATUS)
+async def status(request: Request) -> Response:
+    return JsonResponse(status_answer(service_of(request), request.app.version).model_dump())
 
 
 @router.get("/metrics", summary="Metrics for Prometheus", **METRICS)

@@ -1,0 +1,154 @@
+"""Jobs with an idempotency key, in the step loop that runs them. A job whose key is known is not run a second time: it
+follows the one that runs, or gets its latents, which are held for a while after the last step. So an edit whose front
+died is denoised once, whichever front asks for it again.
+
+Latents are held up to a number of bytes and for a number of seconds; the oldest go first.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from instgenie.cluster.wire import (
+    Denoise,
+    Denoised,
+    Denoising,
+    Frame,
+    JobHead,
+    JobStep,
+    Joined,
+    TierFound,
+    split_frames,
+)
+from instgenie.workers.line import Line
+from instgenie.workers.queue import TrackedJob
+
+AnswerT = TypeVar("AnswerT", TierFound, Denoised)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldLatents:
+    """The result of a job, and all that was said about it."""
+
+    job: JobHead
+    found: TierFound | None
+    plan: tuple[bool, ...]
+    num_steps: int
+    denoised: Denoised
+    frame: Frame
+    until: float  # of the clock
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.frame)
+
+
+class KeyedJobs:
+    def __init__(self, line: Line, max_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.line = line
+        self.max_bytes, self.seconds, self.clock = max_bytes, seconds, clock
+        self.running: dict[str, tuple[JobHead, TrackedJob]] = {}  # by key; they wait or take steps
+        self.held: OrderedDict[str, HeldLatents] = OrderedDict()  # by key
+
+    def take_known(self, message: Denoise, frames: Sequence[Frame]) -> tuple[Denoise, Sequence[Frame]]:
+        """Answer for the jobs whose keys are known, and return those that are to be run."""
+        if not any(given.key for given in message.jobs):
+            return message, frames
+        new: list[Denoising] = []
+        new_frames: list[Frame] = []
+        for given, own in zip(message.jobs, split_frames(frames, message.jobs), strict=True):
+            if not (given.key and self._join(given)):
+                new.append(given)
+                new_frames += own
+        return Denoise(tuple(new)), new_frames
+
+    def note(self, given: Sequence[Denoising], accepted: Sequence[TrackedJob]) -> None:
+        """Note those of the accepted jobs that have a key."""
+        heads = {one.id: one.job for one in given}
+        self.running |= {tracked.key: (heads[tracked.id], tracked) for tracked in accepted if tracked.key}
+
+    def _join(self, given: Denoising) -> bool:
+        """Let a job follow the one with its key, unless it is another job after all."""
+        self._drop_old()
+        if given.key in self.running:
+            head, tracked = self.running[given.key]
+            if is_same(head, given.job):
+                self._follow(tracked, given)
+                return True
+        elif (held := self.held.get(given.key)) and is_same(held.job, given.job):
+            self._hand_out(held, given)
+            return True
+        return False
+
+    def _follow(self, tracked: TrackedJob, given: Denoising) -> None:
+        tracked.followers.append(given)
+        if tracked.found:
+            self.line.send(addressed(tracked.found, given))
+        if tracked.joined_at:
+            self.line.send(Joined((JobStep(given.id, given.attempt, tracked.job.step),), (tracked.job.plan,)))
+
+    def _hand_out(self, held: HeldLatents, given: Denoising) -> None:
+        if held.found:
+            self.line.send(addressed(held.found, given))
+        self.line.send(Joined((JobStep(given.id, given.attempt, held.num_steps),), (held.plan,)))
+        self.line.send(addressed(held.denoised, given), [held.frame])
+
+    def leave(self, tracked: TrackedJob) -> None:
+        """Note that a job ended or was cancelled."""
+        if tracked.key and self.running.get(tracked.key, (None, None))[1] is tracked:
+            del self.running[tracked.key]
+
+    def hold(self, tracked: TrackedJob, denoised: Denoised, frame: Frame) -> None:
+        """Keep the latents of a job for whoever asks with its key."""
+        if tracked.key not in self.running:
+            return
+        job = tracked.job
+        held = HeldLatents(
+            job=self.running[tracked.key][0],
+            found=tracked.found,
+            plan=job.plan,
+            num_steps=job.num_steps,
+            denoised=denoised,
+            frame=frame,
+            until=self.clock() + self.seconds,
+        )
+        self.held.pop(tracked.key, None)
+        self.held[tracked.key] = held
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        now, num_bytes = self.clock(), sum(held.num_bytes for held in self.held.values())
+        while self.held:
+            key, oldest = next(iter(self.held.items()))
+            if num_bytes <= self.max_bytes and now < oldest.until:
+                break
+            num_bytes -= oldest.num_bytes
+            del self.held[key]
+
+    def give_up(self, id: str) -> bool:
+        """Note that an asker no longer wants its job. Return whether another still does: then the job runs on."""
+        for _, tracked in self.running.values():
+            for follower in tracked.followers:
+                if id in (follower.id, tracked.id):
+                    tracked.followers.remove(follower)
+                    if id == tracked.id:
+                        tracked.id, tracked.attempt = follower.id, follower.attempt
+                    return True
+        return False
+
+
+def is_same(one: JobHead, other: JobHead) -> bool:
+    """True if two jobs come from the same edit. Their tensors then are the same, since preparing is deterministic."""
+    return identity(one) == identity(other)
+
+
+def identity(head: JobHead) -> tuple[object, ...]:
+    return head.edit, head.grid, head.schedule_kind, bytes(head.schedule)
+
+
+def addressed(message: AnswerT, given: Denoising) -> AnswerT:
+    return msgspec.structs.replace(message, id=given.id, attempt=given.attempt)

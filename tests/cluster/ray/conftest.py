@@ -1,0 +1,22 @@
+"""One Ray cluster for all tests here. They are skipped where Ray is not installed."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from helpers.rays import RayNodes
+
+pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="session")
+def rays() -> Iterator["RayNodes"]:
+    """A head and two nodes with one slot each. A test that kills a node adds another one."""
+    from helpers.rays import ray_nodes
+
+    with ray_nodes() as nodes:
+        nodes.add()
+        nodes.add()
+        yield nodes

@@ -1,0 +1,112 @@
+"""Jobs with an idempotency key in the step loop: each key is denoised once."""
+
+from typing import Any
+
+import msgspec
+from helpers.workers import Tape, batches, jobs, make_denoiser
+
+from instgenie.cluster import wire
+from instgenie.models.model import Model
+from instgenie.workers.denoise import Denoiser
+from instgenie.workers.keyed import KeyedJobs
+from instgenie.workers.locker import Locker
+
+
+def keyed(message: tuple[wire.Message, list[wire.Frame]], key: str) -> tuple[wire.Message, Any]:
+    denoise, frames = message
+    assert isinstance(denoise, wire.Denoise)
+    given = tuple(msgspec.structs.replace(job, key=key) for job in denoise.jobs)
+    return wire.Denoise(given), frames
+
+
+def make(model: Model, max_bytes: int = 2**20, seconds: float = 60.0) -> tuple[Denoiser, Tape]:
+    denoiser, tape = make_denoiser(model)
+    denoiser.keyed.max_bytes, denoiser.keyed.seconds = max_bytes, seconds
+    return denoiser, tape
+
+
+def latents(tape: Tape) -> dict[str, bytes]:
+    return {message.id: frames[0] for message, frames in tape.sent if isinstance(message, wire.Denoised)}
+
+
+def test_a_job_follows_the_one_with_its_key(small: Model) -> None:
+    denoiser, tape = make(small)
+    one, other = (keyed(jobs(small, (name, 4)), "key") for name in "ab")
+    tape.rounds.extend([[one], [], [other]])
+    denoiser.run()
+    assert batches(tape) == ["a", "a", "ab", "ab"]
+    assert latents(tape)["a"] == latents(tape)["b"]
+    assert [len(joined.jobs) for joined in tape.of(wire.Joined)] == [1, 1]
+    assert denoiser.num_joined == 1
+    assert denoiser.keyed.running == {}
+
+
+def test_latents_are_held_for_the_next_who_asks(small: Model) -> None:
+    denoiser, tape = make(small)
+    tape.rounds.extend([[keyed(jobs(small, ("a", 2)), "key")], [], [], [keyed(jobs(small, ("b", 2)), "key")]])
+    denoiser.run()
+    assert batches(tape) == ["a", "a"]
+    assert latents(tape)["a"] == latents(tape)["b"]
+
+
+def test_without_a_key_each_job_is_run_and_nothing_is_held(small: Model) -> None:
+    denoiser, tape = make(small)
+    tape.rounds.extend([[jobs(small, ("a", 2))], [], [], [jobs(small, ("b", 2))]])
+    denoiser.run()
+    assert batches(tape) == ["a", "a", "b", "b"]
+    assert not denoiser.keyed.held
+
+
+def test_one_asker_leaves_and_the_other_stays(small: Model) -> None:
+    """In both orders; the last one takes the job with it."""
+    for first, second in (("a", "b"), ("b", "a")):
+        denoiser, tape = make(small)
+        both = [keyed(jobs(small, ("a", 6)), "key"), keyed(jobs(small, ("b", 6)), "key")]
+        tape.rounds.extend([both, [(wire.Cancel(first), [])], [(wire.Cancel(second), [])]])
+        denoiser.run()
+        assert batches(tape) == ["ab", second]
+        assert [dropped.id for dropped in tape.of(wire.Dropped)] == [first, second]
+        assert not denoiser.keyed.running
+        assert not denoiser.engine.jobs
+
+
+def test_another_job_with_the_same_key_is_run(small: Model) -> None:
+    denoiser, tape = make(small)
+    tape.rounds.extend([[keyed(jobs(small, ("a", 2)), "key")], [], [], [keyed(jobs(small, ("b", 3)), "key")]])
+    denoiser.run()
+    assert batches(tape) == ["a", "a", "b", "b", "b"]
+
+
+def test_latents_are_held_up_to_a_number_of_bytes_and_seconds(small: Model) -> None:
+    denoiser, tape = make(small)
+    now = [0.0]
+    table = denoiser.keyed = KeyedJobs(tape, 0, 60.0, lambda: now[0])  # type: ignore[arg-type]
+    denoiser.queue.on_leave = table.leave
+    tape.rounds.append([keyed(jobs(small, ("a", 1)), "a")])
+    denoiser.run()
+    assert not table.held
+    [size] = map(len, latents(tape).values())
+    table.max_bytes = 2 * size
+    for name in "bcd":
+        denoiser.is_stopped = False
+        tape.rounds.append([keyed(jobs(small, (name, 1)), name)])
+        denoiser.run()
+        now[0] += 20
+    assert list(table.held) == ["c", "d"]
+    now[0] = 85.0
+    table._drop_old()
+    assert list(table.held) == ["d"]
+
+
+def test_answers_are_kept_up_to_a_number_of_bytes_and_seconds() -> None:
+    now = [0.0]
+    locker = Locker(10, 60.0, lambda: now[0])
+    for name in "abc":
+        locker.put(name, [b"12", b"34"])
+        now[0] += 10
+    assert locker.get("a") is None
+    assert locker.get("b") == [b"12", b"34"]
+    locker.put("b", [b"1"])
+    now[0] = 85.0
+    assert locker.get("c") is None
+    assert locker.get("b") == [b"1"]
