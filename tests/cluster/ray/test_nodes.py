@@ -181,6 +181,7 @@ def test_a_node_that_is_cut_off_is_replaced_and_its_late_answers_are_ignored(
             events = await running
             num_finished = front.cluster.status().num_finished
         events += await answers(front, [make_order(reuse="off")])
+        await asyncio.to_thread(rays.kill, victim)
         await until(lambda: front.launcher.facts_of(0))
         assert front.node_of(0) != victim.node_id
         return events, front.cluster.status().num_finished - num_finished
