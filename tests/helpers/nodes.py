@@ -8,6 +8,7 @@ Each row says what happened, and `held` or `BROKEN`. Pictures are compared with 
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -118,6 +119,7 @@ def main() -> int:
     parser.add_argument("--edits", type=int, default=60)
     options = parser.parse_args()
     os.environ.pop("INSTGENIE_CONFIG", None)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing is left behind
     numbers = range(options.edits)
     with LocalRay(num_nodes=2, num_cores=1) as ray:
         with (

@@ -53,9 +53,10 @@ class RayNodes:
 
     def kill(self, node: Any) -> None:
         """End a node and its processes at once, without a word."""
-        for process in self.processes(node):
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):  # its raylet has ended by itself
+            for process in self.processes(node):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
         self._cluster.remove_node(node, allow_graceful=False)
 
     @contextmanager

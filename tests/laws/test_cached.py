@@ -1,6 +1,7 @@
 """The laws of the engine with cached jobs, on every family, against the dense engine."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from instgenie.bench.metrics import psnr, ssim
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
-from instgenie.cache.memory import cut
+from instgenie.cache.memory import MemoryTier, cut
+from instgenie.cache.peers import PeerTier
 from instgenie.cache.remote import RemoteTier
-from instgenie.cache.store import Store
+from instgenie.cache.sharing import PeerServer
+from instgenie.cache.store import Found, Store
 from instgenie.cost.plan import check_plan
 from instgenie.editor import Editor, make_store
 from instgenie.engine.finish import finish
@@ -24,7 +27,7 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, make_key, register, reuse
 from instgenie.errors import EditError, PlanError
-from instgenie.jobs.activations import Activations, Kind, Span
+from instgenie.jobs.activations import Activations, Key, Kind, Span
 from instgenie.jobs.job import Job
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.model import Model
@@ -130,7 +133,19 @@ def find_in_all_tiers(activations: Activations, model: Model, folder: Path) -> d
             store.put(key, cut(Span(key.steps, activations.rows, activations.time), steps))
         store.settle()
     found = {name: store.get(key, model.device) for name, store in stores.items()}
+    found["peer"] = copy_from_peer(stores["host"].memory, key)
     return {name: make_activations(key, one.span, model) for name, one in found.items() if one}
+
+
+def copy_from_peer(memory: Sequence[MemoryTier], key: Key) -> Found | None:
+    """A template that comes from the memory of another store."""
+    server, store = PeerServer("tcp://127.0.0.1:*", memory), Store(host=HostTier(GIB), peers=PeerTier(GIB))
+    assert store.peers
+    store.peers.learn(key, [server.address])
+    found = store.get(key)
+    store.close()
+    server.close()
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +154,7 @@ def test_law_5_independent_of_the_tier(model: Model, kind: Kind, tmp_path: Path)
     edit = make_edit(steps=5, true_guidance=2.0)
     activations = register_for(model, edit, kind)
     found = find_in_all_tiers(activations, model, tmp_path)
-    assert set(found) >= {"host", "disk", "disk alone", "remote"}
+    assert set(found) >= {"host", "disk", "disk alone", "peer", "remote"}
     for plan in feasible(kind, activations.run_lengths)[:2]:
         [expected] = run(model, [reuse(prepare(edit, model), activations, plan)])
         for one in found.values():

@@ -39,6 +39,7 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     num_nodes, command = int(sys.argv[1]), sys.argv[2:]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the nodes that have started end, too
     num_cores = max(available_cores() // max(num_nodes, 1), 1)
     with LocalRay(num_nodes, num_cores) as ray:
         variables = {
