@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from instgenie.cost.kept_steps import KeptSteps, every_step
 from instgenie.kernels.packed import unpack_rows, unpacked_shape
 from instgenie.types import NUM_PARTS, CacheDtype, Kind
 
@@ -95,8 +96,9 @@ class Activations:
     key: Key
     run_lengths: tuple[int, ...]  # number of blocks in each run
     num_tokens: int  # at full resolution; coarser levels of a UNet have fewer
-    rows: tuple[Tensor, ...]  # per place, in the order of the pass [branches, steps, 2 or 1, tokens, width or bytes]
-    time: Tensor  # [steps, width], the input of modulation in a Flux; no width for other families
+    rows: tuple[Tensor, ...]  # per place, in the order of the pass [branches, slots, 2 or 1, tokens, width or bytes]
+    time: Tensor  # [slots, width], the input of modulation in a Flux; no width for other families
+    steps: KeptSteps | None = None  # the steps whose rows lie in the slots; None: every step
 
     @property
     def kind(self) -> Kind:
@@ -116,9 +118,17 @@ class Activations:
     def num_branches(self) -> int:
         return self.rows[0].shape[0]
 
+    @cached_property
+    def kept_steps(self) -> KeptSteps:
+        return self.steps or every_step(self.rows[0].shape[1])
+
     @property
     def num_steps(self) -> int:
-        return self.rows[0].shape[1]
+        return self.kept_steps.num_steps
+
+    def slot(self, step: int) -> int:
+        """The slot of the rows that serve a step."""
+        return self.kept_steps.slot(step)
 
     @property
     def num_blocks(self) -> int:
@@ -136,7 +146,10 @@ class Activations:
         """The rows of a place at a step as they are kept [2 or 1, tokens, width or bytes]. A branch that was not
         registered reads the last one that was."""
         rows = self.rows[place]
-        return rows[min(branch, len(rows) - 1), step]
+        return rows[min(branch, len(rows) - 1), self.slot(step)]
+
+    def time_at(self, step: int) -> Tensor:  # [width]
+        return self.time[self.slot(step)]
 
     def readable(self, kept: Tensor) -> Tensor:
         """Unpack rows, on their device, if they are packed."""
@@ -148,26 +161,23 @@ class Activations:
 
     def addresses(self, step: int, branch: int) -> list[int]:
         """Addresses of the rows of a step, place after place. Each place is contiguous; rows must not be packed."""
-        branch = min(branch, self.num_branches - 1)
-        return [start + branch * per_branch + step * per_step for start, per_branch, per_step in self._strides]
+        branch, slot = min(branch, self.num_branches - 1), self.slot(step)
+        return [start + branch * per_branch + slot * per_slot for start, per_branch, per_slot in self._strides]
 
     @cached_property
     def _strides(self) -> list[tuple[int, int, int]]:
-        """Per place: the address of its rows, and the strides in bytes of branches and of steps."""
+        """Per place: the address of its rows, and the strides in bytes of branches and of slots."""
         found = []
         for rows in self.rows:
-            per_branch, per_step = (stride * rows.element_size() for stride in rows.stride()[:2])
+            per_branch, per_slot = (stride * rows.element_size() for stride in rows.stride()[:2])
             assert rows[0, 0].is_contiguous()
-            assert not any(number % ALIGNMENT for number in (rows.data_ptr(), per_branch, per_step))
-            found.append((rows.data_ptr(), per_branch, per_step))
+            assert not any(number % ALIGNMENT for number in (rows.data_ptr(), per_branch, per_slot))
+            found.append((rows.data_ptr(), per_branch, per_slot))
         return found
 
     def last(self, num_steps: int) -> "Activations":
         """The activations of the last steps alone; nothing is copied."""
-        if num_steps == self.num_steps:
-            return self
-        rows = tuple(rows[:, -num_steps:] for rows in self.rows)
-        return replace(self, rows=rows, time=self.time[-num_steps:])
+        return self if num_steps == self.num_steps else replace(self, steps=self.kept_steps.last(num_steps))
 
 
 def split_steps(num_steps: int, num_steps_at_once: int) -> list[range]:

@@ -106,8 +106,7 @@ def find_shared(jobs: Sequence[Job]) -> list[SharedRows]:
 def sharing_key(job: Job) -> object:
     """A key that is equal for jobs that read the same rows. A job of lower strength takes the template's last steps."""
     assert job.activations is not None
-    key = job.activations.key
-    return key, key.num_steps - job.num_steps + job.step
+    return job.activations.key, job.activations.slot(job.step)
 
 
 def needs_loading(job: Job) -> bool:

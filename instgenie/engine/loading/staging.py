@@ -187,7 +187,7 @@ def keys_of(jobs: Sequence[Job], num_ahead: int) -> list[StageKey]:
 
 
 def stage_key(activations: Activations, step: int) -> StageKey:
-    return activations.rows[0][0, step].data_ptr(), activations.num_branches
+    return activations.kept(step, 0, 0).data_ptr(), activations.num_branches
 
 
 def num_step_bytes(activations: Activations) -> int:

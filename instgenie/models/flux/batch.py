@@ -251,7 +251,7 @@ def pack(jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS
 
 
 def template_columns(jobs: Sequence[Job]) -> TemplateColumns:
-    times = [job.activations.time[job.step] if job.activations else None for job in jobs]
+    times = [job.activations.time_at(job.step) if job.activations else None for job in jobs]
     anyone = next(time for time in times if time is not None)
     time = torch.stack([torch.zeros_like(anyone) if time is None else time for time in times])
     return TemplateColumns(time, tuple(job.image_rotary for job in jobs))
