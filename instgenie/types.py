@@ -14,7 +14,7 @@ TierName = Literal["gpu", "host", "disk", "remote"]  # the places where activati
 OnStep = Callable[[int, int], None]  # called with the steps taken so far and the steps in all
 Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or the rows that go into it
 CacheDtype = Literal["model", "fp8"]  # activations in the model's dtype, or packed into half the bytes of bfloat16
-Reuse = Literal["auto", "off", "template"]  # activations are used if they are there, never, always
+Reuse = Literal["auto", "own", "template", "off"]  # of activations: see `Edit.reuse`
 PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # how blocks are planned; see `cost.planner`
 Notes = list[str]  # plain sentences for the user about how a request was read; readers append to it
 NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
@@ -61,7 +61,12 @@ class Edit:
     size: tuple[int, int] | None = None  # (height, width) the model works at; None = the model's own
     dense_steps: int = 0  # leading steps that compute every token even if the template has activations
     halo: int = 0  # width in tokens of the rim around the mask that is computed too, but keeps its content
-    reuse: Reuse = "auto"  # off computes every token; template registers the picture first if need be, or fails
+    reuse: Reuse = "auto"
+    """auto reads the activations of a registered template, or without one those that the edit's own dense steps leave
+    behind; own always does the latter; template registers the picture first if need be, or fails; off computes every
+    token."""
+    own_steps: tuple[int, ...] | None = None  # dense steps of own reuse; None: those of the quality `balanced`
+    max_change: float = 0.0  # own reuse: above 0, the last of these steps are found as K and V change by so much
     source: Source | None = None  # the picture's file; None: the picture is all there is
 
 

@@ -155,8 +155,11 @@ class Graphs:
         return found
 
     def find_rows(self, readers: Sequence[RowReader]) -> Tensor:
-        """Addresses of the rows that a pass reads [places, readers], in main memory; 0 for readers that read none."""
-        found = [self.find_addresses(job, branch) if places_of(job) else [] for job, branch in readers]
+        """Addresses of the rows that a pass reads or keeps [places, readers], in main memory; 0 for other readers."""
+        found = [
+            self.find_addresses(job, branch) if places_of(job) or job.keeps_activations else []
+            for job, branch in readers
+        ]
         num_places = max(map(len, found))
         table = torch.tensor([addresses or [0] * num_places for addresses in found], dtype=torch.int64).T.contiguous()
         return table.pin_memory() if self.model.device.type == "cuda" else table

@@ -48,8 +48,7 @@ def price_of(job: Job, costs: StepCosts) -> Price:
 def priced(job: Job, costs: StepCosts) -> PricedJob:
     """The job as the scheduler sees it, with the mean price of its remaining steps."""
     tier, num_left = tier_of(job), job.num_steps - job.step
-    num_dense = min(max(job.edit.dense_steps - job.step, 0), num_left)
-    price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, num_dense, num_left)
+    price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, job.num_dense_left, num_left)
     return PricedJob(price, num_left)
 
 
@@ -67,7 +66,9 @@ class SingleJob:
 
 
 def tier_of(job: Job) -> TierName | None:
-    """The memory tier that holds its activations; None if it has none."""
+    """The memory tier that holds its activations; None if it has none. Its own are on its device."""
+    if job.own_steps:
+        return "gpu"
     if job.activations is None:
         return None
     return "gpu" if job.activations.rows[0].device == job.masked.device else "host"

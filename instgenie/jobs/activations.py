@@ -84,7 +84,8 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """Rows that are registered once, read by many edits and written by none.
+    """Rows that are registered once, read by many edits and written by none; or those that an edit's own dense steps
+    leave behind, which that edit alone reads and writes.
 
     `kv`: K and V of all image tokens, after norm and rotary embedding, ready for attention.
     `y`: the image rows that go into a block, which are the Y of the block before; into the first, the embedded image.
@@ -97,7 +98,7 @@ class Activations:
     run_lengths: tuple[int, ...]  # number of blocks in each run
     num_tokens: int  # at full resolution; coarser levels of a UNet have fewer
     rows: tuple[Tensor, ...]  # per place, in the order of the pass [branches, slots, 2 or 1, tokens, width or bytes]
-    time: Tensor  # [slots, width], the input of modulation in a Flux; no width for other families
+    time: Tensor  # [slots, width] or [slots, branches, width], the input of modulation in a Flux; others: no width
     steps: KeptSteps | None = None  # the steps whose rows lie in the slots; None: every step
 
     @property
@@ -148,8 +149,9 @@ class Activations:
         rows = self.rows[place]
         return rows[min(branch, len(rows) - 1), self.slot(step)]
 
-    def time_at(self, step: int) -> Tensor:  # [width]
-        return self.time[self.slot(step)]
+    def time_at(self, step: int, branch: int = 0) -> Tensor:  # [width]
+        time = self.time[self.slot(step)]
+        return time if time.ndim == 1 else time[branch]
 
     def readable(self, kept: Tensor) -> Tensor:
         """Unpack rows, on their device, if they are packed."""

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from instgenie.cost.kept_steps import KeptSteps
 from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
 from instgenie.jobs.activations import Activations
@@ -55,8 +56,10 @@ class Job:
     schedule: Schedule
     latents: Tensor  # [tokens, channels]
     step: int = 0
-    activations: Activations | None = None  # of its template
-    plan: Plan = DENSE  # for the steps after the edit's dense steps
+    activations: Activations | None = None  # of its template, or its own
+    plan: Plan = DENSE  # for the steps that are not dense
+    own_steps: KeptSteps | None = None  # dense steps, if the activations are those that these leave behind
+    kept_step: int | None = None  # the step that left its own activations; None: there are none yet
 
     def __post_init__(self) -> None:
         cache = self.activations
@@ -131,7 +134,25 @@ class Job:
     @property
     def in_dense_steps(self) -> bool:
         """True if this step computes every token even where activations are at hand."""
-        return self.step < self.edit.dense_steps
+        return self.is_dense_at(self.step)
+
+    def is_dense_at(self, step: int) -> bool:
+        if self.own_steps is None:
+            return step < self.edit.dense_steps
+        return self.kept_step is None or step in self.own_steps
+
+    @property
+    def keeps_activations(self) -> bool:
+        """True if this step's activations serve the next one."""
+        is_read = self.own_steps is not None and self.step + 1 < self.num_steps and self.step + 1 not in self.own_steps
+        return is_read and self.in_dense_steps
+
+    @property
+    def num_dense_left(self) -> int:
+        """Dense steps among those that it has still to take, as far as they are known."""
+        if self.own_steps is None:
+            return min(max(self.edit.dense_steps - self.step, 0), self.num_steps - self.step)
+        return max(sum(step >= self.step for step in self.own_steps.steps), int(self.kept_step is None))
 
     @property
     def present_plan(self) -> Plan:
@@ -145,7 +166,8 @@ class Job:
     @property
     def num_computed_tokens(self) -> int:
         """Mean number of image tokens computed, over steps and blocks."""
-        cached_steps = max(self.num_steps - self.edit.dense_steps, 0) / self.num_steps
+        num_dense = self.edit.dense_steps if self.own_steps is None else len(self.own_steps.steps)
+        cached_steps = max(self.num_steps - num_dense, 0) / self.num_steps
         cached_blocks = sum(self.plan) / max(len(self.plan), 1)
         return round(len(self.masked) - cached_steps * cached_blocks * len(self.outside))
 
@@ -157,6 +179,8 @@ class Job:
             prediction = torch.zeros_like(self.latents).index_copy(0, self.inside, prediction)
         moved = self.schedule.advanced(self.latents, prediction, self.step)
         latents = torch.where(self.masked, moved, self.template.at(self.step + 1, self.schedule))
+        if self.keeps_activations:
+            self.kept_step = self.step
         self.step, self.latents = self.step + 1, latents  # together, so that running out of memory changes neither
 
 

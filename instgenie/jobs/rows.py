@@ -1,4 +1,5 @@
-"""Rows of activations as jobs read them during a step. Knows jobs and their activations; knows no model.
+"""Rows of activations as jobs read them during a step, or leave them behind. Knows jobs and their activations;
+knows no model.
 
 A place counts what a pass reads of activations, in the order of the pass. A reader is a job with the number of one of
 its branches.
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from instgenie.jobs.job import Job
 from instgenie.kernels.addresses import Addresses, RowSources
+from instgenie.kernels.store import store_rows
 
 RowReader: TypeAlias = tuple[Job, int]  # a job and the number of its branch
 
@@ -36,10 +38,13 @@ OWN_ROWS = OwnRows()
 
 
 class BatchRows(Protocol):
-    """The rows that the readers of one packed batch read."""
+    """The rows that the readers of one packed batch read. Readers that compute every token may leave theirs behind."""
 
     def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
         """Return one source per reader; for readers that do not want theirs, None or any."""
+
+    def keep(self, place: int, reader: int, parts: Sequence[Tensor]) -> None:
+        """Keep the rows of a reader at a place, K and V or Y [tokens, width], for its later steps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +60,20 @@ class JobRows:
             for (job, branch), wants in zip(self.readers, wanted, strict=True)
         ]
 
+    def keep(self, place: int, reader: int, parts: Sequence[Tensor]) -> None:
+        job, branch = self.readers[reader]
+        assert job.activations is not None
+        store_rows(parts, job.activations.kept(job.step, place, branch))
+
 
 @dataclass(frozen=True, eq=False)
 class TableRows:
-    """Rows at the addresses that a table holds when they are read."""
+    """Rows at the addresses that a table holds when they are read or written."""
 
     table: Tensor  # [places, readers], int64
 
     def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
         return Addresses(self.table[place])
+
+    def keep(self, place: int, reader: int, parts: Sequence[Tensor]) -> None:
+        store_rows(parts, Addresses(self.table[place])[reader])

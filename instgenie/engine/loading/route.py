@@ -104,9 +104,10 @@ def find_shared(jobs: Sequence[Job]) -> list[SharedRows]:
 
 
 def sharing_key(job: Job) -> object:
-    """A key that is equal for jobs that read the same rows. A job of lower strength takes the template's last steps."""
+    """A key that is equal for jobs that read the same rows. A job of lower strength takes the template's last steps.
+    Nobody shares what a job keeps for itself."""
     assert job.activations is not None
-    return job.activations.key, job.activations.slot(job.step)
+    return job if job.own_steps else (job.activations.key, job.activations.slot(job.step))
 
 
 def needs_loading(job: Job) -> bool:
@@ -123,7 +124,8 @@ def is_far(job: Job) -> bool:
 def places_of(job: Job, num_ahead: int = 0) -> tuple[int, ...]:
     """Places that a job reads in its present step, or `num_ahead` steps later with the same plan."""
     cache = job.activations
-    if cache is None or not job.edit.dense_steps <= job.step + num_ahead < job.num_steps:
+    step = job.step + num_ahead
+    if cache is None or step >= job.num_steps or job.is_dense_at(step):
         return ()
     return places_of_plan(job.plan, cache.run_lengths, len(cache.rows) > cache.num_blocks)
 

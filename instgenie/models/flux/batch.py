@@ -17,7 +17,7 @@ from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, JobRows, RowReader, StepRows
 from instgenie.jobs.tokens import JobTokens, concat
-from instgenie.kernels.addresses import RowSource, RowSources
+from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.heads import HeadPlaces
 from instgenie.models.layers.linear import Owners
@@ -149,7 +149,7 @@ class ImageTokens:
 class TemplateColumns:
     """What turns a template's Y into keys."""
 
-    time: Column[Tensor]  # [jobs, width], what modulated the blocks
+    time: Column[Tensor]  # [branches, width], what modulated the blocks
     rotary: Column[tuple[Tensor, ...]]  # per job [image tokens, head channels / 2]
 
 
@@ -157,7 +157,9 @@ class TemplateColumns:
 class FluxBatch(PackedBatch):
     """One step of jobs of any sizes: what the model sees, and the layouts of its blocks."""
 
-    kinds: Static[tuple[Kind | None, ...]]  # per job, of the activations it reads
+    kinds: Static[tuple[Kind | None, ...]]  # per job, of the activations it reads or keeps
+    num_kept: Static[tuple[int, ...]]  # per job, branches whose rows its activations keep; the others read the last one
+    kept_kinds: Static[tuple[Kind | None, ...]]  # per branch: what is kept of it for later steps; None: nothing
     cached: Static[tuple[tuple[bool, ...], ...]]  # per block, and for what follows the last, per job
     image_tokens: Column[tuple[ImageTokens, ...]]  # per job
     layouts: Column[dict[tuple[bool, ...], Layout]]
@@ -178,8 +180,19 @@ class FluxBatch(PackedBatch):
 
     @property
     def readers(self) -> Sequence[RowReader]:
-        """Both branches of a job read the same rows: a template is registered once, with the empty prompt."""
-        return [(job, 0) for job in self.jobs]
+        """One reader per branch. Both branches of a job that reads a template read the same rows, since it is
+        registered once, with the empty prompt; a job keeps rows of its own for each branch."""
+        return readers_of(self.jobs)
+
+    def read(self, place: int, wanted: Sequence[bool], layout: Layout) -> list[list[RowSource]]:
+        """Per job that wants rows, the sources of those of its branches that have rows of their own."""
+        nums = list(zip(layout.num_branches, self.num_kept, wanted, strict=True))
+        sources = self.rows.at(place, [wants and branch < kept for num, kept, wants in nums for branch in range(num)])
+        firsts = accumulate(layout.num_branches, initial=0)
+        return [
+            [sources[first + branch] for branch in range(min(num, kept))] if wants else []
+            for first, (num, kept, wants) in zip(firsts, nums, strict=False)
+        ]
 
     def turn(self, layout: Layout, image: Tensor, block: int) -> tuple[Layout, Tensor]:
         """Return the layout of a block and the image rows in it: where a job's plan turns, its unmasked tokens leave,
@@ -188,12 +201,12 @@ class FluxBatch(PackedBatch):
         if turned is layout:
             return layout, image
         back = [before and not after for before, after in zip(layout.cached, turned.cached, strict=True)]
-        sources: RowSources = self.rows.at(block, back) if any(back) else [None] * len(back)
+        sources = self.read(block, back, layout) if any(back) else [[] for _ in back]
         parts = iter(image.split(layout.num_image))
         return turned, concat([
-            turn_one(next(parts), self.image_tokens[job], layout.cached[job], turned.cached[job], sources[job])
-            for job, num in enumerate(layout.num_branches)
-            for _ in range(num)
+            turn_one(next(parts), self.image_tokens[job], layout.cached[job], turned.cached[job], of_branch(own, branch))
+            for job, (num, own) in enumerate(zip(layout.num_branches, sources, strict=True))
+            for branch in range(num)
         ])  # fmt: skip
 
     def turn_joint(self, layout: Layout, joint: Tensor, block: int) -> tuple[Layout, Tensor]:
@@ -212,6 +225,15 @@ class FluxBatch(PackedBatch):
             [next(velocities)[: len(job.inside) if narrow else None] for _ in job.branches]
             for job, narrow in zip(self.jobs, last.cached, strict=True)
         ]
+
+
+def of_branch(sources: Sequence[RowSource], branch: int) -> RowSource:
+    """The source of a branch, or the last one there is."""
+    return sources[min(branch, len(sources) - 1)] if sources else None
+
+
+def readers_of(jobs: Sequence[Job]) -> tuple[RowReader, ...]:
+    return tuple((job, branch) for job in jobs for branch in range(len(job.branches)))
 
 
 def turn_one(image: Tensor, tokens: ImageTokens, before: bool, after: bool, source: RowSource) -> Tensor:
@@ -236,8 +258,12 @@ def pack(jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS
     image = concat([one for job, one in zip(jobs, seen, strict=True) for _ in job.branches])
     return FluxBatch(
         jobs=tuple(jobs),
-        rows=JobRows(tuple((job, 0) for job in jobs), step_rows),
+        rows=JobRows(readers_of(jobs), step_rows),
         kinds=kinds,
+        num_kept=tuple(job.activations.num_branches if job.activations else 1 for job in jobs),
+        kept_kinds=tuple(
+            job.activations.kind if job.activations and job.keeps_activations else None for job, _ in pairs
+        ),
         cached=cached,
         image_tokens=tuple(ImageTokens(own.num_all, own.inside, own.rest) for own in tokens),
         layouts={narrow: lay_out(tokens, narrow) for narrow in dict.fromkeys(cached)},
@@ -251,7 +277,8 @@ def pack(jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS
 
 
 def template_columns(jobs: Sequence[Job]) -> TemplateColumns:
-    times = [job.activations.time_at(job.step) if job.activations else None for job in jobs]
+    readers = readers_of(jobs)
+    times = [job.activations.time_at(job.step, branch) if job.activations else None for job, branch in readers]
     anyone = next(time for time in times if time is not None)
     time = torch.stack([torch.zeros_like(anyone) if time is None else time for time in times])
     return TemplateColumns(time, tuple(job.image_rotary for job in jobs))

@@ -50,11 +50,19 @@ def run_blocks(
     layout = batch.layout
     for index, block in enumerate(doubles):
         layout, image = batch.turn(layout, image, index)
-        text, image = double_block(block, text, image, time, layout, recall(block, index, batch, layout))
+        heads = recall(block, index, batch, layout)
+        keep_y(index, batch, image.split(layout.num_image))
+        text, image = double_block(block, text, image, time, layout, heads)
+        keep_kv(index, batch, layout, heads)
     joint = layout.join(text, image)
     for index, block in enumerate(singles, len(doubles)):
         layout, joint = batch.turn_joint(layout, joint, index)
-        joint = single_block(block, joint, time, layout, recall(block, index, batch, layout))
+        heads = recall(block, index, batch, layout)
+        keep_y(
+            index, batch, [rows[num:] for rows, num in zip(joint.split(layout.num_joint), layout.num_text, strict=True)]
+        )
+        joint = single_block(block, joint, time, layout, heads)
+        keep_kv(index, batch, layout, heads)
     _, image = layout.part(joint.split(layout.num_joint))
     return batch.turn(layout, image, len(doubles) + len(singles))
 
@@ -180,24 +188,25 @@ def feed_forward_gated(
 
 
 def recall(block: Block, index: int, batch: FluxBatch, layout: Layout) -> Heads:
-    """Reserve heads and fill in K and V of the tokens that are not computed. Both branches of a job read the same rows:
-    a template is registered once, with the empty prompt."""
+    """Reserve heads and fill in K and V of the tokens that are not computed. Branches without rows of their own read
+    those of the branch before."""
     heads = reserve(block, layout, batch.text)
     if not any(layout.cached):
         return heads
-    sources = batch.rows.at(index, layout.cached)
-    for job, (cached, images) in enumerate(zip(layout.cached, layout.images, strict=True)):
-        if cached:
-            first, *others = (heads.keys[:, image] for image in images)
-            recall_one(block, batch, job, sources[job], first)
-            for other in others:
-                other.copy_(first)
+    reader = 0
+    for job, (sources, images) in enumerate(zip(batch.read(index, layout.cached, layout), layout.images, strict=True)):
+        keys = [heads.keys[:, image] for image in images]
+        for branch, source in enumerate(sources):
+            recall_one(block, batch, job, reader + branch, source, keys[branch])
+        for other in keys[len(sources) :] if sources else ():
+            other.copy_(keys[len(sources) - 1])
+        reader += len(images)
     return heads
 
 
-def recall_one(block: Block, batch: FluxBatch, job: int, source: RowSource, keys: Tensor) -> None:
-    """Write K and V [2, image tokens, heads, head channels] of a job's tokens that are not computed, each at its place:
-    as they are kept, or projected from Y as at registration."""
+def recall_one(block: Block, batch: FluxBatch, job: int, reader: int, source: RowSource, keys: Tensor) -> None:
+    """Write K and V [2, image tokens, heads, head channels] of a branch's tokens that are not computed, each at its
+    place: as they are kept, or projected from Y as at the step that left them."""
     assert source is not None
     rest, num_all = batch.image_tokens[job].rest, batch.image_tokens[job].num_all
     if batch.kinds[job] == "kv":
@@ -206,8 +215,23 @@ def recall_one(block: Block, batch: FluxBatch, job: int, source: RowSource, keys
     assert batch.template is not None
     y = keys.new_empty(1, len(rest), keys.shape[2] * keys.shape[3])
     gather_rows(source, rest, num_all, y)
-    time, rotary = batch.template.time[job, None], batch.template.rotary[job]
+    time, rotary = batch.template.time[reader, None], batch.template.rotary[job]
     project_keys(block, y[0], time, rotary, None, keys, HeadPlaces(joint=rest, keys=rest))
+
+
+def keep_y(index: int, batch: FluxBatch, images: Sequence[Tensor]) -> None:
+    """Keep the image rows that go into a block, per branch, for the jobs that keep Y."""
+    for reader, kind in enumerate(batch.kept_kinds):
+        if kind == "y":
+            batch.rows.keep(index, reader, [images[reader]])
+
+
+def keep_kv(index: int, batch: FluxBatch, layout: Layout, heads: Heads) -> None:
+    """Keep K and V of the image tokens of a block that has run, for the jobs that keep them."""
+    images = [image for job in layout.images for image in job]
+    for reader, kind in enumerate(batch.kept_kinds):
+        if kind == "kv":
+            batch.rows.keep(index, reader, [part[images[reader]].flatten(1) for part in heads.keys])
 
 
 def project_keys(

@@ -9,7 +9,7 @@ each at its own place, and the output of the transformer is completed with the o
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any, TypeAlias
 
 import torch
@@ -172,6 +172,8 @@ def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> T
         tokens = transformer_block(block, tokens, batch, layout, position.block + offset, place)
     leaving = linear(transformer.proj_out, tokens, layout.owners)
     leaving = make_whole(layout, leaving, batch.rows, position.place + position.num_blocks)
+    for branch in compress(range(num_branches), batch.kept_kinds):
+        batch.rows.keep(position.place + position.num_blocks, branch, [leaving[branch]])
     if recorder:
         recorder.keep(leaving[:, None])
     return x + leaving.view(num_branches, *grid, channels).permute(0, 3, 1, 2)
@@ -214,12 +216,24 @@ def transformer_block(
     """[computed tokens, width]; plans count the block as `number`, activations as `place`."""
     inner = layer_norm(tokens, block.norm1)
     k, v = find_keys(block, tokens, inner, batch, layout, place)
+    for branch, kind in enumerate(batch.kept_kinds):
+        if kind:
+            batch.rows.keep(
+                place, branch, [k[branch], v[branch]] if kind == "kv" else [rows_of(layout, tokens, branch)]
+            )
     attended = attend_heads(block.attn1, inner, k, v, batch, layout)
     tokens, inner = add_layer_norm(tokens, attended, block.norm2)
     k, v = batch.crossed[number]
     attended = attend_heads(block.attn2, inner, k, v, batch, layout)
     tokens, inner = add_layer_norm(tokens, attended, block.norm3)
     return tokens + feed_forward(block.ff, inner, layout.owners)
+
+
+def rows_of(layout: LevelLayout, tokens: Tensor, branch: int) -> Tensor:
+    """The rows [all tokens, width] of a branch that computes every token."""
+    if layout.origin is None:
+        return tokens.view(layout.num_branches, layout.num_all, -1)[branch]
+    return tokens[layout.origin[branch]]
 
 
 def attend_heads(attn: Attention, inner: Tensor, k: Tensor, v: Tensor, batch: UnetBatch, layout: LevelLayout) -> Tensor:
