@@ -15,6 +15,7 @@ OnStep = Callable[[int, int], None]  # called with the steps taken so far and th
 Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or the rows that go into it
 CacheDtype = Literal["model", "fp8"]  # activations in the model's dtype, or packed into half the bytes of bfloat16
 Reuse = Literal["auto", "own", "template", "off"]  # of activations: see `Edit.reuse`
+ReuseFound = Literal["template", "own", "none"]  # whose activations an edit has read
 PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # how blocks are planned; see `cost.planner`
 Notes = list[str]  # plain sentences for the user about how a request was read; readers append to it
 NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
@@ -92,6 +93,7 @@ class Result:
     can_reuse: bool  # True if the template's activations can save such an edit any work
     cache_tier: TierName | None  # where the activations were found; None is a miss
     seconds: Timings
+    reuse: ReuseFound = "none"  # whose activations were read
 
     @property
     def cache_hit(self) -> bool:

@@ -85,7 +85,9 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batching", choices=get_args(Batching), default="continuous", help="way of batching (default continuous)"
     )
-    parser.add_argument("--no-reuse", action="store_true", help="compute every token of every edit")
+    parser.add_argument("--no-reuse", action="store_true", help="no edit finds a template")
+    about_own = "edits without a template read what the dense steps of this quality leave behind (default: none do)"
+    parser.add_argument("--own", choices=("fast", "balanced"), help=about_own)
     about_latency = "latency model that instgenie calibrate wrote; default: typical figures for the kind of device"
     parser.add_argument("--latency", type=Path, metavar="FILE", help=about_latency)
     parser.add_argument("--kind", choices=("cpu", "cuda"), default="cuda", help="kind of device (default cuda)")
@@ -127,6 +129,7 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
         max_batch_size=options.max_batch_size,
         batching=options.batching,
         reuse=not options.no_reuse,
+        own=options.own,
         max_templates=options.templates_in_memory,
         fetch=options.fetch,
     )

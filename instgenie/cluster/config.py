@@ -17,6 +17,7 @@ UNTOLD_HOST_BYTES = 16 * 2**30  # default of `host_bytes` where the amount of av
 class CacheConfig:
     """The tiers that keep activations, and their sizes. Each worker has its own memory; disk and remote are shared."""
 
+    own_bytes: int | None = None  # for what running edits keep for themselves; None: a part of the device's free memory
     gpu_bytes: int | None = None  # None: half of the memory left beside the model; 0 without a CUDA device
     host_bytes: int | None = None  # None: half of the memory that a worker may use on its node
     disk: str | None = None  # folder; None: no disk tier
@@ -56,7 +57,9 @@ class ClusterConfig:
     graphs: bool = True  # capture passes as CUDA graphs, on devices that have them
     plan: PlanPolicy = "cached"  # for edits that reuse activations; with any other, pictures depend on the load
     reuse: bool = True  # register templates; False: every edit computes every token
-    auto_register: bool = True  # register the pictures of edits; False: only templates that clients ask for
+    auto_register: bool = True  # register pictures that come back; False: only templates that clients ask for
+    register_after: int = 2  # edits of a picture within the window, after which it is registered
+    register_window: float = 3600.0  # seconds
     worker_timeout: float = 120.0  # seconds of silence after which a process counts as hung
     start_timeout: float = 1800.0  # the same while it loads the model
 

@@ -15,6 +15,7 @@ from instgenie.cluster.messages import Send, prepare_template_message, register_
 from instgenie.cluster.naming import Naming
 from instgenie.cluster.orders import TemplateOrder
 from instgenie.cluster.placement import Placement
+from instgenie.cluster.popularity import Popularity
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.quota import check_quota
 from instgenie.cluster.registrations import Registrations
@@ -37,6 +38,7 @@ class Library:
         self.forgetting = Forgetting(placement.workers, send)
         self.retries = Retries()
         self.registrations = Registrations(placement)
+        self.popularity = Popularity(config.register_after, config.register_window)
 
     # templates
 
@@ -51,7 +53,9 @@ class Library:
         return template
 
     def register_unasked(self, name: str, order: TemplateOrder, worker: Worker) -> None:
-        """Register the picture of a finished edit, so that the next edit of it finds activations."""
+        """Register the picture of a finished edit if it has come back, so that the next edit finds activations."""
+        if not self.popularity.note(name, order.request_id):
+            return
         known = self.templates.get(name)
         is_under_way = known is not None and (known.state == "ready" or bool(known.entries))
         num_unasked = sum(not template.is_asked_for and bool(template.entries) for template in self.templates.values())

@@ -175,7 +175,7 @@ class Stages:
         naming = self.library.naming
         may_store = self.library.config.reuse and entry.may_store
         is_wanted = may_store and entry.order.can_reuse and naming.model_facts is not None
-        if entry.mode is ComputeMode.DENSE and is_wanted:
+        if entry.mode in (ComputeMode.DENSE, ComputeMode.OWN) and is_wanted:
             order = naming.template_order_of(entry.order)
             name = entry.work.template or order.id
             self.library.register_unasked(name, order, self.workers[entry.worker])
@@ -207,6 +207,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
         num_computed_tokens=denoised.num_computed_tokens,
         cache_tier=entry.tier,
         why_dense=entry.why_dense,
+        reuse=denoised.reuse,
         worker=entry.worker,
         num_attempts=entry.attempt,
         queue_seconds=max(time.monotonic() - entry.accepted_at - worked, 0.0),

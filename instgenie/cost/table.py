@@ -65,6 +65,11 @@ class StepCosts(Struct, frozen=True):
         dense, cached = self.price(num_tokens, num_tokens, None), self.price(num_tokens, num_masked, tier)
         return mix(dense, cached, num_dense / num_steps)
 
+    def own_price(self, num_tokens: float, num_masked: float, own_share: float) -> Price:
+        """Mean price per step of a job that computes every token at a share of its steps, and at the others reads what
+        these left in the memory of the device."""
+        return mix(self.price(num_tokens, 0, None), self.price(num_tokens, num_masked, "gpu"), own_share)
+
     def step_seconds(self, prices: Iterable[Price]) -> float:
         """Seconds of one step of these jobs together."""
         return self.total_seconds(1, *map(sum, zip((0.0, 0.0), *prices, strict=True)))

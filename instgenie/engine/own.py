@@ -23,7 +23,7 @@ from instgenie.jobs.job import Job
 from instgenie.jobs.quality import SETTINGS
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
-from instgenie.types import NUM_PARTS, Edit, Kind
+from instgenie.types import NUM_PARTS, Edit, Kind, ReuseFound
 
 log = logging.getLogger(__name__)
 
@@ -77,15 +77,26 @@ def reuse_own(job: Job) -> Job:
 
 
 def own_steps(edit: Edit, num_steps: int) -> KeptSteps:
-    """The dense steps of an edit that takes `num_steps`: those it asks for, or those of the quality `balanced`."""
+    """The dense steps of an edit that takes `num_steps`: its leading dense steps, and those it asks for or those of the
+    quality `balanced`. An edit that finds further ones itself needs two samples of its activations for that."""
     asked = SETTINGS["balanced"].own_steps(edit.steps) if edit.own_steps is None else edit.own_steps
-    return KeptSteps(num_steps, tuple(sorted({0, *(step for step in asked if step < num_steps)})))
+    num_leading = max(edit.dense_steps, 1)
+    measured = {num_leading + 1} if edit.max_change else set[int]()
+    steps = {*range(num_leading), *asked, *measured}
+    return KeptSteps(num_steps, tuple(sorted(step for step in steps if step < num_steps)))
 
 
 def can_reuse_own(job: Job) -> bool:
     """Return whether the job's own dense steps would save it any work."""
     steps = own_steps(job.edit, job.num_steps)
     return job.edit.reuse in ("auto", "own") and len(job.outside) > 0 and len(steps.steps) < job.num_steps
+
+
+def reuse_found(job: Job) -> ReuseFound:
+    """Whose activations a job reads, or has read."""
+    if job.own_steps is not None:
+        return "own"
+    return "template" if job.activations is not None else "none"
 
 
 def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind) -> None:

@@ -222,8 +222,8 @@ def num_tokens(size: tuple[int, int], model: Model) -> int:
 
 
 def may_reuse(edit: Edit) -> bool:
-    """Return whether activations may save the edit any work, as far as its fields tell."""
-    return edit.reuse != "off" and edit.dense_steps < edit.steps and not edit.mask.all()
+    """Return whether a template's activations may save the edit any work, as far as its fields tell."""
+    return edit.reuse in ("auto", "template") and edit.dense_steps < edit.steps and not edit.mask.all()
 
 
 def can_reuse(job: Job) -> bool:

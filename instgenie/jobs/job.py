@@ -16,7 +16,7 @@ from torch import Tensor
 from instgenie.cost.kept_steps import KeptSteps
 from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
-from instgenie.jobs.activations import Activations
+from instgenie.jobs.activations import Activations, Kind
 from instgenie.jobs.sampler import Schedule
 from instgenie.jobs.tokens import JobTokens, Level, pool, spread
 from instgenie.types import Edit
@@ -146,6 +146,11 @@ class Job:
         """True if this step's activations serve the next one."""
         is_read = self.own_steps is not None and self.step + 1 < self.num_steps and self.step + 1 not in self.own_steps
         return is_read and self.in_dense_steps
+
+    @property
+    def kept_kind(self) -> Kind | None:
+        """The kind of the activations that this step leaves behind; None if it leaves none."""
+        return self.activations.kind if self.activations and self.keeps_activations else None
 
     @property
     def num_dense_left(self) -> int:

@@ -35,7 +35,7 @@ class Setting:
 SETTINGS: dict[Quality, Setting] = {
     "fast": Setting(dense_share=0.0, halo=0, own_shares=(4 / 28, 12 / 28)),
     "balanced": Setting(dense_share=0.06, halo=0, own_shares=(1 / 28, 2 / 28, 3 / 28, 8 / 28, 16 / 28)),
-    "adaptive": Setting(dense_share=0.06, halo=0, own_shares=(2 / 28,), max_change=0.1),
+    "adaptive": Setting(dense_share=0.06, halo=0, max_change=0.1),
     "exact": Setting(dense_share=1.0, halo=0),
 }
 

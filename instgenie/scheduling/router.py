@@ -34,6 +34,7 @@ class Work:
     template: str | None = None  # id; where its activations are, only masked tokens are computed
     num_edits: int = 1
     must_reuse: bool = False  # True if a worker without the activations registers them before it runs the edits
+    own_share: float = 1.0  # without them: share of the steps that are dense, whose activations the others read
 
 
 class Pace:
@@ -163,12 +164,15 @@ class WorkerLoad:
 
     def tokens_of(self, work: Work) -> int:
         """Tokens that a step of this work computes on this worker."""
-        is_dense = self.tier_of(work) is None and not work.must_reuse
-        return work.num_tokens if is_dense else work.num_masked_tokens
+        if self.tier_of(work) is not None or work.must_reuse:
+            return work.num_masked_tokens
+        return round(work.num_masked_tokens + work.own_share * (work.num_tokens - work.num_masked_tokens))
 
     def price_of(self, work: Work) -> Price:
         """Price of a step of this work on this worker."""
         tier: TierName | None = "host" if self.has_to_register(work) else self.tier_of(work)
+        if tier is None:
+            return self.costs.own_price(work.num_tokens, work.num_masked_tokens, work.own_share)
         return self.costs.price(work.num_tokens, work.num_masked_tokens, tier)
 
     def registration_compute(self, work: Work) -> float:

@@ -116,9 +116,16 @@ OPTIONS = (
     Option("routing", one_of(*get_args(RoutingPolicy)), "mask_aware",
            f"how the worker of an edit is chosen: {', '.join(get_args(RoutingPolicy))}", "HOW"),
     # reuse of activations
-    Option("reuse", flag, True, "register templates, so that later edits compute only their masked tokens"),
+    Option("reuse", flag, True,
+           "let edits read activations, of templates or of their own dense steps; no: every edit computes every token"),
     Option("auto-register", flag, True,
-           "register the picture of every edit; no: only those that clients register with POST /v1/templates"),
+           "register pictures that come back; no: only those that clients register with POST /v1/templates"),
+    Option("register-after", whole_number(1, 1_000_000), 2,
+           "requests that edit one picture with the same settings before it is registered; 1: every picture is"),
+    Option("register-window", number(0.001, 87600), 1.0, "hours within which these requests must come", "HOURS"),
+    Option("own-cache-gib", auto_or(number(0, 65536)), AUTO,
+           "memory of the device for what running edits without a template keep for themselves, per worker", "GIB",
+           default_text="a quarter of the GPU memory left beside the model, or an eighth of the main memory"),
     Option("plan", one_of("cached", "greedy", "exact"), "cached",
            "cached: use the cache for every block, so that pictures do not depend on the load; greedy, exact: compute "
            "the blocks in full that would load too slowly", "HOW"),
@@ -185,6 +192,8 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             plan=values["plan"],
             reuse=values["reuse"],
             auto_register=values["auto_register"],
+            register_after=values["register_after"],
+            register_window=3600 * values["register_window"],
             worker_timeout=values["worker_timeout"],
             policy=values["routing"],
             cache=make_cache(values, devices),
@@ -193,8 +202,9 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
 
 
 def make_cache(values: Mapping[str, Any], devices: Sequence[str]) -> CacheConfig:
-    gpu, host = values["gpu_cache_gib"], values["host_cache_gib"]
+    gpu, host, own = values["gpu_cache_gib"], values["host_cache_gib"], values["own_cache_gib"]
     return CacheConfig(
+        own_bytes=None if own == AUTO else round(own * GIB),
         gpu_bytes=None if gpu == AUTO else round(gpu * GIB),
         host_bytes=None if host == AUTO else round(host * GIB),
         disk=values["cache_dir"] and str(make_folder(Path(values["cache_dir"]).resolve())),

@@ -8,6 +8,7 @@ still loading lets others go first; the loop never waits for one. Other ways of 
     naive             every job joins as soon as there is room; this process prepares and finishes between steps
 """
 
+import sys
 import time
 from concurrent.futures import wait
 
@@ -45,6 +46,7 @@ from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
 from instgenie.workers.keys import Keys
 from instgenie.workers.mailbox import Handler, Mailbox
+from instgenie.workers.own_room import OwnRoom
 from instgenie.workers.process import Line, await_begin, run_process, say_ready
 from instgenie.workers.queue import TrackedJob, WaitingQueue
 from instgenie.workers.registrar import PendingTemplate, Registrar
@@ -66,7 +68,8 @@ class Denoiser:
         keys = Keys(model, config.cache.dtype)
         store = open_store(config.cache, model.device)
         self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
-        self.queue = WaitingQueue(model, self.templates, line)
+        own_bytes = sys.maxsize if config.cache.own_bytes is None else config.cache.own_bytes
+        self.queue = WaitingQueue(model, self.templates, line, OwnRoom(model, own_bytes))
         self.running: dict[Job, TrackedJob] = {}
         self.registrar = Registrar(model, self.templates, line)
         self.side_work = SideWork(model, line, config.max_batch_size, config.batching)
@@ -160,6 +163,7 @@ class Denoiser:
     def join(self) -> None:
         """Let waiting groups join the batch, as the scheduler decides."""
         self.queue.settle()
+        self.queue.grant_own_room(self.engine.jobs)
         num_ready = self.queue.num_ready
         if not num_ready:
             return

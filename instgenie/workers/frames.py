@@ -57,8 +57,8 @@ def read_job(head: JobHead, frames: Sequence[Frame], device: torch.device) -> Jo
 
 
 def read_edit(given: dict[str, Any]) -> Edit:
-    size = given["size"] and tuple(given["size"])
-    return Edit(**given | {"size": size}, picture=np.empty((0, 0, 3), np.uint8), mask=np.empty((0, 0), np.bool_))
+    tuples = {name: given[name] and tuple(given[name]) for name in ("size", "own_steps")}
+    return Edit(**given | tuples, picture=np.empty((0, 0, 3), np.uint8), mask=np.empty((0, 0), np.bool_))
 
 
 def tensor_head(tensor: Tensor) -> TensorHead:

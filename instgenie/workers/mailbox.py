@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from instgenie.cluster.wire import BatchStepped, Denoised, Frame, Glimpsed, Joined
+from instgenie.engine.own import reuse_found
 from instgenie.telemetry import traces
 from instgenie.workers.frames import tensor_frame, tensor_head
 from instgenie.workers.process import Line, failure
@@ -49,7 +50,7 @@ class Mailbox:
         """Hand over a job that has taken all its steps."""
         job, seconds = tracked.job, time.perf_counter() - tracked.joined_at
         head = tensor_head(job.latents)
-        message = Denoised(tracked.id, tracked.attempt, head, job.num_computed_tokens, seconds)
+        message = Denoised(tracked.id, tracked.attempt, head, job.num_computed_tokens, seconds, reuse_found(job))
         self.line.send(message, [tensor_frame(job.latents)])
         facts = {"num_steps": job.num_steps, "num_computed_tokens": job.num_computed_tokens}
         traces.record(tracked.trace, "denoise", seconds, attempt=tracked.attempt, **facts)

@@ -4,6 +4,7 @@ import pytest
 from helpers.fake_cluster import FakeCluster, make_order
 
 from instgenie.cluster import quota, wire
+from instgenie.cluster.popularity import Popularity
 from instgenie.cluster.quota import MAX_WAITING
 from instgenie.cluster.registrations import MAX_PASSED, is_registering
 from instgenie.cluster.templates import TemplateRecord
@@ -170,3 +171,24 @@ def test_the_pictures_of_a_tenant_have_so_many_bytes(cluster: FakeCluster, monke
     ask(cluster, 0)
     with pytest.raises(TemplatesFullError, match="take 12,288 bytes of 12,287: delete one"):
         ask(cluster, 1)
+
+
+def test_a_picture_is_registered_when_it_comes_back_within_the_window() -> None:
+    popularity = Popularity(num_requests=2, seconds=60)
+    assert not popularity.note("cat", "first", now=0)
+    assert not popularity.note("cat", "first", now=1), "two pictures of one request"
+    assert not popularity.note("dog", "second", now=2)
+    assert not popularity.note("cat", "third", now=100), "the first request is too long ago"
+    assert popularity.note("cat", "fourth", now=130)
+    assert Popularity(num_requests=1, seconds=60).note("cat", "first")
+
+
+def test_the_first_edit_of_a_picture_registers_nothing() -> None:
+    cluster = FakeCluster(register_after=2)
+    cluster.open()
+    nums = []
+    for request in ("first", "second"):
+        cluster.accept(make_order(request_id=request))
+        cluster.run()
+        nums.append(sum(isinstance(message, wire.PrepareTemplate) for _, message in cluster.sent))
+    assert nums == [0, 1]

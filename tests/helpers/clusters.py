@@ -60,7 +60,8 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 def make_config(folder: Path, **fields: Any) -> ClusterConfig:
     return ClusterConfig(
-        **({"model": str(folder), "devices": ("cpu",), "max_batch_size": 4, "worker_timeout": 10.0} | fields)
+        **{"model": str(folder), "devices": ("cpu",), "max_batch_size": 4, "worker_timeout": 10.0, "register_after": 1}
+        | fields
     )
 
 

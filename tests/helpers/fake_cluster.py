@@ -29,7 +29,7 @@ WISHES = {field.name for field in fields_of(Wish)}
 
 class FakeCluster:
     def __init__(self, **config: Any) -> None:
-        self.config = ClusterConfig(**({"model": "tiny", "devices": ("cpu",)} | config))
+        self.config = ClusterConfig(**({"model": "tiny", "devices": ("cpu",), "register_after": 1} | config))
         self.workers = make_workers(self.config)
         self.sent: list[tuple[str, wire.Message]] = []
         self.listings: list[tuple[int, wire.List]] = []

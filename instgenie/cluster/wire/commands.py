@@ -62,9 +62,10 @@ class Denoising(Struct, frozen=True):
     id: str
     attempt: int
     job: JobHead
-    template: TemplateHead | None  # use its activations if they are found; None: compute every token
+    template: TemplateHead | None  # use its activations if they are found; None: there are none to use
     must_reuse: bool  # the job may not run without them: an earlier attempt used them, or they are known to exist
     num_partials: int
+    may_own: bool = False  # without them, the job reads what its own dense steps leave behind
     fails_dense: bool = False  # if the activations fit nowhere, the job fails instead of computing every token
     trace: str = ""
     request_id: str = ""

@@ -8,7 +8,7 @@ from instgenie.cluster.config import finish_period
 from instgenie.cluster.orders import FailureKind
 from instgenie.cluster.wire.heads import JobHead, Message, ModelFacts, TemplateHead, TensorHead
 from instgenie.cost.table import StepCosts
-from instgenie.types import TierName
+from instgenie.types import ReuseFound, TierName
 
 # from any process
 
@@ -111,6 +111,7 @@ class Denoised(Message, frozen=True):
     latents: TensorHead
     num_computed_tokens: int
     seconds: float
+    reuse: ReuseFound = "none"  # whose activations it has read
 
 
 class Registered(Message, frozen=True):
@@ -124,7 +125,7 @@ class Registered(Message, frozen=True):
 
 
 class TierFound(Message, frozen=True):
-    """The tier in which a job's activations were found; None: the job computes every token."""
+    """The tier in which a job's activations were found; None: the job does without a template."""
 
     id: str
     attempt: int

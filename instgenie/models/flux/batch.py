@@ -204,9 +204,9 @@ class FluxBatch(PackedBatch):
         sources = self.read(block, back, layout) if any(back) else [[] for _ in back]
         parts = iter(image.split(layout.num_image))
         return turned, concat([
-            turn_one(next(parts), self.image_tokens[job], layout.cached[job], turned.cached[job], of_branch(own, branch))
+            turn_one(next(parts), self.image_tokens[job], layout.cached[job], turned.cached[job], of_branch(own, index))
             for job, (num, own) in enumerate(zip(layout.num_branches, sources, strict=True))
-            for branch in range(num)
+            for index in range(num)
         ])  # fmt: skip
 
     def turn_joint(self, layout: Layout, joint: Tensor, block: int) -> tuple[Layout, Tensor]:
@@ -261,9 +261,7 @@ def pack(jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS
         rows=JobRows(readers_of(jobs), step_rows),
         kinds=kinds,
         num_kept=tuple(job.activations.num_branches if job.activations else 1 for job in jobs),
-        kept_kinds=tuple(
-            job.activations.kind if job.activations and job.keeps_activations else None for job, _ in pairs
-        ),
+        kept_kinds=tuple(job.kept_kind for job, _ in pairs),
         cached=cached,
         image_tokens=tuple(ImageTokens(own.num_all, own.inside, own.rest) for own in tokens),
         layouts={narrow: lay_out(tokens, narrow) for narrow in dict.fromkeys(cached)},

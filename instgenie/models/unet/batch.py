@@ -88,9 +88,7 @@ def pack(
             job.activations.kind if job.activations and any(plan) else None
             for (job, _), plan in zip(members, plans, strict=True)
         ),
-        kept_kinds=tuple(
-            job.activations.kind if job.activations and job.keeps_activations else None for job, _ in members
-        ),
+        kept_kinds=tuple(job.kept_kind for job, _ in members),
         cached=cached,
         sample=torch.stack([seen for job in jobs for seen in [see(job)] * len(job.branches)])
         .to(dtype)

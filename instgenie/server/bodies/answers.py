@@ -39,8 +39,8 @@ class EditSummary(AnswerBody):
     num_masked_tokens: int
     num_computed_tokens: int
     cache_tier: Literal["gpu", "host", "disk", "remote"] | None
-    reuse: Literal["template", "none"]
-    reuse_reason: str | None  # why reuse is none
+    reuse: Literal["template", "own", "none"]
+    reuse_reason: str | None  # why no template was used
     worker: int
     num_attempts: int
     seconds: Seconds
@@ -190,8 +190,8 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         num_masked_tokens=facts.num_masked_tokens,
         num_computed_tokens=facts.num_computed_tokens,
         cache_tier=facts.cache_tier,
-        reuse="template" if facts.cache_tier else "none",
-        reuse_reason=sentence(facts.why_dense) if facts.why_dense else None,
+        reuse=facts.reuse,
+        reuse_reason=reuse_reason(facts),
         worker=facts.worker,
         num_attempts=facts.num_attempts,
         seconds=Seconds(
@@ -202,6 +202,15 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         ),
         predicted_dense_seconds=round(facts.dense_seconds, 4),
     ).model_dump()
+
+
+def reuse_reason(facts: Facts) -> str | None:
+    """One sentence: why no template was used, and what was done instead."""
+    if not facts.why_dense:
+        return None
+    if facts.reuse != "own":
+        return sentence(facts.why_dense)
+    return sentence(f"{facts.why_dense}, so the edit read what its own dense steps left behind")
 
 
 def sentence(clause: str) -> str:
