@@ -3,7 +3,8 @@
 All systems run the same weights on the same device up to the final latents. `step` is the denoising alone; `edit` also
 includes what precedes it (text encoders, autoencoder). A batch is several edits of one picture, with masks of one size
 at different places. The cached system has registered the picture beforehand; its activations lie next to the model, or
-in main memory, from where they are loaded during the steps. `compiled` is diffusers with compiled transformer blocks.
+in main memory, from where they are loaded during the steps. `own` edits the picture as if it was never seen: it reads
+what its own dense steps leave behind. `compiled` is diffusers with compiled transformer blocks.
 """
 
 import statistics
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from instgenie.bench.files import check_folder, write_json
 from instgenie.bench.machine import Machine, describe_machine, machine_text
-from instgenie.bench.ours import cached_jobs, dense_jobs, move_to_host, own_system
+from instgenie.bench.ours import cached_jobs, cold_jobs, dense_jobs, move_to_host, own_system
 from instgenie.bench.samples import make_edits
 from instgenie.bench.stock import compiled_system, stock_system
 from instgenie.bench.timing import Caching, System, Timing, measure
@@ -30,6 +31,7 @@ from instgenie.engine.loading.loader import Loader
 from instgenie.engine.planning import Planning
 from instgenie.engine.register import register
 from instgenie.jobs.activations import CacheDtype, Kind
+from instgenie.jobs.quality import Quality
 from instgenie.machine.device import device_name
 from instgenie.machine.device_memory import memory_guard
 from instgenie.models.loading.load import load
@@ -40,6 +42,7 @@ from instgenie.telemetry.progress import Progress, show_status
 from instgenie.types import Edit, PlanPolicy, TierName
 
 TABLE_WIDTH = 100
+OWN = Caching("kv", "model", "gpu", "cached")  # how an edit keeps what its own dense steps leave behind
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class EditStudy:
     tiers: tuple[TierName, ...] = ("gpu",)  # gpu: next to the model, whatever its device
     policies: tuple[PlanPolicy, ...] = ("cached",)  # for activations that are loaded
     rows: RowChoice = "auto"
-    systems: tuple[str, ...] = ("diffusers", "dense", "cached")
+    systems: tuple[str, ...] = ("diffusers", "dense", "own", "cached")
+    quality: Quality = "balanced"  # of `own`
     graphs: bool = True
 
 
@@ -107,6 +111,7 @@ def make_systems(name: str, model: Model, size: tuple[int, int], study: EditStud
         "diffusers": lambda: [stock_system(model)],
         "compiled": lambda: [compiled_system(model)],
         "dense": lambda: [own_system("dense", None, model, dense_jobs(model), graphs=graphs)],
+        "own": lambda: [own_system("own", OWN, model, cold_jobs(model, study.quality), graphs=graphs)],
         "cached": lambda: list(cached_systems(name, model, size, study, graphs)),
     }
     return [system for name in study.systems for system in makers[name]()]

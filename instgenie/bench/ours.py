@@ -7,11 +7,13 @@ from instgenie.cache.host import HostTier
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.loop import Engine
+from instgenie.engine.own import reuse_own
 from instgenie.engine.planning import Planning
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, reuse
 from instgenie.jobs.activations import Activations, Span
 from instgenie.jobs.job import Job
+from instgenie.jobs.quality import Quality, with_quality
 from instgenie.machine.clock import now
 from instgenie.models.model import Model
 from instgenie.types import Edit
@@ -44,6 +46,11 @@ def own_system(
 
 def dense_jobs(model: Model) -> MakeJob:
     return lambda edit: prepare(edit, model)
+
+
+def cold_jobs(model: Model, quality: Quality) -> MakeJob:
+    """Jobs of pictures that were never seen: they read what their own dense steps leave behind."""
+    return lambda edit: reuse_own(prepare(with_quality(edit, quality), model))
 
 
 def cached_jobs(model: Model, activations: Activations) -> MakeJob:

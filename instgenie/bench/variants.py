@@ -12,6 +12,7 @@ from instgenie.bench.cost import job_flops
 from instgenie.engine.finish import finish_many
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
+from instgenie.engine.own import reuse_own
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, CacheDtype, Kind
@@ -29,7 +30,7 @@ NUM_TUNING = 8  # jobs to find the threshold of step skipping with
 
 @dataclass(frozen=True)
 class Reuse:
-    """A way to reuse a template's activations."""
+    """A way to reuse activations: a template's, or those of the edit's own dense steps."""
 
     kind: Kind = "kv"
     cache_dtype: CacheDtype = "model"
@@ -38,9 +39,14 @@ class Reuse:
     dense_steps: int = 0
     halo: int = 0
     dense_blocks: int = 0
+    own_steps: tuple[int, ...] = ()  # no template: dense steps whose activations the other steps read
+    max_change: float = 0.0  # no template: further dense steps are found on the way
 
     @property
     def name(self) -> str:
+        if self.own_steps:
+            found = f", change {self.max_change:g}" if self.max_change else ""
+            return f"own, {' '.join(map(str, self.own_steps))}{found}"
         parts = {
             "fp8": self.cache_dtype == "fp8",
             "caption": self.caption,
@@ -92,8 +98,11 @@ class Runner:
     samples: Sequence[Sample]
     graphs: Graphs | None = None
 
-    def run(self, reuses: Sequence[Reuse], balanced: Reuse, crops: bool = True) -> Iterator[Outcome]:
-        """Run dense, naive and each way of reuse, then the other methods at the cost of the balanced one."""
+    def run(
+        self, reuses: Sequence[Reuse], balanced: Reuse, crops: bool = True, others: bool = True
+    ) -> Iterator[Outcome]:
+        """Run dense, naive and each way of reuse, then the other methods at the cost of the balanced one; without
+        `others`, dense and the ways of reuse alone."""
         jobs = [prepare(sample.edit, self.model) for sample in self.samples]
         dense_flops = [job_flops(self.model, job) for job in jobs]
 
@@ -103,16 +112,20 @@ class Runner:
         def outcome(name: str, jobs: Sequence[Job], end: Callable[[Job, int], Job] = lambda job, _: job) -> Outcome:
             own = [replace(job) for job in jobs]
             seconds = self.denoise(own)
-            return Outcome(name, self.finish([end(job, i) for i, job in enumerate(own)]), share(jobs), seconds)
+            costs = share(own)  # as they were run: some find their dense steps on the way
+            return Outcome(name, self.finish([end(job, i) for i, job in enumerate(own)]), costs, seconds)
 
         yield outcome(DENSE, jobs)
-        yield outcome(NAIVE, [drop_unmasked(job) for job in jobs], lambda job, i: put_back(job, jobs[i]))
+        if others:
+            yield outcome(NAIVE, [drop_unmasked(job) for job in jobs], lambda job, i: put_back(job, jobs[i]))
         target = 1.0
         for how, made in self.reused(jobs, reuses):
             if how == balanced:
                 shares = share(made)
                 target = sum(shares) / len(shares)
             yield outcome(how.name, made)
+        if not others:
+            return
         yield self.skip(jobs, target)
         num_text = len(jobs[0].branches[0].text)
         sides = {f"crop, margin {margin}": (margin, self.model.own_size) for margin in MARGINS if crops}
@@ -122,7 +135,10 @@ class Runner:
 
     def reused(self, jobs: Sequence[Job], reuses: Iterable[Reuse]) -> Iterator[tuple[Reuse, list[Job]]]:
         """Yield the jobs of each way of reuse; only one registration per picture is in memory at a time."""
-        for registration, same in groupby(sorted(reuses, key=lambda how: how.registration), lambda r: r.registration):
+        for how in [how for how in reuses if how.own_steps]:
+            yield how, [make_own(job, how) for job in jobs]
+        registered = sorted((how for how in reuses if not how.own_steps), key=lambda how: how.registration)
+        for registration, same in groupby(registered, lambda how: how.registration):
             activations = [self.register(sample, *registration) for sample in self.samples]
             for how in same:
                 yield how, [make_cached(job, cache, how) for job, cache in zip(jobs, activations, strict=True)]
@@ -171,6 +187,18 @@ class Runner:
             same = [job for job in jobs if job.grid == grid]
             pictures |= zip(same, finish_many(same, self.model), strict=True)
         return [pictures[job] for job in jobs]
+
+
+def make_own(job: Job, how: Reuse) -> Job:
+    edit = replace(job.edit, dense_steps=0, halo=how.halo, own_steps=how.own_steps, max_change=how.max_change)
+    return reuse_own(replace(job, edit=edit))
+
+
+def own_of_quality(quality: Quality, steps: int) -> Reuse:
+    setting = SETTINGS[quality]
+    leading = range(setting.dense_steps(steps))
+    found = tuple(sorted({*leading, *setting.own_steps(steps)}))
+    return Reuse(own_steps=found, halo=setting.halo, max_change=setting.max_change)
 
 
 def make_cached(job: Job, activations: Activations, how: Reuse) -> Job:

@@ -48,7 +48,9 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     add_several("--policy", "policies", about_policy, choices=get_args(PlanPolicy))
     about_rows = "rows copied from main memory: all, only the needed ones, or whichever is faster (auto, the default)"
     parser.add_argument("--rows", choices=["auto", "whole", "needed"], default="auto", help=about_rows)
-    systems = ["diffusers", "compiled", "dense", "cached"]
+    about_quality = "quality of the system own, an edit of a picture never seen before (default balanced)"
+    parser.add_argument("--quality", choices=("fast", "balanced", "adaptive"), default="balanced", help=about_quality)
+    systems = ["diffusers", "compiled", "dense", "own", "cached"]
     add_several("--system", "systems", "system to measure (default all but compiled)", choices=systems)
     parser.add_argument("--no-kernels", action="store_true", help="use plain torch instead of fused kernels")
     parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one instead of as CUDA graphs")
@@ -111,6 +113,8 @@ def add_bench_quality(parser: argparse.ArgumentParser) -> None:
     about_networks = "leave out LPIPS, KID and the probe, which take most of the time on a CPU"
     parser.add_argument("--no-networks", action="store_true", help=about_networks)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every picture's figures to this file")
+    about_schedules = "compare the schedules of dense steps of edits without a template, and nothing else"
+    parser.add_argument("--schedules", action="store_true", help=about_schedules)
     about_out = "also write quality.md, plots and a sheet of pictures to this folder"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
     add_model(parser, has_size=False)
@@ -121,7 +125,7 @@ def run_bench_quality(options: argparse.Namespace) -> None:
 
     hide_loading_bars()
     what = options.photos, options.num, options.model, options.device, options.steps, options.seed
-    bench_quality(*what, not options.no_networks, options.json, options.out)
+    bench_quality(*what, not options.no_networks, options.json, options.out, options.schedules)
 
 
 def add_bench_serve(parser: argparse.ArgumentParser) -> None:

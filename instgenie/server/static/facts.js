@@ -18,11 +18,12 @@ export function showFacts(list, facts) {
   );
 }
 
-function cacheOf({ cache_tier, reuse_reason }) {
+function cacheOf({ cache_tier, reuse, reuse_reason }) {
+  if (reuse === "own") return ["own", reuse_reason ?? ""];
   return cache_tier ? ["hit", `from ${TIERS[cache_tier]}`] : ["miss", reuse_reason ?? ""];
 }
 
-function savedOf({ cache_tier, seconds: { denoise }, predicted_dense_seconds: dense }) {
-  if (!cache_tier) return ["every token computed"];
+function savedOf({ reuse, seconds: { denoise }, predicted_dense_seconds: dense }) {
+  if (reuse === "none") return ["every token computed"];
   return [`computing every token: ${seconds(dense)} predicted, ${(dense / Math.max(denoise, 1e-6)).toFixed(1)}× as long`];
 }
