@@ -63,8 +63,8 @@ def describe(figures: Figures) -> list[str]:
     return [
         f"Edits of {num_pictures} held-out photographs in {num_steps} steps, compared with the dense edit of the same",
         "seed. `own` edits have no template: the numbers are the steps that compute every token, and the other steps",
-        "read what the last of these left. `kv` edits read a registered template. A schedule is accepted if it loses at",
-        f"most {MAX_LOSS} of SSIM in the mask's box against the registered `balanced` and adds no seam.",
+        "read what the last of these left. `kv` edits read a registered template. A schedule is accepted if it loses",
+        f"at most {MAX_LOSS} of SSIM in the mask's box against the registered `balanced` and adds no seam.",
     ]
 
 
