@@ -62,10 +62,12 @@ class Editor:
     An edit reads what its own dense steps leave behind, and computes only its masked tokens at the others. After
     `editor.register(picture)`, edits of that picture read what the registration left. Such activations are kept in the
     tiers of `cache`, or without one in memory, next to the model. With cache_dtype fp8 they take half the bytes of
-    bfloat16 and are a little less exact.
+    bfloat16, with int4 less than a third, and are a little less exact. With a cache_stride of 4 every fourth step is
+    registered and serves the three that follow: a quarter of the bytes and of the work.
     """
 
     cache_dtype: CacheDtype = "model"
+    cache_stride: int = 1
 
     def __init__(
         self,
@@ -74,10 +76,12 @@ class Editor:
         dtype: str = "auto",
         cache: Store | None = None,
         cache_dtype: CacheDtype = "model",
+        cache_stride: int = 1,
     ) -> None:
         self.model = load(model, device, dtype)
         self.cache = cache
         self.cache_dtype = cache_dtype
+        self.cache_stride = cache_stride
         self.store = cache or make_store(self.model.device)
 
     def edit(self, picture: Pixels, mask: PixelMask, prompt: str, quality: Quality = DEFAULT, **options: Any) -> Result:
@@ -102,7 +106,8 @@ class Editor:
         """Compute and keep the picture's activations. Edits with the same size, steps and guidance will use them. Steps
         that are already kept are not computed again."""
         with memory_guard("the activations of a template"):
-            return register_in(self.store, picture, self.model, size, steps, guidance, kind, self.cache_dtype, on_step)
+            options = size, steps, guidance, kind, self.cache_dtype, on_step, self.cache_stride
+            return register_in(self.store, picture, self.model, *options)
 
     def edit_many(self, edits: Sequence[Edit], on_step: OnStep | None = None) -> list[Result]:
         """Edit several pictures. Edits take their steps together, however they differ. Results are in the order of the
@@ -133,7 +138,7 @@ class Editor:
 
     def _find(self, edit: Edit, model: Model) -> Key | None:
         """Find the edit's template in the store. If both kinds are there, `kv` is taken because it computes less."""
-        key = make_key(edit, model, "kv", self.cache_dtype)
+        key = make_key(edit, model, "kv", self.cache_dtype, self.cache_stride)
         keys = (replace(key, kind=kind) for kind in NUM_PARTS)
         return next((key for key in keys if self.store.find(key) is not Lookup.MISS), None)
 

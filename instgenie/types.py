@@ -13,7 +13,7 @@ PixelMask = NDArray[np.bool_]  # [height, width], True = masked
 TierName = Literal["gpu", "host", "disk", "remote"]  # the places where activations are kept
 OnStep = Callable[[int, int], None]  # called with the steps taken so far and the steps in all
 Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or the rows that go into it
-CacheDtype = Literal["model", "fp8"]  # activations in the model's dtype, or packed into half the bytes of bfloat16
+CacheDtype = Literal["model", "fp8", "int4"]  # activations in the model's dtype, or packed into 1/2 or 5/16 of bfloat16
 Reuse = Literal["auto", "own", "template", "off"]  # of activations: see `Edit.reuse`
 ReuseFound = Literal["template", "own", "none"]  # whose activations an edit has read
 PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # how blocks are planned; see `cost.planner`

@@ -60,7 +60,7 @@ def cached_jobs(model: Model, activations: Activations) -> MakeJob:
 def move_to_host(near: Activations, host: HostTier, model: Model) -> Activations:
     """Copy activations that lie next to the model into main memory."""
     key = near.key
-    host.store(key, Span(key.steps, near.rows, near.time))
-    span = host.load(key, key.steps)
+    host.store(key, Span(key.slots, near.rows, near.time))
+    span = host.load(key, key.slots)
     assert span is not None
     return make_activations(key, span, model)

@@ -127,7 +127,7 @@ class MemoryTier:
 
     def _slot(self, key: Key, span: Span) -> Slot:
         specs = step_specs(span)
-        num_bytes = key.num_steps * sum(spec.num_bytes for spec in specs)
+        num_bytes = key.num_kept * sum(spec.num_bytes for spec in specs)
         with self._reserving:
             if key not in self._slots:
                 self.reserve(key, num_bytes)
@@ -170,8 +170,8 @@ def step_specs(span: Span) -> list[TensorSpec]:
 
 @torch.inference_mode(False)  # callers in and out of inference mode write to its tensors
 def make_slot(key: Key, specs: Sequence[TensorSpec], memory: Tensor) -> Slot:
-    *rows, time = carve(memory.view(key.num_steps, -1), specs)
-    return Slot(memory, Span(key.steps, tuple(by_step.transpose(0, 1) for by_step in rows), time))
+    *rows, time = carve(memory.view(key.num_kept, -1), specs)
+    return Slot(memory, Span(key.slots, tuple(by_step.transpose(0, 1) for by_step in rows), time))
 
 
 def cut(whole: Span, steps: range) -> Span:

@@ -30,9 +30,12 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache-gib", type=gib, default=CACHE_GIB, metavar="N", help=about_gib)
     about_dtype = (
-        "number format of cached activations: the model's own (model, the default), or fp8 with half the bytes"
+        "number format of cached activations: the model's own (model, the default), fp8 with half of "
+        "the bytes of bfloat16, or int4 with less than a third"
     )
     parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
+    about_stride = "register every N-th step, which serves the steps that follow (default 1)"
+    parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
 
 
 def box(text: str) -> tuple[int, int, int, int]:

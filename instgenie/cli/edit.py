@@ -227,7 +227,13 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
 
         hide_loading_bars()
         cache = open_cache(folder, options.cache_gib) if folder else None
-        return Editor(options.model, options.device, cache=cache, cache_dtype=options.cache_dtype)
+        return Editor(
+            options.model,
+            options.device,
+            cache=cache,
+            cache_dtype=options.cache_dtype,
+            cache_stride=options.cache_stride,
+        )
 
 
 def open_cache(folder: Path, limit: float) -> "Store":

@@ -25,6 +25,7 @@ class CacheConfig:
     remote: str | None = None  # any fsspec URL; None: no remote tier
     remote_bytes: int = 1000 * 2**30
     dtype: CacheDtype = "model"
+    stride: int = 1  # every so many steps of a template are kept
     seconds_to_live: float | None = None  # of unused templates that no client asked for; None: no limit
 
     @property

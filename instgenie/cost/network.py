@@ -8,9 +8,13 @@ for all tokens.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from instgenie.types import NUM_PARTS, Kind
+from instgenie.types import NUM_PARTS, CacheDtype, Kind
 
 NUM_BUCKETS = 32  # lists of masked tokens are padded to a multiple of 1/32 of all tokens
+VALUE_BYTES: dict[CacheDtype, float] = {  # per value of packed rows; four bits, and two numbers of two bytes for 32
+    "fp8": 1.0,
+    "int4": 0.625,
+}
 SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # the multiples to which the lists of a whole batch are padded
 
 
@@ -51,7 +55,8 @@ class Demand:
     num_branches: int = 1
     kind: Kind | None = None  # of its template's activations; None if it has none: every block is dense
     num_kept: int = 1  # branches that the activations keep
-    value_bytes: int = 2  # per value in the activations
+    value_bytes: float = 2  # per value in the activations
+    num_served: float = 1  # steps that read what one of them loads
     in_gpu: frozenset[int] = frozenset()  # blocks whose rows of this step need no load
     loads_masked: bool = False  # the rows of masked tokens are loaded, too
 
@@ -146,9 +151,9 @@ def step_flops(network: NetworkShape, demands: Sequence[Demand], plan: Sequence[
 
 def load_bytes(shape: BlockShape, demand: Demand) -> int:
     """Bytes that a cached block loads for one job: the rows of unmasked tokens and, after the last block of a UNet's
-    transformer, its output rows."""
+    transformer, its output rows. A load that serves several steps is counted as the share of one."""
     if demand.kind is None:
         return 0
     width = NUM_PARTS[demand.kind] * shape.width + shape.output_width
     num_rows = demand.num_tokens // shape.side**2 if demand.loads_masked else demand.num_rest(shape)
-    return demand.num_kept * num_rows * width * demand.value_bytes
+    return round(demand.num_kept * num_rows * width * demand.value_bytes / demand.num_served)

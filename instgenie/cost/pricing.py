@@ -1,7 +1,7 @@
 """Makes the table of step costs from the latency model and the planner. Knows shapes and plans; knows no model and no
 worker."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from instgenie.cost.latency import Latency
 from instgenie.cost.network import Demand, NetworkShape, load_bytes, pad_demands
@@ -24,7 +24,8 @@ class JobShape:
     network: NetworkShape
     num_text: int
     num_branches: int = 1
-    value_bytes: int = 2  # per value in the activations
+    value_bytes: float = 2  # per value in the activations
+    stride: int = 1  # every so many steps are kept
     kind: Kind = "kv"  # of the activations
 
     def demand(self, num_tokens: int, num_masked: int, in_gpu: bool) -> Demand:
@@ -36,6 +37,7 @@ class JobShape:
             num_branches=self.num_branches,
             kind=self.kind,
             value_bytes=self.value_bytes,
+            num_served=self.stride,
             in_gpu=frozenset(range(len(self.network.blocks))) if in_gpu else frozenset(),
         )
         return pad_demands([demand])[0] if self.network.pads_lists else demand
@@ -63,7 +65,9 @@ def make_costs(
         gpu=gpu,
         host=gpu if is_host_near else column(in_gpu=False),
         dense=price(shape.network, shape.dense_demand(num_tokens), latency, policy),
-        bytes_per_token=sum(load_bytes(block, whole) for block in shape.network.blocks) / num_tokens,
+        bytes_per_token=sum(load_bytes(block, replace(whole, num_served=1)) for block in shape.network.blocks)
+        / num_tokens,
+        stride=shape.stride,
         fetch=FETCH,
     )
 

@@ -42,7 +42,8 @@ class StepCosts(Struct, frozen=True):
     gpu: tuple[Price, ...]  # per ratio: a job whose activations are in the memory of the device
     host: tuple[Price, ...]  # per ratio: a job that reads its activations from main memory as it runs
     dense: Price  # a job without activations
-    bytes_per_token: float = 0.0  # of the activations of one step
+    bytes_per_token: float = 0.0  # of the activations of one kept step
+    stride: int = 1  # every so many steps are kept
     fetch: dict[
         TierName, tuple[float, float]
     ] = {}  # by tier: seconds to fetch a template into memory, fixed and per byte
@@ -83,7 +84,11 @@ class StepCosts(Struct, frozen=True):
         if tier is None or tier not in self.fetch:
             return 0.0
         fixed, per_byte = self.fetch[tier]
-        return fixed + per_byte * self.bytes_per_token * num_tokens * num_steps
+        return fixed + per_byte * self.template_bytes(num_tokens, num_steps)
+
+    def template_bytes(self, num_tokens: float, num_steps: int) -> float:
+        """Bytes of the activations of a template."""
+        return self.bytes_per_token * num_tokens * -(-num_steps // self.stride)
 
 
 def linear_costs(per_step: float, per_token: float) -> StepCosts:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from instgenie.cost.latency import find_latency
+from instgenie.cost.network import VALUE_BYTES
 from instgenie.cost.pricing import JobShape, make_costs
 from instgenie.cost.table import Price, StepCosts
 from instgenie.jobs.job import Job
@@ -19,16 +20,16 @@ from instgenie.types import CacheDtype, Edit, PlanPolicy, TierName
 NO_PICTURE, NO_MASK = np.empty((0, 0, 3), np.uint8), np.empty((0, 0), np.bool_)
 
 
-def price_steps(model: Model, name: str, policy: PlanPolicy, dtype: CacheDtype) -> StepCosts:
+def price_steps(model: Model, name: str, policy: PlanPolicy, dtype: CacheDtype, stride: int = 1) -> StepCosts:
     """Make the cost table of a model from its calibration on this device, or from default latencies without one. The
     calibration is found by the `name` the model was loaded by."""
     latency = find_latency(device_name(model.device), name, model.device.type)
-    shape = job_shape(model, 1 if dtype == "fp8" else model.dtype.itemsize)
+    shape = job_shape(model, VALUE_BYTES.get(dtype, model.dtype.itemsize), stride)
     num_tokens = (model.own_size // model.patch) ** 2
     return make_costs(shape, latency, policy, num_tokens, is_host_near=model.device.type == "cpu")
 
 
-def job_shape(model: Model, value_bytes: int) -> JobShape:
+def job_shape(model: Model, value_bytes: float, stride: int = 1) -> JobShape:
     """Describe jobs that use the model's defaults."""
     edit = Edit(NO_PICTURE, NO_MASK, "", guidance=model.guidance)
     return JobShape(
@@ -36,6 +37,7 @@ def job_shape(model: Model, value_bytes: int) -> JobShape:
         num_text=model.num_text_tokens,
         num_branches=2 if model.guidance_scale(edit) > 1 else 1,
         value_bytes=value_bytes,
+        stride=stride,
     )
 
 

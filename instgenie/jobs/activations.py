@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from instgenie.cost.kept_steps import KeptSteps, every_step
-from instgenie.kernels.packed import unpack_rows, unpacked_shape
+from instgenie.kernels.packed import PackedRows, is_packed, unpacked
 from instgenie.types import NUM_PARTS, CacheDtype, Kind
 
 __all__ = ["NUM_PARTS", "Activations", "CacheDtype", "Key", "Kind"]
@@ -36,25 +36,43 @@ class Key:
     isolated: bool = False  # True if the registration had no text
     tenant: str = ""  # the owner; edits of other tenants do not find the template
     code: str = ""  # version of the code that computes the activations
+    stride: int = 1  # every so many steps are kept
 
     @property
     def text(self) -> str:
-        """The key as JSON, the same in every process."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """The key as JSON, the same in every process. A key without a stride is that of a template with all steps."""
+        fields = asdict(self)
+        if self.stride == 1:
+            del fields["stride"]
+        return json.dumps(fields, sort_keys=True)
 
     @property
     def name(self) -> str:
         """A short name, unique to the key, that can name a file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    @property
-    def spans(self) -> list[range]:
-        """The ranges of steps in which the activations are kept and moved."""
-        return split_steps(self.num_steps, NUM_STEPS_AT_ONCE)
+    @cached_property
+    def kept_steps(self) -> KeptSteps:
+        return every_step(self.num_steps, self.stride)
 
     @property
-    def steps(self) -> range:
-        return range(self.num_steps)
+    def num_kept(self) -> int:
+        """The number of steps that are kept."""
+        return len(self.kept_steps.steps)
+
+    @property
+    def spans(self) -> list[range]:
+        """The ranges of slots, one per kept step, in which the activations are stored and moved."""
+        return split_steps(self.num_kept, NUM_STEPS_AT_ONCE)
+
+    @property
+    def slots(self) -> range:
+        return range(self.num_kept)
+
+    def num_served(self, spans: Iterable[range]) -> int:
+        """The number of steps that the slots of some spans serve."""
+        slots = {slot for span in spans for slot in span}
+        return sum(self.kept_steps.slot(step) in slots for step in range(self.num_steps))
 
 
 def parse_key(text: str) -> Key:
@@ -71,9 +89,9 @@ def parse_key(text: str) -> Key:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Activations of consecutive steps, with the same fields as `Activations`. All steps together are a span too."""
+    """Activations of consecutive kept steps, with the same fields as `Activations`. All together are a span too."""
 
-    steps: range
+    steps: range  # slots
     rows: tuple[Tensor, ...]  # each [branches, steps of the span, 2 or 1, tokens, width]
     time: Tensor  # [steps of the span, width]
 
@@ -113,7 +131,7 @@ class Activations:
 
     @property
     def is_packed(self) -> bool:
-        return self.key.cache_dtype == "fp8"
+        return is_packed(self.key.cache_dtype)
 
     @property
     def num_branches(self) -> int:
@@ -155,14 +173,14 @@ class Activations:
 
     def readable(self, kept: Tensor) -> Tensor:
         """Unpack rows, on their device, if they are packed."""
-        if not self.is_packed:
-            return kept
-        rows = torch.empty(unpacked_shape(kept), dtype=self.dtype, device=kept.device)
-        unpack_rows(kept, rows)
-        return rows
+        return unpacked(kept, self.key.cache_dtype, self.dtype) if self.is_packed else kept
+
+    def source(self, kept: Tensor) -> Tensor | PackedRows:
+        """Rows as kernels read them: packed ones are unpacked on the way."""
+        return PackedRows(kept, self.key.cache_dtype) if self.is_packed else kept
 
     def addresses(self, step: int, branch: int) -> list[int]:
-        """Addresses of the rows of a step, place after place. Each place is contiguous; rows must not be packed."""
+        """Addresses of the rows of a step, place after place. Each place is contiguous."""
         branch, slot = min(branch, self.num_branches - 1), self.slot(step)
         return [start + branch * per_branch + slot * per_slot for start, per_branch, per_slot in self._strides]
 
@@ -173,7 +191,7 @@ class Activations:
         for rows in self.rows:
             per_branch, per_slot = (stride * rows.element_size() for stride in rows.stride()[:2])
             assert rows[0, 0].is_contiguous()
-            assert not any(number % ALIGNMENT for number in (rows.data_ptr(), per_branch, per_slot))
+            assert self.is_packed or not any(number % ALIGNMENT for number in (rows.data_ptr(), per_branch, per_slot))
             found.append((rows.data_ptr(), per_branch, per_slot))
         return found
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from instgenie.jobs.job import Job
 from instgenie.kernels.addresses import Addresses, RowSources
+from instgenie.kernels.packed import PackedRows
 from instgenie.kernels.store import store_rows
+from instgenie.types import CacheDtype
 
 RowReader: TypeAlias = tuple[Job, int]  # a job and the number of its branch
 
@@ -21,17 +23,18 @@ RowReader: TypeAlias = tuple[Job, int]  # a job and the number of its branch
 class StepRows(Protocol):
     """The rows that jobs read in one step."""
 
-    def read(self, job: Job, place: int, branch: int) -> Tensor:
+    def read(self, job: Job, place: int, branch: int) -> Tensor | PackedRows:
         """Return the rows kept at a place for the job's present step [2 or 1, tokens, width], on the job's device and
         valid until the next place is read. Rows of tokens that are computed anyway may be left uninitialised."""
 
 
 class OwnRows:
-    """Rows straight from each job's activations, copied and unpacked when they are read, if at all."""
+    """Rows straight from each job's activations, copied when they are read, if at all."""
 
-    def read(self, job: Job, place: int, branch: int) -> Tensor:
-        assert job.activations is not None
-        return job.activations.at(job.step, place, branch, job.device)
+    def read(self, job: Job, place: int, branch: int) -> Tensor | PackedRows:
+        cache = job.activations
+        assert cache is not None
+        return cache.source(cache.kept(job.step, place, branch).to(job.device, non_blocking=True))
 
 
 OWN_ROWS = OwnRows()
@@ -71,9 +74,10 @@ class TableRows:
     """Rows at the addresses that a table holds when they are read or written."""
 
     table: Tensor  # [places, readers], int64
+    dtypes: tuple[CacheDtype, ...] = ()  # per reader, in which its rows are kept; none: the model's
 
     def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
-        return Addresses(self.table[place])
+        return Addresses(self.table[place], self.dtypes)
 
     def keep(self, place: int, reader: int, parts: Sequence[Tensor]) -> None:
         store_rows(parts, Addresses(self.table[place])[reader])

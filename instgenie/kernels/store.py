@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from instgenie.kernels.addresses import Address, look_up
+from instgenie.kernels.addresses import Address, look_up_values
 from instgenie.kernels.switch import runs_fused, tl, triton
 
 BLOCK = 4096  # values that one program copies
@@ -19,7 +19,8 @@ def store_rows(parts: Sequence[Tensor], target: Tensor | Address) -> None:
 
 
 def store_rows_reference(parts: Sequence[Tensor], target: Tensor | Address) -> None:
-    whole = look_up(target, (len(parts), *parts[0].shape), parts[0].dtype)
+    num_tokens, width = parts[0].shape
+    whole = look_up_values(target, (len(parts), num_tokens, width), parts[0].dtype)
     for room, part in zip(whole, parts, strict=True):
         room.copy_(part)
 

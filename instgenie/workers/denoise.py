@@ -62,10 +62,10 @@ class Denoiser:
         self.model = model
         self.line = line
         self.scheduler = SCHEDULERS[config.batching]
-        self.costs = price_steps(model, config.model, config.plan, config.cache.dtype)
+        self.costs = price_steps(model, config.model, config.plan, config.cache.dtype, config.cache.stride)
         planning = make_planning(model, config.model, config.plan)
         self.engine = Engine(model, config.max_batch_size, planning, graphs=make_graphs(model, config.graphs))
-        keys = Keys(model, config.cache.dtype)
+        keys = Keys(model, config.cache.dtype, config.cache.stride)
         store = open_store(config.cache, model.device)
         self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
         own_bytes = sys.maxsize if config.cache.own_bytes is None else config.cache.own_bytes

@@ -263,8 +263,8 @@ def test_a_step_that_lies_in_one_piece_moves_as_one(model: Model, kind: Kind, ca
     edit = make_edit(**EDITS[0])
     near = register(edit.picture, model, edit.size, edit.steps, edit.guidance, kind, cache_dtype=cache_dtype)
     tier = HostTier(2**30)
-    tier.store(near.key, Span(near.key.steps, near.rows, near.time))
-    span = tier.load(near.key, near.key.steps)
+    tier.store(near.key, Span(near.key.slots, near.rows, near.time))
+    span = tier.load(near.key, near.key.slots)
     assert span
     far, places = replace(near, rows=span.rows), range(len(near.rows))
     [piece] = find_pieces(far, 1, places)
@@ -298,7 +298,7 @@ def test_rows_in_main_memory_are_captured_too(family: str, kind: Kind, folders: 
 def in_main_memory(job: Job) -> Activations:
     assert job.activations
     key, tier = job.activations.key, HostTier(2**30)
-    tier.store(key, Span(key.steps, job.activations.rows, job.activations.time))
-    span = tier.load(key, key.steps)
+    tier.store(key, Span(key.slots, job.activations.rows, job.activations.time))
+    span = tier.load(key, key.slots)
     assert span
     return replace(job.activations, rows=span.rows)

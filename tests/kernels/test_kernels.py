@@ -3,14 +3,13 @@
 
 import copy
 import itertools
-import os
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from instgenie.kernels import modulate, packed, switch
+from instgenie.kernels import modulate, switch
 from instgenie.kernels.add import add_bias_fused, add_bias_reference
 from instgenie.kernels.addresses import Address, Addresses
 from instgenie.kernels.copy import can_copy_rows, copy_rows_fused, copy_rows_reference
@@ -24,20 +23,6 @@ from instgenie.kernels.layer_norm import add_layer_norm_fused, layer_norm_fused,
 
 SHAPES = [(2, 8), (3, 24), (5, 16), (24, 128)]  # heads, head channels
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # half a unit in the last place of bfloat16
-
-
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cpu" and not (switch.HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"):
-        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
-    if request.param == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("Triton's interpreter is on")
-    return request.param
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
 
 
 def close(found: Tensor, truth: Tensor) -> None:
@@ -141,26 +126,6 @@ def test_copying_is_exact_and_leaves_other_rows_alone(
     assert torch.equal(found, expected)
     assert found.any(dim=2).sum() == 2 * num_chosen
     assert can_copy_rows(source, found) is (device == "cuda")
-
-
-@pytest.mark.parametrize("width", [16, 72, 3072])
-def test_unpacking_is_exact(device: str, dtype: torch.dtype, width: int) -> None:
-    """Every value of eight bits, and the smallest and largest rows."""
-    torch.manual_seed(0)
-    values = torch.randn(2, 40, width) * torch.logspace(-6, 4, 40)[:, None]
-    values[0, 3] = 0
-    rows = packed.pack_rows(values.to(device, dtype))
-    assert rows.shape[2] == width + packed.NUM_SCALE_BYTES
-    bits = torch.arange(256).repeat(-(-width // 256))[:width]
-    rows[1, 5, :width] = bits[bits % 128 != 127].repeat(2)[:width].to(device)
-    found, expected = torch.zeros(2, 2, 40, width, device=device, dtype=dtype)
-    packed.unpack_rows_fused(rows, found)
-    packed.unpack_rows_reference(rows, expected)
-    if device == "cuda" or dtype == torch.float32:
-        assert torch.equal(found, expected)
-    else:
-        close(found, expected.double())
-    assert found[1, 5].abs().max() > 0
 
 
 @pytest.mark.filterwarnings(
@@ -273,35 +238,6 @@ def test_the_switch_turns_kernels_off() -> None:
     with switch.kernels(enabled=False):
         assert not switch.runs_fused(x)
     assert switch.runs_fused(x)
-
-
-@pytest.mark.parametrize("width", [16, 72])
-def test_packed_rows_are_within_a_sixteenth(width: int) -> None:
-    torch.manual_seed(0)
-    rows = torch.randn(2, 9, width) * torch.logspace(-6, 4, 9)[:, None]
-    rows[1, 4] = 0
-    found = torch.empty_like(rows)
-    packed.unpack_rows(packed.pack_rows(rows), found)
-    smallest = rows.abs().amax(dim=2, keepdim=True) / packed.LARGEST * 2**-9  # the smallest step of e4m3
-    assert ((found - rows).abs() <= rows.abs() / 16 + smallest / 2).all()
-    assert packed.unpacked_shape(packed.pack_rows(rows)) == rows.shape
-    assert not found[1, 4].any()
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_packed_row_with_no_number_in_it_is_read_as_none(bad: float) -> None:
-    """Neither the value nor its neighbours become numbers; other rows, down to the smallest floats, do."""
-    rows = torch.full((1, 3, 16), 1000.0)
-    rows[0, 0, 5] = bad
-    rows[0, 2] = 1e-45
-    found = torch.empty_like(rows)
-    kept = packed.pack_rows(rows)
-    packed.unpack_rows(kept, found)
-    assert found[0, 0].isnan().all()
-    assert torch.equal(found[0, 1], rows[0, 1])
-    assert not found[0, 2].any()
-    bits = kept[..., :16] & 0x7F
-    assert not (bits == 0x7F).any()  # the bits of a NaN: a GPU kernel reads them as a number
 
 
 def test_references_run_on_a_cpu() -> None:

@@ -127,7 +127,7 @@ def find_in_all_tiers(activations: Activations, model: Model, folder: Path) -> d
     key = activations.key
     for store in stores.values():
         for steps in store.missing(key):
-            store.put(key, cut(Span(key.steps, activations.rows, activations.time), steps))
+            store.put(key, cut(Span(key.slots, activations.rows, activations.time), steps))
         store.settle()
     found = {name: store.get(key, model.device) for name, store in stores.items()}
     return {name: make_activations(key, one.span, model) for name, one in found.items() if one}

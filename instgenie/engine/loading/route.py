@@ -1,7 +1,7 @@
 """Routes: the rows that a step has to load, in the order in which it reads them. Knows jobs and plans; moves nothing.
 
-A route has a stop for each place of the pass at which any job reads. Jobs that are at the same step of one template
-share their rows. While the same jobs go on together, their route stays the same from step to step.
+A route has a stop for each place of the pass at which any job reads. Jobs that one kept step of a template serves
+share its rows. While the same jobs go on sharing the same way, their route stays the same from step to step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from instgenie.jobs.job import Job
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """The rows of one step of a template, for all jobs of a pass that are at it."""
+    """The rows of one kept step of a template, for all jobs of a pass that it serves."""
 
     jobs: tuple[Job, ...]
 
@@ -29,7 +29,7 @@ class SharedRows:
         return activations
 
     def kept(self, place: int, branch: int) -> Tensor:
-        """The rows of a place at the jobs' present step [2 or 1, tokens, width or bytes]"""
+        """The rows of a place that serve the jobs' present step [2 or 1, tokens, width or bytes]"""
         return self.activations.kept(self.jobs[0].step, place, branch)
 
     @cached_property
@@ -104,21 +104,22 @@ def find_shared(jobs: Sequence[Job]) -> list[SharedRows]:
 
 
 def sharing_key(job: Job) -> object:
-    """A key that is equal for jobs that read the same rows. A job of lower strength takes the template's last steps.
-    Nobody shares what a job keeps for itself."""
+    """A key that is equal for jobs that read the same rows. Nobody shares what a job keeps for itself."""
     assert job.activations is not None
     return job if job.own_steps else (job.activations.key, job.activations.slot(job.step))
 
 
 def needs_loading(job: Job) -> bool:
-    """Return whether the job reads rows in this step that are not ready on its device."""
-    return is_far(job) and bool(places_of(job))
+    """Return whether the job reads rows in this step that are not ready on its device. A CPU unpacks rows ahead of
+    their use; on a GPU the kernels that gather rows unpack them."""
+    cache = job.activations
+    is_packed = cache is not None and cache.is_packed and job.device.type == "cpu"
+    return (is_packed or is_far(job)) and bool(places_of(job))
 
 
 def is_far(job: Job) -> bool:
-    """Return whether the job's activations are on another device, or packed."""
-    cache = job.activations
-    return cache is not None and (cache.is_packed or cache.rows[0].device != job.device)
+    """Return whether the job's activations are on another device."""
+    return job.activations is not None and job.activations.rows[0].device != job.device
 
 
 def places_of(job: Job, num_ahead: int = 0) -> tuple[int, ...]:

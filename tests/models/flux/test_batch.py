@@ -71,7 +71,7 @@ def with_activations(job: Job, plan: tuple[bool, ...]) -> Job:
     rows = tuple(torch.randn(1, job.num_steps, 1, num_tokens, WIDTH) for _ in plan)
     key = Key("picture", "model", (1, 1), job.num_steps, (1.0,), 1.0, "y", "float32")
     time = torch.randn(job.num_steps, WIDTH)
-    return replace(job, activations=Activations(key, (len(plan),), num_tokens, rows, time), plan=plan)
+    return replace(job, activations=Activations(key, (len(plan),), num_tokens, rows, time, key.kept_steps), plan=plan)
 
 
 def test_masked_tokens_are_computed_alone_where_a_job_is_cached(jobs: list[Job]) -> None:
