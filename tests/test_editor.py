@@ -100,7 +100,7 @@ def test_reuse_can_be_pinned(folders: dict[str, Path]) -> None:
     [
         ({"reuse": "template", "dense_steps": 2}, "2 of 2 steps are dense"),
         ({"reuse": "template", "mask": np.ones(make_edit().mask.shape, np.bool_)}, "the mask covers 100%"),
-        ({"reuse": "always"}, "one of auto, off, template is expected"),
+        ({"reuse": "always"}, "one of auto, own, template, off is expected"),
     ],
 )
 def test_activations_that_cannot_be_used_are_an_error(editor: Editor, fields: dict[str, Any], why: str) -> None:
