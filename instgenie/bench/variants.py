@@ -41,6 +41,7 @@ class Reuse:
     dense_blocks: int = 0
     own_steps: tuple[int, ...] = ()  # no template: dense steps whose activations the other steps read
     max_change: float = 0.0  # no template: further dense steps are found on the way
+    stride: int = 1  # every so many steps are registered
 
     @property
     def name(self) -> str:
@@ -48,7 +49,8 @@ class Reuse:
             found = f", change {self.max_change:g}" if self.max_change else ""
             return f"own, {' '.join(map(str, self.own_steps))}{found}"
         parts = {
-            "fp8": self.cache_dtype == "fp8",
+            self.cache_dtype: self.cache_dtype != "model",
+            f"every {self.stride} steps": self.stride > 1,
             "caption": self.caption,
             "isolated": self.isolated,
             count(self.dense_steps, "dense step"): self.dense_steps,
@@ -58,17 +60,19 @@ class Reuse:
         return ", ".join([self.kind, *(part for part, on in parts.items() if on)])
 
     @property
-    def registration(self) -> tuple[Kind, CacheDtype, bool, bool]:
-        return self.kind, self.cache_dtype, self.caption, self.isolated
+    def registration(self) -> tuple[Kind, CacheDtype, bool, bool, int]:
+        return self.kind, self.cache_dtype, self.caption, self.isolated, self.stride
 
 
 def count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def of_quality(quality: Quality, steps: int, kind: Kind = "kv", cache_dtype: CacheDtype = "model") -> Reuse:
+def of_quality(
+    quality: Quality, steps: int, kind: Kind = "kv", cache_dtype: CacheDtype = "model", stride: int = 1
+) -> Reuse:
     setting = SETTINGS[quality]
-    return Reuse(kind, cache_dtype, dense_steps=setting.dense_steps(steps), halo=setting.halo)
+    return Reuse(kind, cache_dtype, dense_steps=setting.dense_steps(steps), halo=setting.halo, stride=stride)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +94,7 @@ class Outcome:
     pictures: list[Pixels]
     costs: list[float]  # operations, as a share of the dense edit's
     seconds: float  # for all steps of all samples
+    num_bytes: list[int] | None = None  # of the activations of each template; None if there are none
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +118,9 @@ class Runner:
             own = [replace(job) for job in jobs]
             seconds = self.denoise(own)
             costs = share(own)  # as they were run: some find their dense steps on the way
-            return Outcome(name, self.finish([end(job, i) for i, job in enumerate(own)]), costs, seconds)
+            kept = [job.activations.num_bytes for job in jobs if job.activations]
+            pictures = self.finish([end(job, i) for i, job in enumerate(own)])
+            return Outcome(name, pictures, costs, seconds, kept or None)
 
         yield outcome(DENSE, jobs)
         if others:
@@ -144,13 +151,13 @@ class Runner:
                 yield how, [make_cached(job, cache, how) for job, cache in zip(jobs, activations, strict=True)]
 
     def register(
-        self, sample: Sample, kind: Kind, cache_dtype: CacheDtype, caption: bool, isolated: bool
+        self, sample: Sample, kind: Kind, cache_dtype: CacheDtype, caption: bool, isolated: bool, stride: int
     ) -> Activations:
         edit = sample.edit
         at_once = NUM_STEPS_AT_ONCE[self.model.device.type]
         prompt = sample.caption if caption else ""
         options = edit.size, edit.steps, edit.guidance, kind, at_once, prompt, isolated, cache_dtype
-        return register(edit.picture, self.model, *options)
+        return register(edit.picture, self.model, *options, stride=stride)
 
     def skip(self, jobs: Sequence[Job], target: float) -> Outcome:
         """Skip steps down to the target's cost; a dense run of a few jobs gives the threshold."""

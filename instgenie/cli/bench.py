@@ -42,6 +42,8 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     )
     about_dtype = "number format of the activations (default model: the model's own)"
     add_several("--cache-dtype", "cache_dtypes", about_dtype, choices=get_args(CacheDtype))
+    about_stride = "keep the activations of every N-th step (default 1)"
+    parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
     about_tier = "place of the activations: next to the model (gpu, the default) or in main memory (host)"
     add_several("--tier", "tiers", about_tier, choices=["gpu", "host"])
     about_policy = "planning policy for activations in main memory (default cached: all blocks); naive overlaps no load"
@@ -117,6 +119,8 @@ def add_bench_quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedules", action="store_true", help=about_schedules)
     about_out = "also write quality.md, plots and a sheet of pictures to this folder"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
+    about_kept = "study only how many steps of a template are kept, and in how many bits"
+    parser.add_argument("--only-kept", action="store_true", help=about_kept)
     add_model(parser, has_size=False)
 
 
@@ -125,7 +129,8 @@ def run_bench_quality(options: argparse.Namespace) -> None:
 
     hide_loading_bars()
     what = options.photos, options.num, options.model, options.device, options.steps, options.seed
-    bench_quality(*what, not options.no_networks, options.json, options.out, options.schedules)
+    only = options.schedules, options.only_kept
+    bench_quality(*what, not options.no_networks, options.json, options.out, *only)
 
 
 def add_bench_serve(parser: argparse.ArgumentParser) -> None:

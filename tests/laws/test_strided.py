@@ -143,7 +143,7 @@ def test_a_registration_refuses_what_is_no_number(
     def spoil(self: Model, jobs, kind: Kind, keep: Keep) -> None:
         def spoiled(seen: torch.Tensor) -> None:
             seen = seen.clone()
-            seen.view(-1)[7] = bad
+            seen[..., 0, 7] = bad
             keep(seen)
 
         observe(self, jobs, kind, spoiled)
