@@ -257,7 +257,7 @@ def test_only_rows_that_are_read_are_brought_and_also_after_dense_steps(models: 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("cache_dtype", ["model", "fp8"])
+@pytest.mark.parametrize("cache_dtype", ["model", "fp8", "int4"])
 @pytest.mark.parametrize("kind", ["kv", "y"])
 def test_a_step_that_lies_in_one_piece_moves_as_one(model: Model, kind: Kind, cache_dtype: CacheDtype) -> None:
     edit = make_edit(**EDITS[0])
@@ -269,14 +269,11 @@ def test_a_step_that_lies_in_one_piece_moves_as_one(model: Model, kind: Kind, ca
     far, places = replace(near, rows=span.rows), range(len(near.rows))
     [piece] = find_pieces(far, 1, places)
     assert len(find_pieces(far, 1, [*places[:1], *places[2:]])) == 2
-    found = {
-        key: memory.flatten().view(torch.uint8)[offset:]
-        for memory, offsets in piece.bring(model.device)
-        for key, offset in offsets.items()
-    }
+    memory, offsets = piece.bring(model.device)
+    found = {key: memory[offset:] for key, offset in offsets.items()}
     assert list(found) == list(itertools.product(places, range(near.num_branches)))
     for key, brought in found.items():
-        expected = near.at(1, *key, model.device)
+        expected = near.kept(1, *key)
         assert torch.equal(brought[: expected.nbytes].view(expected.dtype).view(expected.shape), expected)
 
 
