@@ -26,9 +26,10 @@ from instgenie.jobs.quality import DEFAULT, Quality, with_quality
 from instgenie.machine.device_memory import memory_guard
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
+from instgenie.pictures.cropping import Canvas, choose_box, crop_edit
 from instgenie.pictures.picture import check_edit
 from instgenie.scheduling.scheduler import FILL
-from instgenie.types import Edit, OnStep, PixelMask, Pixels, RegisterResult, Result, Timings
+from instgenie.types import Box, Edit, OnStep, PixelMask, Pixels, RegisterResult, Result, Timings
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -121,12 +122,29 @@ class Editor:
     def _queue(self, edit: Edit) -> QueuedEdit:
         """Queue an edit and start to load its activations, so that they are there when the job may start."""
         check_edit(edit)
+        edit = self._cropped(edit)
         if edit.reuse == "template":
             self._register_for(edit)
         if self.store.is_empty or not may_reuse(edit):
             return QueuedEdit(edit, None, 0.0)
         key, seconds = self._timed(self._find, edit)
         return QueuedEdit(edit, (key, self.store.prefetch(key, self.model.device)) if key else None, seconds)
+
+    def _cropped(self, edit: Edit) -> Edit:
+        """The edit of a crop, if it is to be one. The template of the whole picture stays in use where there is one, or
+        where the edit insists on it, unless a crop is asked for."""
+        box = self.choose_crop(edit)
+        if not box or (edit.crop == "auto" and (edit.reuse == "template" or self._is_registered(edit))):
+            return edit
+        return crop_edit(edit, box)
+
+    def choose_crop(self, edit: Edit) -> Box | None:
+        """The crop that is edited unless a template of the whole picture is used; None: the whole picture."""
+        canvas = Canvas(self.model.size_multiple, self.model.own_size, edit.size)
+        return None if edit.whole else choose_box(edit.mask, canvas, edit.crop, edit.crop_padding)
+
+    def _is_registered(self, edit: Edit) -> bool:
+        return not self.store.is_empty and may_reuse(edit) and self._find(edit, self.model) is not None
 
     def _register_for(self, edit: Edit) -> None:
         """Register the picture of an edit that insists on activations, unless it is registered."""
@@ -193,6 +211,7 @@ class Editor:
             cache_tier=found.tier if found else None,
             seconds=Timings(prepared.prepare_seconds, prepared.load_seconds, denoise_seconds, finish_seconds),
             reuse=reuse_found(job),
+            crop=job.edit.whole.box if job.edit.whole else None,
         )
 
     def _timed(self, work: Callable[[In, Model], Out], given: In) -> tuple[Out, float]:

@@ -16,6 +16,7 @@ Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or th
 CacheDtype = Literal["model", "fp8", "int4"]  # activations in the model's dtype, or packed into 1/2 or 5/16 of bfloat16
 Reuse = Literal["auto", "own", "template", "off"]  # of activations: see `Edit.reuse`
 ReuseFound = Literal["template", "own", "none"]  # whose activations an edit has read
+CropMode = Literal["auto", "off", "masked"]  # what is edited: a crop around the mask if it helps, all, a crop
 PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # how blocks are planned; see `cost.planner`
 Notes = list[str]  # plain sentences for the user about how a request was read; readers append to it
 NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
@@ -46,6 +47,15 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
+class Whole:
+    """The photograph that a crop was cut out of, and where."""
+
+    pixels: OwnPixels  # of the whole photograph, in the colours of its file
+    source: Source | None  # the photograph's file; None: the pixels are all there is
+    box: Box
+
+
+@dataclass(frozen=True, eq=False)
 class Edit:
     """A request to change the masked pixels of a picture into what the prompt describes."""
 
@@ -69,6 +79,9 @@ class Edit:
     own_steps: tuple[int, ...] | None = None  # dense steps of own reuse; None: those of the quality `balanced`
     max_change: float = 0.0  # own reuse: above 0, the last of these steps are found as K and V change by so much
     source: Source | None = None  # the picture's file; None: the picture is all there is
+    crop: CropMode = "auto"  # whether a crop around the mask is edited in the place of the picture
+    crop_padding: int | None = None  # pixels that a crop shows around the mask at least; None: a share of its box
+    whole: Whole | None = None  # where the picture is a crop: the photograph that the result is put back into
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,7 @@ class Result:
     cache_tier: TierName | None  # where the activations were found; None is a miss
     seconds: Timings
     reuse: ReuseFound = "none"  # whose activations were read
+    crop: Box | None = None  # the part of the picture that was edited; None: all of it
 
     @property
     def cache_hit(self) -> bool:

@@ -51,8 +51,8 @@ class Alignment:
         places = F.affine_grid(examples.theta, [len(examples.theta), 1, height, width], align_corners=False)
         seen = F.grid_sample(self.features[examples.rows].float(), places, padding_mode="border", align_corners=False)
         hidden = self.model.alignment(self.tap.kept[:, : height * width]).float()
-        near = F.cosine_similarity(hidden, seen.flatten(2).mT, dim=-1)
-        untouched = examples.untouched[:, None]
+        near = F.cosine_similarity(hidden, torch.cat([seen.flatten(2).mT] * 2), dim=-1)  # two noisy versions of each
+        untouched = torch.cat([examples.untouched] * 2)[:, None]
         return ((1 - near) * untouched).sum() / (untouched.sum() * near.shape[1])
 
 

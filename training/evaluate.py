@@ -1,115 +1,187 @@
-"""Figures and sheets of a trained pipeline folder, on photographs kept out of training.
+"""Measures a pipeline folder on photographs and scenes kept out of training, with another model beside it.
 
-    python -m training.evaluate --pipeline FOLDER --photos DIR --out OUT [--device cuda]
+    python -m training.evaluate --photos DIR --scenes DIR/scenes --out OUT [--pipeline NEW] [--against OLD]
 
-Writes figures.json, samples.png and edits.png. Photographs are measured, never written: a sheet holds only what the
-model made.
+Prints one table of every figure, its bar and whether it is passed, and writes figures.json, figures.md, samples.png,
+removal.jpg and blind.jpg into OUT. removal.jpg shows scenes of the given folder; samples.png and blind.jpg show only
+what the model made and the photographs that ship with the package. With `--parts` the figures of the other parts stay
+as they are in OUT.
 """
 
 import argparse
-import json
+import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 
-from instgenie.bench.metrics import Features, Lpips
-from instgenie.bench.photos import load_photos
-from training.figures import Figures, autoencoder_figures, model_figures, real_figures
-from training.holdout import Bench, Context, prepare, unit, where
-from training.sampling import load_pipeline
-from training.sheets import edit_sheet, sample_sheet
+import instgenie
+from instgenie.models.loading.folder import BUILTIN
+from training.measure import removal
+from training.measure.autoencoder import autoencoder_figures
+from training.measure.bars import GROUPS
+from training.measure.bench import Bench, Candidate, Values
+from training.measure.cost import cost_figures
+from training.measure.edits import edit_figures, prompt_figures, text_figures
+from training.measure.pasting import KINDS, Removals, load_removals
+from training.measure.photographs import Holdout, prepare, where
+from training.measure.report import NEW, OLD, FigureReport, Measured, digest, markdown, terminal_table, write_page
+from training.measure.sheets import compared_sheet, random_edits, sample_sheet
+from training.scenes import load_scenes
 
+EXAMPLES = Path(instgenie.__file__).parent / "examples"
+BLIND = "blind"  # a part without figures
+PARTS = (*GROUPS, BLIND)
 PER_SPECIES = {"cat": 6, "dog": 10, "flower": 5, "clothing": 11}  # prompts of the sample sheet
+NUM_SHOWN = 24  # edits of a sheet
 
 
-def evaluate(bench: Bench, args: argparse.Namespace) -> Figures:
-    train = load_photos(args.photos, "train", 64 if args.quick else args.train_count).to(bench.device)
-    val = load_photos(args.photos, "val", 8 if args.quick else args.count).to(bench.device)
-    bench.console.log(f"{len(train)} training and {len(val)} validation photographs")
-    context = prepare(bench, train, val)
-    autoencoder, rebuilt = autoencoder_figures(bench, unit(val))
-    figures: Figures = {"autoencoder": autoencoder, "photographs": real_figures(bench, context, rebuilt)}
-    bench.console.log("photographs and autoencoder measured")
-    for guidance in args.guidance:
-        figures[f"guidance {guidance:g}"] = model_figures(bench, context, guidance)
-    save_sheets(bench, context, args.guidance[0], args.out, args.quick)
-    return figures
+class Evaluation:
+    """Measures the parts one after the other, each with all models, so that photographs and probes are made once."""
+
+    def __init__(self, bench: Bench, candidates: Sequence[Candidate], args: argparse.Namespace) -> None:
+        self.bench, self.candidates, self.args = bench, candidates, args
+        self.report = FigureReport({one.name: Measured(digest(one.folder)) for one in candidates})
+        self.num_shown = args.num_scenes if args.quick else NUM_SHOWN
+
+    def run(self) -> FigureReport:
+        parts = set(self.args.parts)
+        if parts != {"cost"}:
+            holdout = prepare(self.bench, self.args.photos, self.args.num_train, self.args.num_val)
+            self.log(f"{len(holdout.train)} training and {len(holdout.val)} validation photographs are embedded")
+            self.pictures(holdout, parts)
+        if "cost" in parts:
+            costs = cost_figures(self.candidates, self.bench.steps, 1 if self.args.quick else 3)
+            for candidate in self.candidates:
+                self.keep("cost", candidate, costs[candidate.name])
+        return self.report
+
+    def pictures(self, holdout: Holdout, parts: set[str]) -> None:
+        bench, scenes = self.bench, self.args.scenes
+        self.report.real["edits"] = holdout.ceilings
+        if "autoencoder" in parts:
+            crops = load_scenes(scenes, "val", self.args.num_scenes)
+            for candidate in self.candidates:
+                self.keep("autoencoder", candidate, autoencoder_figures(bench, holdout, crops, candidate))
+        if "removal" in parts:
+            removals = load_removals(holdout.val, scenes, "val", self.args.num_scenes)
+            self.removals(removals, removal.fit_probe(bench, holdout, scenes, self.args.num_scenes))
+        if "text to image" in parts:
+            for candidate in self.candidates:
+                self.keep("text to image", candidate, text_figures(bench, holdout, candidate))
+            prompts = sheet_prompts(holdout, self.num_shown + 8)
+            samples = bench.generate(self.candidates[0], prompts, salt=40)
+            sample_sheet(samples, prompts).save(self.args.out / "samples.png")
+        for name, measure in (("edits", edit_figures), ("prompts", prompt_figures)):
+            for candidate in self.candidates if name in parts else ():
+                self.keep(name, candidate, measure(bench, holdout, candidate))
+        if BLIND in parts:
+            self.blind(sorted(set(holdout.val.captions)))
+
+    def removals(self, removals: Removals, probe: removal.Probe) -> None:
+        self.report.real["removal"] = removal.real_figures(self.bench, removals, probe)
+        rows = range(min(self.num_shown, len(removals)))
+        cases = [(i, KINDS[i % 3], removal.CAPTIONS[i // 3 % 3]) for i in rows]  # each mask with each caption
+        shown = {}
+        for candidate in self.candidates:
+            filled = removal.fill_all(self.bench, removals, candidate)
+            self.keep("removal", candidate, removal.removal_figures(self.bench, removals, probe, filled))
+            shown[candidate.name] = torch.stack([filled[kind, caption][i] for i, kind, caption in cases])
+        masks = torch.stack([removals.masks[kind][i] for i, kind, _ in cases])
+        captions = [caption for _, _, caption in cases]
+        made = compared_sheet(removals.pasted[: len(cases)], masks, captions, shown)
+        made.save(self.args.out / "removal.jpg", quality=90)
+
+    def blind(self, captions: Sequence[str]) -> None:
+        """Random edits of the photographs that ship with the package, none of them picked."""
+        edits = random_edits(EXAMPLES, captions, self.num_shown, self.bench.seed)
+        made = {
+            one.name: self.bench.edit(one, edits.pictures, edits.masks, edits.prompts, salt=50)
+            for one in reversed(self.candidates)  # the old model stands left
+        }
+        compared = compared_sheet(edits.pictures, edits.masks, edits.prompts, made, with_input=False)
+        compared.save(self.args.out / "blind.jpg", quality=90)
+        self.log("random edits are drawn")
+
+    def keep(self, group: str, candidate: Candidate, values: Values) -> None:
+        self.report.models[candidate.name].figures[group] = values
+        self.report.runs[group] = {
+            "device": "a CPU, two threads" if group == "cost" else device_name(self.bench.device),
+            "steps": self.bench.steps,
+            "guidance": self.bench.guidance,
+            "seed": self.bench.seed,
+        }
+        self.log(f"{group} of the {candidate.name} model")
+
+    def log(self, line: str) -> None:
+        self.bench.console.log(line)
 
 
-def save_sheets(bench: Bench, context: Context, guidance: float, out: Path, quick: bool) -> None:
-    def make(pictures: Tensor, masks: Tensor, prompts: list[str]) -> Tensor:
-        return bench.edit(pictures, masks, prompts, guidance, salt=40)
-
-    prompts = sheet_prompts(context, 4 if quick else 32)
-    sample_sheet(make, prompts, bench.device).save(out / "samples.png")
-    edit_sheet(make, bench.device, 2 if quick else 8).save(out / "edits.png")
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"a CPU ({platform.machine()})"
 
 
-def sheet_prompts(context: Context, limit: int) -> list[str]:
+def sheet_prompts(holdout: Holdout, limit: int) -> list[str]:
     prompts = []
     for species, count in PER_SPECIES.items():
-        captions = sorted({context.val.captions[i] for i in where(context.val, species)})
+        captions = sorted({holdout.val.captions[i] for i in where(holdout.val, species)})
         picks = torch.linspace(0, len(captions) - 1, min(count, len(captions))).round().long().tolist()
         prompts += [captions[i] for i in picks]
     return prompts[:limit]
 
 
-def show(console: Console, figures: Figures) -> None:
-    table = Table("figure", "value", title="built-in model")
-    for name, value in flat(figures):
-        table.add_row(name, value)
-    console.print(table)
-
-
-def flat(figures: Figures, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            yield from flat(value, (*path, name))
-        elif not isinstance(value, list):
-            yield " / ".join((*path, name)), f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pipeline", required=True, help="a diffusers FluxFillPipeline folder")
     parser.add_argument("--photos", required=True, type=Path, help="folder with captions.csv and the shards")
+    parser.add_argument("--scenes", type=Path, help="folder with scenes.csv and the shards (default: PHOTOS/scenes)")
+    parser.add_argument("--pipeline", type=Path, default=BUILTIN, help="the new model (default: the built-in one)")
+    parser.add_argument("--against", type=Path, help="the old model, to compare with")
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these alone")
+    parser.add_argument("--card", type=Path, help="a Markdown page whose part between two marks gets the tables")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the transformer")
-    parser.add_argument("--count", type=int, help="number of validation photographs (default: all)")
-    parser.add_argument(
-        "--train-count", type=int, default=6000, help="number of training photographs for probes and nearest neighbours"
-    )
     parser.add_argument("--steps", type=int, default=28)
-    parser.add_argument(
-        "--guidance", type=float, nargs="+", default=[3.5], help="guidance scales to measure; the sheets use the first"
-    )
+    parser.add_argument("--guidance", type=float, default=3.5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a few pictures and two steps, to see that it runs")
-    return parser.parse_args()
+    parser.add_argument("--num-val", type=int, help="validation photographs (default: all)")
+    parser.add_argument("--num-train", type=int, help="training photographs, for the probes (default: all)")
+    parser.add_argument("--num-scenes", type=int, help="validation scenes (default: all)")
+    parser.add_argument("--quick", action="store_true", help="every figure on few pictures with few steps")
+    args = parser.parse_args(arguments)
+    args.scenes = args.scenes or args.photos / "scenes"
+    if {"autoencoder", "removal"} & set(args.parts) and not (args.scenes / "scenes.csv").is_file():
+        parser.error(f"{args.scenes} holds no scenes.csv: pass --scenes, or --parts without autoencoder and removal")
+    for folder in filter(None, (args.pipeline, args.against)):
+        if not (folder / "model_index.json").is_file():
+            parser.error(f"{folder} holds no model_index.json: a pipeline folder is expected")
+    if args.quick:
+        args.steps = min(args.steps, 2)
+        args.num_val, args.num_train = args.num_val or 8, args.num_train or 120
+        args.num_scenes = args.num_scenes or 2
+    return args
 
 
-def main() -> None:
-    args = parse()
+def main(arguments: Sequence[str] | None = None, bench: Bench | None = None) -> FigureReport:
+    """`bench` brings networks of its own to judge with."""
+    args = parse(arguments)
     start = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(
-        device=args.device,
-        steps=2 if args.quick else args.steps,
-        seed=args.seed,
-        pipe=load_pipeline(args.pipeline, args.device, getattr(torch, args.dtype)),
-        features=Features().to(args.device),
-        lpips=Lpips().to(args.device),
-    )
-    figures = evaluate(bench, args)
-    figures["run"] = {"steps": bench.steps, "seed": bench.seed, "seconds": time.monotonic() - start}
-    (args.out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    show(bench.console, figures)
+    bench = bench or Bench.load(args.device, args.steps, args.guidance, args.seed)
+    folders = {NEW: args.pipeline, OLD: args.against}
+    candidates = [Candidate.load(name, folder, args.device) for name, folder in folders.items() if folder]
+    report = Evaluation(bench, candidates, args).run()
+    path = args.out / "figures.json"
+    if path.exists():
+        report.keep_from(FigureReport.load(path))
+    report.save(path)
+    (args.out / "figures.md").write_text(markdown(report))
+    if args.card:
+        write_page(report, args.card)
+    Console(width=120).print(terminal_table(report))
+    bench.console.log(f"{time.monotonic() - start:.0f} s")
+    return report
 
 
 if __name__ == "__main__":

@@ -1,24 +1,33 @@
 """Training examples: a picture, a mask and a caption of the masked part.
 
-Most examples mask a photograph as it is. Two kinds contradict their surroundings on purpose, so that the model learns
-to believe the caption: a pet or a flower out of one photograph put into another, and a garment given another colour.
-One kind masks background only and says so, or says nothing: that is how an object is removed later. It is taken from
-photographs of every sort, mostly in the shape of a pet, so that neither the word nor the shape comes to mean a pet.
+Most examples mask a photograph as it is. Three kinds contradict their surroundings on purpose, so that the model learns
+to believe the caption: a pet, a flower or a garment out of one photograph put into another, inside a mask that it need
+not fill; and a garment given another colour. Two kinds teach removal, and say `background` or nothing: masks over the
+background of photographs of every sort, and scenes from which an object is to go, whose remains may stick out of the
+mask.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from instgenie.bench.photos import Photos
 from training import masks
-from training.data import BACKGROUND_CAPTIONS, COLOURS, caption_variants, recoloured
+from training.colours import COLOURS, photo_colours
+from training.cutouts import Cutouts, Pasted, garments
+from training.data import BACKGROUND_CAPTIONS, NUM_VARIANTS, caption_variants, recoloured
+from training.views import Draw, outline_view, view
 
-PASTED_PETS, PASTED_FLOWERS, RECOLOURED, CAPTION_DROPOUT = 0.08, 0.06, 0.06, 0.1
-KINDS = ("full", "box", "outline", "shape", "stroke", "thin", "scattered", "none", "background")
-KIND_SHARES = (0.26, 0.18, 0.17, 0.05, 0.11, 0.05, 0.05, 0.02, 0.11)
+PARTS = {"recoloured": 0.07, "pets": 0.08, "flowers": 0.08, "garments": 0.08, "removal": 0.12}  # the rest is plain
+PASTED = {
+    "pets": (0.4, 1.0),
+    "flowers": (0.4, 1.0),
+    "garments": (0.5, 1.1),
+}  # smallest and largest size of a photograph
+CAPTION_DROPOUT, FULL_CAPTION_DROPOUT = 0.06, 0.1
+KINDS = ("full", "box", "ellipse", "outline", "shape", "stroke", "thin", "scattered", "none", "background")
+KIND_SHARES = (0.26, 0.12, 0.07, 0.17, 0.05, 0.1, 0.05, 0.05, 0.02, 0.11)
 COLOUR_VALUES = (
     (0.08, 0.08, 0.09), (0.93, 0.93, 0.93), (0.52, 0.52, 0.53), (0.75, 0.1, 0.13), (0.95, 0.5, 0.1), (0.95, 0.85, 0.2),
     (0.15, 0.5, 0.2), (0.15, 0.27, 0.65), (0.45, 0.2, 0.6), (0.95, 0.6, 0.7), (0.45, 0.28, 0.15),
@@ -43,192 +52,163 @@ class Captions:
         for text in BACKGROUND_CAPTIONS:
             rows.setdefault(text, len(rows))
         self.num_background = len(rows) - 1
+        background = [0] * (NUM_VARIANTS - self.num_background) + list(range(1, len(rows)))
+        subjects, behind = photo_colours(photos)
         variants, colours = [], []
-        for caption, label, species, colour in zip(
-            photos.captions, photos.labels, photos.species, photos.colours, strict=True
-        ):
-            texts = caption_variants(caption, label, species)
+        for i, (caption, label, species) in enumerate(zip(photos.captions, photos.labels, photos.species, strict=True)):
+            if species == "scene":
+                variants.append(background)
+                colours.append([0] * len(COLOURS))
+                continue
+            texts = caption_variants(caption, label, species, subjects[i], behind[i])
             variants.append([rows.setdefault(text, len(rows)) for text in texts])
-            new = [recoloured(texts[0], colour, c) if colour else texts[0] for c in COLOURS]
+            given = photos.colours[i]
+            new = [recoloured(texts[0], given, colour) if given else texts[0] for colour in COLOURS]
             colours.append([rows.setdefault(text, len(rows)) for text in new])
         self.texts = list(rows)
-        self.variants = torch.tensor(variants)  # [N, 8]
+        self.variants = torch.tensor(variants)  # [N, 16]
         self.colours = torch.tensor(colours)  # [N, 11]
 
 
 class ExampleSource:
     def __init__(self, photos: Photos, captions: Captions, generator: Generator) -> None:
         device = generator.device
-        self.photos, self.captions, self.generator = photos.to(device), captions, generator
+        self.photos, self.captions, self.draw_of = photos.to(device), captions, Draw(generator)
+        self.generator = generator
+        self.cutouts = Cutouts(self.photos, self.draw_of)
         self.variants, self.colours = captions.variants.to(device), captions.colours.to(device)
         self.is_pet = photos.outlines.flatten(1).any(1)
-        self.pets = self.is_pet.nonzero()[:, 0]
-        edge = torch.ones(256, 256, dtype=torch.bool, device=device)
-        edge[2:-2, 2:-2] = False
-        touching = (photos.outlines & edge).flatten(1).sum(1)
-        self.is_clothing = torch.tensor([s == "clothing" for s in photos.species], device=device)
-        self.flowers = torch.tensor([i for i, s in enumerate(photos.species) if s == "flower"], device=device)
-        self.whole_pets = (self.is_pet & (touching < 40)).nonzero()[:, 0]
-        self.coloured = torch.tensor([i for i, c in enumerate(photos.colours) if c], device=device, dtype=torch.long)
+        self.is_clothing, self.is_scene = (
+            torch.tensor([s == name for s in photos.species], device=device) for name in ("clothing", "scene")
+        )
+        scenes, cuts = self.is_scene.nonzero()[:, 0], self.cutouts
+        self.sources = {  # the photographs that each part takes
+            "recoloured": torch.tensor([i for i, c in enumerate(photos.colours) if c], device=device, dtype=torch.long),
+            "pets": cuts.pets,
+            "flowers": cuts.flowers,
+            "garments": cuts.garments,
+            "removal": scenes if len(cuts.objects) else scenes[:0],
+        }
         self.palette = torch.tensor(COLOUR_VALUES, device=device)
 
     def draw(self, num: int, height: int, width: int) -> Examples:
-        recoloured, pets, flowers = self._parts(num)
-        rows = self._integers(len(self.photos), num)
-        if rows[recoloured].numel():
-            rows[recoloured] = self._pick(self.coloured, len(rows[recoloured]))
-        theta = self._theta(num, height, width)
-        pictures = self._view(self.photos.pictures[rows], theta, height, width)
-        outlines = self._outline_view(rows, theta, height, width)
-        texts = self.variants[rows, self._integers(self.variants.shape[1], num)]
-        things = torch.where(self.is_clothing[rows][:, None, None], self._garments(pictures), outlines)
-        mask, is_background, is_outline = self._masks(outlines, things, self.is_pet[rows])
-        # Without a caption, a pet-shaped hole means to continue the surroundings: true outlines keep their caption.
-        texts = torch.where(self._chance(num, CAPTION_DROPOUT) & ~is_outline, 0, texts)
-        texts = torch.where(is_background, self._background_texts(num), texts)
+        draw, parts = self.draw_of, self._parts(num)
+        rows = draw.integers(len(self.photos), num)
+        for name in ("recoloured", "removal"):
+            if rows[parts[name]].numel():
+                rows[parts[name]] = draw.pick(self.sources[name], len(rows[parts[name]]))
+        theta = draw.crop(num, height, width)
+        pictures = draw.light(view(self.photos.pictures[rows], theta, height, width))
+        mask, texts = self._plain(pictures, rows, outline_view(self.photos.outlines[rows], theta, height, width))
         # Content that contradicts its surroundings keeps its caption: an empty one means to continue them.
-        if rows[recoloured].numel():
-            garment = self._garments(pictures[recoloured])
-            mask[recoloured] = self._garment_masks(mask[recoloured], garment)
-            where = mask[recoloured] & garment
-            pictures[recoloured], texts[recoloured] = self._recolour(pictures[recoloured], where, rows[recoloured])
-        for part, paste in ((pets, self._paste_pets), (flowers, self._paste_flowers)):
+        for name, part in parts.items():
             if rows[part].numel():
-                pictures[part], mask[part], texts[part] = paste(pictures[part])
-        untouched = torch.arange(num, device=rows.device) >= flowers.stop
+                changed = self._change(name, pictures[part], mask[part], rows[part])
+                pictures[part], mask[part], texts[part] = changed
+        untouched = torch.arange(num, device=rows.device) >= parts["removal"].stop
         return Examples(pictures, mask, texts, rows, theta, untouched)
 
-    def _parts(self, num: int) -> tuple[slice, slice, slice]:
-        """Draw which examples are recoloured, have a pasted pet or a pasted flower; the others are plain."""
-        num_recoloured = round(num * RECOLOURED) if len(self.coloured) else 0
-        num_pets = round(num * PASTED_PETS) if len(self.whole_pets) else 0
-        num_flowers = round(num * PASTED_FLOWERS) if len(self.flowers) else 0
-        first, second = num_recoloured + num_pets, num_recoloured + num_pets + num_flowers
-        return slice(0, num_recoloured), slice(num_recoloured, first), slice(first, second)
+    def _parts(self, num: int) -> dict[str, slice]:
+        """Which examples are recoloured, have an object pasted, or lose one; the others are plain."""
+        parts, start = {}, 0
+        for name, share in PARTS.items():
+            stop = start + (round(num * share) if len(self.sources[name]) else 0)
+            parts[name], start = slice(start, stop), stop
+        return parts
 
-    def _masks(self, outlines: Tensor, things: Tensor, is_pet: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One mask per picture, of a random kind; also which masks are background only, and which a pet's outline."""
-        num, height, width = outlines.shape
+    def _plain(self, pictures: Tensor, rows: Tensor, outlines: Tensor) -> tuple[Tensor, Tensor]:
+        """Masks of random kinds and their captions."""
+        draw, num = self.draw_of, len(rows)
+        things = torch.where(self.is_clothing[rows][:, None, None], garments(pictures), outlines)
+        mask, kind = self._masks(outlines, things, rows)
+        texts = self.variants[rows, draw.integers(NUM_VARIANTS, num)]
+        # Without a caption, a pet-shaped hole means to continue the surroundings: true outlines keep their caption.
+        is_full = kind == KINDS.index("full")
+        dropped = torch.where(is_full, draw.chance(num, FULL_CAPTION_DROPOUT), draw.chance(num, CAPTION_DROPOUT))
+        is_outline = (kind == KINDS.index("outline")) & self.is_pet[rows]
+        texts = torch.where(dropped & ~is_outline, 0, texts)
+        return mask, torch.where(kind == KINDS.index("background"), self._background_texts(num), texts)
+
+    def _masks(self, outlines: Tensor, things: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """One mask per picture, of a random kind; a scene seldom is masked whole."""
+        draw, (num, height, width) = self.draw_of, outlines.shape
         shares = torch.tensor(KIND_SHARES, device=outlines.device)
         kind = torch.multinomial(shares, num, replacement=True, generator=self.generator)
-        foreign = self._outline_view(
-            self._pick(self.pets, num) if len(self.pets) else self._integers(len(self.photos), num),
-            self._placement(num, 0.5, 1.1),
-            height,
-            width,
-        )
+        is_whole_scene = self.is_scene[rows] & (kind == KINDS.index("full")) & draw.chance(num, 0.8)
+        kind = torch.where(is_whole_scene, KINDS.index("shape"), kind)
+        is_pet = self.is_pet[rows][:, None, None]
+        foreign = self.cutouts.foreign(num, height, width)
         stroke = masks.strokes(num, height, width, (0.03, 0.15), self.generator)
-        grown = masks.dilate(outlines, int(self._integers(17, 1)))
-        shape = foreign | (stroke & ~is_pet[:, None, None])
+        shape = foreign | (stroke & ~is_pet)
         made = {
             "full": torch.ones_like(outlines),
             "box": masks.boxes(num, height, width, self.generator),
-            "outline": torch.where(is_pet[:, None, None], grown, shape),
+            "ellipse": masks.inner_ellipses(masks.boxes(num, height, width, self.generator)),
+            "outline": torch.where(is_pet, masks.dilate(outlines, draw.integer(0, 17)), shape),
             "shape": shape,
             "stroke": stroke,
             "thin": masks.strokes(num, height, width, (0.008, 0.03), self.generator),
             "scattered": masks.scattered(num, height, width, self.generator),
             "none": torch.zeros_like(outlines),
-            "background": (foreign | (stroke & self._chance(num, 0.3)[:, None, None])) & ~masks.dilate(things, 6),
+            "background": (foreign | (stroke & draw.chance(num, 0.3)[:, None, None])) & ~masks.dilate(things, 6),
         }
         mask = torch.zeros_like(outlines)
         for i, name in enumerate(KINDS):
             mask = torch.where((kind == i)[:, None, None], made[name], mask)
-        return mask, kind == KINDS.index("background"), (kind == KINDS.index("outline")) & is_pet
+        return mask, kind
 
     def _background_texts(self, num: int) -> Tensor:
         """A background caption, empty half of the time."""
-        named = 1 + self._integers(self.captions.num_background, num)
-        return torch.where(self._chance(num, 0.5), 0, named)
+        named = 1 + self.draw_of.integers(self.captions.num_background, num)
+        return torch.where(self.draw_of.chance(num, 0.5), 0, named)
 
-    def _garments(self, pictures: Tensor) -> Tensor:
-        """[B, H, W] bool: pixels that differ from the left and right edges of the picture."""
-        edges = torch.cat([pictures[..., :8], pictures[..., -8:]], -1).flatten(2).median(2).values
-        return (pictures - edges[:, :, None, None]).abs().mean(1) > 0.2
+    def _change(self, name: str, pictures: Tensor, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if name == "recoloured":
+            return self._recolour(pictures, mask, rows)
+        if name == "removal":
+            return self._remove(pictures)
+        objects = self.draw_of.pick(self.sources[name], len(pictures))
+        return self._put(self.cutouts.paste(pictures, objects, *PASTED[name]))
 
-    def _garment_masks(self, mask: Tensor, garment: Tensor) -> Tensor:
-        """The whole garment most of the time, so that a new colour seldom ends inside it."""
-        whole = masks.dilate(garment, 4)
-        return torch.where(self._chance(len(mask), 0.6)[:, None, None], whole, mask)
+    def _recolour(self, pictures: Tensor, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give a garment another colour inside the mask, which is the whole garment half of the time.
 
-    def _recolour(self, pictures: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Give a garment another colour; its shading is kept, and made stronger where the cloth was pale."""
-        colour = self._integers(len(COLOURS), len(rows))
-        value = self.palette[colour] + self._uniform((len(rows), 3), -0.07, 0.07)
+        The garment's shading is kept, and made stronger where the cloth was pale.
+        """
+        draw, num = self.draw_of, len(rows)
+        garment = garments(pictures)
+        mask = torch.where(draw.chance(num, 0.5)[:, None, None], masks.dilate(garment, draw.integer(2, 8)), mask)
+        where = mask & garment
+        colour = draw.integers(len(COLOURS), num)
+        value = self.palette[colour] + draw.uniform((num, 3), -0.07, 0.07)
         light = (pictures.mean(1) + 1) / 2
         mean = (light * where).sum((1, 2)) / where.sum((1, 2)).clamp(min=1)
         shading = light / mean[:, None, None].clamp(min=0.05)
         shading = (1 + (1 + mean[:, None, None]) * (shading - 1)).clamp(0.2, 1.8)
         tinted = (value[:, :, None, None] * shading[:, None]).clamp(0, 1) * 2 - 1
-        return torch.where(where[:, None], tinted, pictures), self.colours[rows, colour]
+        return torch.where(where[:, None], tinted, pictures), mask, self.colours[rows, colour]
 
-    def _paste_pets(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Paste the pet of another photograph, cut out along its outline."""
-        num, _, height, width = pictures.shape
-        rows, theta = self._pick(self.whole_pets, num), self._placement(num, 0.5, 1.0)
-        outline = self._outline_view(rows, theta, height, width)
-        alpha = F.avg_pool2d((~masks.dilate(~outline, 2))[:, None].float(), 3, 1, 1)
-        return self._paste(pictures, rows, theta, alpha, outline)
+    def _put(self, pasted: Pasted) -> tuple[Tensor, Tensor, Tensor]:
+        """An object that appears: its mask has its shape, a box, an ellipse or a scribble, with room around it."""
+        texts = self.variants[pasted.rows, self.draw_of.integers(NUM_VARIANTS, len(pasted.rows))]
+        return pasted.pictures, self._around(pasted.shapes, (2, 12), (12, 36)), texts
 
-    def _paste_flowers(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Paste the middle of a flower photograph, fading out along an ellipse."""
-        num, _, height, width = pictures.shape
-        rows, theta = self._pick(self.flowers, num), self._placement(num, 0.4, 0.9)
-        places = F.affine_grid(theta, [num, 1, height, width], align_corners=False)  # where each pixel comes from
-        reach = places.square().sum(-1).sqrt()  # 1 at the edges of the pasted photograph
-        alpha = ((0.95 - reach) / 0.3).clamp(0, 1)[:, None]
-        return self._paste(pictures, rows, theta, alpha, reach < 0.95)
+    def _remove(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """An object that goes: inside the mask the scene as it was, outside what sticks out of a tight mask."""
+        draw, num = self.draw_of, len(pictures)
+        pasted = self.cutouts.paste(pictures, draw.pick(self.cutouts.objects, num), 0.25, 0.95)
+        tight = masks.erode(pasted.shapes, draw.integer(0, 4))
+        loose = self._around(pasted.shapes, (1, 10), (8, 28))
+        mask = torch.where(draw.chance(num, 0.2)[:, None, None], tight, loose)
+        return torch.where(mask[:, None], pictures, pasted.pictures), mask, self._background_texts(num)
 
-    def _paste(
-        self, pictures: Tensor, rows: Tensor, theta: Tensor, alpha: Tensor, shape: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The mask of a pasted object: its shape or its box, with room around it; an object need not fill its mask."""
-        num, _, height, width = pictures.shape
-        pasted = self._view(self.photos.pictures[rows], theta, height, width)
-        near, far = (masks.dilate(shape, low + int(self._integers(high, 1))) for low, high in ((2, 12), (12, 36)))
-        hole = torch.where(self._chance(num, 0.5)[:, None, None], near, far)
-        mask = torch.where(self._chance(num, 0.5)[:, None, None], masks.bounding_boxes(hole), hole)
-        texts = self.variants[rows, self._integers(self.variants.shape[1], num)]
-        return pictures * (1 - alpha) + pasted * alpha, mask, texts
-
-    def _theta(self, num: int, height: int, width: int) -> Tensor:
-        """A random crop of at least 88 % of the side, flipped half of the time: output to input coordinates."""
-        scale = 1 - self._uniform((num,), 0, 0.12) * (self._uniform((num,), 0, 1) < 0.6)
-        scale_x, scale_y = scale * min(1, width / height), scale * min(1, height / width)
-        shift_x = self._uniform((num,), -1, 1) * (1 - scale_x)
-        shift_y = self._uniform((num,), -1, 1) * (1 - scale_y)
-        return self._affine(scale_x, scale_y, shift_x, shift_y)
-
-    def _placement(self, num: int, low: float, high: float) -> Tensor:
-        """The whole photograph, scaled and put somewhere."""
-        size = self._uniform((num,), low, high)
-        shift_x, shift_y = ((self._uniform((num,), -1, 1) * (1 - size).clamp(min=0)) / size for _ in range(2))
-        return self._affine(1 / size, 1 / size, shift_x, shift_y)
-
-    def _affine(self, scale_x: Tensor, scale_y: Tensor, shift_x: Tensor, shift_y: Tensor) -> Tensor:
-        flip = torch.where(self._chance(len(scale_x), 0.5), -1.0, 1.0)
-        zero = torch.zeros_like(scale_x)
-        return torch.stack([flip * scale_x, zero, shift_x, zero, scale_y, shift_y], 1).view(-1, 2, 3)
-
-    def _outline_view(self, rows: Tensor, theta: Tensor, height: int, width: int) -> Tensor:
-        seen = self._view(self.photos.outlines[rows, None].to(torch.uint8) * 255, theta, height, width)
-        return seen[:, 0] > 0
-
-    @staticmethod
-    def _view(pictures: Tensor, theta: Tensor, height: int, width: int) -> Tensor:
-        """[B, C, 256, 256] uint8 -> [B, C, height, width] in [-1, 1]; -1 beyond the edge."""
-        places = F.affine_grid(theta, [len(theta), 3, height, width], align_corners=False)
-        seen = F.grid_sample(pictures.float() / 255, places, align_corners=False)
-        return seen * 2 - 1
-
-    def _integers(self, high: int, num: int) -> Tensor:
-        return torch.randint(high, (num,), generator=self.generator, device=self.generator.device)
-
-    def _pick(self, rows: Tensor, num: int) -> Tensor:
-        return rows[self._integers(len(rows), num)]
-
-    def _chance(self, num: int, share: float) -> Tensor:
-        return self._uniform((num,), 0, 1) < share
-
-    def _uniform(self, shape: tuple[int, ...], low: float, high: float) -> Tensor:
-        return masks.uniform(shape, low, high, self.generator)
+    def _around(self, shapes: Tensor, near: tuple[int, int], far: tuple[int, int]) -> Tensor:
+        """Masks that hold the shapes: grown a little or much, as they are, or as box, ellipse or scribble."""
+        draw, (num, height, width) = self.draw_of, shapes.shape
+        little, much = (masks.dilate(shapes, draw.integer(*reach)) for reach in (near, far))
+        hole = torch.where(draw.chance(num, 0.5)[:, None, None], little, much)
+        form = draw.integers(6, num)[:, None, None]
+        mask = torch.where(form >= 4, masks.bounding_boxes(hole), hole)
+        mask = torch.where(form == 3, masks.outer_ellipses(hole), mask)
+        scribble = hole | masks.strokes(num, height, width, (0.03, 0.12), self.generator)
+        return torch.where(form == 2, scribble, mask)

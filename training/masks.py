@@ -60,14 +60,41 @@ def dilate(mask: Tensor, pixels: int) -> Tensor:
     if pixels == 0:
         return mask
     size, pad = 2 * pixels + 1, pixels
-    grown = F.max_pool2d(mask[:, None].to(torch.bfloat16), (size, 1), 1, (pad, 0))
+    small = torch.bfloat16 if mask.is_cuda else torch.float32
+    grown = F.max_pool2d(mask[:, None].to(small), (size, 1), 1, (pad, 0))
     return F.max_pool2d(grown, (1, size), 1, (0, pad))[:, 0] > 0.5
+
+
+def erode(mask: Tensor, pixels: int) -> Tensor:
+    """Shrink masks [n, h, w] by a square of the given radius; the picture's edge takes nothing away."""
+    return ~dilate(~mask, pixels)
 
 
 def bounding_boxes(mask: Tensor) -> Tensor:
     """[n, h, w] bool -> the filled bounding box of each."""
     rows, columns = mask.any(2), mask.any(1)
     return _span(rows)[:, :, None] & _span(columns)[:, None, :]
+
+
+def inner_ellipses(boxes: Tensor) -> Tensor:
+    """[n, h, w] bool, filled boxes -> the ellipse inside each."""
+    return _ellipses(boxes, 1.0)
+
+
+def outer_ellipses(mask: Tensor) -> Tensor:
+    """[n, h, w] bool -> an ellipse around each, which cuts corners of the bounding box only."""
+    return _ellipses(bounding_boxes(mask), 1.25)
+
+
+def _ellipses(boxes: Tensor, reach: float) -> Tensor:
+    y, x = grid(*boxes.shape[1:], boxes.device)
+    distance = torch.zeros(boxes.shape, device=boxes.device)
+    for line, places, shape in ((boxes.any(2), y, (-1, len(y), 1)), (boxes.any(1), x, (-1, 1, len(x)))):
+        low = torch.where(line, places, 1.0).min(1).values[:, None]
+        high = torch.where(line, places, 0.0).max(1).values[:, None]
+        radius = ((high - low) / 2).clamp(min=1e-3) * reach
+        distance = distance + ((places - (low + high) / 2) / radius).square().view(shape)
+    return (distance <= 1) & boxes.flatten(1).any(1)[:, None, None]
 
 
 def _span(line: Tensor) -> Tensor:

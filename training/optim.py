@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
     """Approximately the nearest semi-orthogonal matrices [n, rows, columns], by Newton-Schulz with Muon's quintic."""
-    x = matrices.to(torch.bfloat16)
+    x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT

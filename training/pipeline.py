@@ -12,8 +12,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast,
 Encoders = tuple[CLIPTextModel, T5EncoderModel]
 Tokenizers = tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]
 
-NUM_TEXT_TOKENS = 16
-LATENT_CHANNELS = 10
+NUM_TEXT_TOKENS = 64
+LATENT_CHANNELS = 16
 
 
 def build_autoencoder(latent_channels: int = LATENT_CHANNELS) -> AutoencoderTiny:
@@ -101,7 +101,7 @@ def build_text_encoders(clip: PreTrainedTokenizerFast, t5: PreTrainedTokenizerFa
 
 
 def token_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """[texts, 16], padded as the Flux pipelines pad."""
+    """[texts, 64], padded as the Flux pipelines pad."""
     ids: torch.Tensor = tokenizer(
         texts, padding="max_length", max_length=NUM_TEXT_TOKENS, truncation=True, return_tensors="pt"
     ).input_ids
@@ -150,3 +150,30 @@ def load_text(folder: Path) -> tuple[Encoders, Tokenizers]:
     )
     clip, t5 = (PreTrainedTokenizerFast.from_pretrained(folder / name) for name in ("tokenizer", "tokenizer_2"))
     return encoders, (clip, t5)
+
+
+def inherit(transformer: FluxTransformer2DModel, encoders: Encoders, tokenizers: Tokenizers, folder: Path) -> None:
+    """Take over what a saved pipeline knows: every weight of equal shape, and each known word's embedding.
+
+    Layers that read or write latents stay fresh if the number of channels differs, and words that are new are fresh.
+    """
+    old_encoders, old_tokenizers = load_text(folder)
+    old_transformer = FluxTransformer2DModel.from_pretrained(folder / "transformer", dtype=torch.float32)
+    pairs = ((transformer, old_transformer), *zip(encoders, old_encoders, strict=True))
+    for new, old in pairs:
+        known = old.state_dict()
+        same = {k: known[k] for k, v in new.state_dict().items() if k in known and known[k].shape == v.shape}
+        new.load_state_dict(same, strict=False)
+    tables = zip(encoders, old_encoders, tokenizers, old_tokenizers, strict=True)
+    for encoder, old_encoder, tokenizer, old_tokenizer in tables:
+        rows, old_rows = tokenizer.get_vocab(), old_tokenizer.get_vocab()
+        shared = sorted(rows.keys() & old_rows.keys())
+        table, old_table = encoder.get_input_embeddings().weight, old_encoder.get_input_embeddings().weight
+        with torch.no_grad():
+            table[[rows[word] for word in shared]] = old_table[[old_rows[word] for word in shared]]
+    name = "position_embedding.weight"
+    places, old_places = (
+        next(p for n, p in e[0].named_parameters() if n.endswith(name)) for e in (encoders, old_encoders)
+    )
+    with torch.no_grad():
+        places[: len(old_places)] = old_places[: len(places)]

@@ -12,14 +12,16 @@ from diffusers import FluxFillPipeline
 from torch import Generator, Tensor
 
 from instgenie.jobs.sampler import flow_schedule
+from instgenie.models.loading.load import quiet
 from training.latents import condition, decode, encode, image_ids, token_masks
 
 
 def load_pipeline(folder: str, device: str | torch.device, dtype: torch.dtype) -> FluxFillPipeline:
     """The transformer and the text encoders in the given type, the autoencoder in float32."""
-    pipe = FluxFillPipeline.from_pretrained(folder, dtype=torch.float32).to(device)
-    for part in (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2):
-        part.to(dtype)
+    with quiet():
+        pipe = FluxFillPipeline.from_pretrained(folder, dtype=torch.float32).to(device)
+        for part in (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2):
+            part.to(dtype)
     return pipe
 
 

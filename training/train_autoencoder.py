@@ -24,7 +24,6 @@ from training.scenes import load_scenes
 
 ADVERSARIAL_FROM = 0.3  # share of the run after which the discriminator is heard
 ADVERSARIAL_WEIGHT = 0.08  # of its gradient beside that of the other losses
-LPIPS_WEIGHT = 1.0
 NOTE_SECONDS = 30.0
 STEPS_BETWEEN_CHECKPOINTS = 2000
 
@@ -38,10 +37,15 @@ def main() -> None:
     print(f"{len(pictures)} pictures, {len(held_out)} held out", flush=True)
     vae = build_autoencoder(args.channels).to(device, memory_format=torch.channels_last)
     if args.init:
-        vae.load_state_dict(AutoencoderTiny.from_pretrained(args.init).state_dict())
+        known = AutoencoderTiny.from_pretrained(args.init)
+        vae.load_state_dict(known.state_dict())
+        vae.register_to_config(shift_factor=known.config.shift_factor, scaling_factor=known.config.scaling_factor)
+    if args.frozen_encoder:
+        vae.encoder.requires_grad_(False)
     discriminator = Discriminator().to(device, memory_format=torch.channels_last)
     lpips = Lpips().to(device, memory_format=torch.channels_last).requires_grad_(False)
-    parameters, judges = list(vae.parameters()), list(discriminator.parameters())
+    parameters = list((vae.decoder if args.frozen_encoder else vae).parameters())
+    judges = list(discriminator.parameters())
     optimisers = [
         torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.99), weight_decay=1e-3, fused=True),
         torch.optim.AdamW(judges, lr=2e-4, betas=(0.5, 0.9), fused=True),
@@ -57,7 +61,7 @@ def main() -> None:
         num, size = (args.batch // 4, 2 * args.crop) if step % 3 == 2 else (args.batch, args.crop)
         crops = random_crops(pictures, num, size, generator).to(memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16):
-            loss, decoded, target = reconstruction_loss(vae, lpips, crops, step, generator)
+            loss, decoded, target = reconstruction_loss(vae, lpips, args.lpips_weight, crops, step, generator)
             is_judged = clock.share > ADVERSARIAL_FROM
             if is_judged:
                 adversarial = -discriminator(decoded).mean()
@@ -83,7 +87,8 @@ def main() -> None:
             average.swap()
             print(f"step {step} {clock.elapsed:.0f} s loss {float(loss.detach()):.4f} " + say(figures), flush=True)
     average.swap()
-    set_latent_scale(vae, pictures[:: max(1, len(pictures) // 512)])
+    if not args.frozen_encoder:
+        set_latent_scale(vae, pictures[:: max(1, len(pictures) // 512)])
     print("held out:", say(measure(vae, lpips, held_out)), "steps", step, flush=True)
     vae.save_pretrained(Path(args.out) / "vae")
 
@@ -96,7 +101,7 @@ def load_pictures(args: argparse.Namespace, split: PhotoSplit) -> Tensor:  # [N,
 
 
 def reconstruction_loss(
-    vae: AutoencoderTiny, lpips: Lpips, crops: Tensor, step: int, generator: Generator
+    vae: AutoencoderTiny, lpips: Lpips, lpips_weight: float, crops: Tensor, step: int, generator: Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, the decoded pictures and what they should be."""
     latents = vae.encoder(crops)
@@ -112,7 +117,7 @@ def reconstruction_loss(
     loss = (
         F.l1_loss(decoded, crops)
         + F.mse_loss(decoded, crops)
-        + LPIPS_WEIGHT * lpips(decoded / 2 + 0.5, crops / 2 + 0.5).mean()
+        + lpips_weight * lpips(decoded / 2 + 0.5, crops / 2 + 0.5).mean()
         + 0.05 * (mean.square() + (variance - 1).square()).mean()
     )
     return loss, decoded, crops
@@ -166,6 +171,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--crop", type=int, default=128)
     parser.add_argument("--lr", type=float, default=8e-4)
+    parser.add_argument("--lpips-weight", type=float, default=1.0, help="of LPIPS beside L1 + MSE")
+    parser.add_argument(
+        "--frozen-encoder",
+        action="store_true",
+        help="train the decoder alone: the transformer's latents stay as they are",
+    )
     parser.add_argument("--limit", type=int, help="photographs to read, for a quick try")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)

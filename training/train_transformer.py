@@ -6,8 +6,7 @@ would have answered, so that serving needs one branch instead of two. Both write
 """
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -18,12 +17,12 @@ from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTinyOutput
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Generator, Tensor, nn
 
-from instgenie.bench.photos import Photos, load_photos
+from instgenie.bench.photos import Photos, PhotoSplit, load_photos
 from training.alignment import Alignment
 from training.attention import MaskedAttention
 from training.data import vocabulary
-from training.examples import Captions, Examples, ExampleSource
-from training.latents import condition, encode, image_ids, token_masks
+from training.examples import Captions, ExampleSource
+from training.feed import SIZES, Feed, Inputs
 from training.optim import Average, Clock, Muon, block_matrices, load_checkpoint, save_checkpoint, set_rate
 from training.pipeline import (
     NUM_TEXT_TOKENS,
@@ -32,36 +31,15 @@ from training.pipeline import (
     build_text_encoders,
     build_tokenizers,
     build_transformer,
+    inherit,
     load_text,
     save_pipeline,
     token_ids,
 )
+from training.scenes import load_scenes, with_scenes
 
-SIZES = ((256, 256), (224, 288), (288, 224))  # square, and about 4:3 both ways
-SIZE_SHARES = (0.7, 0.15, 0.15)
-MAX_TOKENS = 256
-ISOLATED_SHARE = 0.3  # examples whose unmasked tokens see unmasked tokens only, as cached activations do
-STOCK_SHARE = 0.4  # examples conditioned as FluxFillPipeline does it: greyed latents for unmasked tokens too
 UNMASKED_WEIGHT = 0.3
-NUM_NOISES = 2  # a batch of pictures is noised so often, because making and encoding it costs a third of a step
 MAX_GUIDANCE = 7.0
-
-
-@dataclass
-class Inputs:
-    """One batch of inputs of the transformer."""
-
-    clean: Tensor  # [B, N, 4C]
-    noisy: Tensor  # [B, N, 4C]
-    noise: Tensor  # [B, N, 4C]
-    times: Tensor  # [B]
-    known: Tensor  # [B, N, 4C + 256]
-    masked: Tensor  # [B, N] bool
-    attention: Tensor  # [B, 1, T + N, T + N] bool
-    texts: Tensor  # [B] caption rows
-    places: Tensor  # [N, 3]
-    examples: Examples
-    num_tokens: int  # without padding
 
 
 class Model(nn.Module):
@@ -85,92 +63,16 @@ class Model(nn.Module):
             guidance=guidance,
             img_ids=inputs.places,
             txt_ids=torch.zeros(NUM_TEXT_TOKENS, 3, device=texts.device),
-            joint_attention_kwargs={"attention_mask": inputs.attention},
+            joint_attention_kwargs={
+                "attention_mask": inputs.attention,
+                "source": inputs.source,
+                "reused": inputs.reused,
+            },
             return_dict=False,
         )[0]
 
 
-@dataclass
-class Encoded:
-    """A batch of pictures as latents, before noise."""
-
-    examples: Examples
-    clean: Tensor  # [B, N, 4C]
-    known: Tensor  # [B, N, 4C + 256]
-    masked: Tensor  # [B, N] bool
-    places: Tensor  # [N, 3]
-    num_tokens: int  # without padding
-
-
-class Feed:
-    """Turns examples into inputs of the transformer: encodes, adds noise, masks."""
-
-    def __init__(self, source: ExampleSource, vae: AutoencoderTiny, batch: int) -> None:
-        self.source, self.vae, self.batch, self.generator = source, vae, batch, source.generator
-        self.endless = self._endless()
-
-    def next(self) -> Inputs:
-        return next(self.endless)
-
-    def _endless(self) -> Iterator[Inputs]:
-        shares = torch.tensor(SIZE_SHARES)
-        while True:
-            height, width = SIZES[int(torch.multinomial(shares, 1))]
-            encoded = self.encode(self.source.draw(self.batch, height, width))
-            for _ in range(NUM_NOISES):
-                yield self.noised(encoded)
-
-    @torch.no_grad()
-    def encode(self, examples: Examples) -> Encoded:
-        num, height, width = examples.masks.shape
-        greyed = examples.pictures * ~examples.masks[:, None]
-        clean, greyed = encode(self.vae, torch.cat([examples.pictures, greyed])).chunk(2)
-        masked = token_masks(examples.masks)
-        stock = self._chance(num, STOCK_SHARE)
-        known = condition(clean, greyed, examples.masks, masked | stock[:, None])
-        places = pad_tokens(image_ids(height, width, clean.device)[None])[0]
-        return Encoded(examples, pad_tokens(clean), pad_tokens(known), pad_tokens(masked), places, clean.shape[1])
-
-    @torch.no_grad()
-    def noised(self, encoded: Encoded) -> Inputs:
-        clean, masked, num = encoded.clean, encoded.masked, len(encoded.clean)
-        noise = torch.randn(clean.shape, generator=self.generator, device=clean.device)
-        # The transformer casts its timestep to bfloat16: draw one that survives the cast.
-        spread = torch.randn(num, generator=self.generator, device=clean.device)
-        times = torch.sigmoid(spread + 0.1).to(torch.bfloat16).float()
-        return Inputs(
-            clean=clean,
-            noisy=torch.lerp(clean, noise, times[:, None, None]),
-            noise=noise,
-            times=times,
-            known=encoded.known,
-            masked=masked,
-            attention=attention_mask(masked, self._chance(num, ISOLATED_SHARE), encoded.num_tokens),
-            texts=encoded.examples.texts,
-            places=encoded.places,
-            examples=encoded.examples,
-            num_tokens=encoded.num_tokens,
-        )
-
-    def _chance(self, num: int, share: float) -> Tensor:
-        return torch.rand(num, generator=self.generator, device=self.generator.device) < share
-
-
 Loss = Callable[[Model, Inputs, float], Tensor]  # the float is the share of the training time that is used
-
-
-def attention_mask(masked: Tensor, isolated: Tensor, num_tokens: int) -> Tensor:
-    """[B, 1, T + N, T + N]: in an isolated example an unmasked token sees unmasked tokens only; padding is unseen."""
-    unmasked = torch.cat([masked.new_zeros(len(masked), NUM_TEXT_TOKENS), ~masked], 1)
-    hidden = isolated[:, None, None] & unmasked[:, :, None] & ~unmasked[:, None, :]
-    length = NUM_TEXT_TOKENS + num_tokens
-    hidden[:, :length, length:] = True
-    return ~hidden[:, None]
-
-
-def pad_tokens(x: Tensor) -> Tensor:
-    """[B, N, ...] -> [B, MAX_TOKENS, ...]: pictures of every shape share one compiled graph."""
-    return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, MAX_TOKENS - x.shape[1]))
 
 
 def flow_loss(model: Model, inputs: Inputs) -> Tensor:
@@ -184,12 +86,16 @@ def plain_loss(model: Model, inputs: Inputs, share: float) -> Tensor:
 
 def weighted_error(prediction: Tensor, target: Tensor, inputs: Inputs) -> Tensor:
     weight = torch.where(inputs.masked, 1.0, UNMASKED_WEIGHT)
+    weight = weight.masked_fill(inputs.reused[:, NUM_TEXT_TOKENS:], 0)  # nobody reads their outputs
     weight[:, inputs.num_tokens :] = 0
     return ((prediction.float() - target).square().mean(-1) * weight).sum() / weight.sum()
 
 
 class Distillation:
-    """Distillation loss: the target is the teacher's guided prediction, for a guidance scale drawn per example."""
+    """Distillation loss: the target is the teacher's guided prediction, for a guidance scale drawn per example.
+
+    What guidance adds along the prediction itself makes colours burn and is left out (adaptive projected guidance).
+    """
 
     def __init__(self, teacher: Model, generator: Generator) -> None:
         self.teacher, self.generator = teacher.requires_grad_(False).eval(), generator
@@ -202,8 +108,17 @@ class Distillation:
             said, unsaid = (
                 self.teacher(inputs, t, one).float() for t in (inputs.texts, torch.zeros_like(inputs.texts))
             )
-            target = unsaid + guidance[:, None, None] * (said - unsaid)
+            picture = inputs.noisy - inputs.times[:, None, None] * said
+            change = across(said - unsaid, picture, inputs.masked)
+            target = said + (guidance[:, None, None] - 1) * change
         return weighted_error(student(inputs, inputs.texts, guidance), target, inputs)
+
+
+def across(change: Tensor, picture: Tensor, masked: Tensor) -> Tensor:
+    """The part of a change of the velocity that does not scale the predicted picture, judged over masked tokens."""
+    inside = picture * masked[..., None]
+    along = (change * inside).sum((1, 2)) / inside.square().sum((1, 2)).clamp(min=1e-6)
+    return change - along[:, None, None] * picture
 
 
 def main() -> None:
@@ -212,15 +127,15 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
     generator = Generator(args.device).manual_seed(args.seed)
-    photos, held_out = (load_photos(args.photos, split, args.limit) for split in ("train", "val"))
+    photos, held_out = (load_pictures(args, split) for split in ("train", "val"))
     captions = Captions(photos)
     vae = load_vae(args)
-    fast_vae = FastEncoder(load_vae(args).to(torch.bfloat16, memory_format=torch.channels_last), args.compile)
+    fast_vae = FastEncoder(load_vae(args), args.compile) if args.device == "cuda" else vae
     model, tokenizers = build(photos, captions, args)
     feed = Feed(ExampleSource(photos, captions, generator), fast_vae, args.batch)
     if args.stage == "flow":
         judged = held_out_inputs(held_out, captions, vae, args.batch, args.device)
-        alignment = None if args.init else Alignment(model, photos.pictures)  # helps only at the start
+        alignment = None if args.init or args.inherit else Alignment(model, photos.pictures)  # helps only at the start
         trainer = Trainer(model, alignment.with_loss(flow_loss) if alignment else plain_loss, feed, judged, args)
         if args.profile:
             return trainer.profile()
@@ -235,6 +150,11 @@ def main() -> None:
     save_pipeline(Path(args.out) / "pipeline", vae, model.transformer, (model.clip, model.t5), tokenizers)
 
 
+def load_pictures(args: argparse.Namespace, split: PhotoSplit) -> Photos:
+    photos = load_photos(args.photos, split, args.limit)
+    return with_scenes(photos, load_scenes(args.scenes, split, args.limit)) if args.scenes else photos
+
+
 def load_vae(args: argparse.Namespace) -> AutoencoderTiny:
     vae = AutoencoderTiny.from_pretrained(args.vae, dtype=torch.float32)
     return vae.to(args.device).requires_grad_(False)
@@ -244,6 +164,7 @@ class FastEncoder:
     """The autoencoder's encoder at half precision with the same interface, compiled for the commonest size."""
 
     def __init__(self, vae: AutoencoderTiny, compiled: bool) -> None:
+        vae = vae.to(torch.bfloat16, memory_format=torch.channels_last)
         self.vae, self.config = vae, vae.config
         self.square = torch.compile(vae.encode) if compiled else vae.encode
 
@@ -253,18 +174,25 @@ class FastEncoder:
 
 
 def build(photos: Photos, captions: Captions, args: argparse.Namespace) -> tuple[Model, Tokenizers]:
-    """A fresh model, or the one of a pipeline folder."""
+    """A fresh model, or the one of a pipeline folder; a fresh one may inherit weights of a folder of another shape."""
     if args.init:
         encoders, tokenizers = load_text(Path(args.init))
         transformer = FluxTransformer2DModel.from_pretrained(Path(args.init) / "transformer", dtype=torch.float32)
     else:
         tokenizers = build_tokenizers(vocabulary(photos))
         encoders, transformer = build_text_encoders(*tokenizers), build_transformer()
+        if args.inherit:
+            inherit(transformer, encoders, tokenizers, Path(args.inherit))
     model = Model(transformer, encoders, tokenizers, captions).to(args.device).train()
     model.transformer.set_attn_processor(MaskedAttention())
     if args.compile:
         model.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
     return model, tokenizers
+
+
+def half_precision(device: torch.device) -> torch.autocast:
+    """bfloat16 products on a GPU; a CPU may have none."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 class Trainer:
@@ -309,8 +237,8 @@ class Trainer:
         print(profiler.key_averages().table(sort_by=order, row_limit=30))
 
     def learn(self, inputs: Inputs) -> None:
-        set_rate(self.optimisers, self.clock.rate())
-        with torch.autocast(inputs.clean.device.type, torch.bfloat16):
+        set_rate(self.optimisers, self.clock.rate(hold=0.6))
+        with half_precision(inputs.clean.device):
             loss = self.loss_of(self.model, inputs, self.clock.share)
         for optimiser in self.optimisers:
             optimiser.zero_grad()
@@ -335,7 +263,7 @@ class Trainer:
         Gradients stay on, so that the graph compiled for training serves.
         """
         self.average.swap()
-        with torch.autocast(self.judged[0].clean.device.type, torch.bfloat16):
+        with half_precision(self.judged[0].clean.device):
             loss = sum(float(flow_loss(self.model, inputs).detach()) for inputs in self.judged) / len(self.judged)
         self.average.swap()
         curve.write(f"{self.step},{self.clock.elapsed:.1f},held out,{loss:.5f}\n")
@@ -371,7 +299,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--photos", required=True, help="folder of captions.csv and its tar shards")
     parser.add_argument("--vae", required=True, help="folder of the trained autoencoder")
     parser.add_argument("--stage", choices=("flow", "distil"), default="flow")
+    parser.add_argument("--scenes", help="folder of scenes.csv and its tar shards: backgrounds without captions")
     parser.add_argument("--init", help="pipeline folder to start from; the teacher of stage distil")
+    parser.add_argument("--inherit", help="pipeline folder of another shape whose matching weights a fresh model takes")
     parser.add_argument("--out", default="runs/transformer")
     parser.add_argument("--minutes", type=float, default=16)
     parser.add_argument("--batch", type=int, default=384)

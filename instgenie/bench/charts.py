@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from instgenie.bench.figures import (
     BOX_BAR,
@@ -19,7 +19,8 @@ from instgenie.bench.figures import (
 )
 from instgenie.bench.plots import Axis, Chart, Series, Strips
 from instgenie.bench.variants import DENSE, NAIVE, SKIPPING, SMALL_CROP, Outcome, Sample
-from instgenie.pictures.sheet import CELL, GAP, INK, LINE, MARGIN, PALE_INK, PAPER, TEXT, fit, shorten, tinted
+from instgenie.pictures.resizing import resize_picture
+from instgenie.pictures.sheet import INK, PALE_INK, PAPER, shorten, tinted
 from instgenie.types import Pixels
 
 
@@ -138,6 +139,8 @@ PLOTS: dict[str, Callable[[Figures], Chart | Strips]] = {
 }
 GRID = "quality-grid.png"
 LEAST_LOSS = 0.0005  # the lowest point of the plot
+CELL, GAP, MARGIN, LINE = 256, 16, 32, 20
+TEXT = ImageFont.load_default(15)
 
 
 def draw_grid(shown: Sequence[tuple[Sample, list[Outcome]]], figures: Figures) -> Pixels:
@@ -152,7 +155,7 @@ def draw_grid(shown: Sequence[tuple[Sample, list[Outcome]]], figures: Figures) -
     titles = {DENSE: "dense", SMALL_CROP: "crop and stitch, equal cost", SKIPPING: "step skipping, equal cost"}
     titles |= {name: f"{quality} ({name})" for quality, name in figures.qualities.items() if name != DENSE}
     for index, title in enumerate(["mask", *(titles.get(name, name) for name in columns)]):
-        draw.text((MARGIN + index * (CELL + GAP), MARGIN), shorten(title), INK, TEXT)
+        draw.text((MARGIN + index * (CELL + GAP), MARGIN), shorten(title, CELL, TEXT), INK, TEXT)
     for row, (sample, outcomes) in enumerate(shown):
         by_name = {outcome.name: outcome for outcome in outcomes}
         pictures = [tinted(sample.edit.picture, sample.edit.mask), *(by_name[name].pictures[0] for name in columns)]
@@ -160,6 +163,6 @@ def draw_grid(shown: Sequence[tuple[Sample, list[Outcome]]], figures: Figures) -
         y = top + row * (CELL + GAP + LINE + 6)
         for column, (picture, words) in enumerate(zip(pictures, costs, strict=True)):
             x = MARGIN + column * (CELL + GAP)
-            sheet.paste(fit(picture), (x, y))
-            draw.text((x, y + CELL + 5), shorten(words), PALE_INK, TEXT)
+            sheet.paste(Image.fromarray(resize_picture(picture, (CELL, CELL))), (x, y))
+            draw.text((x, y + CELL + 5), shorten(words, CELL, TEXT), PALE_INK, TEXT)
     return np.array(sheet)

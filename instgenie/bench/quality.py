@@ -195,7 +195,8 @@ def edit_examples(study: "QualityStudy", progress: Progress) -> Iterator[tuple[S
     """Edit each example with its first prompt; yield nothing if the package is installed without examples."""
     if not EXAMPLES.is_dir():
         return
-    examples = read_examples(EXAMPLES)
+    side = study.model.own_size
+    examples = [example.close_up((side, side)) for example in read_examples(EXAMPLES)]
     qualities = list(dict.fromkeys(of_quality(quality, study.steps) for quality in ("fast", "balanced")))
     if study.only_schedules:
         qualities += list(dict.fromkeys(own_of_quality(quality, study.steps) for quality in ("fast", "balanced")))

@@ -192,6 +192,29 @@ def run_calibrate(options: argparse.Namespace) -> None:
     calibrate_device(options.model, options.device, options.size, options.out)
 
 
+def add_bench_detail(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_detail)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="photographs of 2 megapixels or more")
+    about_ratio = "masked share of the pixels (default 0.01 and 0.04); may be given several times"
+    parser.add_argument("--mask-ratio", type=ratio, action="append", metavar="R", help=about_ratio)
+    parser.add_argument("--prompt", default="a photo of a daisy", metavar="TEXT", help="what the masks become")
+    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps; default: the model's own")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    about_keep = "folder for pictures of each edit: the photograph, whole, crop without grain, crop"
+    parser.add_argument("--keep", type=Path, metavar="DIR", help=about_keep)
+    add_model(parser, has_size=False)
+
+
+def run_bench_detail(options: argparse.Namespace) -> None:
+    from instgenie.bench.detail import bench_detail
+    from instgenie.models.loading.load import load
+
+    hide_loading_bars()
+    model = load(options.model, options.device)
+    ratios, steps = options.mask_ratio or [0.01, 0.04], options.steps or model.steps
+    bench_detail(options.folder, model, ratios, options.prompt, steps, options.json, options.keep)
+
+
 BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] = {
     "edit": (
         add_bench_edit,
@@ -232,6 +255,11 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
         add_bench_router,
         "the time to choose a worker",
         "Time the router's decision with every policy, among 8 to 20,000 busy workers.",
+    ),
+    "detail": (
+        add_bench_detail,
+        "sharpness of edits of large photographs",
+        "Compare the detail of edits with the photograph around them, with crop off and auto, in a folder.",
     ),
     "table": (
         add_bench_table,

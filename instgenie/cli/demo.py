@@ -1,9 +1,16 @@
-"""`python -m instgenie.cli.demo`: edits the example pictures into one contact sheet."""
+"""`python -m instgenie.cli.demo`: edits the example photographs into one sheet, with the time that edits take.
+
+A photograph's edit is timed in three ways: *dense* computes every token, *cold* is the first edit of a photograph, of
+which nothing is kept yet, and *cached* is an edit of a registered photograph (the mean of its prompts)."""
 
 import argparse
+import statistics
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -11,16 +18,21 @@ from instgenie.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from instgenie.cli.arguments import add_model
 from instgenie.cli.screen import hide_loading_bars, quiet_libraries
 from instgenie.errors import EditError, InstGenieError
-from instgenie.pictures.examples import EXAMPLES, read_examples
+from instgenie.pictures.examples import EXAMPLES, Example, read_examples
+from instgenie.pictures.fitting import crop
 from instgenie.pictures.picture import check_edit, check_target, save_picture
 from instgenie.pictures.sheet import SheetRow, draw_sheet
-from instgenie.telemetry.progress import Progress, show_status
+from instgenie.telemetry.progress import Progress, Task, show_status
+from instgenie.types import Edit, Result
+
+if TYPE_CHECKING:
+    from instgenie.editor import Editor
 
 OUTPUT = Path("out/demo.png")
 
 
 def make_sheet(options: argparse.Namespace, console: Console) -> None:
-    examples = read_examples(options.examples)
+    examples = read_examples(options.examples)[: options.rows]
     if not examples:
         raise EditError(f"{options.examples / 'edits.toml'} lists no edit: at least one is needed")
     for example in examples:
@@ -33,26 +45,66 @@ def make_sheet(options: argparse.Namespace, console: Console) -> None:
 
         hide_loading_bars()
         editor = Editor(model=options.model, device=options.device)
-    rows = []
+        editor.edit_many([replace(examples[0].edits(size=options.size)[0], steps=1)])  # the first edit is never timed
     with Progress(console) as progress:
-        for example in examples:
-            task = progress.add(example.name)
-            results = editor.edit_many(example.edits(steps=options.steps, size=options.size), task.update)
-            rows.append(SheetRow(example, [result.picture for result in results]))
+        rows = [make_row(editor, example, options, progress.add(example.name)) for example in examples]
+    save_picture(draw_sheet(rows, describe(rows, options)), options.output)
+
+
+def make_row(editor: "Editor", example: Example, options: argparse.Namespace, task: Task) -> SheetRow:
+    """Edit one photograph with each of its prompts, and time its first edit in every way."""
+    from instgenie.jobs.quality import DEFAULT, with_quality
+
+    settings = {"steps": options.steps, "guidance": editor.model.guidance, "size": options.size}
+    edits = [with_quality(edit, DEFAULT) for edit in example.edits(**settings)]
+    task.update(0, len(edits) + 3 * options.times)
+    seconds = {}
+    if options.times:
+        for name, edit in (("dense", replace(edits[0], reuse="off")), ("cold", edits[0])):
+            cold, seconds[name] = timed(editor, edit)
+            task.advance()
+        edited = crop(example.picture, cold.crop) if cold.crop else example.picture
+        editor.register(edited, options.size, options.steps, editor.model.guidance)
+        task.advance()
+    results = []
+    for edit in edits:
+        result, taken = timed(editor, edit)
+        results.append((result.picture, taken))
+        task.advance()
+    if options.times:
+        seconds["cached"] = statistics.mean(taken for _, taken in results)
+    return SheetRow(example, [picture for picture, _ in results], seconds)
+
+
+def timed(editor: "Editor", edit: Edit) -> tuple[Result, float]:
+    start = time.perf_counter()
+    [result] = editor.edit_many([edit])
+    return result, time.perf_counter() - start
+
+
+def describe(rows: Sequence[SheetRow], options: argparse.Namespace) -> str:
     num_edits = sum(len(row.pictures) for row in rows)
-    subtitle = f"{num_edits} edits, {options.steps} steps each, model {Path(options.model).name}"
-    save_picture(draw_sheet(rows, subtitle), options.output)
+    words = (
+        f"{num_edits} edits of {len(rows)} photographs, {options.steps} steps each, model {Path(options.model).name}"
+    )
+    if not options.times:
+        return words
+    import torch
+
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    where = f"{torch.get_num_threads()} CPU cores" if device == "cpu" else torch.cuda.get_device_name()
+    return f"{words}. Seconds of one edit on {where}: computing everything, first of its photograph, and cached"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m instgenie.cli.demo", description="Edit the example pictures into one contact sheet."
+        prog="python -m instgenie.cli.demo", description="Edit the example photographs into one sheet."
     )
     parser.add_argument("--examples", type=Path, default=EXAMPLES, help="folder with edits.toml and its pictures")
-    parser.add_argument(
-        "-o", "--output", type=Path, default=OUTPUT, help="file of the contact sheet (default out/demo.png)"
-    )
-    parser.add_argument("--steps", type=int, default=28, help="number of denoising steps (default 28)")
+    parser.add_argument("-o", "--output", type=Path, default=OUTPUT, help="file of the sheet (default out/demo.png)")
+    parser.add_argument("--steps", type=int, default=12, help="number of denoising steps (default 12)")
+    parser.add_argument("--rows", type=int, help="edit only so many photographs, the first ones (default: all)")
+    parser.add_argument("--times", action="store_true", help="time an edit of each photograph dense, cold and cached")
     add_model(parser)
     options = parser.parse_args(arguments)
     quiet_libraries()
@@ -63,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    print(f"contact sheet: {options.output}")
+    print(f"sheet: {options.output}")
     return 0
 
 

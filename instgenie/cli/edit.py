@@ -15,11 +15,13 @@ from instgenie.cli.arguments import add_cache, add_model, box
 from instgenie.cli.screen import complain, hide_loading_bars
 from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
+from instgenie.pictures.cropping import crop_edit
+from instgenie.pictures.fitting import name
 from instgenie.pictures.mask import MaskMode, box_mask, read_mask
 from instgenie.pictures.photo import Metadata, Photo, open_photo
 from instgenie.pictures.picture import check_edit, check_target, open_picture, save_picture
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Edit, Notes, PixelMask, Pixels, RegisterResult, Result, Reuse
+from instgenie.types import CropMode, Edit, Notes, PixelMask, Pixels, RegisterResult, Result, Reuse
 
 if TYPE_CHECKING:
     from instgenie.cache.store import Store
@@ -68,6 +70,12 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
         "closeness to the dense edit: fast, balanced (the default), exact (dense); adaptive finds the dense steps of "
         "an edit without cached activations as it goes"
     )
+    about_crop = (
+        "auto: edit a crop around the mask if that gives the masked part more detail (the default); masked: always; "
+        "off: edit the whole photograph"
+    )
+    parser.add_argument("--crop", choices=get_args(CropMode), default="auto", help=about_crop)
+    add("--crop-padding", int, "pixels that a crop shows around the mask at least; default: a quarter of its size")
     parser.add_argument("--quality", choices=get_args(Quality), default=DEFAULT, help=about_quality)
     about_reuse = (
         "auto: read cached activations if there are any, or else those that the edit's own dense steps leave behind "
@@ -103,6 +111,10 @@ def run_edit(options: argparse.Namespace) -> None:
     with Progress(console) as progress:
         [result] = editor.edit_many([edit], progress.add("editing").update)
     save_picture(result.picture, output, photo.source)
+    if result.crop:
+        edit = crop_edit(edit, result.crop)
+    elif editor.choose_crop(edit):
+        complain("the whole photograph was edited with its template: --crop masked edits a sharper crop instead")
     print_summary(result, edit, editor, time.perf_counter() - start)
     print(output, flush=True)
     is_wanted = result.can_reuse and not result.cache_hit and options.register and not options.no_register
@@ -132,8 +144,9 @@ def print_summary(result: Result, edit: Edit, editor: "Editor", seconds: float) 
     height, width, _ = result.picture.shape
     working_height, working_width = choose_size(edit, editor.model)
     parts = ", ".join(f"{name} {spent:.2f}" for name, spent in vars(result.seconds).items())
+    crop = f", a crop of {name(result.crop.size)}" if result.crop else ""
     lines = {
-        "picture": f"{width}x{height}, worked on at {working_width}x{working_height}",
+        "picture": f"{width}x{height}{crop}, worked on at {working_width}x{working_height}",
         "masked": f"{result.masked_share:.0%}, {result.num_masked_tokens} of {result.num_tokens} tokens",
         "computed": f"{result.num_computed_tokens} of {result.num_tokens} tokens",
         "cache": describe_cache(result, is_on=editor.cache is not None and edit.reuse not in ("off", "own")),
@@ -141,8 +154,8 @@ def print_summary(result: Result, edit: Edit, editor: "Editor", seconds: float) 
         "seconds": f"{seconds:.1f} with loading the model ({parts})",
         "seed": f"{result.seed}",
     }
-    for name, value in lines.items():
-        print(f"{name:<8} {value}")
+    for heading, value in lines.items():
+        print(f"{heading:<8} {value}")
 
 
 def describe_cache(result: Result, is_on: bool) -> str:

@@ -216,3 +216,10 @@ class Cluster:
             raise ClosedError("the server is stopping: it takes no more edits")
         if self.has_failed:
             raise ClosedError(f"no worker can start: {self.failure}")
+
+
+def has_asked_for(cluster: Cluster, order: Order) -> bool:
+    """True if the client asked for the template that an edit would use, and its registration did not fail."""
+    coordinator = cluster._coordinator
+    record = coordinator.library.templates.get(coordinator.naming.template_order_of(order).id)
+    return record is not None and record.is_asked_for and record.state != "failed"

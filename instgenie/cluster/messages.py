@@ -6,7 +6,7 @@ from typing import Protocol
 from instgenie.cluster import wire
 from instgenie.cluster.entries import ComputeMode, EditEntry, TemplateEntry
 from instgenie.cluster.processes import Process
-from instgenie.types import Source
+from instgenie.types import Box, Source
 
 
 class Send(Protocol):
@@ -40,14 +40,16 @@ def finish_message(
 ) -> tuple[wire.Finish, list[wire.Frame]]:
     assert entry.prepared is not None
     order = entry.order
-    source = order.source or Source()
-    picture = order.picture if source.pixels is None else source.pixels
+    source = (order.whole.source if order.whole else order.source) or Source()
+    picture = order.whole.pixels if order.whole else order.picture if source.pixels is None else source.pixels
     message = wire.Finish(
         id=entry.id,
         attempt=entry.attempt,
         latents=latents,
         grid=entry.prepared.message.job.grid,
-        size=order.picture.shape[:2],
+        size=order.size,
+        seed=order.wish.seed,
+        crop=edges(order.whole.box) if order.whole else None,
         feather=order.wish.feather,
         output_format=order.output_format,
         output_compression=order.output_compression,
@@ -60,6 +62,10 @@ def finish_message(
         exif=source.exif,
     )
     return message, [*frames, *wire.picture_frames(picture, order.mask)]
+
+
+def edges(box: Box) -> tuple[int, int, int, int]:
+    return box.rows.start, box.rows.stop, box.cols.start, box.cols.stop
 
 
 def prepare_template_message(entry: TemplateEntry) -> tuple[wire.PrepareTemplate, list[wire.Frame]]:

@@ -9,7 +9,7 @@ from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import DEFAULT, SETTINGS
 from instgenie.pictures.digest import masked_share
 from instgenie.telemetry.logs import request_id
-from instgenie.types import PixelMask, Pixels, ReuseFound, Source, TierName
+from instgenie.types import Box, PixelMask, Pixels, ReuseFound, Source, TierName, Whole
 
 OutputFormat = Literal["png", "jpeg", "webp"]
 FailureKind = Literal["bad_input", "no_reuse", "out_of_memory", "crashed", "unavailable", "shutting_down", "internal"]
@@ -25,12 +25,19 @@ class Order:
     mask: PixelMask
     wish: Wish
     source: Source | None = None  # the picture's file; None: the picture is all there is
+    whole: Whole | None = None  # where the picture is a crop: the photograph that the answer shows
     output_format: OutputFormat = "png"
     output_compression: int = 100
     num_partials: int = 0  # pictures to send before the final one
     may_store: bool = True  # False: the picture does not become a template
     trace: str = ""  # traceparent; empty: not traced
     request_id: str = field(default_factory=request_id.get)  # of the request that is being answered
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) of the answer."""
+        height, width, _ = self.whole.pixels.shape if self.whole else self.picture.shape
+        return height, width
 
     @property
     def can_reuse(self) -> bool:
@@ -84,12 +91,14 @@ def template_id(tenant: str, steps: int, guidance: float, digest: str) -> str:
 @dataclass(frozen=True)
 class Queued:
     position: int  # edits ahead of it
+    seconds_left: float = field(default=0.0, compare=False)  # predicted, until its worker has done all its work
 
 
 @dataclass(frozen=True)
 class Stepped:
     step: int
     num_steps: int
+    seconds_left: float = field(default=0.0, compare=False)  # predicted time of its remaining steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +128,7 @@ class Facts:
     finish_thread_seconds: float  # the part of finish_seconds during which the next picture is decoded
     why_dense: str = ""  # why no template's activations were used, as a clause; empty if they were
     reuse: ReuseFound = "none"  # whose activations were read
+    crop: Box | None = None  # the part of the picture that was edited; None: all of it
 
 
 @dataclass(frozen=True, eq=False)

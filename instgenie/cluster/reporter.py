@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from instgenie.cluster.entries import EditEntry
 from instgenie.cluster.orders import Facts, FailureKind, Partial, Queued, Stepped
@@ -54,14 +54,15 @@ class Reporter:
         for observer in self.observers:
             observer.step(worker, seconds, batch_size)
 
-    def stepped(self, entry: EditEntry) -> None:
-        entry.events.put_nowait(Stepped(entry.step, entry.num_steps))
+    def stepped(self, entry: EditEntry, seconds_left: float) -> None:
+        entry.events.put_nowait(Stepped(entry.step, entry.num_steps, seconds_left))
 
     def partial(self, entry: EditEntry, index: int, picture: bytes) -> None:
         entry.events.put_nowait(Partial(index, picture))
 
-    def positions(self, entries: Iterable[EditEntry]) -> None:
-        """Tell each waiting edit how many edits are ahead of it on its worker, if that has changed."""
+    def positions(self, entries: Iterable[EditEntry], seconds_left: Callable[[int], float]) -> None:
+        """Tell each waiting edit how many edits are ahead of it on its worker, if that has changed, and the predicted
+        time of all the worker's work."""
         num_ahead: Counter[int] = Counter()
         for entry in sorted(entries, key=lambda entry: entry.number):
             if entry.is_waiting:
@@ -69,7 +70,7 @@ class Reporter:
                 num_ahead[entry.worker] += 1
                 if self._positions.get(entry.id) != position:
                     self._positions[entry.id] = position
-                    entry.events.put_nowait(Queued(position))
+                    entry.events.put_nowait(Queued(position, seconds_left(entry.worker)))
 
     def finished(self, facts: Facts, seconds: float) -> None:
         self.counts["finished"] += 1

@@ -133,7 +133,7 @@ class Stages:
             if entry := held_edit(process, told.id, told.attempt):
                 entry.step = told.step
                 worker.load.step(entry.id)
-                self.reporter.stepped(entry)
+                self.reporter.stepped(entry, worker.load.seconds_left(entry.id))
 
     def on_glimpsed(self, process: Process, message: wire.Glimpsed, frames: list[wire.Frame]) -> None:
         """Have a partial picture finished, unless the finish process is down; it is not sent again."""
@@ -194,7 +194,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
     assert entry.prepared is not None
     assert entry.denoised is not None
     prepared, denoised = entry.prepared.message, entry.denoised.message
-    height, width, _ = entry.order.picture.shape
+    height, width = entry.order.size
     finish_seconds = painted.seconds + painted.thread_seconds
     worked = prepared.seconds + denoised.seconds + finish_seconds
     num_saved = prepared.num_steps * (prepared.num_tokens - denoised.num_computed_tokens)
@@ -208,6 +208,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
         cache_tier=entry.tier,
         why_dense=entry.why_dense,
         reuse=denoised.reuse,
+        crop=entry.order.whole.box if entry.order.whole else None,
         worker=entry.worker,
         num_attempts=entry.attempt,
         queue_seconds=max(time.monotonic() - entry.accepted_at - worked, 0.0),

@@ -16,8 +16,9 @@ from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.vae.autoencoder import decode_latents
 from instgenie.models.vae.region import can_decode_boxes, decode_box
-from instgenie.pictures.compositing import composited, paint
-from instgenie.types import OwnPixels, PixelMask
+from instgenie.pictures.compositing import composited, paint, paint_crop
+from instgenie.pictures.matching import RING
+from instgenie.types import Edit, OwnPixels, PixelMask, Pixels
 
 
 @torch.inference_mode()
@@ -30,16 +31,27 @@ def finish(job: Job, model: Model) -> OwnPixels:
 def finish_many(jobs: Sequence[Job], model: Model) -> list[OwnPixels]:
     """Finish jobs that share one grid."""
     edits = [job.edit for job in jobs]
-    decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model)
-    pairs = zip(edits, decoded, strict=True)
-    return [paint(edit.picture, edit.source, pixels, edit.mask, edit.feather) for edit, pixels in pairs]
+    rings = [RING if edit.whole else 0 for edit in edits]
+    decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model, rings)
+    return [paint_edit(*pair) for pair in zip(edits, decoded, strict=True)]
+
+
+def paint_edit(edit: Edit, decoded: Pixels) -> OwnPixels:
+    if edit.whole:
+        return paint_crop(edit.whole, decoded, edit.mask, edit.feather, edit.seed)
+    return paint(edit.picture, edit.source, decoded, edit.mask, edit.feather)
 
 
 def decode(
-    latents: Sequence[Tensor], masks: Sequence[PixelMask], grid: tuple[int, int], model: Model
+    latents: Sequence[Tensor],
+    masks: Sequence[PixelMask],
+    grid: tuple[int, int],
+    model: Model,
+    rings: Sequence[int] | None = None,
 ) -> NDArray[np.uint8]:
     """Decode latents at the model's size [pictures, height, width, 3]. Pixels that compositing under a picture's mask
-    does not read may be black."""
+    does not read may be black; it reads a ring of so many pixels around the mask, by default none."""
+    rings = rings or [0] * len(masks)
     config = model.vae.config
     unscaled = concat([unpack_latents(one, grid, model.latents_per_token) for one in latents]) / config.scaling_factor
     shifted = unscaled + (config.shift_factor or 0)
@@ -47,8 +59,8 @@ def decode(
         return to_pixels(decode_latents(model.vae, shifted.to(model.dtype)))
     height, width = (side * model.patch for side in grid)
     pictures = np.zeros((len(latents), height, width, 3), np.uint8)
-    for picture, one, mask in zip(pictures, shifted.to(model.dtype).split(1), masks, strict=True):
-        box = composited(mask, (height, width))
+    for picture, one, mask, ring in zip(pictures, shifted.to(model.dtype).split(1), masks, rings, strict=True):
+        box = composited(mask, (height, width), ring)
         [pixels] = to_pixels(decode_box(model.vae, one, box))
         picture[box.rows.start : box.rows.stop, box.cols.start : box.cols.stop] = pixels
     return pictures

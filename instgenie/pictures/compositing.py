@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from instgenie.pictures.matching import RING, match
 from instgenie.pictures.profiles import from_srgb
 from instgenie.pictures.resizing import as_array, as_image, resize_picture
-from instgenie.types import Box, OwnPixels, PixelMask, Pixels, Source
+from instgenie.types import Box, OwnPixels, PixelMask, Pixels, Source, Whole
 
 LANCZOS_REACH = 3  # pixels of the coarser of the two pictures, on each side
 EXACT_DISTANCE = 16  # up to this many pixels from its edge, distances in a mask are exact
@@ -21,12 +22,28 @@ POINTS_PER_DISTANCE = 32  # farther in, the largest distance spans this many poi
 
 def paint(picture: Pixels, source: Source | None, edited: Pixels, mask: PixelMask, feather: int = 0) -> OwnPixels:
     """Put an edited picture into its original, which has the colours and the alpha of its file, if there is one."""
-    if source is None or source.pixels is None:
-        return composite(picture, edited, mask, feather)
-    if source.profile:
-        mode = "L" if source.pixels.shape[2] <= 2 else "RGB"
-        edited = as_array(from_srgb(Image.fromarray(edited), source.profile, mode))
-    return composite(source.pixels, edited, mask, feather)
+    own = picture if source is None or source.pixels is None else source.pixels
+    return composite(own, in_colours_of(source, edited), mask, feather)
+
+
+def paint_crop(whole: Whole, edited: Pixels, mask: PixelMask, feather: int, seed: int) -> OwnPixels:
+    """Put an edited crop into the photograph that it was cut out of, with tones and grain of what is around it. `mask`
+    is the crop's; the seed draws the grain."""
+    result = whole.pixels.copy()
+    rows, cols = (slice(side.start, side.stop) for side in whole.box)
+    part = whole.pixels[rows, cols]
+    read = composited(mask, edited.shape[:2], RING)
+    matched = match(part, in_colours_of(whole.source, edited), mask, read, seed)
+    result[rows, cols] = composite(part, matched, mask, feather)
+    return result
+
+
+def in_colours_of(source: Source | None, edited: Pixels) -> OwnPixels:
+    """What was painted, in the colours of the file that it is put into."""
+    if source is None or source.pixels is None or not source.profile:
+        return edited
+    mode = "L" if source.pixels.shape[2] <= 2 else "RGB"
+    return as_array(from_srgb(Image.fromarray(edited), source.profile, mode))
 
 
 def composite(original: OwnPixels, edited: OwnPixels, mask: PixelMask, feather: int = 0) -> OwnPixels:
@@ -66,11 +83,11 @@ def weights(mask: PixelMask, feather: int = 0) -> NDArray[np.uint8]:
     return share
 
 
-def composited(mask: PixelMask, size: tuple[int, int]) -> Box:
+def composited(mask: PixelMask, size: tuple[int, int], ring: int = 0) -> Box:
     """The box of an edited picture of `size` that `composite` reads: around the mask, with the pixels that resizing
-    needs."""
+    needs, or at least `ring` pixels."""
     rows, cols = _masked_lines(mask)
-    return Box(_read(rows, mask.shape[0], size[0]), _read(cols, mask.shape[1], size[1]))
+    return Box(_read(rows, mask.shape[0], size[0], ring), _read(cols, mask.shape[1], size[1], ring))
 
 
 def _masked_lines(mask: PixelMask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -78,10 +95,10 @@ def _masked_lines(mask: PixelMask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     return np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
 
 
-def _read(masked: NDArray[np.intp], own_length: int, length: int) -> range:
+def _read(masked: NDArray[np.intp], own_length: int, length: int, ring: int) -> range:
     """The pixels read of a side of `length` pixels that is resized to `own_length`, given the masked pixels there."""
     scale = length / own_length
-    around = 0 if length == own_length else LANCZOS_REACH * max(scale, 1.0) + 1
+    around = max(0 if length == own_length else LANCZOS_REACH * max(scale, 1.0) + 1, ring)
     start, stop = masked[0] * scale - around, (masked[-1] + 1) * scale + around
     return range(max(math.floor(start), 0), min(math.ceil(stop), length))
 

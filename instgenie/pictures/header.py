@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from instgenie.errors import InstGenieError
 from instgenie.pictures.decode import MAX_PIXELS, checked_image
+from instgenie.types import Box
 
 PICTURE_BYTES = 3  # per pixel that an edit keeps: RGB
 MASK_BYTES = 1  # per pixel that an edit keeps
@@ -35,6 +36,12 @@ def kept_bytes(picture: Header, size: tuple[int, int] | None) -> int:
     resized to `size`."""
     num_pixels = max(picture.num_pixels, size[0] * size[1] if size else 0)
     return (PICTURE_BYTES + picture.own_bytes + MASK_BYTES) * num_pixels
+
+
+def crop_bytes(box: Box) -> int:
+    """Bytes that the edit of a crop keeps beside those of the whole picture."""
+    height, width = box.size
+    return (PICTURE_BYTES + MASK_BYTES) * height * width
 
 
 def decoding_bytes(*files: Header) -> int:

@@ -16,12 +16,13 @@ from instgenie.pictures.mask import check_mask
 from instgenie.pictures.photo import on_white, open_photo
 from instgenie.pictures.profiles import to_srgb
 from instgenie.pictures.resizing import as_image
-from instgenie.types import Edit, OwnPixels, Pixels, Reuse, Source
+from instgenie.types import CropMode, Edit, OwnPixels, Pixels, Reuse, Source
 
 MAX_STEPS = 1000
 MAX_GUIDANCE = 100.0
 MAX_FEATHER = 256
 MAX_HALO = 256
+MAX_CROP_PADDING = 4096
 MAX_PROMPT = 32_000
 MAX_SEED = 2**63 - 1
 SIZE_MULTIPLE = 16
@@ -69,6 +70,10 @@ def check_edit(edit: Edit) -> None:
         raise EditError(f"the largest change is {edit.max_change}: a number of at least 0 is expected")
     if edit.reuse not in get_args(Reuse):
         raise EditError(f"the reuse is {edit.reuse!r}: one of {', '.join(get_args(Reuse))} is expected")
+    if edit.crop not in get_args(CropMode):
+        raise EditError(f"the crop is {edit.crop!r}: one of {', '.join(get_args(CropMode))} is expected")
+    if edit.crop_padding is not None:
+        _check_whole("crop padding", edit.crop_padding, 0, MAX_CROP_PADDING)
     if edit.strength == 0:
         raise EditError("the strength is 0: more than 0 and at most 1 is expected")
     if edit.size is not None:

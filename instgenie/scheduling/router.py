@@ -150,6 +150,15 @@ class WorkerLoad:
         num_steps = self.num_steps / self.max_batch_size
         return self.pace.seconds(num_steps, self.costs.total_seconds(num_steps, self.compute, self.loading))
 
+    def seconds_left(self, edit: str) -> float:
+        """Seconds until an edit is done that takes its steps now, in a batch of average edits of this worker."""
+        seconds = self.side_seconds.get("finish", 0.0)
+        if (rest := self._remaining.get(edit)) and rest.num_steps:
+            share = rest.num_steps * min(self.num_edits, self.max_batch_size) / self.num_steps
+            predicted = self.costs.total_seconds(rest.num_steps, share * self.compute, share * self.loading)
+            seconds += self.pace.seconds(rest.num_steps, predicted)
+        return seconds
+
     @property
     def seconds_per_token(self) -> float:
         """Seconds that each computed token adds to a step."""

@@ -50,6 +50,7 @@ class HttpConfig:
     max_pixels: int
     max_steps: int
     max_n: int
+    register_examples: bool
     decode_threads: int
     max_decoded_bytes: int
     body_timeout: float
@@ -118,6 +119,8 @@ OPTIONS = (
     # reuse of activations
     Option("reuse", flag, True,
            "let edits read activations, of templates or of their own dense steps; no: every edit computes every token"),
+    Option("register-examples", flag, True,
+           "register the page's example pictures in idle time after the start; with the built-in model only"),
     Option("auto-register", flag, True,
            "register pictures that come back; no: only those that clients register with POST /v1/templates"),
     Option("register-after", whole_number(1, 1_000_000), 2,
@@ -175,6 +178,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             max_pixels=round(values["max_megapixels"] * 1e6),
             max_steps=values["max_steps"],
             max_n=values["max_n"],
+            register_examples=values["register_examples"],
             decode_threads=min(4, os.cpu_count() or 1),
             max_decoded_bytes=share_of_memory(values["max_decoded_gib"], 8),
             body_timeout=values["body_timeout"],

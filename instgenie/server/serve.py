@@ -20,7 +20,7 @@ from instgenie.errors import ServeError
 from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
 from instgenie.server.guard.connection import HEAD_TIMEOUT, Connection
-from instgenie.server.guard.keys import ApiKey
+from instgenie.server.guard.keys import PUBLIC, ApiKey
 from instgenie.server.monitoring.log import say, set_up_log
 from instgenie.server.service import HttpService
 from instgenie.telemetry import traces
@@ -100,6 +100,8 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
         await cluster.start()
         if await unless_signalled(cluster.until_ready(), signalled):
             say("ready", address=address)
+            if not config.http.api_keys:
+                service.warming.start(PUBLIC)
             await signalled.wait()
         say("draining", running=service.num_watches)
         timeout = config.http.shutdown_timeout
@@ -107,6 +109,7 @@ async def run(config: ServeConfig, listener: socket.socket, version: str) -> int
     finally:
         end = time.monotonic() + timeout
         service.draining = True
+        service.warming.stop()
         # edits that are not done in time fail here, and their clients get an error
         finished = await cluster.stop(timeout)
         await stop_answering(service, server, end - time.monotonic())

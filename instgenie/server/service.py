@@ -22,6 +22,8 @@ from instgenie.server.guard.keys import ApiKeys
 from instgenie.server.monitoring.log import note_jobs
 from instgenie.server.monitoring.metrics import Metrics
 from instgenie.server.monitoring.pulse import Pulse
+from instgenie.server.vocabulary import read_vocabulary
+from instgenie.server.warming import Warming
 from instgenie.server.watch import Deadline, EditWatch
 from instgenie.types import Notes
 
@@ -39,6 +41,8 @@ class HttpService:
         self.decoder = PictureDecoder(config.decode_threads, config.max_pixels)
         self.admission = Admission(cluster, config.max_decoded_bytes, config.decode_threads)
         self.metrics = Metrics(cluster)
+        self.warming = Warming(cluster, config.register_examples)
+        self.vocabulary = read_vocabulary(cluster.config.model)
         self.pulse = Pulse(cluster, config.served_model_names[0])
         self.draining = False
         self.is_closing = False

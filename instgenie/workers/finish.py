@@ -21,10 +21,11 @@ from instgenie.engine.finish import decode
 from instgenie.engine.warm import warm_up_finishing
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
-from instgenie.pictures.compositing import paint
+from instgenie.pictures.compositing import paint, paint_crop
+from instgenie.pictures.matching import RING
 from instgenie.pictures.picture import encode_picture
 from instgenie.telemetry import traces
-from instgenie.types import Source
+from instgenie.types import Box, PixelMask, Source, Whole
 from instgenie.workers.frames import read_tensor
 from instgenie.workers.inbox import Inbox
 from instgenie.workers.process import Line, failure, run_process, say_ready
@@ -53,7 +54,8 @@ class Finisher:
     def decode(self, message: Finish, frames: list[Frame]) -> Encode:
         """Decode a picture. Returns the rest of the work, which any thread can do."""
         latents = read_tensor(message.latents, frames[0]).to(self.model.device)
-        [decoded] = decode([latents], [read_mask(frames[2], message.size)], message.grid, self.model)
+        mask, rings = read_edit_mask(message, frames[2]), [RING if message.crop else 0]
+        [decoded] = decode([latents], [mask], message.grid, self.model, rings)
         return partial(encode, message, frames, decoded)
 
     def send(self, message: Finish, encoded: bytes, seconds: float, thread_seconds: float = 0.0) -> None:
@@ -133,11 +135,27 @@ class ThreadedFinisher(Finisher):
 
 def encode(message: Finish, frames: list[Frame], decoded: NDArray[np.uint8]) -> tuple[bytes, float]:
     start = time.perf_counter()
-    picture, mask = read_picture(frames[1], message.size, message.num_channels), read_mask(frames[2], message.size)
+    picture, mask = read_picture(frames[1], message.size, message.num_channels), read_edit_mask(message, frames[2])
     source = Source(picture if message.is_own else None, message.profile, message.exif)
-    edited = paint(picture, source, decoded, mask, message.feather)
+    if box := box_of(message):
+        edited = paint_crop(Whole(picture, source, box), decoded, mask, message.feather, message.seed)
+    else:
+        edited = paint(picture, source, decoded, mask, message.feather)
     encoded = encode_picture(edited, message.output_format, message.output_compression, is_quick=True, source=source)
     return encoded, time.perf_counter() - start
+
+
+def box_of(message: Finish) -> Box | None:
+    """The part of the picture that was edited; None: all of it."""
+    if message.crop is None:
+        return None
+    top, bottom, left, right = message.crop
+    return Box(range(top, bottom), range(left, right))
+
+
+def read_edit_mask(message: Finish, frame: Frame) -> PixelMask:
+    box = box_of(message)
+    return read_mask(frame, box.size if box else message.size)
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:

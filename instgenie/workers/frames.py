@@ -15,7 +15,7 @@ from instgenie.jobs.sampler import DdimSchedule, EulerSchedule, FlowSchedule, Sc
 from instgenie.types import Edit
 
 SCHEDULES: dict[str, Any] = {kind.__name__: kind for kind in (FlowSchedule, DdimSchedule, EulerSchedule)}
-PIXELS = ("picture", "mask", "source")
+PIXELS = ("picture", "mask", "source", "whole")
 
 
 def job_frames(job: Job) -> tuple[JobHead, list[Frame]]:

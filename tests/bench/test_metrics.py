@@ -58,6 +58,22 @@ def test_crops_show_the_masked_part(pictures):
     assert torch.allclose(crop_to_masks(pictures, masks, 16), pictures[:, :, 16:32, 32:48], atol=1e-6)
 
 
+def test_crops_of_different_boxes_are_scaled_as_torch_scales_them():
+    generator = torch.Generator().manual_seed(0)
+    pictures, masks = torch.rand(5, 3, 64, 48, generator=generator), torch.zeros(5, 64, 48, dtype=torch.bool)
+    masks[0, 3:50, 5:47] = True
+    masks[1, 60:64, 0:3] = True
+    masks[2, 7, 9] = True
+    masks[3, 30:40, 40:48] = True  # the last one is empty
+    for size, pad, square in ((24, 0, True), (40, 8, True), (24, 3, False)):
+        crops = crop_to_masks(pictures, masks, size, pad, square)
+        for picture, mask, crop in zip(pictures, masks, crops, strict=True):
+            top, left, bottom, right = mask_box(mask, pad, square)
+            cut = picture[None, :, top:bottom, left:right]
+            scaled = torch.nn.functional.interpolate(cut, size=(size, size), mode="bilinear", antialias=True)[0]
+            assert torch.allclose(crop, scaled.clamp(0, 1), atol=1e-5)
+
+
 def test_kid_is_zero_for_one_distribution_and_positive_for_two():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, 400, 32, generator=generator)

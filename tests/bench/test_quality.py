@@ -44,7 +44,7 @@ def write_example(folder: Path) -> None:
     pixels[100:150, 90:160, 3] = 0
     Image.fromarray(pixels).save(folder / "grey.mask.png")
     (folder / "edits.toml").write_text(
-        '[[edit]]\nname = "grey"\nmask = "grey.mask.png"\nprompts = ["a cat"]\nseed = 1\n'
+        '[[edit]]\nname = "grey"\npicture = "grey.png"\nmask = "grey.mask.png"\nprompts = ["a cat"]\nseed = 1\n'
     )
 
 

@@ -6,21 +6,25 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from instgenie.cli import demo
 from instgenie.cli.demo import main
+from instgenie.editor import Editor
 from instgenie.pictures.mask import box_mask
 from instgenie.pictures.picture import open_picture
-from instgenie.pictures.sheet import CELL, GAP, MARGIN
-from instgenie.types import Pixels
+from instgenie.pictures.sheet import CELL, GAP, MARGIN, SheetRow
+from instgenie.types import Edit, Pixels, Result
 
 EDITS = """
 [[edit]]
 name = "cat"
+picture = "cat.png"
 mask = "cat.mask.png"
 prompts = ["a red cat", "a blue dog"]
 seed = 1
 
 [[edit]]
 name = "flower"
+picture = "flower.png"
 mask = "flower.mask.png"
 prompts = ["a blue flower"]
 seed = 2
@@ -42,21 +46,51 @@ def examples(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_demo_edits_every_example(examples: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def run_demo(examples: Path, model: Path, *options: str) -> Pixels:
     output = examples / "out" / "demo.png"
-    options = ["--model", str(folders["fill"]), "--device", "cpu", "--size", "32x32", "--steps", "2"]
-    assert main(["--examples", str(examples), "-o", str(output), *options]) == 0
-    assert str(output) in capsys.readouterr().out
-    sheet = open_picture(output)
-    assert sheet.shape[1] == 2 * MARGIN + 4 * CELL + 3 * GAP  # source, mask, two prompts
-    top = MARGIN + 68
-    source = sheet[top : top + CELL, MARGIN : MARGIN + CELL]
-    assert np.array_equal(source, noise(256, 256))
-    left = MARGIN + 2 * (CELL + GAP)
-    edited = sheet[top : top + CELL, left : left + CELL]
-    changed = (edited != source).any(axis=2)
-    assert changed.any()
-    assert not (changed & ~box_mask((10, 10, 30, 40), (256, 256))).any()
+    small = ["--model", str(model), "--device", "cpu", "--size", "32x32", "--steps", "2"]
+    assert main(["--examples", str(examples), "-o", str(output), *small, *options]) == 0
+    return open_picture(output)
+
+
+def width_of(num_columns: int) -> int:
+    return 2 * MARGIN + num_columns * (CELL[1] + GAP) - GAP
+
+
+def test_demo_edits_every_example(examples: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    sheet = run_demo(examples, folders["fill"])
+    assert "demo.png" in capsys.readouterr().out
+    assert sheet.shape[1] == width_of(4)  # photograph, mask, two prompts
+    assert len(run_demo(examples, folders["fill"], "--rows", "1")) < len(sheet)
+
+
+def test_the_edits_shown_with_their_times_are_cached(
+    examples: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[SheetRow] = []
+    tiers: list[str | None] = []
+    draw, edit_many = demo.draw_sheet, Editor.edit_many
+
+    def keep_rows(drawn: list[SheetRow], subtitle: str) -> Pixels:
+        rows.extend(drawn)
+        return draw(drawn, subtitle)
+
+    def keep_tiers(editor: Editor, edits: list[Edit]) -> list[Result]:
+        results = edit_many(editor, edits)
+        tiers.extend(result.cache_tier for result in results)
+        return results
+
+    monkeypatch.setattr(demo, "draw_sheet", keep_rows)
+    monkeypatch.setattr(Editor, "edit_many", keep_tiers)
+    sheet = run_demo(examples, folders["fill"], "--times")
+    assert sheet.shape[1] == width_of(5)
+    assert tiers == [None, *(None, None, "host", "host"), *(None, None, "host")]  # warm-up; dense, cold, cached
+    for row in rows:
+        assert list(row.seconds) == ["dense", "cold", "cached"]
+        assert all(taken > 0 for taken in row.seconds.values())
+        changed = (row.pictures[0] != row.example.picture).any(axis=2)
+        assert changed.any()
+        assert not (changed & ~row.example.mask).any()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +101,7 @@ def test_demo_edits_every_example(examples: Path, folders: dict[str, Path], caps
         ("[[sample]]\nname = 'cat'", "edit"),
         ("edit = []", "no edit"),
         (EDITS.replace('seed = 1\n', ""), "seed"),
-        (EDITS.replace('"cat"', '"cow"'), "cow.png"),
+        (EDITS.replace('"cat.png"', '"cow.png"'), "cow.png"),
         (EDITS.replace("seed = 1", "seed = -1"), "-1"),
     ],
 )  # fmt: skip

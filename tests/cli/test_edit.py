@@ -70,3 +70,24 @@ def test_an_interrupt_ends_with_130(desk: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(instgenie.cli.edit, "open_photo", interrupted)
     assert edit_here() == 130
+
+
+def test_a_crop_around_the_mask(desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    here = ["--model", str(folders["sd_fill"]), "--no-cache", "--box", "60,30,8,8"]
+    assert edit_here(*here, "--size", "32x32", "--crop", "masked", "--crop-padding", "6", "-o", "crop.png") == 0
+    assert "100x60, a crop of 32x32, worked on at 32x32" in capsys.readouterr().out
+    photo, edited = open_picture("photo.jpg"), open_picture("crop.png")
+    mask = box_mask((60, 30, 8, 8), (60, 100))
+    assert np.array_equal(edited[~mask], photo[~mask])
+    assert edit_here(*here, "--crop", "off", "-o", "whole.png") == 0
+    assert "a crop of" not in capsys.readouterr().out
+
+
+def test_a_template_of_the_whole_photograph_is_used_and_the_command_says_so(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ["--model", str(folders["sd_fill"]), "--cache-dir", "kept", "--box", "60,30,5,5", "--size", "32x32"]
+    assert edit_here(*here, "--reuse", "template", "-o", "whole.png") == 0
+    told = capsys.readouterr()
+    assert "a crop of" not in told.out
+    assert "--crop masked edits a sharper crop" in told.err

@@ -122,6 +122,19 @@ def record_progress(page: Page) -> None:
     }""")
 
 
+def watch_tasks(page: Page) -> None:
+    """Collect the milliseconds of every long task of the page's main thread in `window.tasks`."""
+    page.evaluate("""() => {
+        window.tasks = [0];
+        new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((task) => task.duration)))
+            .observe({entryTypes: ["longtask"]});
+    }""")
+
+
+def longest_task(page: Page) -> float:
+    return float(page.evaluate("Math.max(...window.tasks)"))
+
+
 def downloaded(page: Page) -> Pixels:
     with page.expect_download() as download:
         page.click("#download")

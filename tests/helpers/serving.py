@@ -65,7 +65,7 @@ class Running:
 
 @contextmanager
 def running_server(folder: Path, *arguments: str, device: str = "cpu", **variables: str) -> Iterator[Running]:
-    command = [sys.executable, "-m", "instgenie", "serve", *arguments, "--port", "0", "--device", device]
+    command = [sys.executable, "-m", "instgenie", "serve", "--port", "0", "--device", device, *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INSTGENIE_")}
     log = folder / "server.log"
     with log.open("w") as errors:

@@ -28,7 +28,7 @@ from instgenie.jobs.activations import Activations, Kind, Span
 from instgenie.jobs.job import Job
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.model import Model
-from instgenie.pictures.picture import open_picture
+from instgenie.pictures.examples import EXAMPLES, read_examples
 from instgenie.types import Edit
 
 GIB = 2**30
@@ -195,9 +195,9 @@ def test_a_full_mask_needs_nothing_of_the_cache(model: Model) -> None:
 
 def test_a_cached_photograph_is_close_to_the_dense_one(models: dict[str, Model]) -> None:
     model = models["builtin"]
-    folder = Path(__file__).parent.parent.parent / "examples"
-    picture, mask = open_picture(folder / "t-shirt.png"), open_picture(folder / "t-shirt.mask.png")[..., 0] > 127
-    edit = Edit(picture, mask, "a flower", steps=6, size=(256, 256))
+    [photograph] = [example for example in read_examples(EXAMPLES) if example.name == "cat"]
+    example = photograph.close_up((256, 256))
+    edit = Edit(example.picture, example.mask, "a flower", steps=6, size=(256, 256))
     cached = make_cached(model, edit, "kv")
     first, other = prepare(edit, model), prepare(replace(edit, seed=1), model)
     pictures = [finish(replace(cached, latents=latents), model) for latents in run(model, [first, cached, other])]

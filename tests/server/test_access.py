@@ -33,7 +33,7 @@ def test_health_is_public(server: Running) -> None:
 
 def test_page_files_are_public_and_have_a_content_security_policy(server: Running) -> None:
     with server.http(key=None) as client:
-        for path in ("/", "/engine", "/static/edit.js", "/static/examples/daisies.png"):
+        for path in ("/", "/engine", "/static/edit.js", "/static/examples/coffee.png"):
             answer = client.get(path)
             assert answer.status_code == 200
             assert "script-src 'self';" in answer.headers["content-security-policy"]

@@ -21,6 +21,7 @@ from helpers.browser import (
 from playwright.sync_api import expect
 
 from instgenie.pictures.mask import read_mask
+from instgenie.server.routes.suggestions import suggested_examples
 
 
 def test_paint_run_and_get_a_picture(visitor: Visitor) -> None:
@@ -112,7 +113,7 @@ def test_a_bad_file_is_reported_where_it_was_dropped(
     visitor: Visitor, name: str, kind: str, content: bytes, message: str
 ) -> None:
     page = visitor.open()
-    expect(page.locator("#examples button")).to_have_count(4)
+    expect(page.locator("#examples button")).to_have_count(len(suggested_examples()))
     page.set_input_files("#file", {"name": name, "mimeType": kind, "buffer": content})
     expect(page.locator("#picture-error")).to_contain_text(message)
     expect(page.locator("#empty")).to_be_visible()
@@ -150,13 +151,13 @@ def test_the_server_s_refusal_is_shown(visitor: Visitor) -> None:
 
 def test_keyboard_only(visitor: Visitor) -> None:
     page = visitor.open()
-    expect(page.locator("#examples button")).to_have_count(4)
+    expect(page.locator("#examples button")).to_have_count(len(suggested_examples()))
     for _ in range(20):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.textContent") == "daisies":
+        if page.evaluate("document.activeElement.textContent") == "coffee":
             break
     page.keyboard.press("Enter")
-    expect(page.locator("#under")).to_contain_text("daisies.png, 256 × 256")
+    expect(page.locator("#under")).to_contain_text("coffee.png, 600 × 400")
     page.focus("#clear")
     page.keyboard.press("Enter")
     page.focus("#board")

@@ -60,8 +60,8 @@ def test_limits_on_the_work_of_a_request_are_options(
     assert (refused.status_code, error["param"], error["code"]) == (400, param, "invalid_value")
     assert error["message"].startswith(message)
     with narrow.http() as client:
-        facts = client.get("/page/facts").json()
-    assert (facts["max_steps"], facts["max_edits"]) == (900, 9)
+        limits = client.get("/page/facts").json()["fields"]
+    assert (limits["num_inference_steps"]["maximum"], limits["n"]["maximum"]) == (900, 9)
 
 
 def test_without_reuse_nothing_is_registered(narrow: Running) -> None:

@@ -5,14 +5,17 @@ import re
 import pytest
 from helpers.serving import ALICE, Running, picture, png
 
+from instgenie.pictures.examples import THUMBNAIL
 from instgenie.server.routes.pages import FILES
+from instgenie.server.routes.suggestions import suggested_examples
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 
 from helpers.browser import PAGE_PICTURE, PAGE_SIZE, WAIT, Visitor, drag, fill_settings, open_picture_on
 from playwright.sync_api import Browser, expect
 
-MAX_WEIGHT = 300_000
+MAX_WEIGHT = 350_000
+MAX_THUMBNAILS = 60_000
 
 
 def test_every_control_has_a_name(visitor: Visitor) -> None:
@@ -76,7 +79,7 @@ def test_the_key_is_asked_for_once_and_kept_for_the_tab(browser: Browser, server
     page.goto(server.url + "/engine")
     expect(page.locator("#server")).to_contain_text("float32")
     expect(page.locator("dialog")).to_have_count(0)
-    assert page.evaluate("[Object.values(sessionStorage), localStorage.length]") == [[ALICE], 0]
+    assert page.evaluate("[sessionStorage['instgenie.key'], localStorage.length]") == [ALICE, 0]
     visitor.close()
 
 
@@ -84,3 +87,13 @@ def test_the_pages_files_are_small() -> None:
     own = {name: file for name, file in FILES.items() if not name.startswith("examples/")}
     assert sum(len(file.content) for file in own.values()) < MAX_WEIGHT
     assert all(file.media_type != "application/octet-stream" for file in FILES.values())
+    assert sum(len(file.content) for name, file in FILES.items() if name.endswith(THUMBNAIL)) < MAX_THUMBNAILS
+
+
+def test_the_page_is_given_every_file_of_the_examples_and_no_other() -> None:
+    named = {
+        f"examples/{name}"
+        for one in suggested_examples()
+        for name in (one["picture"], one["mask"], one["name"] + THUMBNAIL)
+    }
+    assert {name for name in FILES if name.startswith("examples/")} == named

@@ -10,11 +10,16 @@ from torch import Generator, nn
 from instgenie.bench.photos import Photos
 from training import latents, masks
 from training.attention import MaskedAttention
-from training.data import caption_variants, recoloured, vocabulary
-from training.examples import Captions, ExampleSource
+from training.colours import COLOURS, colour_names, photo_colours
+from training.cutouts import Cutouts
+from training.data import BACKGROUND_CAPTIONS, NUM_VARIANTS, caption_variants, recoloured, vocabulary
+from training.examples import Captions, Examples, ExampleSource
+from training.feed import LONGEST_REUSE, Encoded, Feed, attention_mask, pad_tokens, reused_tokens
 from training.optim import Average, Clock, Muon, load_checkpoint, orthogonalise, save_checkpoint
-from training.pipeline import build_tokenizers, token_ids
-from training.train_transformer import attention_mask, pad_tokens
+from training.pipeline import NUM_TEXT_TOKENS, build_tokenizers, token_ids
+from training.scenes import with_scenes
+from training.train_transformer import across
+from training.views import Draw
 
 
 @pytest.fixture
@@ -45,7 +50,7 @@ def test_every_caption_is_made_of_known_words(photos: Photos) -> None:
     assert {t for c in caption_variants("a photo of a rose", "rose", "flower") for t in [c]} <= set(texts)
     for tokenizer in (clip, t5):
         ids = token_ids(tokenizer, texts)
-        assert ids.shape == (len(texts), 16)
+        assert ids.shape == (len(texts), NUM_TEXT_TOKENS)
         assert not (ids == tokenizer.unk_token_id).any()
         assert (token_ids(tokenizer, ["a zebra"]) == tokenizer.unk_token_id).any()
 
@@ -67,7 +72,7 @@ def test_examples_hold_together(photos: Photos, size: tuple[int, int]) -> None:
 def test_background_captions_never_stand_for_pets(photos: Photos) -> None:
     captions = Captions(photos)
     source = ExampleSource(photos, captions, Generator().manual_seed(1))
-    drawn = [source.draw(48, 256, 256) for _ in range(3)]
+    drawn = [source.draw(48, 256, 256) for _ in range(6)]
     rows = torch.cat([examples.rows[examples.untouched] for examples in drawn])
     texts = torch.cat([examples.texts[examples.untouched] for examples in drawn])
     is_background = (texts > 0) & (texts <= captions.num_background)
@@ -111,17 +116,19 @@ def transformer() -> FluxTransformer2DModel:
     ).eval()
 
 
-def run(transformer: FluxTransformer2DModel, image: torch.Tensor, attention: torch.Tensor | None) -> torch.Tensor:
+def run(
+    transformer: FluxTransformer2DModel, image: torch.Tensor, attention: torch.Tensor | None, **reuse: torch.Tensor
+) -> torch.Tensor:
     generator = Generator().manual_seed(3)
     with torch.inference_mode():
         return transformer(
             hidden_states=image,
-            encoder_hidden_states=torch.randn(2, 16, 8, generator=generator),
-            pooled_projections=torch.randn(2, 8, generator=generator),
-            timestep=torch.tensor([0.3, 0.7]),
+            encoder_hidden_states=torch.randn(len(image), NUM_TEXT_TOKENS, 8, generator=generator),
+            pooled_projections=torch.randn(len(image), 8, generator=generator),
+            timestep=torch.linspace(0.3, 0.7, len(image)),
             img_ids=pad_tokens(latents.image_ids(192, 256, image.device)[None])[0][: image.shape[1]],
-            txt_ids=torch.zeros(16, 3),
-            joint_attention_kwargs=None if attention is None else {"attention_mask": attention},
+            txt_ids=torch.zeros(NUM_TEXT_TOKENS, 3),
+            joint_attention_kwargs=None if attention is None else {"attention_mask": attention} | reuse,
             return_dict=False,
         )[0]
 
@@ -141,6 +148,96 @@ def test_padding_is_unseen_and_isolated_tokens_see_no_masked_one(transformer: Fl
     changed = run(transformer, pad_tokens(other), attention)[:, :num_tokens]
     torch.testing.assert_close(changed[0][~masked[0]], padded[0][~masked[0]], atol=1e-5, rtol=1e-4)
     assert (changed[1][~masked[1]] - padded[1][~masked[1]]).abs().max() > 1e-3
+
+
+def test_a_reusing_example_reads_the_keys_of_its_earlier_step(transformer: FluxTransformer2DModel) -> None:
+    generator = Generator().manual_seed(5)
+    earlier, later = torch.randn(2, 1, 256, 12, generator=generator)
+    masked = torch.rand(1, 256, generator=generator) < 0.3
+    pair, both = torch.cat([earlier, later]), torch.cat([masked, masked])
+    transformer.set_attn_processor(MaskedAttention())
+    visible = attention_mask(both, torch.tensor([False, False]), 256)
+    source, reusing = torch.tensor([0, 0]), torch.tensor([False, True])
+    reused = reused_tokens(both, reusing)
+    assert not reused[0].any()
+    assert torch.equal(reused[1], torch.cat([torch.zeros(NUM_TEXT_TOKENS, dtype=torch.bool), ~masked[0]]))
+    plain = run(transformer, pair, visible)
+    found = run(transformer, pair, visible, source=source, reused=reused)
+    torch.testing.assert_close(found[0], plain[0])
+    assert (found[1][masked[0]] - plain[1][masked[0]]).abs().max() > 1e-3
+    other = torch.where(masked[..., None], later, torch.randn(later.shape, generator=generator))
+    again = run(transformer, torch.cat([earlier, other]), visible, source=source, reused=reused)
+    torch.testing.assert_close(again[1][masked[0]], found[1][masked[0]], atol=1e-5, rtol=1e-4)
+
+
+def test_a_reusing_pair_shares_its_noise_and_the_earlier_step_is_noisier(photos: Photos) -> None:
+    num = 200
+    feed = Feed(ExampleSource(photos, Captions(photos), Generator().manual_seed(1)), None, 2 * num)
+    nothing = torch.zeros(num, dtype=torch.long)
+    examples = Examples(nothing, nothing, nothing, nothing, nothing, nothing)
+    known = torch.zeros(num, 256, 3)
+    inputs = feed.noised(Encoded(examples, known, known, torch.zeros(num, 256, dtype=torch.bool), known[0], 256))
+    first, second = inputs.times.chunk(2)
+    reusing = inputs.reused[num:].any(1)
+    assert 0 < reusing.sum() < num
+    assert not inputs.reused[:num].any()
+    assert (first >= second)[reusing].all()
+    assert (first - second)[reusing].max() <= LONGEST_REUSE + 0.01
+    same = (inputs.noise[:num] == inputs.noise[num:]).flatten(1).all(1)
+    assert torch.equal(same, reusing)
+    assert torch.equal(inputs.source[num:], torch.arange(num))
+
+
+def test_guidance_changes_no_prediction_along_itself() -> None:
+    picture, change = torch.randn(3, 8, 4), torch.randn(3, 8, 4)
+    masked = torch.ones(3, 8, dtype=torch.bool)
+    left = across(change, picture, masked)
+    assert (left * picture).sum((1, 2)).abs().max() < 1e-4
+    assert across(2.5 * picture, picture, masked).abs().max() < 1e-4
+
+
+def test_colours_are_named_where_one_wins(photos: Photos) -> None:
+    pure = torch.tensor([[0.9, 0.1, 0.1], [0.1, 0.6, 0.2], [0.05, 0.05, 0.05], [0.95, 0.95, 0.95], [0.4, 0.25, 0.1]])
+    names = [COLOURS[name] for name in colour_names(pure[:, :, None, None])[:, 0, 0]]
+    assert names == ["red", "green", "black", "white", "brown"]
+    photos.pictures[0] = 20  # a black pet
+    photos.pictures[1] = torch.tensor([30, 60, 200])[:, None, None]
+    subjects, backgrounds = photo_colours(photos)
+    assert (subjects[0], backgrounds[0]) == ("black", "black")
+    assert (subjects[1], backgrounds[1]) == ("blue", "blue")
+    assert subjects[6] == "red"  # given with the photograph
+
+
+def test_captions_say_colour_and_background() -> None:
+    texts = caption_variants("a photo of a tulip", "tulip", "flower", "orange", "green")
+    assert len(texts) == NUM_VARIANTS
+    assert "an orange tulip" in texts
+    assert any("green background" in text for text in texts)
+    assert "a photo of a pair of blue trousers" in caption_variants(
+        "a photo of a pair of blue pants", "pants", "clothing", "blue"
+    )
+
+
+def test_removal_shows_the_scene_inside_and_the_object_outside_the_mask(photos: Photos) -> None:
+    photos.pictures[:] = 250  # whatever is pasted is nearly white
+    both = with_scenes(photos, torch.full((8, 3, 256, 256), 20, dtype=torch.uint8))
+    source = ExampleSource(both, Captions(both), Generator().manual_seed(1))
+    pictures, mask, texts = source._remove(torch.full((16, 3, 256, 256), -0.8))
+    inside = pictures[mask[:, None].expand_as(pictures)]
+    assert (inside == -0.8).all()
+    assert {source.captions.texts[text] for text in texts.tolist()} <= {"", *BACKGROUND_CAPTIONS}
+    assert mask.flatten(1).any(1).all()
+
+
+def test_cutouts_are_whole_objects(photos: Photos) -> None:
+    photos.outlines[0] = False
+    photos.outlines[0, :, :128] = True  # cut by three edges of the frame
+    cutouts = Cutouts(photos, Draw(Generator().manual_seed(1)))
+    assert cutouts.pets.tolist() == [1, 2, 3]
+    pasted = cutouts.paste(torch.zeros(3, 3, 256, 256), cutouts.pets, 0.5, 0.9)
+    changed = (pasted.pictures != 0).any(1)
+    assert changed.any()
+    assert not (changed & ~masks.dilate(pasted.shapes, 2)).any()
 
 
 def test_orthogonalise_brings_singular_values_near_one() -> None:

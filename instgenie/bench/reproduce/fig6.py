@@ -89,7 +89,7 @@ def edit_of(lab: Lab) -> Edit:
     edit = replace(lab.edit(RATIO), dense_steps=0)
     if not EXAMPLES.is_dir():
         return edit
-    example = read_examples(EXAMPLES)[0]
+    example = read_examples(EXAMPLES)[0].close_up(lab.size)
     mask = mask_around(MIDDLE, example.picture.shape[:2], lab.model.patch, RATIO)
     return replace(edit, picture=example.picture, mask=mask)
 

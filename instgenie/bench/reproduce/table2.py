@@ -57,12 +57,13 @@ def make_samples(lab: Lab) -> list[Sample]:
     """Take the examples, or draw pictures if the package has none."""
     num, steps, guidance = lab.scale.num_pictures, lab.scale.steps, lab.model.guidance
     if EXAMPLES.is_dir():
-        found = [(one.picture, one.mask, one.prompts[0], one.seed) for one in read_examples(EXAMPLES)]
+        examples = [one.close_up(lab.size) for one in read_examples(EXAMPLES)[:num]]
+        found = [(one.picture, one.mask, one.prompts[0], one.seed) for one in examples]
     else:
         found = [drawn(seed, lab.size) for seed in range(num)]
     return [
         Sample(Edit(picture, mask, prompt, seed, steps, guidance), "", "", "example", RATIO)
-        for picture, mask, prompt, seed in found[:num]
+        for picture, mask, prompt, seed in found
     ]
 
 

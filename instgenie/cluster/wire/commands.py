@@ -126,7 +126,7 @@ class Recall(Message, frozen=True):
 
 class Finish(Message, frozen=True):
     """Decode, composite and encode a picture. Frames: latents, picture, mask. The picture has the pixels of its file,
-    if these are not those that the model sees."""
+    if these are not those that the model sees. If a crop was edited, the picture is whole, and the mask the crop's."""
 
     id: str
     attempt: int
@@ -143,6 +143,8 @@ class Finish(Message, frozen=True):
     is_own: bool = False  # True if the picture has the pixels of its file
     profile: bytes = b""  # ICC profile of the file
     exif: bytes = b""
+    crop: tuple[int, int, int, int] | None = None  # its first row, the row after its last, and its columns alike
+    seed: int = 0  # of the edit
 
 
 Command: TypeAlias = (

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from instgenie.cluster.orders import Facts, Finished
 from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
 from instgenie.server.errors import ApiError
-from instgenie.types import Notes
+from instgenie.types import Box, Notes
 
 PIECE = 3 * 2**18  # bytes that are encoded at once; a multiple of 3, so that only the last piece is padded
 EventPrefix = Literal["image_edit", "image_generation"]
@@ -30,6 +30,15 @@ class Seconds(AnswerBody):
     finish: float
 
 
+class CropBox(AnswerBody):
+    """The part of the picture that was edited, in its pixels."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+
+
 class EditSummary(AnswerBody):
     """Facts about one edit, without its picture."""
 
@@ -41,6 +50,7 @@ class EditSummary(AnswerBody):
     cache_tier: Literal["gpu", "host", "disk", "remote"] | None
     reuse: Literal["template", "own", "none"]
     reuse_reason: str | None  # why no template was used
+    crop: CropBox | None  # None: the model saw the whole picture
     worker: int
     num_attempts: int
     seconds: Seconds
@@ -192,6 +202,7 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         cache_tier=facts.cache_tier,
         reuse=facts.reuse,
         reuse_reason=reuse_reason(facts),
+        crop=crop_box(facts.crop) if facts.crop else None,
         worker=facts.worker,
         num_attempts=facts.num_attempts,
         seconds=Seconds(
@@ -211,6 +222,11 @@ def reuse_reason(facts: Facts) -> str | None:
     if facts.reuse != "own":
         return sentence(facts.why_dense)
     return sentence(f"{facts.why_dense}, so the edit read what its own dense steps left behind")
+
+
+def crop_box(box: Box) -> CropBox:
+    height, width = box.size
+    return CropBox(x=box.cols.start, y=box.rows.start, width=width, height=height)
 
 
 def sentence(clause: str) -> str:
@@ -260,6 +276,11 @@ def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields:
             "notes": notes,
         },
     )
+
+
+def sending_event(index: int, num_bytes: int) -> bytes:
+    """Announce the bytes of a picture's event, so that a client with a slow link can say how much of it has come."""
+    return event("instgenie.sending", {"index": index, "num_bytes": num_bytes})
 
 
 def event(kind: str, body: dict[str, Any]) -> bytes:

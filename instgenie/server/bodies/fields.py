@@ -21,11 +21,11 @@ from instgenie.pictures.decode import MIN_SIDE
 from instgenie.pictures.fitting import Fit
 from instgenie.pictures.mask import MaskMode
 from instgenie.pictures.photo import Metadata
-from instgenie.pictures.picture import MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
+from instgenie.pictures.picture import MAX_CROP_PADDING, MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
 from instgenie.server.bodies.body import RequestForm
 from instgenie.server.bodies.names import hint
 from instgenie.server.errors import ApiError, bad, echo
-from instgenie.types import Notes, Reuse, Source
+from instgenie.types import CropMode, Notes, Reuse, Source
 
 MAX_EDITS = 10
 MAX_ANSWER_SIDE = 16_383  # of a WebP
@@ -119,7 +119,9 @@ class ImageFields(Fields):
     )
     stream: bool = Field(False, description="Respond with server-sent events.")
     partial_images: int = Field(0, ge=0, le=3, description="Number of intermediate pictures to send; needs stream.")
-    stream_progress: bool = Field(False, description="Also send instgenie.queued and instgenie.step; needs stream.")
+    stream_progress: bool = Field(
+        False, description="Also send instgenie.queued, instgenie.step and instgenie.sending; needs stream."
+    )
     user: str | None = Field(None, max_length=1024, description="Accepted, but not used.")
     moderation: Annotated[Literal["auto", "low"], AnyCase] = Field("auto", description="Accepted, but not used.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, but not used.")
@@ -228,9 +230,30 @@ class EditFields(ImageFields):
     )
     metadata: Metadata = Field("safe", description="EXIF of the result: safe = all but the place (GPS); all; none.")
     feather: int = Field(0, ge=0, le=MAX_FEATHER, description="Width in pixels of a soft edge inside the mask.")
+    crop: Annotated[CropMode, AnyCase] = Field(
+        "auto",
+        description="The part of a photograph that the model sees. auto: a crop around the mask if that gives the "
+        "masked part more detail, unless the picture's template is registered; masked: a crop; off: all of it.",
+    )
+    crop_padding: int | None = Field(
+        None, ge=0, le=MAX_CROP_PADDING,
+        description="Pixels of the picture that a crop shows around the mask at least; if omitted, a quarter of the "
+        "mask's size.",
+    )  # fmt: skip
     input_fidelity: Annotated[Literal["low", "high"], AnyCase] = Field(
         "high", description="Accepted, but not used: pixels outside the mask never change."
     )
+
+    def why_no_crop(self, has_template: bool) -> str:
+        """Why a crop that would be worth it is not edited, as a clause; empty if it is. A template of the whole picture
+        stays in use unless the client asks for a crop."""
+        if self.crop == "masked":
+            return ""
+        if self.template is not None:
+            return "the request names a template"
+        if self.reuse == "template":
+            return "the request asks for reuse=template"
+        return "the picture is registered as a template" if has_template and self.reuse != "off" else ""
 
     def describe_answer(self, source: Source | None, notes: Notes) -> None:
         """Add a note on what the format of the answer cannot keep of the picture's file."""

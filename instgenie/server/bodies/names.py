@@ -27,13 +27,15 @@ OTHER_NAMES = {
     "output_compression": "jpeg_quality output_quality compression",
     "deadline_ms": "timeout timeout_ms",
     "template": "template_id image_id file_id",
+    "crop": "inpaint_full_res only_masked hd_strategy use_croper crop_mode",
+    "crop_padding": "inpaint_full_res_padding padding_mask_crop only_masked_padding mask_padding "
+    "hd_strategy_crop_margin crop_margin",
 }
 NO_COUNTERPART = {
     "the model uses its own sampler": "sampler sampler_name sampler_index sd_sampler ldm_sampler scheduler "
     "scheduler_name sample_method sampling_method use_karras_sigmas eta s_churn s_noise s_tmin s_tmax sigmas timesteps "
     "flow_shift",
-    "the model sees the whole picture and edits what is masked": "inpaint_full_res inpaint_full_res_padding "
-    "padding_mask_crop only_masked_padding mask_padding hd_strategy hd_strategy_crop_margin use_croper use_extender",
+    "the size of the answer is given by 'size', and its borders are painted": "use_extender",
     "what is masked starts from noise, or with a strength below 1 from its former content": "inpainting_fill "
     "masked_content",
     "masks always mark what to edit, by alpha 0 or by white": "inpainting_mask_invert invert_mask mask_invert",

@@ -10,12 +10,13 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from instgenie.errors import InstGenieError
+from instgenie.pictures.cropping import cut
 from instgenie.pictures.digest import measure
 from instgenie.pictures.fitting import Fit, fit_photo
 from instgenie.pictures.header import Header, read_header
 from instgenie.pictures.mask import MaskMode, read_mask
 from instgenie.pictures.photo import Metadata, Photo, open_photo
-from instgenie.types import Notes, PixelMask, Pixels
+from instgenie.types import Box, Notes, PixelMask, Pixels, Source, Whole
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -73,6 +74,13 @@ def decode_edit(sources: EditSources, max_pixels: int) -> tuple[Photo, PixelMask
         photo, mask = fit_photo(photo, mask, sources.size, sources.fit, sources.notes)
     measure(photo.pixels, mask)
     return photo, mask
+
+
+def cut_out(picture: Pixels, mask: PixelMask, source: Source | None, box: Box) -> tuple[Pixels, PixelMask, Whole]:
+    """Cut a crop out of a decoded picture and its mask, and measure it."""
+    part, part_of_mask, whole = cut(picture, mask, source, box)
+    measure(part, part_of_mask)
+    return part, part_of_mask, whole
 
 
 def mask_of(photo: Photo, sources: EditSources) -> PixelMask:

@@ -75,6 +75,7 @@ class Pulse(Observer):
             "max_queue": config.max_queue,
             "cache_bytes": self.cluster.host_bytes if config.reuse else 0,
             "num_waiting": status.num_waiting,
+            "num_registrations_waiting": status.num_registrations_waiting,
             "num_running": status.num_running,
             "num_finished": status.num_finished,
             "num_failed": status.num_failed,

@@ -11,7 +11,14 @@ from starlette.types import Receive, Scope, Send
 
 from instgenie.cluster.orders import Event, Finished, Order, Partial, Queued, Stepped
 from instgenie.server.admission import Admitted
-from instgenie.server.bodies.answers import EventPrefix, completed_event, error_event, event, partial_event
+from instgenie.server.bodies.answers import (
+    EventPrefix,
+    completed_event,
+    error_event,
+    event,
+    partial_event,
+    sending_event,
+)
 from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.errors import ApiError
 from instgenie.server.routes.sending import send_pieces
@@ -67,6 +74,8 @@ class EventStream(Response):
                 chunk = await self.submission.service.decoder.run(self.chunk_for, *happened)
             else:
                 chunk = self.chunk_for(*happened)
+            if chunk and isinstance(happened[1], Finished) and self.submission.fields.stream_progress:
+                await send_pieces(send, sending_event(happened[0], len(chunk)))
             if chunk:
                 await send_pieces(send, chunk)
         # OpenAI's clients stop at the first error, so errors come after the pictures
@@ -78,13 +87,14 @@ class EventStream(Response):
         given = self.submission
         match happened:
             case Partial():
-                height, width, _ = given.orders[index].picture.shape
+                height, width = given.orders[index].size
                 size = f"{width}x{height}"
                 return partial_event(given.prefix, index, happened.index, happened.picture, size, given.fields)
             case Finished():
                 return completed_event(given.prefix, index, happened, given.fields, given.notes)
-            case Queued(position) if given.fields.stream_progress:
-                return event("instgenie.queued", {"index": index, "position": position})
-            case Stepped(step, num_steps) if given.fields.stream_progress:
-                return event("instgenie.step", {"index": index, "step": step, "num_steps": num_steps})
+            case Queued(position, left) if given.fields.stream_progress:
+                return event("instgenie.queued", {"index": index, "position": position, "seconds_left": round(left, 3)})
+            case Stepped(step, num_steps, left) if given.fields.stream_progress:
+                done = {"step": step, "num_steps": num_steps, "seconds_left": round(left, 3)}
+                return event("instgenie.step", {"index": index} | done)
         return None

@@ -1,13 +1,16 @@
 """OpenAI's images API: edits, generations, models. Knows the path of a request; `bodies` knows the shapes."""
 
+from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from instgenie.cluster.cluster import has_asked_for
 from instgenie.cluster.orders import Order
 from instgenie.errors import ClosedError, InstGenieError, MaskError, PictureError
-from instgenie.pictures.header import Header, decoding_bytes, kept_bytes
+from instgenie.pictures.cropping import Canvas, choose_box, describe_crop
+from instgenie.pictures.header import Header, crop_bytes, decoding_bytes, kept_bytes
 from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
@@ -21,7 +24,7 @@ from instgenie.server.bodies.fields import (
     parse_fields,
 )
 from instgenie.server.bodies.forms import EditForm, read_edit
-from instgenie.server.bodies.pictures import EditSources, blank_edit, decode_edit
+from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_edit
 from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
 from instgenie.server.routes.events import EventStream, Submission
@@ -68,6 +71,8 @@ async def edit(request: Request, kind: type[EditFields]) -> Response:
     del edit, form  # their encoded pictures no longer count towards the intake's limit
     fields.describe_answer(photo.source, notes)
     orders = make_orders(request, photo, mask, fields)
+    del photo, mask
+    orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
     return await run(Submission(request, service, admitted, orders, fields, notes, "image_edit"))
@@ -113,6 +118,7 @@ def check_fields(service: HttpService, fields: FieldsT, notes: Notes) -> FieldsT
     service.check_work(fields.num_inference_steps, fields.n)
     fields.check_together()
     fields.describe(notes)
+    notes.extend(service.vocabulary.notes(fields.prompt))
     return fields.guided(service.model_facts, notes)
 
 
@@ -180,6 +186,22 @@ def make_orders(request: Request, photo: Photo, mask: PixelMask, fields: ImageFi
         )
         for seed in range(first_seed, first_seed + fields.n)
     ]
+
+
+async def crop_orders(
+    service: HttpService, admitted: Admitted, orders: list[Order], fields: EditFields, notes: Notes
+) -> list[Order]:
+    """Return the orders of a crop around the mask, if that is what the fields ask for or what serves them best."""
+    first, facts = orders[0], service.model_facts
+    canvas = Canvas(facts.size_multiple, facts.own_size)
+    box = choose_box(first.mask, canvas, fields.crop, fields.crop_padding)
+    why_not = fields.why_no_crop(has_asked_for(service.cluster, first)) if box else ""
+    describe_crop(box, first.size, fields.crop, why_not, notes)
+    if not box or why_not:
+        return orders
+    admitted.keep(crop_bytes(box))
+    picture, mask, whole = await service.decoder.run(cut_out, first.picture, first.mask, first.source, box)
+    return [replace(order, picture=picture, mask=mask, source=None, whole=whole) for order in orders]
 
 
 async def run(submission: Submission) -> Response:

@@ -13,10 +13,11 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from instgenie.pictures.examples import EXAMPLES
+from instgenie.pictures.examples import EXAMPLES, THUMBNAIL
+from instgenie.server.bodies.limits import field_limits
 from instgenie.server.errors import JsonResponse, not_found
 from instgenie.server.routes.suggestions import suggested_examples, suggested_prompts
-from instgenie.server.service import HttpService, service_of
+from instgenie.server.service import HttpService, service_of, tenant_of
 
 STATIC = Path(__file__).parent.parent / "static"
 SECONDS_BETWEEN_SNAPSHOTS = 0.5
@@ -24,7 +25,7 @@ CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
+MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml", ".gz": "application/gzip"}
 
 router = APIRouter(include_in_schema=False)
 
@@ -43,10 +44,11 @@ def read_file(path: Path) -> StaticFile:
 
 
 def read_files() -> Iterator[tuple[str, StaticFile]]:
-    for path in sorted(STATIC.iterdir()):
-        yield path.name, read_file(path)
-    for path in sorted(EXAMPLES.glob("*.png")):
-        yield f"examples/{path.name}", read_file(path)
+    for path in sorted(STATIC.rglob("*.*")):
+        yield path.relative_to(STATIC).as_posix(), read_file(path)
+    for example in suggested_examples():
+        for name in (example["picture"], example["mask"], example["name"] + THUMBNAIL):
+            yield f"examples/{name}", read_file(EXAMPLES / name)
 
 
 FILES = dict(read_files())  # no path is ever built from a request: only these names are served
@@ -87,21 +89,22 @@ async def static_file(request: Request, name: str) -> Response:
 async def page_facts(request: Request) -> Response:
     service = service_of(request)
     model, config = service.cluster.model_facts, service.config
+    tenant = tenant_of(request)
+    service.warming.start(tenant)
     suggestions = suggested_prompts(service.cluster.config.model)
     return JsonResponse(
         {
             "model": config.served_model_names[0],
             "is_ready": service.ready,
-            "steps": model.steps if model else None,
-            "guidance": model.guidance if model else None,
-            "max_edits": config.max_n,
-            "max_steps": config.max_steps,
+            "fields": field_limits(config, model),
             "max_pixels": config.max_pixels,
             "max_body_bytes": config.max_body_bytes,
             "reuse": service.cluster.config.reuse,
             "examples": suggested_examples(),
             "colours": suggestions.colours,
             "prompts": suggestions.prompts,
+            "words": sorted(words) if (words := service.vocabulary.words) else None,
+            "warmed": service.warming.progress(tenant),
         }
     )
 

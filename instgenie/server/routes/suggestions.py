@@ -34,6 +34,6 @@ def suggested_prompts(model: str) -> Prompts:
 
 
 def suggested_examples() -> list[dict[str, Any]]:
-    """Return name, mask, prompts and seed of each example picture."""
+    """Return name, picture, mask, prompts and seed of each example."""
     examples: list[dict[str, Any]] = tomllib.loads((EXAMPLES / "edits.toml").read_text())["edit"]
     return examples

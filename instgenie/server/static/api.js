@@ -1,7 +1,10 @@
-// Requests to the server: adds the API key, turns failures into readable errors, reads server-sent events.
+// Requests to the server: adds the API key, turns failures into readable errors.
 import { askForKey } from "./key.js";
+import { events as streamed } from "./stream.js";
 
 const KEY = "instgenie.key"; // kept for this tab only
+
+const UNREACHABLE = "The server cannot be reached. Is it still running?";
 
 export class ApiError extends Error {
   constructor(status, facts) {
@@ -29,7 +32,7 @@ async function reach(path, options) {
     return await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, { message: "The server cannot be reached. Is it still running?" });
+    throw new ApiError(0, { message: UNREACHABLE, code: "unreachable" });
   }
 }
 
@@ -43,36 +46,5 @@ async function errorOf(response) {
 
 // Yields the data of each event until the server ends the stream.
 export async function* events(response) {
-  let pieces = []; // joined only at line ends: a picture arrives in thousands of pieces
-  for await (const piece of texts(response)) {
-    pieces.push(piece);
-    if (!piece.includes("\n")) continue;
-    const blocks = pieces.join("").split("\n\n");
-    pieces = [blocks.pop()];
-    for (const block of blocks) {
-      const line = block.split("\n").find((line) => line.startsWith("data: "));
-      if (!line || line === "data: [DONE]") continue;
-      const data = JSON.parse(line.slice(6));
-      if (data.error) throw new ApiError(response.status, data.error);
-      yield data;
-    }
-  }
-}
-
-async function* texts(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  try {
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      yield value;
-    }
-  } finally {
-    reader.cancel().catch(() => {});
-  }
-}
-
-export function bytesOf(base64) {
-  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
-  return Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+  yield* streamed(response.body);
 }

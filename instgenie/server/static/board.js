@@ -1,7 +1,7 @@
 // Draws the picture with its mask, or the picture before and after, at most once per frame. input.js handles input.
 import { View } from "./view.js";
 
-const FIRST_SPLIT = 0.08; // shows nearly all of the result
+export const FIRST_SPLIT = 0.08; // shows nearly all of the result
 const MASK_ALPHA = 0.55;
 const SMOOTH_BELOW = 3; // zoom factor; above it, single pixels show
 
@@ -13,11 +13,13 @@ export class Board {
     this.picture = null;
     this.mask = null;
     this.after = null; // a bitmap: the result, or an intermediate picture
-    this.mode = "mask"; // or "compare", or "partial"
+    this.mode = "mask"; // or "compare", "difference", "partial"
+    this.showsOriginal = false; // for as long as the user holds the key or the button
     this.split = FIRST_SPLIT; // share of the picture's width: before on the left, after on the right
     this.outline = null; // a box or lasso being drawn: {kind, points}
     this.cursor = null; // {x, y, size} in pixels of the picture
     this.isWaiting = false;
+    this.onDraw = this.onZoom = () => {}; // called after each drawing
     this.colour = getComputedStyle(document.documentElement).getPropertyValue("--mask");
     new ResizeObserver(() => this.resize()).observe(canvas);
   }
@@ -39,6 +41,10 @@ export class Board {
     this.draw();
   }
 
+  isInside([x, y]) {
+    return x >= 0 && y >= 0 && x < this.picture.width && y < this.picture.height;
+  }
+
   redraw() {
     if (this.isWaiting) return;
     this.isWaiting = true;
@@ -54,9 +60,13 @@ export class Board {
     const ratio = canvas.width / Math.max(view.window.width, 1);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.imageSmoothingEnabled = view.scale < SMOOTH_BELOW;
-    this.place(this.mode === "partial" ? this.after : this.picture.bitmap);
+    this.place(this.mode === "partial" && this.after ? this.after : this.picture.bitmap);
+    if (this.showsOriginal) return;
     if (this.mode === "compare") this.drawAfter();
+    if (this.mode === "difference") this.drawDifference();
     if (this.mode === "mask") this.drawMask();
+    this.onDraw();
+    this.onZoom();
   }
 
   place(image) {
@@ -72,10 +82,10 @@ export class Board {
     if (this.cursor) this.drawCursor(this.cursor);
   }
 
-  drawOutline({ kind, points }) {
+  drawOutline(outline) {
     const { context, view } = this;
     context.beginPath();
-    for (const point of kind === "box" ? corners(points) : points) context.lineTo(...view.toWindow(...point));
+    for (const point of cornersOf(outline)) context.lineTo(...view.toWindow(...point));
     context.closePath();
     this.stroke([6, 4]);
   }
@@ -124,6 +134,34 @@ export class Board {
     context.fill();
     context.shadowBlur = 0;
     this.drawArrows(x, top + height / 2);
+    const before = this.labelWidth("Before");
+    const left = Math.max(x - 10 - before, 4); // stays in the window
+    this.drawLabel("Before", left);
+    this.drawLabel("After", Math.max(x + 10, left + before + 6));
+  }
+
+  // What was changed, on black: pixels that are equal before and after are black.
+  drawDifference() {
+    this.context.globalCompositeOperation = "difference";
+    this.place(this.after);
+    this.context.globalCompositeOperation = "source-over";
+  }
+
+  labelWidth(text) {
+    this.context.font = "600 12px system-ui, sans-serif";
+    return this.context.measureText(text).width + 16;
+  }
+
+  drawLabel(text, left) {
+    const { context, view } = this;
+    const width = this.labelWidth(text);
+    const top = Math.max(view.y, 0) + 10;
+    context.fillStyle = "rgb(0 0 0 / 0.6)";
+    context.beginPath();
+    context.roundRect(left, top, width, 22, 11);
+    context.fill();
+    context.fillStyle = "#fff";
+    context.fillText(text, left + 8, top + 15);
   }
 
   drawArrows(x, y) {
@@ -140,4 +178,9 @@ export class Board {
   }
 }
 
-const corners = ([[x, y], [right, bottom]]) => [[x, y], [right, y], [right, bottom], [x, bottom]];
+// The corners of a box or a lasso.
+export function cornersOf({ kind, points }) {
+  if (kind !== "box") return points;
+  const [[x, y], [right, bottom]] = points;
+  return [[x, y], [right, y], [right, bottom], [x, bottom]];
+}

@@ -1,71 +1,91 @@
-// The edit page: connects picture, mask, prompt, run and results.
+// The edit page: connects the server, the picture, the mask, the settings, the run and the results.
 import { ask } from "./api.js";
 import { Board } from "./board.js";
-import { find, element, percent } from "./dom.js";
-import { showFacts } from "./facts.js";
-import { History } from "./history.js";
+import { bytes, element, find, percent } from "./dom.js";
 import { BoardInput } from "./input.js";
 import { Mask } from "./mask.js";
 import { openPicture, PictureError } from "./picture.js";
+import { maskPng, textIn } from "./png.js";
+import { Progress } from "./progress.js";
 import { Prompts } from "./prompts.js";
+import { nameOf, PNG_KEYWORD, Results, signed } from "./results.js";
 import { runEdit } from "./run.js";
+import { restore, Saved } from "./saved.js";
+import { Select } from "./select/select.js";
+import { ZoomField } from "./select/zoom.js";
+import { Settings } from "./settings.js";
+import { Stage } from "./stage.js";
 
 const SECONDS_BETWEEN_LOOKS = 1.5;
-const TOOL_KEYS = { b: "brush", e: "eraser", r: "box", l: "lasso", h: "hand" };
+const MS_BEFORE_KEEPING = 400;
+const TOOL_KEYS = { s: "select", b: "brush", e: "eraser", r: "box", l: "lasso", h: "hand" };
 const DIRECT_KEYS = { i: "invert", "+": "zoom-in", "=": "zoom-in", "-": "zoom-out", 0: "fit", o: "open" };
 const ZOOM = 1.4;
+const REMOVAL = "an empty background"; // the prompt of a removal where the model suggests none
 
 const board = new Board(find("board"));
-const input = new BoardInput(board, painted, showSplit);
-const history = new History(find("strip"), showResult);
+const input = new BoardInput(board, painted, () => stage.showSplit());
+const select = new Select(board, input, { change, say: describe, complain });
+const zoomField = new ZoomField(find("zoom"), board);
+const stage = new Stage(board, showResult);
+const results = new Results({ onChoose: showResult, onForget: ({ id }) => saved.forget(id), say });
 const prompts = new Prompts(find("prompt"), find("suggestions"), find("chips"));
+const settings = new Settings(later(keepSettings));
+const saved = new Saved();
 let facts = null; // about the server
-let result = null; // the one shown
 let running = null; // abort controller of the current run
 
 // the server
 
 async function loadFacts() {
   facts = await (await ask("/page/facts")).json();
-  find("server").textContent = facts.is_ready ? facts.model : "loading the model";
-  find("server").dataset.state = facts.is_ready ? "ready" : "loading";
-  find("steps").placeholder = facts.steps ?? "";
-  find("guidance").placeholder = facts.guidance ?? "";
-  find("steps").max = Math.max(facts.max_steps, facts.steps ?? 1);
-  find("count").max = facts.max_edits;
-  if (!facts.is_ready) setTimeout(connect, SECONDS_BETWEEN_LOOKS * 1000);
+  showServer(facts.is_ready ? facts.model : "loading the model", facts.is_ready ? "ready" : "loading");
+  settings.learn(facts.fields);
+  prompts.check(facts.words);
+  const { num_ready = 0, num = 0 } = facts.warmed ?? {};
+  find("warmed").textContent = num_ready < num ? `Getting the examples ready: ${num_ready} of ${num}` : "";
+  if (!facts.is_ready || num_ready < num) setTimeout(connect, SECONDS_BETWEEN_LOOKS * 1000);
+}
+
+function showServer(text, state) {
+  find("server").textContent = text;
+  find("server").dataset.state = state;
 }
 
 async function connect() {
   const isFirst = !facts;
+  const wasLost = find("server").dataset.state === "error";
   try {
     await loadFacts();
   } catch (error) {
-    find("server").textContent = error.message;
-    find("server").dataset.state = "error";
+    showServer(error.message, "error");
+    setTimeout(connect, SECONDS_BETWEEN_LOOKS * 1000);
+    if (isFirst) await new Promise(() => {}); // a later look goes on
     return;
   }
+  if (wasLost) say("The server is back.");
   if (!isFirst) return;
   prompts.learn(facts);
   find("examples").replaceChildren(...facts.examples.map(exampleButton));
+  started();
 }
 
 // the picture
 
 function exampleButton(example) {
-  const image = element("img", { src: `/static/examples/${example.name}.png`, alt: "", width: 96, height: 96 });
+  const image = element("img", { src: `/static/examples/${example.name}.thumb.webp`, alt: "", width: 96, height: 96 });
   const label = element("span", { textContent: example.name });
   return element("li", {}, element("button", { type: "button", onclick: () => openExample(example) }, image, label));
 }
 
-async function openExample({ name, mask, prompts, seed }) {
+async function openExample({ picture, mask, prompts, seed }) {
   const [file, alpha] = await Promise.all(
-    [`${name}.png`, mask].map(async (path) => (await ask(`/static/examples/${path}`)).blob()),
+    [picture, mask].map(async (path) => (await ask(`/static/examples/${path}`)).blob()),
   );
-  if (!(await openFile(file, `${name}.png`))) return;
+  if (!(await openFile(file, picture))) return;
   board.mask.add({ kind: "image", alpha: await createImageBitmap(alpha) });
-  find("prompt").value = prompts[0];
-  find("seed").value = seed;
+  settings.write({ prompt: prompts[0], seed }, { only: true });
+  keepSettings();
   painted();
 }
 
@@ -74,42 +94,51 @@ async function openFile(file, name = file.name || "picture") {
   await connected;
   try {
     show(await openPicture(file, name, facts));
-    return true;
   } catch (error) {
     if (!(error instanceof PictureError)) throw error;
     find(board.picture ? "error" : "picture-error").textContent = error.message;
     return false;
   }
+  const text = await textIn(file, PNG_KEYWORD);
+  if (text) offer("This picture carries the settings that made it.", "Use them", () => useValues(JSON.parse(text)));
+  return true;
 }
 
 function show(picture, mask = new Mask(picture.width, picture.height)) {
-  find("empty").hidden = true;
-  find("tools").hidden = find("board").hidden = false;
-  board.open(picture, mask);
-  board.resize();
-  board.view.fit();
-  find("result").hidden = true;
-  history.mark(null);
-  result = null;
-  setMode("mask");
+  find("zooming").hidden = false;
+  stage.open(picture, mask);
+  select.use(input.tool === "select");
+  results.show(null);
+  say("");
+  saved.keep({ picture: { file: picture.file, name: picture.name } });
   painted();
 }
 
 // the mask
 
 function painted() {
+  const { mask } = board;
+  describe("");
+  find("under").dataset.changes = mask.strokes.length;
+  find("undo").disabled = !mask.strokes.length;
+  find("redo").disabled = !mask.undone.length;
+  if (mask.share) find("error").textContent = "";
+  board.redraw();
+  keepMask();
+}
+
+// Shows a message under the picture, or what is known of picture and mask.
+function describe(message) {
   const { mask, picture } = board;
   const share = mask.share;
   const size = `${picture.name}, ${picture.width} × ${picture.height}`;
-  find("under").textContent = share ? `${size}, ${percent(share)} masked` : `${size}, nothing painted yet`;
-  find("undo").disabled = !mask.strokes.length;
-  find("redo").disabled = !mask.undone.length;
-  board.redraw();
+  const state = share ? `${percent(share)} masked` : "nothing painted yet: paint, or select an object by a click";
+  find("under").textContent = message || `${size}, ${state}`;
 }
 
 function change(act) {
-  if (!board.picture || board.mode === "partial") return;
-  setMode("mask");
+  if (!board.picture || running) return;
+  stage.setMode("mask");
   act(board.mask);
   painted();
 }
@@ -120,7 +149,8 @@ function setTool(tool) {
   find("board").dataset.tool = tool;
   document.querySelector(`[name=tool][value=${tool}]`).checked = true;
   find("size").disabled = !input.paints;
-  if (board.mode === "compare" && tool !== "hand") setMode("mask");
+  select.use(tool === "select");
+  if (stage.mode !== "mask" && stage.mode !== "partial" && tool !== "hand" && board.picture) stage.setMode("mask");
 }
 
 function setSize(value) {
@@ -138,81 +168,129 @@ function fit() {
   board.redraw();
 }
 
-// what the stage shows
+// results
 
-function setMode(mode) {
-  board.mode = mode;
-  find("modes").hidden = !result || Boolean(running);
-  for (const option of document.getElementsByName("mode")) option.checked = option.value === mode;
-  find("compare").hidden = mode !== "compare";
-  find("view").dataset.mode = mode;
-  showSplit();
-  board.redraw();
-}
-
-function showSplit() {
-  find("split").value = board.split * 100;
-}
-
-function showResult(chosen) {
-  if (running) return;
+function showResult(chosen, { all = false } = {}) {
   if (chosen.picture !== board.picture) show(chosen.picture, chosen.mask);
-  result = chosen;
-  board.after = chosen.bitmap;
-  setMode("compare");
-  history.mark(chosen);
-  find("result").hidden = false;
-  find("result-name").textContent = chosen.prompt || "Result";
-  showFacts(find("facts"), chosen.facts);
-  const link = find("download");
-  URL.revokeObjectURL(link.href);
-  link.href = URL.createObjectURL(chosen.file);
-  link.download = `${chosen.picture.name.replace(/\.\w+$/, "")}-${chosen.facts.seed}.png`;
+  stage.show(chosen, { all });
+  results.show(chosen);
 }
 
 function useAsSource() {
-  const { file, width, height, bitmap, facts, picture } = result;
-  show({ file, width, height, bitmap, name: `${picture.name.replace(/\.\w+$/, "")}-${facts.seed}.png` });
+  const { shown } = results;
+  const { file, width, height, bitmap } = shown;
+  show({ file, width, height, bitmap, name: nameOf(shown, "png") });
   find("board").focus();
+}
+
+// Puts back what made the result: settings, seed, and the mask where it has changed since.
+async function useSettings() {
+  const { values, facts, maskFile } = results.shown;
+  const alpha = await createImageBitmap(maskFile, { resizeWidth: board.mask.canvas.width, resizeHeight: board.mask.canvas.height, resizeQuality: "pixelated" });
+  change((mask) => mask.add({ kind: "image", alpha }));
+  useValues({ ...values, seed: String(facts.seed), n: "1" });
+}
+
+function useValues(values) {
+  settings.write(values);
+  keepSettings();
+  prompts.check();
+  say("Seed and settings are those of the result.");
+}
+
+// what the browser keeps
+
+async function restoreSession() {
+  const { session, results: kept } = await saved.open();
+  settings.write(session.values ?? {});
+  settings.query = location.hash.slice(1);
+  prompts.remember(...(session.prompts ?? []));
+  prompts.check();
+  if (session.picture) await restore({ session, kept }, { open: openFile, board, results, painted }).catch(() => {});
+  if (saved.isLost) warn();
+  find("strip").dataset.state = "restored";
+}
+
+function keepSettings() {
+  const { query } = settings;
+  history.replaceState(null, "", query ? `#${query}` : location.pathname);
+  saved.keep({ values: settings.read() });
+}
+
+const keepMask = later(async () => {
+  const { mask } = board;
+  await saved.keep({ mask: await maskPng(mask, mask.canvas.width, mask.canvas.height) });
+  if (saved.isLost) warn();
+});
+
+function warn() {
+  say("The browser keeps nothing of this page: a reload loses picture, mask and results.");
+  window.onbeforeunload = (event) => event.preventDefault();
+}
+
+function later(act) {
+  let timer;
+  return () => {
+    clearTimeout(timer);
+    timer = setTimeout(act, MS_BEFORE_KEEPING);
+  };
 }
 
 // the run
 
 async function run() {
   find("error").textContent = "";
+  say("");
   const { picture, mask } = board;
-  const settings = readSettings();
-  const mistake = findMistake(settings);
+  const values = settings.read();
+  const mistake = findMistake(values);
   if (mistake) return complain(...mistake);
+  const count = Number(values.n ?? 1);
+  const before = { result: stage.result, mode: stage.mode };
+  const made = [];
+  const at = Date.now();
   setRunning(new AbortController());
-  const results = [];
+  stage.setMode("mask");
+  prompts.remember(values.prompt);
+  saved.keep({ prompts: prompts.recent });
+  if (count > 1) stage.makeCells(count);
+  const progress = new Progress(count);
   try {
-    await runEdit({ picture, mask, settings }, {
-      queued: (_, position) => showProgress(position ? `Waiting: ${position} before you` : "Next in line"),
-      step: (index, step, of) => index === 0 && showProgress(`Step ${step} of ${of}`, step / of),
-      partial: showPartial,
-      completed: (made) => results.push({ ...made, picture, mask, prompt: settings.prompt }),
+    const maskFile = await maskPng(mask, picture.width, picture.height);
+    progress.show("Sending", bytes(picture.file.size));
+    await runEdit({ picture, maskFile, values }, {
+      queued: (event) => progress.queued(event),
+      step: (event) => progress.step(event),
+      received: (event) => progress.received(event),
+      partial: (event) => stage.result || stage.showPartial(event, count),
+      completed: (one) => {
+        if (count > 1 && !stage.result) stage.showPartial({ ...one, index: one.facts.index }, count);
+        made.push({ id: `${at}-${one.facts.index}`, at, ...one, file: signed(one, values), picture, mask, maskFile, values, variants: made });
+      },
     }, running.signal);
   } catch (error) {
-    if (error.name !== "AbortError") complain(error.message, FIELDS[error.param]);
-  } finally {
-    setRunning(null);
+    if (error.name !== "AbortError") complain(error.message, settings.idOf(error.param));
+    if (error.code === "unreachable") {
+      showServer(error.message, "error");
+      connect();
+    }
   }
-  for (const made of results.toReversed()) history.add(made);
-  if (results.length) showResult(results[0]);
+  setRunning(null);
+  made.sort((one, other) => one.facts.index - other.facts.index);
+  for (const one of made.toReversed()) results.add(one);
+  for (const one of made) saved.add({ ...one, bitmap: undefined, url: undefined, mask: undefined, variants: made.map(({ id }) => id), picture: { file: picture.file, name: picture.name } });
+  if (made.length) showResult(made[0], { all: true });
+  else if (!stage.result && before.result?.picture === board.picture) {
+    stage.show(before.result);
+    results.show(before.result);
+    stage.setMode(before.mode);
+  } else if (!stage.result) stage.setMode("mask");
 }
 
-const FIELDS = { prompt: "prompt", seed: "seed", num_inference_steps: "steps", guidance_scale: "guidance", n: "count" };
-
-function readSettings() {
-  return {
-    prompt: find("prompt").value.trim(),
-    seed: find("seed").value,
-    num_inference_steps: find("steps").value,
-    guidance_scale: find("guidance").value,
-    n: find("count").value,
-    quality: find("quality").value,
-  };
+function remove() {
+  find("prompt").value = facts?.prompts.remove?.[0] ?? REMOVAL;
+  prompts.check();
+  run();
 }
 
 // Returns a message, and the field to correct if there is one; undefined if everything is fine.
@@ -220,10 +298,7 @@ function findMistake({ prompt }) {
   if (!board.picture) return ["Open a picture first."];
   if (!board.mask.pixels.includes(1)) return ["Nothing is painted: paint what should change, or invert the empty mask to change everything."];
   if (!prompt) return ["Say what should be there.", "prompt"];
-  for (const id of ["seed", "steps", "guidance", "count"]) {
-    const { validity, min, max } = find(id);
-    if (!validity.valid) return [`${find(id).labels[0].textContent}: a number from ${min} to ${max} is expected.`, id];
-  }
+  return settings.mistake();
 }
 
 function complain(message, field) {
@@ -231,27 +306,23 @@ function complain(message, field) {
   if (field) find(field).focus();
 }
 
+function say(text) {
+  find("notice").textContent = text;
+}
+
+function offer(text, name, act) {
+  find("notice").replaceChildren(`${text} `, element("button", { type: "button", className: "link", textContent: name, onclick: act }));
+}
+
 function setRunning(controller) {
   running = controller;
-  find("run").hidden = Boolean(controller);
+  find("run").hidden = find("remove").hidden = Boolean(controller);
   find("progress").hidden = !controller;
   find("tools").inert = Boolean(controller);
   document.body.classList.toggle("running", Boolean(controller));
-  result = null;
-  find("result").hidden = true;
-  setMode("mask");
-  if (controller) showProgress("Sending");
-}
-
-function showProgress(text, share) {
-  find("stage-name").textContent = text;
-  if (share === undefined) find("bar").removeAttribute("value");
-  else find("bar").value = share;
-}
-
-function showPartial(bitmap) {
-  board.after = bitmap;
-  setMode("partial");
+  if (!controller) return;
+  stage.result = null; // choosing a result during the run sets it, and the run goes on unseen
+  results.show(null);
 }
 
 // events
@@ -267,17 +338,15 @@ const ON_CLICK = {
   open: () => find("file").click(),
   choose: () => find("file").click(),
   cancel: () => running?.abort(),
+  remove,
   reuse: useAsSource,
+  again: useSettings,
+  forget: () => (results.forgetAll(), (stage.result = null), stage.setMode("mask")),
 };
 for (const [id, act] of Object.entries(ON_CLICK)) find(id).addEventListener("click", act);
 
 find("tools").addEventListener("change", ({ target }) => target.name === "tool" && setTool(target.value));
 find("size").addEventListener("input", ({ target }) => setSize(target.value));
-find("modes").addEventListener("change", ({ target }) => setMode(target.value));
-find("split").addEventListener("input", ({ target }) => {
-  board.split = target.value / 100;
-  board.redraw();
-});
 find("form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (!running) run();
@@ -297,13 +366,17 @@ document.addEventListener("paste", (event) => {
   const file = event.clipboardData.files[0];
   if (file && !running) openFile(file);
 });
+document.addEventListener("keyup", ({ key }) => key === "\\" && stage.holdOriginal(false));
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey) return withControl(event);
   if (event.altKey || event.target.matches("input:not([type=radio], [type=range]), textarea, select")) return;
   const key = event.key.toLowerCase();
+  if (key === "\\") stage.holdOriginal(true);
   if (!board.picture || running) return;
   if (key in TOOL_KEYS) setTool(TOOL_KEYS[key]);
   else if (key in DIRECT_KEYS) find(DIRECT_KEYS[key]).click();
+  else if (key === "g") find(event.shiftKey ? "shrink" : "grow").click();
+  else if (key === "1") zoomField.set(1);
   else if (key === "[" || key === "]") setSize(Number(find("size").value) + (key === "]" ? 2 : -2));
 });
 
@@ -319,4 +392,7 @@ function withControl(event) {
 }
 
 setTool("brush");
-const connected = connect(); // then the server's limits are known
+let started;
+const connected = new Promise((resolve) => (started = resolve)); // then the server's limits are known
+connect();
+connected.then(restoreSession);

@@ -40,11 +40,13 @@ function showTiles(snapshot) {
   const write = (id, text) => (find(id).textContent = text);
   const or = (value) => (value === null ? "–" : seconds(value));
   write("rate", snapshot.requests_per_second.toFixed(2));
-  write("ended", `${snapshot.num_finished} finished, ${snapshot.num_failed} failed, ${snapshot.num_cancelled} cancelled`);
+  write("ended", `${snapshot.num_finished} edits finished, ${snapshot.num_failed} failed, ${snapshot.num_cancelled} cancelled`);
   write("p50", or(latency.p50));
   write("tail", `90 %: ${or(latency.p90)}, 99 %: ${or(latency.p99)}`);
   write("running", snapshot.num_running);
+  const registering = snapshot.num_registrations_waiting;
   write("waiting", `${snapshot.num_waiting} waiting, at most ${snapshot.max_queue}`);
+  find("registering").textContent = registering ? `${registering} ${registering === 1 ? "picture is" : "pictures are"} being registered` : "";
   write("hits", queries ? percent(hits / queries) : "–");
   write("queries", `${hits} of ${queries} edits`);
 }

@@ -1,21 +1,27 @@
-// Mouse, touch, pen and keyboard input on the board: paints, pans, zooms, and moves the line between before and after.
+// Mouse, touch, pen and keyboard input on the board: paints, picks objects, pans, zooms, and moves the line between
+// before and after.
+import { cornersOf } from "./board.js";
 
 const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const WHEEL = 0.0015;
+const CLICK = 6; // pixels of the window that a click may move
+const LOOP = 2; // a path so many times as long as the way from its start to its end is a loop, else a box
 
 export class BoardInput {
   constructor(board, onPainted, onSplit) {
     Object.assign(this, { board, onPainted, onSplit });
-    this.tool = "brush"; // or eraser, box, lasso, hand
+    this.tool = "brush"; // or select, eraser, box, lasso, hand
+    this.onPick = () => {}; // one point of the select tool, or the corners of a box or loop
+    this.onHover = () => {}; // a point under the resting mouse, or null
     this.brush = 0.12; // diameter as a share of the picture's shorter side
     this.pointers = new Map(); // last position of each, by pointer id
-    this.action = null; // "paint", "outline", "pan", "split"
+    this.action = null; // "paint", "outline", "pick", "pan", "split"
     const { canvas } = board;
     canvas.addEventListener("pointerdown", (event) => this.down(event));
     canvas.addEventListener("pointermove", (event) => this.move(event));
     canvas.addEventListener("pointerup", (event) => this.up(event));
     canvas.addEventListener("pointercancel", (event) => this.up(event));
-    canvas.addEventListener("pointerleave", () => this.action || this.hideCursor());
+    canvas.addEventListener("pointerleave", () => this.action || this.leave());
     canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     canvas.addEventListener("keydown", (event) => this.key(event));
     canvas.addEventListener("blur", () => this.lift());
@@ -61,7 +67,10 @@ export class BoardInput {
     if (!board.picture) return;
     const before = this.pointers.get(event.pointerId);
     if (!before) {
-      if (event.pointerType !== "touch") this.showCursor(board.view.toPicture(event.offsetX, event.offsetY));
+      if (event.pointerType === "touch") return;
+      const point = board.view.toPicture(event.offsetX, event.offsetY);
+      this.showCursor(point);
+      if (this.tool === "select") this.onHover(board.isInside(point) ? point : null);
       return;
     }
     const now = [event.offsetX, event.offsetY];
@@ -107,6 +116,11 @@ export class BoardInput {
     if (this.paints) {
       board.mask.add({ kind: "brush", points: [point], size: this.size, erase });
       this.action = "paint";
+    } else if (this.tool === "select") {
+      this.onHover(null);
+      this.path = [point];
+      this.isOutside = isErasing;
+      this.action = "pick";
     } else {
       board.outline = { kind: this.tool, points: [point, point], erase };
       this.action = "outline";
@@ -117,6 +131,7 @@ export class BoardInput {
   follow(point) {
     const { board } = this;
     if (this.action === "paint") board.mask.extend(point);
+    else if (this.action === "pick") this.drawHint(point);
     else if (this.tool === "box") board.outline.points[1] = point;
     else board.outline.points.push(point);
     this.showCursor(point);
@@ -124,11 +139,29 @@ export class BoardInput {
 
   end() {
     const { board } = this;
+    if (this.action === "pick") this.pick();
     if (this.action === "outline" && board.outline) board.mask.add(board.outline);
     const painted = this.action === "paint" || this.action === "outline";
     board.outline = this.action = null;
     board.redraw();
     if (painted) this.onPainted();
+  }
+
+  // Draws a box or a loop around an object as soon as the pointer moves further than a click does.
+  drawHint(point) {
+    const { board, path } = this;
+    path.push(point);
+    const reach = Math.max(...path.map((other) => distance(other, path[0])));
+    if (reach * board.view.scale < CLICK) return;
+    const length = path.reduce((sum, other, at) => sum + (at ? distance(other, path[at - 1]) : 0), 0);
+    const isLoop = length > LOOP * distance(path[0], point);
+    board.outline = isLoop ? { kind: "lasso", points: path } : { kind: "box", points: [path[0], point] };
+  }
+
+  pick() {
+    const { board, path } = this;
+    if (board.outline) this.onPick(cornersOf(board.outline), this.isOutside);
+    else if (board.isInside(path[0])) this.onPick([path[0]], this.isOutside);
   }
 
   moveSplit([x]) {
@@ -142,6 +175,11 @@ export class BoardInput {
     this.board.redraw();
   }
 
+  leave() {
+    this.hideCursor();
+    this.onHover(null);
+  }
+
   hideCursor() {
     this.board.cursor = null;
     this.board.redraw();
@@ -153,6 +191,7 @@ export class BoardInput {
     const { board } = this;
     if (!board.picture || event.ctrlKey || event.metaKey) return;
     if (event.key in KEYS) this.step(KEYS[event.key], event.shiftKey ? 4 : 1);
+    else if ((event.key === " " || event.key === "Enter") && this.tool === "select" && board.mode === "mask") this.pressPick(event.altKey);
     else if (event.key === " " && board.mode === "mask" && this.tool !== "hand") this.press();
     else if (event.key === "Escape" && this.action) this.lift();
     else return;
@@ -182,9 +221,18 @@ export class BoardInput {
 
   press() {
     if (this.action) return this.lift();
+    this.begin(this.crosshair);
+  }
+
+  pressPick(isOutside) {
+    this.showCursor(this.crosshair);
+    this.onPick([this.crosshair], isOutside);
+  }
+
+  get crosshair() {
     const { width, height } = this.board.picture;
     const { x, y } = this.board.cursor ?? { x: width / 2, y: height / 2 };
-    this.begin([x, y]);
+    return [x, y];
   }
 
   lift() {

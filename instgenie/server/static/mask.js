@@ -19,7 +19,7 @@ export class Mask {
   add(stroke) {
     this.strokes.push(stroke);
     this.undone = [];
-    this.paint(stroke);
+    this.paintLast();
     if (this.strokes.length > MAX_UNDO) this.settle();
   }
 
@@ -38,24 +38,35 @@ export class Mask {
   redo() {
     if (!this.undone.length) return;
     this.strokes.push(this.undone.pop());
-    this.paint(this.strokes.at(-1));
+    this.paintLast();
+  }
+
+  // A second outline of the same object takes the place of the first.
+  paintLast() {
+    if (isReplaced(this.strokes, this.strokes.length - 2)) this.repaint();
+    else this.paint(this.strokes.at(-1));
   }
 
   settle() {
     const { canvas } = this;
     const later = this.strokes.splice(1);
-    this.repaint();
-    const base = this.base.getContext("2d");
-    base.clearRect(0, 0, canvas.width, canvas.height);
-    base.drawImage(canvas, 0, 0);
+    if (!isReplaced([...this.strokes, ...later], 0)) {
+      this.repaint();
+      const base = this.base.getContext("2d");
+      base.clearRect(0, 0, canvas.width, canvas.height);
+      base.drawImage(canvas, 0, 0);
+    }
     this.strokes = later;
-    for (const stroke of later) this.paint(stroke);
+    this.repaint();
   }
 
   repaint() {
     this.clear();
     this.whole((context) => context.drawImage(this.base, 0, 0));
-    for (const stroke of this.strokes) this.paint(stroke);
+    const first = this.strokes.findLastIndex(({ kind }) => kind === "pixels" || kind === "clear"); // hides all before it
+    this.strokes.forEach((stroke, at) => {
+      if (at >= first && !isReplaced(this.strokes, at)) this.paint(stroke);
+    });
   }
 
   paint(stroke) {
@@ -93,7 +104,9 @@ export class Mask {
     const copy = canvasOf(width, height).getContext("2d", { willReadFrequently: true });
     copy.drawImage(this.canvas, 0, 0);
     const { data } = copy.getImageData(0, 0, width, height);
-    return Uint8Array.from({ length: width * height }, (_, at) => data[4 * at + 3] >> 7);
+    const masked = new Uint8Array(width * height);
+    for (let at = 0; at < masked.length; at++) masked[at] = data[4 * at + 3] >> 7;
+    return masked;
   }
 }
 
@@ -122,6 +135,13 @@ const KINDS = {
       context.drawImage(alpha, 0, 0, width, height);
     });
   },
+  outline({ context }, { window, ...grid }) {
+    context.drawImage(imageOf(grid, context.fillStyle), window.x, window.y, window.width, window.height);
+  },
+  pixels(mask, grid) {
+    mask.clear();
+    mask.whole((context) => context.drawImage(imageOf(grid, context.fillStyle), 0, 0));
+  },
   clear(mask) {
     mask.clear();
   },
@@ -132,6 +152,25 @@ const KINDS = {
     });
   },
 };
+
+// Strokes of one session are outlines of the same object: the last one counts.
+function isReplaced(strokes, at) {
+  const session = strokes[at]?.session;
+  return session !== undefined && session === strokes[at + 1]?.session;
+}
+
+// A canvas with the colour where the grid {width, height, data} is 1.
+function imageOf({ width, height, data }, colour) {
+  const context = canvasOf(width, height).getContext("2d");
+  const image = context.createImageData(width, height);
+  const words = new Uint32Array(image.data.buffer);
+  for (let at = 0; at < data.length; at++) words[at] = data[at] ? 0xffffffff : 0;
+  context.putImageData(image, 0, 0);
+  context.globalCompositeOperation = "source-in";
+  context.fillStyle = colour;
+  context.fillRect(0, 0, width, height);
+  return context.canvas;
+}
 
 function canvasOf(width, height) {
   return Object.assign(document.createElement("canvas"), { width: Math.round(width), height: Math.round(height) });

@@ -22,12 +22,16 @@ export async function openPicture(file, name, limits) {
 }
 
 // Decodes and scales down in a thread of its own, so that the page stays responsive.
-export function shrunk(file) {
-  const worker = new Worker("/static/shrink.js");
+export const shrunk = (file) => worked({ file });
+
+export const asJpeg = (file) => worked({ file, type: "image/jpeg" });
+
+function worked(task) {
+  const worker = new Worker("/static/shrink.js", { type: "module" });
   return new Promise((resolve, reject) => {
     worker.onmessage = ({ data }) => (data ? resolve(data) : reject(new Error("not decodable")));
     worker.onerror = reject;
-    worker.postMessage(file);
+    worker.postMessage(task);
   }).finally(() => worker.terminate());
 }
 
@@ -37,5 +41,14 @@ export function thumbnail(bitmap, side) {
   canvas.width = canvas.height = side;
   const [width, height] = [bitmap.width * scale, bitmap.height * scale];
   canvas.getContext("2d").drawImage(bitmap, (side - width) / 2, (side - height) / 2, width, height);
+  return canvas;
+}
+
+// A canvas with the whole bitmap, at most `side` pixels wide and high.
+export function contained(bitmap, side) {
+  const scale = Math.min(side / Math.max(bitmap.width, bitmap.height), 1);
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, { width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale) });
+  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
   return canvas;
 }

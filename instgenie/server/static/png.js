@@ -1,5 +1,5 @@
-// Writes a mask as the PNG that the API expects: the picture's size, alpha 0 where masked. With one bit per pixel, the
-// mask of a large photograph takes a few kilobytes and needs no canvas of that size.
+// PNG files. Writes a mask as the API expects it: the picture's size, alpha 0 where masked. With one bit per pixel, the
+// mask of a large photograph takes a few kilobytes and needs no canvas of that size. Puts texts into files and finds them.
 
 const PALETTE = [0, 0, 0, 0, 0, 0]; // kept, masked: the colour does not matter
 const ALPHA = [255, 0];
@@ -43,6 +43,28 @@ function stretched(pixels, fromWidth, fromHeight, width, height) {
     }
   }
   return rows;
+}
+
+const START = 8 + 25; // signature and IHDR
+const TEXT = "iTXt";
+const MAX_SEARCHED = 65536; // texts of this page come before the pixels
+
+// Returns the file with a text inside, as an international text chunk behind its header.
+export function withText(file, keyword, text) {
+  const data = new TextEncoder().encode(`${keyword}\0\0\0\0\0${text}`);
+  return new Blob([file.slice(0, START), chunk(TEXT, data), file.slice(START)], { type: file.type });
+}
+
+// Returns the text with this keyword, undefined if the file is no PNG or has none.
+export async function textIn(file, keyword) {
+  const bytes = new Uint8Array(await file.slice(0, MAX_SEARCHED).arrayBuffer());
+  const view = new DataView(bytes.buffer);
+  for (let at = 8; at + 12 <= bytes.length && view.getUint32(0) === 0x89504e47; at += 12 + view.getUint32(at)) {
+    const kind = String.fromCharCode(...bytes.subarray(at + 4, at + 8));
+    if (kind === "IDAT") return;
+    const [name, , , , , ...text] = new TextDecoder().decode(bytes.subarray(at + 8, at + 8 + view.getUint32(at))).split("\0");
+    if (kind === TEXT && name === keyword) return text.join("\0");
+  }
 }
 
 async function deflated(data) {

@@ -1,14 +1,18 @@
 // The prompt field with a list of suggestions, for mouse, touch and keyboard.
-import { element } from "./dom.js";
+import { element, find } from "./dom.js";
 
 const MAX_SHOWN = 40;
+const MAX_RECENT = 20;
 
 export class Prompts {
   constructor(field, list, chips) {
     Object.assign(this, { field, list, chips });
     this.all = [];
+    this.recent = []; // prompts that were run, newest first
+    this.words = null; // that the model knows; null: it may know all
     this.active = -1;
     field.addEventListener("input", () => this.suggest(this.matching(field.value)));
+    field.addEventListener("input", () => this.check());
     field.addEventListener("blur", () => this.hide());
     field.addEventListener("keydown", (event) => this.key(event));
     list.addEventListener("pointerdown", (event) => event.preventDefault()); // the field keeps the focus
@@ -17,7 +21,11 @@ export class Prompts {
 
   learn({ prompts, colours }) {
     this.all = Object.values(prompts).flatMap((group) => group.flatMap((prompt) => coloured(prompt, colours)));
+    const recent = element("button", { type: "button", className: "chip", textContent: "recent", onclick: () => this.offer(this.recent) });
+    this.recentChip = recent;
+    recent.hidden = !this.recent.length;
     this.chips.replaceChildren(
+      recent,
       ...Object.entries(prompts).map(([name, group]) =>
         element("button", {
           type: "button",
@@ -29,6 +37,21 @@ export class Prompts {
     );
   }
 
+  remember(...prompts) {
+    this.recent = [...new Set([...prompts, ...this.recent])].slice(0, MAX_RECENT);
+    this.recentChip.hidden = !this.recent.length;
+  }
+
+  // Says which words of the prompt the model does not know.
+  check(words = this.words) {
+    this.words = words ? new Set(words) : null;
+    const unknown = this.words ? wordsOf(this.field.value).filter((word) => !this.words.has(word)) : [];
+    const notice = find("unknown");
+    notice.hidden = !unknown.length;
+    const quoted = [...new Set(unknown)].map((word) => `“${word}”`).join(", ");
+    notice.textContent = `The model does not know ${quoted}: it draws the prompt without ${unknown.length > 1 ? "these words" : "this word"}.`;
+  }
+
   offer(prompts) {
     this.field.focus();
     this.suggest(prompts);
@@ -36,8 +59,8 @@ export class Prompts {
 
   matching(text) {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    if (!words.length) return [];
-    const found = this.all.filter((prompt) => words.every((word) => prompt.toLowerCase().includes(word)));
+    if (!words.length) return this.recent;
+    const found = [...new Set([...this.recent, ...this.all])].filter((prompt) => words.every((word) => prompt.toLowerCase().includes(word)));
     return found.length === 1 && found[0] === text ? [] : found;
   }
 
@@ -75,6 +98,7 @@ export class Prompts {
 
   choose(prompt) {
     if (prompt) this.field.value = prompt;
+    if (prompt) this.field.dispatchEvent(new Event("input"));
     this.hide();
   }
 
@@ -88,3 +112,5 @@ const coloured = (prompt, colours) =>
 
 const withColour = (prompt, colour) =>
   prompt.replace(/\{colour\} ?/, colour && `${colour} `).replace(/\ba (?=[aeiou])/g, "an ");
+
+const wordsOf = (text) => text.toLowerCase().match(/[\p{L}\p{N}-]+/gu) ?? [];

@@ -1,35 +1,66 @@
-// One run: sends picture, mask and settings to the API, and reports progress.
-import { ask, bytesOf, events } from "./api.js";
-import { maskPng } from "./png.js";
-import { shrunk } from "./picture.js";
+// One run: sends picture, mask and settings to the API, and reports what comes back.
+import { ApiError, ask } from "./api.js";
+import { editEvents } from "./stream.js";
 
 const MANY_PIXELS = 4e6; // intermediate pictures are sent at full size, so large ones are sent less often
+const BROKEN = "The server stopped answering in the middle of the edit.";
 
-export async function runEdit({ picture, mask, settings }, on, signal) {
+// `on` has a function for each kind of event.
+export async function runEdit({ picture, maskFile, values }, on, signal) {
   const form = new FormData();
   form.append("image", picture.file, "picture");
-  form.append("mask", await maskPng(mask, picture.width, picture.height), "mask.png");
+  form.append("mask", maskFile, "mask.png");
   const partials = picture.width * picture.height > MANY_PIXELS ? 1 : 3;
-  const fields = { ...settings, stream: true, stream_progress: true, partial_images: partials };
-  for (const [name, value] of Object.entries(fields)) if (value !== "") form.append(name, value);
+  const fields = { ...values, stream: true, stream_progress: true, partial_images: partials };
+  for (const [name, value] of Object.entries(fields)) form.append(name, value);
   const response = await ask("/v1/images/edits", { method: "POST", body: form, signal });
-  for await (const event of events(response)) await HANDLERS[event.type]?.(event, on);
+  for await (const event of received(response.body, signal)) HANDLERS[event.type]?.(event, on);
 }
 
 const HANDLERS = {
-  "instgenie.queued": (event, on) => on.queued(event.index, event.position),
-  "instgenie.step": (event, on) => on.step(event.index, event.step, event.num_steps),
-  "image_edit.partial_image": async (event, on) => {
-    if (event.index === 0) on.partial((await opened(event)).bitmap);
-  },
-  "image_edit.completed": async (event, on) => on.completed({ ...(await opened(event)), facts: factsOf(event) }),
+  "instgenie.queued": (event, on) => on.queued(event),
+  "instgenie.step": (event, on) => on.step(event),
+  "instgenie.sending": (event, on) => on.received({ ...event, share: 0 }),
+  received: (event, on) => on.received(event),
+  "image_edit.partial_image": (event, on) => on.partial(event),
+  "image_edit.completed": ({ file, width, height, bitmap, ...facts }, on) => on.completed({ file, width, height, bitmap, facts }),
 };
 
-async function opened({ b64_json }) {
-  const file = new Blob([bytesOf(b64_json)], { type: "image/png" });
-  return { file, ...(await shrunk(file)) };
+// Yields the events of the answer, read by a worker thread where streams can be handed to one.
+async function* received(body, signal) {
+  const worker = new Worker("/static/receive.js", { type: "module" });
+  try {
+    try {
+      worker.postMessage(body, [body]);
+    } catch {
+      yield* editEvents(body);
+      return;
+    }
+    for await (const event of messages(worker, signal)) {
+      if (event.type === "end") return;
+      if (event.type === "failed") throw failure(event);
+      yield event;
+    }
+  } catch (error) {
+    signal.throwIfAborted();
+    throw error instanceof ApiError || error.code ? error : failure({});
+  } finally {
+    worker.terminate();
+  }
 }
 
-function factsOf({ b64_json, ...facts }) {
-  return facts;
+const failure = ({ code, param, message }) =>
+  code ? new ApiError(200, { code, param, message }) : new ApiError(0, { code: "unreachable", message: BROKEN });
+
+async function* messages(worker, signal) {
+  const queue = [];
+  let wake = () => {};
+  worker.onmessage = ({ data }) => wake(queue.push(data));
+  worker.onerror = () => wake(queue.push({ type: "failed" }));
+  signal.addEventListener("abort", () => wake());
+  for (;;) {
+    signal.throwIfAborted();
+    if (queue.length) yield queue.shift();
+    else await new Promise((resolve) => (wake = resolve));
+  }
 }

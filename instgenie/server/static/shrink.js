@@ -1,23 +1,26 @@
-// A worker thread that decodes a file into a bitmap of bounded size. Answers null if the file is not a picture.
+// A worker thread for whole pictures. {file}: decodes it into a bitmap of bounded size. {file, type}: writes it as another
+// type. Answers null if the file is not a picture.
+import { decoded } from "./bitmap.js";
 
-const MAX_SIDE = 2048;
+const JPEG_QUALITY = 0.92;
 
-onmessage = async ({ data: file }) => {
+onmessage = async ({ data: { file, type } }) => {
   try {
-    const full = await createImageBitmap(file);
-    const { width, height } = full;
-    const bitmap = await fitted(full);
-    postMessage({ width, height, bitmap }, [bitmap]);
+    if (type) return postMessage(await written(file, type));
+    const made = await decoded(file);
+    postMessage(made, [made.bitmap]);
   } catch {
     postMessage(null);
   }
 };
 
-async function fitted(full) {
-  const scale = MAX_SIDE / Math.max(full.width, full.height);
-  if (scale >= 1) return full;
-  const size = { resizeWidth: Math.round(full.width * scale), resizeHeight: Math.round(full.height * scale) };
-  const small = await createImageBitmap(full, { ...size, resizeQuality: "medium" });
+async function written(file, type) {
+  const full = await createImageBitmap(file);
+  const canvas = new OffscreenCanvas(full.width, full.height);
+  const context = canvas.getContext("2d");
+  context.fillStyle = "#fff"; // a JPEG has no transparency
+  context.fillRect(0, 0, full.width, full.height);
+  context.drawImage(full, 0, 0);
   full.close();
-  return small;
+  return canvas.convertToBlob({ type, quality: JPEG_QUALITY });
 }

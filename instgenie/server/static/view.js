@@ -25,13 +25,18 @@ export class View {
 
   // Zooms around the point (x, y) of the window, which stays in place.
   zoom(factor, x = this.window.width / 2, y = this.window.height / 2) {
-    const smallest = this.fitting / 2;
+    const smallest = Math.min(this.fitting / 2, 1);
     const scale = Math.min(Math.max(this.scale * factor, smallest), Math.max(MAX_SCALE, smallest));
     const [pictureX, pictureY] = this.toPicture(x, y);
     this.scale = scale;
     this.x = x - pictureX * scale;
     this.y = y - pictureY * scale;
     this.keepInside();
+  }
+
+  // Shows the picture at this scale: 1 is one pixel of the picture per pixel of the window.
+  zoomTo(scale) {
+    this.zoom(scale / this.scale);
   }
 
   pan(x, y) {

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from instgenie.models.loading.folder import BUILTIN
-from instgenie.pictures.examples import EXAMPLES
-from instgenie.server.routes.suggestions import Prompts, suggested_examples, suggested_prompts
+from instgenie.server.routes.suggestions import Prompts, suggested_prompts
 
 
 def test_every_word_of_a_prompt_is_one_the_model_knows() -> None:
@@ -26,9 +25,3 @@ def test_a_broken_list_counts_as_none(tmp_path: Path, content: str) -> None:
 
 def test_a_model_without_a_list_has_none(tmp_path: Path) -> None:
     assert suggested_prompts(str(tmp_path)) == suggested_prompts("owner/name") == Prompts()
-
-
-def test_examples_have_their_pictures() -> None:
-    for example in suggested_examples():
-        assert (EXAMPLES / f"{example['name']}.png").is_file()
-        assert (EXAMPLES / example["mask"]).is_file()

@@ -1,0 +1,102 @@
+// What the stage shows: the mask to paint, a result beside its original, the difference, all variants, a running edit.
+import { FIRST_SPLIT } from "./board.js";
+import { element, find } from "./dom.js";
+import { contained } from "./picture.js";
+
+export class Stage {
+  constructor(board, onChoose) {
+    Object.assign(this, { board, onChoose });
+    this.result = null; // the one shown, or the last one shown
+    this.cells = []; // of the grid
+    find("modes").addEventListener("change", ({ target }) => this.setMode(target.value));
+    find("split").addEventListener("input", ({ target }) => this.setSplit(target.value / 100));
+    const hold = find("original");
+    hold.addEventListener("pointerdown", () => this.holdOriginal(true));
+    for (const kind of ["pointerup", "pointercancel", "pointerleave", "blur"]) hold.addEventListener(kind, () => this.holdOriginal(false));
+  }
+
+  get mode() {
+    return this.board.mode;
+  }
+
+  open(picture, mask) {
+    find("empty").hidden = true;
+    find("tools").hidden = find("board").hidden = false;
+    this.result = null;
+    this.board.open(picture, mask);
+    this.board.resize();
+    this.board.view.fit();
+    this.setMode("mask");
+  }
+
+  setMode(mode) {
+    const { board, result } = this;
+    board.mode = mode;
+    find("modes").hidden = !result;
+    find("all").hidden = !(result?.variants.length > 1);
+    for (const option of document.getElementsByName("mode")) option.checked = option.value === mode;
+    find("compare").hidden = mode !== "compare";
+    find("grid").hidden = mode !== "grid";
+    find("view").dataset.mode = mode;
+    this.showSplit();
+    board.redraw();
+  }
+
+  setSplit(share) {
+    this.board.split = share;
+    this.board.redraw();
+  }
+
+  showSplit() {
+    find("split").value = this.board.split * 100;
+  }
+
+  // Shows a result, or with `all` every variant that was made with it.
+  show(result, { all = false } = {}) {
+    this.result = result;
+    this.board.after = result.bitmap;
+    this.board.split = FIRST_SPLIT;
+    if (result.variants.length > 1) this.fillGrid(result);
+    this.setMode(all && result.variants.length > 1 ? "grid" : "compare");
+  }
+
+  fillGrid(result) {
+    this.makeCells(result.variants.length);
+    result.variants.forEach((variant, at) => {
+      this.fillCell(at, variant.bitmap, `Variant ${at + 1}, seed ${variant.facts.seed}`);
+      this.cells[at].ariaPressed = String(variant === result);
+      this.cells[at].onclick = () => this.onChoose(variant);
+    });
+  }
+
+  // Prepares for a run of several variants; they appear as they come.
+  makeCells(count) {
+    this.cells = Array.from({ length: count }, (_, at) =>
+      element("button", { type: "button", className: "cell", ariaLabel: `Variant ${at + 1}` }, element("span", { className: "waiting" })),
+    );
+    find("grid").style.setProperty("--columns", Math.ceil(Math.sqrt(count)));
+    find("grid").replaceChildren(...this.cells);
+  }
+
+  fillCell(at, bitmap, label) {
+    this.cells[at].replaceChildren(contained(bitmap, 768), element("span", { className: "tag", textContent: label }));
+    this.cells[at].ariaLabel = label;
+  }
+
+  showPartial({ index, bitmap }, count) {
+    if (count > 1) {
+      this.fillCell(index, bitmap, `Variant ${index + 1}`);
+      if (this.mode !== "grid") this.setMode("grid");
+      return;
+    }
+    this.board.after = bitmap;
+    this.setMode("partial");
+  }
+
+  holdOriginal(isHeld) {
+    if (this.board.showsOriginal === isHeld || (isHeld && !this.result)) return;
+    this.board.showsOriginal = isHeld;
+    find("view").classList.toggle("held", isHeld);
+    this.board.redraw();
+  }
+}

@@ -1,0 +1,91 @@
+"""Crops put back into photographs: nothing outside the mask changes; tones and grain go on inside."""
+
+import numpy as np
+import pytest
+from helpers.profiles import wide_profile
+
+from instgenie.pictures.compositing import paint_crop
+from instgenie.pictures.mask import box_mask
+from instgenie.pictures.matching import blurred
+from instgenie.types import Box, OwnPixels, PixelMask, Source, Whole
+
+SIZE, BOX = (240, 260), Box(range(40, 232), range(20, 212))  # a crop of 192x192
+MASK: PixelMask = box_mask((50, 60, 90, 80), (192, 192))
+WHERE = slice(BOX.rows.start, BOX.rows.stop), slice(BOX.cols.start, BOX.cols.stop)
+
+
+def grainy(level: int, sigma: float, channels: int = 3, seed: int = 0) -> OwnPixels:
+    noise = np.random.default_rng(seed).normal(level, sigma, (*SIZE, channels))
+    return np.rint(np.clip(noise, 0, 255)).astype(np.uint8)
+
+
+def painted(photo: OwnPixels, level: int, side: int, seed: int = 5, feather: int = 0) -> OwnPixels:
+    """A photograph after an edit that painted everything in one grey."""
+    return paint_crop(Whole(photo, None, BOX), np.full((side, side, 3), level, np.uint8), MASK, feather, seed)
+
+
+def fine(pixels: OwnPixels) -> float:
+    """The strength of the finest band."""
+    values = pixels.astype(np.float32)
+    return float((values - blurred(values, 1, 1)).std())
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+@pytest.mark.parametrize("profile", [b"", wide_profile()], ids=["srgb", "wide"])
+@pytest.mark.parametrize("feather", [0, 7])
+def test_outside_the_mask_every_bit_stays(channels: int, profile: bytes, feather: int) -> None:
+    own = np.random.default_rng(channels).integers(0, 256, (*SIZE, channels), np.uint8)
+    source = Source(own, profile)
+    edited = np.random.default_rng(9).integers(0, 256, (64, 64, 3), np.uint8)
+    result = paint_crop(Whole(own, source, BOX), edited, MASK, feather, 3)
+    masked = np.zeros(SIZE, np.bool_)
+    masked[WHERE] = MASK
+    assert np.array_equal(result[~masked], own[~masked])
+    assert (result[masked] != own[masked]).any()
+    if own.shape[2] == 4 and not feather:
+        assert (result[masked][:, 3] == 255).all()
+
+
+def test_an_upscaled_edit_gets_the_grain_of_the_photograph() -> None:
+    photo = grainy(120, 9)
+    inside = painted(photo, 120, side=64)[WHERE][64:136, 54:136]
+    assert fine(inside) == pytest.approx(fine(photo), rel=0.25)
+    plain = grainy(120, 0)
+    assert fine(painted(plain, 120, side=64)[WHERE][64:136, 54:136]) == 0  # where there is no grain, none is added
+
+
+def test_an_edit_at_the_resolution_of_the_photograph_gets_no_grain() -> None:
+    inside = painted(grainy(120, 9), 120, side=192)[WHERE][90:110, 80:110]
+    assert fine(inside) < 1
+
+
+def test_a_texture_beside_the_mask_is_not_taken_for_grain() -> None:
+    photo = grainy(120, 0)
+    photo[::2, :110] = 0  # lines beside one half of the mask
+    inside = painted(photo, 120, side=64)[WHERE][64:136, 54:136]
+    assert fine(inside) < 0.2 * fine(photo)
+
+
+def test_grain_depends_on_the_seed_alone() -> None:
+    photo = grainy(120, 9)
+    one, again, other = (painted(photo, 120, side=64, seed=seed) for seed in (1, 1, 2))
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
+
+
+def test_tones_meet_at_the_edge_and_fade_inside() -> None:
+    """The model makes its surroundings ten levels too dark: the edit is as dark in its middle, not at its edge."""
+    result = painted(grainy(120, 0), 110, side=192)[WHERE].astype(int)
+    assert abs(int(result[100, 51, 0]) - 120) <= 2
+    assert abs(int(result[100, 95, 0]) - 110) <= 3
+    steps = np.abs(np.diff(result[100, 51:95, 0]))
+    assert steps.max() <= 2
+
+
+def test_transparent_pixels_have_no_say() -> None:
+    own = np.dstack([grainy(120, 0), np.full(SIZE, 255, np.uint8)])
+    own[:, :100] = 0  # transparent, and black below
+    result = paint_crop(Whole(own, Source(own), BOX), np.full((192, 192, 3), 120, np.uint8), MASK, 0, 1)
+    masked = np.zeros(SIZE, np.bool_)
+    masked[WHERE] = MASK
+    assert np.abs(result[masked][:, :3].astype(int) - 120).max() <= 1

@@ -1,0 +1,1 @@
+"""Measures trained pipeline folders on photographs and scenes kept out of training."""
