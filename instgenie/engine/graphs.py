@@ -100,9 +100,10 @@ class Graphs:
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     def takes(self, jobs: Sequence[Job]) -> bool:
-        """Return whether it can find all rows that the jobs' present step reads."""
+        """Return whether it can find all rows that the jobs' present step reads or keeps. Only kernels can on a GPU."""
         reading = [job for job in jobs if places_of(job)]
-        if reading and self.model.device.type == "cuda" and not runs_fused(reading[0].masked):
+        touching = [*reading, *(job for job in jobs if job.keeps_activations)]
+        if touching and self.model.device.type == "cuda" and not runs_fused(touching[0].masked):
             return False
         if len({job.activations.kind for job in reading if job.activations}) > 1:
             self.explain("activations are of two kinds")

@@ -15,10 +15,10 @@ def test_bench_edit_prints_and_writes_its_rows(
     model = ["--model", str(folders[family]), "--device", "cpu", "--size", "48x32", "--json", "bench.json"]
     assert main(["bench", "edit", *model, "--steps", "2", "--repeats", "2", "--batch", "1", "--batch", "3"]) == 0
     report = json.loads(Path("bench.json").read_text())
-    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "cached"] * 4
-    assert [row["kind"] for row in report["rows"]] == [None, None, "kv"] * 4
-    assert [row["batch"] for row in report["rows"]] == ([1] * 3 + [3] * 3) * 2
-    assert [row["mask_ratio"] for row in report["rows"]] == pytest.approx([1] * 6 + [0.2] * 6, abs=0.05)
+    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "own", "cached"] * 4
+    assert [row["kind"] for row in report["rows"]] == [None, None, "kv", "kv"] * 4
+    assert [row["batch"] for row in report["rows"]] == ([1] * 4 + [3] * 4) * 2
+    assert [row["mask_ratio"] for row in report["rows"]] == pytest.approx([1] * 8 + [0.2] * 8, abs=0.05)
     assert all(row["step_ms"] > 0 for row in report["rows"])
     assert {"device", "torch", "cuda", "diffusers", "kernels"} < set(report["machine"])
     assert "1.00x" in capsys.readouterr().out

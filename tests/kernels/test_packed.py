@@ -11,6 +11,7 @@ from instgenie.kernels.addresses import Address, Addresses
 from instgenie.kernels.fill import fill_rows_fused, fill_rows_reference
 from instgenie.kernels.gather import gather_rows_fused, gather_rows_reference
 from instgenie.kernels.packed import PackedRows, pack_rows, row_size, unpack_rows, unpack_rows_fused, unpacked_shape
+from instgenie.kernels.store import store_rows_fused, store_rows_reference
 from instgenie.types import CacheDtype
 
 PACKED: tuple[CacheDtype, ...] = ("fp8", "int4")
@@ -102,6 +103,24 @@ def test_filling_unpacks(device: str, dtype: torch.dtype, width: int, packing: C
     mixed = Addresses(torch.tensor([rows.data_ptr(), read.data_ptr()], device=device), (packing, "model"))
     fill_rows_fused(mixed, origin, flowing, found)
     assert equal(found, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4096])
+@pytest.mark.parametrize("width", [16, 72, 640])
+def test_rows_are_stored_where_a_table_says(device: str, dtype: torch.dtype, width: int, num_tokens: int) -> None:
+    """The address is read when the kernel runs; rows that are not contiguous are stored as such."""
+    torch.manual_seed(0)
+    wide = torch.randn(num_tokens, 2 * width, device=device, dtype=dtype)
+    parts = wide.chunk(2, dim=1)
+    rooms = torch.zeros(2, 2, num_tokens, width, device=device, dtype=dtype)
+    table = torch.tensor([rooms[0].data_ptr()], device=device)
+    store_rows_fused(parts, Address(table, "model"))
+    table.fill_(rooms[1].data_ptr())
+    store_rows_fused([part + 1 for part in parts], Address(table, "model"))
+    expected = torch.zeros_like(rooms[0])
+    store_rows_reference(parts, expected)
+    assert torch.equal(rooms[0], expected)
+    assert torch.equal(rooms[1], expected + 1)
 
 
 @pytest.mark.parametrize("packing", PACKED)
