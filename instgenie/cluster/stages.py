@@ -18,6 +18,7 @@ from instgenie.cluster.orders import Facts
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.reporter import Reporter
+from instgenie.types import ReuseFound
 
 
 class Stages:
@@ -190,6 +191,13 @@ def held_edit(process: Process, id: str, attempt: int) -> EditEntry | None:
     return entry if isinstance(entry, EditEntry) else None
 
 
+def why_dense(entry: EditEntry, found: ReuseFound) -> str:
+    """Why no template was used, and where its own dense steps were to serve the edit instead, why these did not."""
+    if entry.mode is ComputeMode.OWN and found == "none":
+        return f"{entry.why_dense}, and the device has no room for what the edit's own dense steps would leave behind"
+    return entry.why_dense
+
+
 def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
     assert entry.prepared is not None
     assert entry.denoised is not None
@@ -206,7 +214,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
         num_masked_tokens=prepared.num_masked_tokens,
         num_computed_tokens=denoised.num_computed_tokens,
         cache_tier=entry.tier,
-        why_dense=entry.why_dense,
+        why_dense=why_dense(entry, denoised.reuse),
         reuse=denoised.reuse,
         crop=entry.order.whole.box if entry.order.whole else None,
         worker=entry.worker,

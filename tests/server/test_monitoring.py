@@ -19,6 +19,7 @@ def test_metrics(server: Running, edited: Any) -> None:
         "e2e_request_latency_seconds": "histogram",
         "request_queue_time_seconds": "histogram", "request_success": "counter", "step_time_seconds": "histogram",
         "batch_size": "histogram", "mask_ratio": "histogram", "cache_queries": "counter", "cache_hits": "counter",
+        "edits": "counter",
         "cache_usage_bytes": "gauge", "http_requests": "counter", "step_loop_interruptions": "counter",
         "worker_state": "gauge", "worker_restarts": "counter",
     }  # fmt: skip
@@ -28,6 +29,7 @@ def test_metrics(server: Running, edited: Any) -> None:
         return {sample.labels[label] for sample in samples if label in sample.labels}
 
     assert labels("request_success", "finished_reason") == {"stop", "abort", "error"}
+    assert labels("edits", "reuse") == {"template", "own", "none"}
     assert labels("cache_hits", "tier") == labels("cache_usage_bytes", "tier") == {"gpu", "host", "disk", "remote"}
     assert "\ninstgenie:request_success_total{" in text
     assert "\ninstgenie:cache_hits_total{" in text

@@ -67,8 +67,10 @@ def test_own_reuse_gives_the_same_picture_before_and_after_a_registration(server
     why = "The request asks for reuse=own, so the edit read what its own dense steps left behind."
     assert facts(again) == ("own", why, True)
     assert alike(pixels(again), pixels(first))
+    counted = server.metric('instgenie:edits_total{reuse="own"}')
     adaptive = edit_with(server, image, "own", quality="adaptive")
     assert facts(adaptive)[0] == "own"
+    assert server.metric('instgenie:edits_total{reuse="own"}') == counted + 1
 
 
 def test_a_ready_template_is_used(server: Running) -> None:

@@ -219,9 +219,8 @@ def reuse_reason(facts: Facts) -> str | None:
     """One sentence: why no template was used, and what was done instead."""
     if not facts.why_dense:
         return None
-    if facts.reuse != "own":
-        return sentence(facts.why_dense)
-    return sentence(f"{facts.why_dense}, so the edit read what its own dense steps left behind")
+    done = ", so the edit read what its own dense steps left behind" if facts.reuse == "own" else ""
+    return sentence(facts.why_dense + done)
 
 
 def crop_box(box: Box) -> CropBox:

@@ -253,7 +253,7 @@ class EditFields(ImageFields):
             return "the request names a template"
         if self.reuse == "template":
             return "the request asks for reuse=template"
-        return "the picture is registered as a template" if has_template and self.reuse != "off" else ""
+        return "the picture is registered as a template" if has_template and self.reuse in ("auto", "template") else ""
 
     def describe_answer(self, source: Source | None, notes: Notes) -> None:
         """Add a note on what the format of the answer cannot keep of the picture's file."""
