@@ -93,8 +93,12 @@ class EventStream(Response):
             case Finished():
                 return completed_event(given.prefix, index, happened, given.fields, given.notes)
             case Queued(position, left) if given.fields.stream_progress:
-                return event("instgenie.queued", {"index": index, "position": position, "seconds_left": round(left, 3)})
+                return event("instgenie.queued", {"index": index, "position": position} | time_left(left))
             case Stepped(step, num_steps, left) if given.fields.stream_progress:
-                done = {"step": step, "num_steps": num_steps, "seconds_left": round(left, 3)}
-                return event("instgenie.step", {"index": index} | done)
+                done = {"step": step, "num_steps": num_steps}
+                return event("instgenie.step", {"index": index} | done | time_left(left))
         return None
+
+
+def time_left(seconds: float | None) -> dict[str, float | None]:
+    return {"seconds_left": None if seconds is None else round(seconds, 3)}
