@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from instgenie.types import NUM_PARTS, CacheDtype, Kind
 
 NUM_BUCKETS = 32  # lists of masked tokens are padded to a multiple of 1/32 of all tokens
+NUM_TEXT_BUCKETS = 16  # the tokens of a prompt are padded to 1/16 of the text, 1/8, 1/4, 1/2 or all of it
 VALUE_BYTES: dict[CacheDtype, float] = {  # per value of packed rows; four bits, and two numbers of two bytes for 32
     "fp8": 1.0,
     "int4": 0.625,

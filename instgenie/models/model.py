@@ -52,6 +52,12 @@ class Model(PipelineParts):
         kernels takes longer than running them."""
 
     @property
+    def num_flowing_text(self) -> int:
+        """Text tokens that flow through the blocks beside the image, padding included; 0 if blocks only attend to the
+        text. Only the padding of a text that flows is worth keeping."""
+        return 0
+
+    @property
     def num_blocks(self) -> int:
         return sum(self.run_lengths)
 
@@ -122,8 +128,9 @@ class Model(PipelineParts):
         return [predicted[job] for job in jobs]
 
     @abstractmethod
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
-        """A dense pass; what activations keep of it is handed over in the order of the pass."""
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
+        """A dense pass; what activations keep of it is handed over in the order of the pass. With `with_text`, the rows
+        of text that flows lie before those of the image."""
 
     @abstractmethod
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:

@@ -45,16 +45,16 @@ class SharedRows:
     def _needed(self) -> dict[int, Tensor]:
         return {}
 
-    def needed(self, num_tokens: int) -> Tensor:
-        """Indices of the rows that any of the jobs reads, at the level of `num_tokens` tokens [rows]; found once."""
-        if num_tokens not in self._needed:
-            outsides = [job.level(num_tokens).outside for job in self.jobs]
-            self._needed[num_tokens] = outsides[0] if len(outsides) == 1 else union(outsides, num_tokens)
-        return self._needed[num_tokens]
+    def needed(self, num_rows: int) -> Tensor:
+        """Indices of the rows that any of the jobs reads, at a place that keeps `num_rows` [rows]; found once."""
+        if num_rows not in self._needed:
+            read = [job.rows_read(num_rows) for job in self.jobs]
+            self._needed[num_rows] = read[0] if len(read) == 1 else union(read, num_rows)
+        return self._needed[num_rows]
 
 
-def union(indices: Sequence[Tensor], num_tokens: int) -> Tensor:
-    chosen = torch.zeros(num_tokens, dtype=torch.bool, device=indices[0].device)
+def union(indices: Sequence[Tensor], num_rows: int) -> Tensor:
+    chosen = torch.zeros(num_rows, dtype=torch.bool, device=indices[0].device)
     return chosen.index_fill_(0, torch.cat(list(indices)), True).nonzero()[:, 0]
 
 

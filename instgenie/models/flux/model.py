@@ -80,6 +80,10 @@ class FluxModel(Model):
     def num_text_tokens(self) -> int:
         return min(int(self.tokenizer_2.model_max_length), MAX_TEXT_TOKENS)
 
+    @property
+    def num_flowing_text(self) -> int:
+        return self.num_text_tokens
+
     def describe(self) -> NetworkShape:
         return describe(self.transformer)
 
@@ -104,7 +108,7 @@ class FluxModel(Model):
     def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
         branch = self.branch(prompt, grid)
         num_text = len(branch.text)
-        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:])
+        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:], num_prompt=0)
         return (without_text,) if isolated else (branch,)
 
     def blank_branch(self, grid: tuple[int, int]) -> Branch:
@@ -115,7 +119,11 @@ class FluxModel(Model):
     def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
         sequence = embed_prompt(self.transformer, self.encode_sequence(prompt))
         rotary = embed_positions(self.transformer, len(sequence), grid)
-        return Branch(text=sequence, pooled=self.encode_pooled(prompt), rotary=rotary)
+        return Branch(sequence, self.encode_pooled(prompt), rotary, self.count_prompt(prompt))
+
+    def count_prompt(self, prompt: str) -> int:
+        """Text tokens that are not padding; the last of them ends the prompt."""
+        return len(self.tokenizer_2(prompt, max_length=self.num_text_tokens, truncation=True).input_ids)
 
     def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]
         ids = tokenize(self.tokenizer_2, prompt, self.num_text_tokens).to(self.device)
@@ -138,8 +146,8 @@ class FluxModel(Model):
         assert isinstance(packed, FluxBatch)
         return velocity(self.transformer, packed)
 
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
-        for seen in observe(self.transformer, pack(jobs), kind):
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
+        for seen in observe(self.transformer, pack(jobs), kind, with_text):
             keep(seen.unflatten(1, (len(jobs), -1)).transpose(0, 1))
 
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:

@@ -49,47 +49,55 @@ def run_blocks(
     doubles, singles = transformer.transformer_blocks, transformer.single_transformer_blocks
     layout = batch.layout
     for index, block in enumerate(doubles):
-        layout, image = batch.turn(layout, image, index)
+        layout, text, image = batch.turn(layout, text, image, index)
         heads = recall(block, index, batch, layout)
-        keep_y(index, batch, image.split(layout.num_image))
+        keep_y(index, batch, list(zip(text.split(layout.num_text), image.split(layout.num_image), strict=True)))
         text, image = double_block(block, text, image, time, layout, heads)
         keep_kv(index, batch, layout, heads)
     joint = layout.join(text, image)
     for index, block in enumerate(singles, len(doubles)):
         layout, joint = batch.turn_joint(layout, joint, index)
         heads = recall(block, index, batch, layout)
-        keep_y(
-            index, batch, [rows[num:] for rows, num in zip(joint.split(layout.num_joint), layout.num_text, strict=True)]
-        )
+        parts = zip(joint.split(layout.num_joint), layout.num_text, strict=True)
+        keep_y(index, batch, [(rows[:num], rows[num:]) for rows, num in parts])
         joint = single_block(block, joint, time, layout, heads)
         keep_kv(index, batch, layout, heads)
-    _, image = layout.part(joint.split(layout.num_joint))
-    return batch.turn(layout, image, len(doubles) + len(singles))
+    text, image = layout.part(joint.split(layout.num_joint))
+    layout, _, image = batch.turn(layout, text, image, len(doubles) + len(singles))
+    return layout, image
 
 
-def observe(transformer: FluxTransformer2DModel, batch: FluxBatch, kind: Kind) -> Iterator[Tensor]:
-    """Yield what activations keep of each block [2 or 1, image tokens, width], from a dense pass."""
+def observe(
+    transformer: FluxTransformer2DModel, batch: FluxBatch, kind: Kind, with_text: bool = False
+) -> Iterator[Tensor]:
+    """Yield what activations keep of each block [2 or 1, image tokens, width], from a dense pass; `with_text` the rows
+    of each branch's text lie before those of its image."""
     time, layout = embed_time(transformer, batch), batch.layout
-    _, rotary = layout.part(layout.rotary.split(layout.num_joint))
-    for block, image in walk(transformer, batch, time):
+    text_rotary, rotary = layout.part(layout.rotary.split(layout.num_joint))
+    for block, text, image in walk(transformer, batch, time):
         if kind == "y":
-            yield image[None]
+            seen, seen_text = image[None], text[None]
         else:
             keys = reserve_keys(block, len(image), image)
             project_keys(block, image, time, rotary, layout.image_owners, keys)
-            yield keys.flatten(2)
+            seen, seen_text = keys.flatten(2), text.new_empty(2, 0, image.shape[1])
+            if with_text:
+                keys = reserve_keys(block, len(text), text)
+                project_keys(block, text, time, text_rotary, layout.text_owners, keys, is_text=True)
+                seen_text = keys.flatten(2)
+        yield torch.stack(list(map(layout.join, seen_text, seen))) if with_text else seen
 
 
-def walk(transformer: FluxTransformer2DModel, batch: FluxBatch, time: Tensor) -> Iterator[tuple[Block, Tensor]]:
-    """Yield every block with the image rows that go into it, in a dense pass."""
+def walk(transformer: FluxTransformer2DModel, batch: FluxBatch, time: Tensor) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Yield every block with the rows of text and image that go into it, in a dense pass."""
     layout = batch.layout
     text, image = batch.text, embed_image(transformer, batch)
     for block in transformer.transformer_blocks:
-        yield block, image
+        yield block, text, image
         text, image = double_block(block, text, image, time, layout, reserve(block, layout, text))
     joint = layout.join(text, image)
     for block in transformer.single_transformer_blocks:
-        yield block, layout.part(joint.split(layout.num_joint))[1]
+        yield block, *layout.part(joint.split(layout.num_joint))
         joint = single_block(block, joint, time, layout, reserve(block, layout, joint))
 
 
@@ -194,62 +202,79 @@ def recall(block: Block, index: int, batch: FluxBatch, layout: Layout) -> Heads:
     if not any(layout.cached):
         return heads
     reader = 0
-    for job, (sources, images) in enumerate(zip(batch.read(index, layout.cached, layout), layout.images, strict=True)):
-        keys = [heads.keys[:, image] for image in images]
+    kept = layout.kept_keys(batch.num_kept_text)
+    for job, (sources, slices) in enumerate(zip(batch.read(index, layout.cached, layout), kept, strict=True)):
+        keys = [heads.keys[:, one] for one in slices]
         for branch, source in enumerate(sources):
             recall_one(block, batch, job, reader + branch, source, keys[branch])
         for other in keys[len(sources) :] if sources else ():
             other.copy_(keys[len(sources) - 1])
-        reader += len(images)
+        reader += len(slices)
     return heads
 
 
 def recall_one(block: Block, batch: FluxBatch, job: int, reader: int, source: RowSource, keys: Tensor) -> None:
-    """Write K and V [2, image tokens, heads, head channels] of a branch's tokens that are not computed, each at its
+    """Write K and V [2, kept tokens, heads, head channels] of a branch's tokens that are not computed, each at its
     place: as they are kept, or projected from Y as at the step that left them."""
     assert source is not None
-    rest, num_all = batch.image_tokens[job].rest, batch.image_tokens[job].num_all
+    tokens = batch.image_tokens[job]
+    rest = tokens.rest
     if batch.kinds[job] == "kv":
-        gather_rows(source, rest, num_all, keys.flatten(2), rest)
+        gather_rows(source, rest, tokens.num_rows, keys.flatten(2), rest)
         return
     assert batch.template is not None
     y = keys.new_empty(1, len(rest), keys.shape[2] * keys.shape[3])
-    gather_rows(source, rest, num_all, y)
+    gather_rows(source, rest, tokens.num_rows, y)
     time, rotary = batch.template.time[reader, None], batch.template.rotary[job]
-    project_keys(block, y[0], time, rotary, None, keys, HeadPlaces(joint=rest, keys=rest))
+    num = tokens.num_padding
+    if num:
+        places = HeadPlaces(joint=rest[:num], keys=rest[:num])
+        project_keys(block, y[0, :num], time, rotary, None, keys, places, is_text=True)
+    project_keys(block, y[0, num:], time, rotary, None, keys, HeadPlaces(joint=rest[num:], keys=rest[num:]))
 
 
-def keep_y(index: int, batch: FluxBatch, images: Sequence[Tensor]) -> None:
-    """Keep the image rows that go into a block, per branch, for the jobs that keep Y."""
-    for reader, kind in enumerate(batch.kept_kinds):
+def keep_y(index: int, batch: FluxBatch, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Keep the rows of text and image that go into a block, per branch, for the jobs that keep Y; the text for those
+    that keep it."""
+    for reader, (kind, num_text) in enumerate(zip(batch.kept_kinds, batch.kept_text, strict=True)):
         if kind == "y":
-            batch.rows.keep(index, reader, [images[reader]])
+            text, image = parts[reader]
+            batch.rows.keep(index, reader, [torch.cat([text, image]) if num_text else image])
 
 
 def keep_kv(index: int, batch: FluxBatch, layout: Layout, heads: Heads) -> None:
-    """Keep K and V of the image tokens of a block that has run, for the jobs that keep them."""
-    images = [image for job in layout.images for image in job]
+    """Keep K and V of the tokens of a block that has run, for the jobs that keep them."""
+    if "kv" not in batch.kept_kinds:
+        return
+    slices = [one for job in layout.kept_keys(batch.num_kept_text) for one in job]
     for reader, kind in enumerate(batch.kept_kinds):
         if kind == "kv":
-            batch.rows.keep(index, reader, [part[images[reader]].flatten(1) for part in heads.keys])
+            batch.rows.keep(index, reader, [part[slices[reader]].flatten(1) for part in heads.keys])
 
 
 def project_keys(
     block: Block,
-    image: Tensor,
+    rows: Tensor,
     time: Tensor,
     rotary: Tensor,
     owners: Owners | None,
     keys: Tensor,
     places: HeadPlaces | None = None,
+    is_text: bool = False,
 ) -> None:
-    """Write K and V [2, image tokens, heads, head channels] of image rows that go into a block. A template's own rows
-    have no owners."""
+    """Write K and V [2, tokens, heads, head channels] of rows that go into a block. A template's own rows have no
+    owners. Text has projections of its own in a double block."""
     attn = block.attn
-    norm = block.norm1 if hasattr(block, "norm1") else block.norm  # of a double or of a single block
-    image_in, _ = modulated(norm, image, time, owners.index if owners else None)
-    k, v = project((attn.to_k, attn.to_v), image_in, owners)
-    place(Projected(None, k, v, attn.norm_q, attn.norm_k), rotary, places, Heads(None, keys))
+    if not hasattr(block, "norm1"):
+        norm, layers, norms = block.norm, (attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
+    elif is_text:
+        norm, layers = block.norm1_context, (attn.add_k_proj, attn.add_v_proj)
+        norms = attn.norm_added_q, attn.norm_added_k
+    else:
+        norm, layers, norms = block.norm1, (attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
+    rows_in, _ = modulated(norm, rows, time, owners.index if owners else None)
+    k, v = project(layers, rows_in, owners)
+    place(Projected(None, k, v, *norms), rotary, places, Heads(None, keys))
 
 
 def reserve(block: Block, layout: Layout, like: Tensor) -> Heads:
