@@ -9,7 +9,7 @@ package.
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
@@ -104,6 +104,7 @@ def studied(steps: int) -> list[Reuse]:
         of_quality("balanced", steps, cache_dtype="fp8"),
         of_quality("balanced", steps, "y", "fp8"),
         *kept_ways(steps),
+        *padding_ways(steps),
         *(Reuse(dense_steps=num) for num in (0, 1, 2, 4, 8)),
         *(Reuse(dense_blocks=num) for num in (1, 2, 4)),
         *(Reuse(halo=num) for num in (1, 2)),
@@ -128,6 +129,16 @@ def kept_ways(steps: int) -> list[Reuse]:
     """Return the ways to keep fewer steps of a template, in fewer bits, at the quality `balanced`."""
     strides = [stride for stride in STRIDES if stride <= steps]
     return [of_quality("balanced", steps, cache_dtype=dtype, stride=stride) for dtype in DTYPES for stride in strides]
+
+
+def padding_ways(steps: int) -> list[Reuse]:
+    """Return the ways that read the padding of texts: from templates, all of them and the smallest, and from an edit's
+    own dense steps."""
+    strides = [stride for stride in (1, 4, 7) if stride <= steps]
+    ways = [of_quality("balanced", steps), of_quality("fast", steps)]
+    ways += [of_quality("balanced", steps, cache_dtype="int4", stride=stride) for stride in strides]
+    ways += [own_of_quality(quality, steps) for quality in ("fast", "balanced")]
+    return [replace(way, reads_padding=True) for way in dict.fromkeys(ways)]
 
 
 # Samples
@@ -239,7 +250,8 @@ class QualityStudy:
     @property
     def ways(self) -> list[Reuse]:
         if self.only_kept:
-            return list(dict.fromkeys([of_quality("fast", self.steps), *kept_ways(self.steps)]))
+            ways = [of_quality("fast", self.steps), *kept_ways(self.steps), *padding_ways(self.steps)]
+            return list(dict.fromkeys(ways))
         if not self.only_schedules:
             return studied(self.steps)
         return [*dict.fromkeys([of_quality("fast", self.steps), self.balanced]), *schedules(self.steps)]

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from instgenie.cli.arguments import add_model, positive, rate, ratio
+from instgenie.cli.arguments import add_model, add_text_padding, positive, rate, ratio
 from instgenie.cli.claims import add_bench_table
 from instgenie.cli.evaluate import add_bench_engine, add_bench_reproduce, add_bench_simulate
 from instgenie.cli.screen import hide_loading_bars
@@ -44,6 +44,7 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     add_several("--cache-dtype", "cache_dtypes", about_dtype, choices=get_args(CacheDtype))
     about_stride = "keep the activations of every N-th step (default 1)"
     parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
+    add_text_padding(parser)
     about_tier = "place of the activations: next to the model (gpu, the default) or in main memory (host)"
     add_several("--tier", "tiers", about_tier, choices=["gpu", "host"])
     about_policy = "planning policy for activations in main memory (default cached: all blocks); naive overlaps no load"
