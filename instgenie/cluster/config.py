@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from instgenie.scheduling.names import ONE_PROCESS, Batching, RoutingPolicy
-from instgenie.types import CacheDtype, PlanPolicy
+from instgenie.types import CacheDtype, PlanPolicy, Quantization
 
 Role = Literal["prepare", "denoise", "finish"]
 
@@ -48,6 +48,7 @@ class ClusterConfig:
     model: str = "builtin"
     devices: tuple[str, ...] = ("auto",)  # one worker each
     dtype: str = "auto"
+    quantization: Quantization | None = None  # of the network's products
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
     max_templates: int = 1000  # that one tenant may ask for
@@ -89,6 +90,7 @@ class ProcessConfig:
     max_batch_size: int
     batching: Batching
     cache: ResolvedCache
+    quantization: Quantization | None = None
     plan: PlanPolicy = "cached"
     graphs: bool = True
     num_workers: int = 1  # of the cluster
@@ -116,6 +118,7 @@ def process_config(config: ResolvedConfig, name: str, device: str, endpoint: str
         max_batch_size=config.max_batch_size,
         batching=config.batching,
         cache=config.cache,
+        quantization=config.quantization,
         plan=config.plan,
         graphs=config.graphs,
         num_workers=len(config.devices),

@@ -32,6 +32,7 @@ from instgenie.cluster.wire import (
     Register,
     Stop,
 )
+from instgenie.cost.latency import calibrated_name
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import make_planning
@@ -62,8 +63,9 @@ class Denoiser:
         self.model = model
         self.line = line
         self.scheduler = SCHEDULERS[config.batching]
-        self.costs = price_steps(model, config.model, config.plan, config.cache.dtype, config.cache.stride)
-        planning = make_planning(model, config.model, config.plan)
+        name = calibrated_name(config.model, config.quantization)
+        self.costs = price_steps(model, name, config.plan, config.cache.dtype, config.cache.stride)
+        planning = make_planning(model, name, config.plan)
         self.engine = Engine(model, config.max_batch_size, planning, graphs=make_graphs(model, config.graphs))
         keys = Keys(model, config.cache.dtype, config.cache.stride)
         store = open_store(config.cache, model.device)

@@ -169,6 +169,7 @@ class FluxBatch(PackedBatch):
     sigma: Column[Tensor]  # [branches]
     guidance: Column[Tensor]  # [branches]
     template: Column[TemplateColumns | None]  # if any job reads Y
+    modulation: Column[Tensor | None]  # [branches, outputs of all modulation layers]; None: blocks compute their own
 
     @property
     def layout(self) -> Layout:
@@ -247,7 +248,9 @@ def turn_one(image: Tensor, tokens: ImageTokens, before: bool, after: bool, sour
     return y[0].index_copy_(0, tokens.inside, image)
 
 
-def pack(jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS) -> FluxBatch:
+def pack(
+    jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS, modulation: Tensor | None = None
+) -> FluxBatch:
     """With `pads`, lists of masked tokens are as long as those of many other masks."""
     pairs = list(branches(jobs))
     tokens = tuple(job.padded_tokens if pads else job.tokens for job in jobs)
@@ -271,6 +274,7 @@ def pack(jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS
         sigma=torch.stack([job.timestep for job, _ in pairs]),
         guidance=torch.stack([job.guidance for job, _ in pairs]),
         template=template_columns(jobs) if "y" in kinds else None,
+        modulation=modulation,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
@@ -17,6 +18,7 @@ from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
 from instgenie.models.flux.batch import FluxBatch, pack
+from instgenie.models.flux.modulation import ModulationTables
 from instgenie.models.flux.network import (
     describe,
     embed_positions,
@@ -131,8 +133,12 @@ class FluxModel(Model):
         """The pixels of the mask under a latent become its channels, which are packed like latents."""
         return torch.cat([tokens, pack_latents(pixel_unshuffle(pixels, self.pixels_per_latent))], dim=1)
 
+    @cached_property
+    def modulation(self) -> ModulationTables:
+        return ModulationTables(self.transformer)
+
     def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> FluxBatch:
-        return pack(jobs, pads, rows)
+        return pack(jobs, pads, rows, self.modulation.at(jobs))
 
     def run(self, packed: PackedBatch) -> Tensor:
         assert isinstance(packed, FluxBatch)
