@@ -82,9 +82,8 @@ def compute(transformer: FluxTransformer2DModel, jobs: Sequence[Job]) -> dict[Jo
     guidance = torch.cat([job.guidance.expand(len(steps)) for job, _, steps in members])
     pooled = torch.cat([branch.pooled.expand(len(steps), -1) for _, branch, steps in members])
     time = embed(transformer, sigma, guidance, pooled, members[0][1].text.dtype)
-    counts = [len(steps) for _, _, steps in members]
-    index = torch.arange(len(members)).repeat_interleave(torch.tensor(counts))
-    owners = Owners(index.to(time.device, non_blocking=True))
+    index = [sigma.new_full((len(steps),), branch, dtype=torch.int64) for branch, (_, _, steps) in enumerate(members)]
+    owners = Owners(torch.cat(index))  # made on the device, which no copy keeps waiting
     columns = torch.cat([linear(layer, time, owners) for layer in layers_of(transformer)], dim=1)
     parts = columns.split([len(job.branches) * len(steps) for job, steps in zip(jobs, ranges, strict=True)])
     return {
