@@ -160,7 +160,7 @@ def print_profile(title: str, step_ms: float, kernels: Sequence[KernelTime], mac
         own = [kernel for kernel in kernels if kernel.group == group]
         add(groups, group, sum(one.count for one in own), sum(one.ms for one in own), step_ms)
     busy = sum(one.ms for one in kernels)
-    add(groups, "no kernel runs", 0, step_ms - busy, step_ms)
+    add(groups, "no kernel runs, less those that overlap", 0, step_ms - busy, step_ms)
     add(groups, "a step", sum(one.count for one in kernels), step_ms, step_ms)
     for one in kernels[:num_shown]:
         add(kinds, one.name, one.count, one.ms, step_ms)

@@ -27,6 +27,7 @@ from instgenie.kernels.gelu import beside_gelu
 from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place
 from instgenie.kernels.modulate import add_gated, add_norm_modulate, norm_modulate
 from instgenie.kernels.quantize import Rows
+from instgenie.kernels.streams import beside
 from instgenie.models.flux.batch import FluxBatch, Layout
 from instgenie.models.flux.modulation import Modulation, embed, first_columns
 from instgenie.models.layers.feed_forward import feed_forward, first_layer
@@ -133,22 +134,34 @@ def embed_positions(transformer: FluxTransformer2DModel, num_text: int, grid: tu
 def double_block(
     block: FluxTransformerBlock, text: Tensor, image: Tensor, mod: Modulation, layout: Layout, heads: Heads
 ) -> tuple[Tensor, Tensor]:
+    """The few tokens of the text read as many weights as those of the image, so both run beside each other."""
     attn, text_owners, image_owners = block.attn, layout.text_owners, layout.image_owners
-    of_text, of_image = text_projections(block), image_projections(block)
-    text_in, text_mod = modulated(block.norm1_context, text, mod, layout.text_rows, reads_fp8(of_text[0]))
-    image_in, image_mod = modulated(block.norm1, image, mod, layout.image_rows, reads_fp8(of_image[0]))
 
-    q, k, v = linears(of_text, text_in, text_owners)
-    place(Projected(q, k, v, attn.norm_added_q, attn.norm_added_k), layout.rotary, layout.text_places, heads)
-    q, k, v = linears(of_image, image_in, image_owners)
-    place(Projected(q, k, v, attn.norm_q, attn.norm_k), layout.rotary, layout.image_places, heads)
+    def enter_text() -> Sequence[Tensor]:
+        layers = text_projections(block)
+        rows, columns = modulated(block.norm1_context, text, mod, layout.text_rows, reads_fp8(layers[0]))
+        q, k, v = linears(layers, rows, text_owners)
+        place(Projected(q, k, v, attn.norm_added_q, attn.norm_added_k), layout.rotary, layout.text_places, heads)
+        return columns
+
+    def enter_image() -> Sequence[Tensor]:
+        layers = image_projections(block)
+        rows, columns = modulated(block.norm1, image, mod, layout.image_rows, reads_fp8(layers[0]))
+        q, k, v = linears(layers, rows, image_owners)
+        place(Projected(q, k, v, attn.norm_q, attn.norm_k), layout.rotary, layout.image_places, heads)
+        return columns
+
+    def leave_text() -> Tensor:
+        out = linear(attn.to_add_out, text_out, text_owners)
+        return feed_forward_gated(block.norm2_context, block.ff_context, text, out, text_mod, text_owners)
+
+    def leave_image() -> Tensor:
+        out = linear(attn.to_out[0], image_out, image_owners)
+        return feed_forward_gated(block.norm2, block.ff, image, out, image_mod, image_owners)
+
+    text_mod, image_mod = beside(enter_text, enter_image, image)
     text_out, image_out = layout.part(attend(heads, layout))
-
-    text_out = linear(attn.to_add_out, text_out, text_owners)
-    text = feed_forward_gated(block.norm2_context, block.ff_context, text, text_out, text_mod, text_owners)
-    image_out = linear(attn.to_out[0], image_out, image_owners)
-    image = feed_forward_gated(block.norm2, block.ff, image, image_out, image_mod, image_owners)
-    return text, image
+    return beside(leave_text, leave_image, image)
 
 
 def single_block(
