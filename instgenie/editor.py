@@ -29,7 +29,18 @@ from instgenie.models.model import Model
 from instgenie.pictures.cropping import Canvas, choose_box, crop_edit
 from instgenie.pictures.picture import check_edit
 from instgenie.scheduling.scheduler import FILL
-from instgenie.types import Box, Edit, OnStep, PixelMask, Pixels, RegisterResult, Result, TextPadding, Timings
+from instgenie.types import (
+    Box,
+    Edit,
+    OnStep,
+    PixelMask,
+    Pixels,
+    Quantization,
+    RegisterResult,
+    Result,
+    TextPadding,
+    Timings,
+)
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -65,7 +76,8 @@ class Editor:
     tiers of `cache`, or without one in memory, next to the model. With cache_dtype fp8 they take half the bytes of
     bfloat16, with int4 less than a third, and are a little less exact. With a cache_stride of 4 every fourth step is
     registered and serves the three that follow: a quarter of the bytes and of the work. With text_padding reused, the
-    padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed.
+    padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed. With quantization
+    fp8 the network multiplies in eight bits, on GPUs that can.
     """
 
     cache_dtype: CacheDtype = "model"
@@ -81,8 +93,9 @@ class Editor:
         cache_dtype: CacheDtype = "model",
         cache_stride: int = 1,
         text_padding: TextPadding = "computed",
+        quantization: Quantization | None = None,
     ) -> None:
-        self.model = load(model, device, dtype)
+        self.model = load(model, device, dtype, quantization=quantization)
         self.cache = cache
         self.cache_dtype = cache_dtype
         self.cache_stride = cache_stride

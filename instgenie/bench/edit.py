@@ -24,7 +24,7 @@ from instgenie.bench.samples import make_edits
 from instgenie.bench.stock import compiled_system, stock_system
 from instgenie.bench.timing import Caching, System, Timing, measure
 from instgenie.cache.host import HostTier
-from instgenie.cost.latency import find_latency
+from instgenie.cost.latency import calibrated_name, find_latency
 from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.engine.loading.lanes import RowChoice
 from instgenie.engine.loading.loader import Loader
@@ -39,7 +39,7 @@ from instgenie.models.model import Model
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.samples import sample_picture
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Edit, PlanPolicy, TextPadding, TierName
+from instgenie.types import Edit, PlanPolicy, Quantization, TextPadding, TierName
 
 TABLE_WIDTH = 100
 OWN = Caching("kv", "model", "gpu", "cached")  # how an edit keeps what its own dense steps leave behind
@@ -62,6 +62,7 @@ class EditStudy:
     rows: RowChoice = "auto"
     systems: tuple[str, ...] = ("diffusers", "dense", "own", "cached")
     quality: Quality = "balanced"  # of `own`
+    quantization: Quantization | None = None  # of our engine's products; diffusers computes with the whole weights
     graphs: bool = True
 
     @property
@@ -88,7 +89,7 @@ def bench_edit(
     """Measure and print. The JSON file also keeps `command`, the command line that measures this again."""
     check_folder(json_path)
     with show_status("loading the model"):
-        model = load(name, device)
+        model = load(name, device, quantization=study.quantization)
     size = size or (model.own_size, model.own_size)
     rows: list[EditRow] = []
     warm: set[tuple[System, int]] = set()
@@ -105,17 +106,20 @@ def bench_edit(
             real_ratio = float(token_mask(edits[0].mask, model.patch).mean())
             rows += [make_row(system, real_ratio, batch, timings, study.steps) for system, timings in measured.items()]
     machine = describe_machine(model) | {"graphs": "on" if study.graphs and model.device.type == "cuda" else "off"}
-    print_rows(rows, machine, f"{name}, {size[1]}x{size[0]}, {study.steps} steps, median of {study.repeats}")
+    products = f", products in {study.quantization}" if study.quantization else ""
+    print_rows(rows, machine, f"{name}{products}, {size[1]}x{size[0]}, {study.steps} steps, median of {study.repeats}")
     if json_path:
         about = {"command": command, "model": name, "size": size, "steps": study.steps, "machine": machine}
+        about |= {"quantization": study.quantization}
         write_json(about | {"rows": [asdict(row) for row in rows]}, json_path)
 
 
 def make_systems(name: str, model: Model, size: tuple[int, int], study: EditStudy) -> list[System]:
     graphs = make_graphs(model, study.graphs)
+    stock = load_stock(name, model, study)
     makers = {
-        "diffusers": lambda: [stock_system(model)],
-        "compiled": lambda: [compiled_system(model)],
+        "diffusers": lambda: [stock_system(stock)],
+        "compiled": lambda: [compiled_system(stock)],
         "dense": lambda: [own_system("dense", None, model, dense_jobs(model), graphs=graphs)],
         "own": lambda: [
             own_system("own", OWN, model, cold_jobs(model, study.quality), graphs=graphs, keeps_text=study.keeps_text)
@@ -125,11 +129,18 @@ def make_systems(name: str, model: Model, size: tuple[int, int], study: EditStud
     return [system for name in study.systems for system in makers[name]()]
 
 
+def load_stock(name: str, model: Model, study: EditStudy) -> Model:
+    """The model that diffusers runs: ours, or one with whole weights beside ours with quantised ones."""
+    is_needed = study.quantization and not {"diffusers", "compiled"}.isdisjoint(study.systems)
+    return load(name, str(model.device)) if is_needed else model
+
+
 def cached_systems(
     name: str, model: Model, size: tuple[int, int], study: EditStudy, graphs: Graphs | None
 ) -> Iterator[System]:
     """Make one system per kind, dtype, tier and policy; activations next to the model need no policy."""
-    latency = find_latency(device_name(model.device), name, model.device.type)
+    calibrated = calibrated_name(name, study.quantization)
+    latency = find_latency(device_name(model.device), calibrated, model.device.type)
     ahead, naive = Loader(model, rows=study.rows), Loader(model, max_buffers=1, rows=study.rows)
     host = HostTier(sys.maxsize)
     for kind, cache_dtype in product(study.kinds, study.cache_dtypes):

@@ -26,16 +26,17 @@ from instgenie.bench.masks import MaskKind, box_field, mask_of_ratio, outline_fi
 from instgenie.bench.metrics import Probe
 from instgenie.bench.photos import Photos, load_photos
 from instgenie.bench.report import print_report, write_report
-from instgenie.bench.schedules import print_schedules, write_schedules
+from instgenie.bench.schedules import Study, print_schedules, write_schedules
 from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality, own_of_quality
 from instgenie.cost.kept_steps import at_shares
 from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.errors import InstGenieError
+from instgenie.jobs.quality import Quality
 from instgenie.models.flux.model import FluxModel, as_flux
 from instgenie.models.loading.load import load
 from instgenie.pictures.examples import EXAMPLES, read_examples
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import CacheDtype, Edit, PixelMask, Pixels
+from instgenie.types import CacheDtype, Edit, PixelMask, Pixels, Quantization
 
 KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 PETS = ("cat", "dog")
@@ -59,6 +60,7 @@ def bench_quality(
     out: Path | None,
     only_schedules: bool = False,
     only_kept: bool = False,
+    quantization: Quantization | None = None,
 ) -> None:
     check_targets(json, out)
     start = time.perf_counter()
@@ -70,6 +72,8 @@ def bench_quality(
         samples = make_samples(load_photos(photos, "val", 3 * num), num, model, steps, seed)
         train = load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)) if judge.features else None
         study = QualityStudy(model, judge, steps, samples, make_graphs(model), only_schedules, only_kept)
+        if quantization:
+            study.quantized = as_flux(load(name, device, quantization=quantization, emulates=True))
     if networks and judge.features is None:
         console.print("LPIPS, KID and probe are left out: their packages come with the extra instgenie\\[bench]")
     with Progress(console) as progress:
@@ -78,13 +82,18 @@ def bench_quality(
             study.judge_sets(train, progress)
         shown = list(edit_examples(study, progress)) if out else []
     figures = study.figures(describe_machine(model) | {"model": name, "seed": seed}, time.perf_counter() - start)
-    print_schedules(figures) if only_schedules else print_report(figures)
+    table: Study | None = "quantization" if quantization else "schedules" if only_schedules else None
+    print_schedules(figures, table) if table else print_report(figures)
     if json:
         write_json(figures.as_json(), json)
-    if out and only_schedules:
-        write_schedules(figures, shown, out)
+    if out and table:
+        write_schedules(figures, shown, out, table)
     elif out:
         write_report(figures, shown, out)
+
+
+def quantized_name(method: str) -> str:
+    return f"{method}, fp8 products"
 
 
 def check_targets(json: Path | None, out: Path | None) -> None:
@@ -240,6 +249,7 @@ class QualityStudy:
     graphs: Graphs | None = None
     only_schedules: bool = False
     only_kept: bool = False
+    quantized: FluxModel | None = None  # the same model with products of low precision, to compare it and nothing else
     pictures: list[Sample] = field(default_factory=list)  # in the order of judging
     scores: dict[str, Scores] = field(default_factory=dict)
     seconds: dict[str, dict[float, float]] = field(default_factory=dict)  # by method and ratio
@@ -249,6 +259,10 @@ class QualityStudy:
 
     @property
     def ways(self) -> list[Reuse]:
+        if self.quantized:
+            qualities: tuple[Quality, ...] = ("fast", "balanced")
+            found = [*(of_quality(one, self.steps) for one in qualities)]
+            return list(dict.fromkeys(found + [own_of_quality(one, self.steps) for one in qualities]))
         if self.only_kept:
             ways = [of_quality("fast", self.steps), *kept_ways(self.steps), *padding_ways(self.steps)]
             return list(dict.fromkeys(ways))
@@ -259,7 +273,7 @@ class QualityStudy:
     @property
     def has_others(self) -> bool:
         """True if methods without activations are compared, too."""
-        return not self.only_schedules and not self.only_kept
+        return not self.only_schedules and not self.only_kept and self.quantized is None
 
     @property
     def balanced(self) -> Reuse:
@@ -278,6 +292,9 @@ class QualityStudy:
             for outcome in outcomes:
                 self.keep(outcome, dense, chunk)
                 task.advance()
+            if self.quantized:
+                for outcome in Runner(self.quantized, chunk).run(ways, self.balanced, others=False):
+                    self.keep(replace(outcome, name=quantized_name(outcome.name)), dense, chunk)
             self.pictures += chunk
 
     def chunks(self) -> Iterator[list[Sample]]:

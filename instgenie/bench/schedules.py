@@ -1,7 +1,9 @@
-"""The study of schedules: edits without a template, by the steps at which they compute every token. Knows figures."""
+"""Tables of methods against the dense edit: the study of schedules, that is of edits without a template by the steps at
+which they compute every token, and the study of products of low precision. Knows figures."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +17,8 @@ from instgenie.pictures.picture import save_picture
 
 MAX_LOSS = 0.003  # of SSIM in the box against a registered template at balanced, for a schedule to be accepted
 HEADINGS = ("activations", "operations", "SSIM in the box", "worst", "new seams", "accepted")
+Study = Literal["schedules", "quantization"]
+TITLES: dict[Study, str] = {"schedules": "Schedules of dense steps", "quantization": "Products of low precision"}
 FLOOR = 0.0005  # of the plot's logarithmic axis
 
 
@@ -38,8 +42,8 @@ def seams(figures: Figures, name: str) -> float:
     return share([jump > JUMP_BAR for jump in figures.jumps(name, RATIOS)])
 
 
-def print_schedules(figures: Figures) -> None:
-    table = Table(title=f"schedules, {figures.run['pictures']} photographs, {figures.run['steps']} steps")
+def print_schedules(figures: Figures, name: Study = "schedules") -> None:
+    table = Table(title=f"{name}, {figures.run['pictures']} photographs, {figures.run['steps']} steps")
     for index, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for row in table_rows(figures):
@@ -47,15 +51,17 @@ def print_schedules(figures: Figures) -> None:
     Console(width=120).print(table)
 
 
-def write_schedules(figures: Figures, shown: Sequence[tuple[Sample, list[Outcome]]], folder: Path) -> None:
+def write_schedules(
+    figures: Figures, shown: Sequence[tuple[Sample, list[Outcome]]], folder: Path, name: Study = "schedules"
+) -> None:
     """Write the table, a plot and a sheet of the examples."""
-    (folder / "schedules.svg").write_text(schedule_chart(figures).svg())
-    text = ["# Schedules of dense steps", "", *describe(figures), "", "![fidelity against cost](schedules.svg)", ""]
+    (folder / f"{name}.svg").write_text(schedule_chart(figures, TITLES[name]).svg())
+    text = [f"# {TITLES[name]}", "", *describe(figures), "", f"![fidelity against cost]({name}.svg)", ""]
     if shown:
-        save_picture(draw_grid(shown, figures), folder / "schedules.png")
-        text += ["![the examples](schedules.png)", ""]
+        save_picture(draw_grid(shown, figures), folder / f"{name}.png")
+        text += [f"![the examples]({name}.png)", ""]
     text += [markdown_table([list(HEADINGS), *table_rows(figures)]), ""]
-    (folder / "schedules.md").write_text("\n".join(text))
+    (folder / f"{name}.md").write_text("\n".join(text))
 
 
 def describe(figures: Figures) -> list[str]:
@@ -68,7 +74,7 @@ def describe(figures: Figures) -> list[str]:
     ]
 
 
-def schedule_chart(figures: Figures) -> Chart:
+def schedule_chart(figures: Figures, title: str) -> Chart:
     """The distance from the dense edit against operations, one labelled mark per method."""
 
     def series(about: str, is_own: bool) -> Series:
@@ -80,7 +86,7 @@ def schedule_chart(figures: Figures) -> Chart:
 
     ticks = (0.001, 0.003, 0.01, 0.03, 0.1)
     return Chart(
-        "Schedules of dense steps",
+        title,
         Axis("operations, as a share of dense", (0, 0.2, 0.4, 0.6, 0.8, 1), 0, 1),
         Axis("1 − SSIM in the mask's box (lower is closer)", ticks, FLOOR, 0.2, log=True),
         [series("own: dense at steps", True), series("registered template", False)],

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from instgenie.types import CacheDtype, TextPadding
+from instgenie.types import CacheDtype, Quantization, TextPadding
 
 CACHE_GIB = 20.0
 
@@ -20,6 +20,11 @@ def add_model(parser: argparse.ArgumentParser, has_size: bool = True) -> None:
     )
     if has_size:
         parser.add_argument("--size", type=size, metavar="WxH", help="working size; default: the model's own")
+
+
+def add_quantization(parser: argparse.ArgumentParser) -> None:
+    about = "fp8: multiply in eight bits, on GPUs of compute capability 8.9 or more (default: the model's own dtype)"
+    parser.add_argument("--quantization", choices=get_args(Quantization), help=about)
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

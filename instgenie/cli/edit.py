@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from instgenie.cache.folder import default_folder, make_folder
-from instgenie.cli.arguments import add_cache, add_model, box
+from instgenie.cli.arguments import add_cache, add_model, add_quantization, box
 from instgenie.cli.screen import complain, hide_loading_bars
 from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
@@ -84,6 +84,7 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--reuse", choices=get_args(Reuse), default="auto", help=about_reuse)
     add_model(parser)
+    add_quantization(parser)
     about_cache = "neither read nor write cached activations"
     parser.add_argument("--no-cache", action="store_true", help=about_cache)
     about_register = "register the photograph after the edit, for further edits of it, if it is not in the cache"
@@ -177,6 +178,7 @@ def add_register(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kind", choices=["kv", "y"], default="kv", help=about_kind)
     add_model(parser)
+    add_quantization(parser)
     add_cache(parser)
 
 
@@ -247,6 +249,7 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
             cache_dtype=options.cache_dtype,
             cache_stride=options.cache_stride,
             text_padding=options.text_padding,
+            quantization=options.quantization,
         )
 
 

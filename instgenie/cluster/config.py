@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from instgenie.scheduling.names import ONE_PROCESS, Batching, RoutingPolicy
-from instgenie.types import CacheDtype, PlanPolicy, TextPadding
+from instgenie.types import CacheDtype, PlanPolicy, Quantization, TextPadding
 
 Role = Literal["prepare", "denoise", "finish"]
 
@@ -54,6 +54,7 @@ class ClusterConfig:
     model: str = "builtin"
     devices: tuple[str, ...] = ("auto",)  # one worker each
     dtype: str = "auto"
+    quantization: Quantization | None = None  # of the network's products
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
     max_templates: int = 1000  # that one tenant may ask for
@@ -95,6 +96,7 @@ class ProcessConfig:
     max_batch_size: int
     batching: Batching
     cache: ResolvedCache
+    quantization: Quantization | None = None
     plan: PlanPolicy = "cached"
     graphs: bool = True
     num_workers: int = 1  # of the cluster
@@ -122,6 +124,7 @@ def process_config(config: ResolvedConfig, name: str, device: str, endpoint: str
         max_batch_size=config.max_batch_size,
         batching=config.batching,
         cache=config.cache,
+        quantization=config.quantization,
         plan=config.plan,
         graphs=config.graphs,
         num_workers=len(config.devices),

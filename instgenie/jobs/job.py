@@ -18,7 +18,7 @@ from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
 from instgenie.jobs.activations import Activations, Kind
 from instgenie.jobs.sampler import Schedule
-from instgenie.jobs.tokens import JobTokens, Level, pool, spread, text_bucket, with_padding
+from instgenie.jobs.tokens import JobTokens, Level, pool, spread, text_bucket
 from instgenie.types import Edit
 
 
@@ -129,21 +129,6 @@ class Job:
     def image_rotary(self) -> Tensor:  # [image tokens, head channels / 2], the same in all branches
         branch = self.branches[0]
         return branch.rotary[len(branch.text) :]
-
-    @property
-    def kept_rotary(self) -> Tensor:  # [tokens whose rows its activations keep, head channels / 2]
-        keeps_text = self.activations is not None and self.activations.num_text > 0
-        return self.branches[0].rotary if keeps_text else self.image_rotary
-
-    @cached_property
-    def prompt_texts(self) -> tuple[Tensor, ...]:  # per branch [text tokens that are computed without padding, width]
-        return tuple(branch.text[: self.num_prompt] for branch in self.branches)
-
-    def rows_read(self, num_rows: int) -> Tensor:
-        """Indices of the rows that the job reads of the `num_rows` that its activations keep at a place."""
-        num_text = self.activations.num_text if self.activations else 0
-        outside = self.level(num_rows - num_text).outside
-        return with_padding(outside, num_text, self.num_prompt) if num_text else outside
 
     @cached_property
     def levels(self) -> dict[int, Level]:

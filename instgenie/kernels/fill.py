@@ -45,7 +45,7 @@ def fill_rows_fused(sources: RowSources, origin: Tensor, flowing: Sequence[Tenso
         fill_kernel[(-(-num_tokens // rows_at_once), num)](
             source, origin, first, others[0] if others else first, out, first_branch, num_branches, num_tokens,
             num_parts=num_parts, width=width, block=block, rows_at_once=rows_at_once, by_address=by_address,
-            packing=NUMBERS[dtype], num_warps=4,
+            packing=NUMBERS[dtype], is_aligned=row_size(width, dtype) % 16 == 0, num_warps=4,
         )  # fmt: skip
 
     if isinstance(sources, Addresses):
@@ -69,7 +69,7 @@ def fill_rows_fused(sources: RowSources, origin: Tensor, flowing: Sequence[Tenso
 def fill_kernel(  # type: ignore[no-untyped-def]
     source, origin, first, second, out, first_branch, num_branches, num_tokens,
     num_parts: tl.constexpr, width: tl.constexpr, block: tl.constexpr, rows_at_once: tl.constexpr,
-    by_address: tl.constexpr, packing: tl.constexpr,
+    by_address: tl.constexpr, packing: tl.constexpr, is_aligned: tl.constexpr,
 ):  # fmt: skip
     """One program per block of tokens of a branch, for all parts."""
     branch = (first_branch + tl.program_id(1)).to(tl.int64)
@@ -81,6 +81,8 @@ def fill_kernel(  # type: ignore[no-untyped-def]
     rows = source
     if by_address and packing:
         rows = tl.load(source + branch).to(tl.pointer_type(tl.uint8))
+        if is_aligned:  # several values are read at once
+            rows = tl.multiple_of(rows, 16)
     elif by_address:
         rows = tl.multiple_of(tl.load(source + branch).to(out.dtype), 16)
     for part in tl.static_range(num_parts):

@@ -47,7 +47,7 @@ def gather_rows_fused(
         gather_kernel[(len(index), num_parts)](
             rows, index, out, index if places is None else places, part_stride, out.stride(0),
             width=width, block=power_of_two(width), by_address=by_address, has_places=places is not None,
-            packing=NUMBERS[packing], num_warps=4,
+            packing=NUMBERS[packing], is_aligned=row_size(width, packing) % 16 == 0, num_warps=4,
         )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def gather_rows_fused(
 def gather_kernel(  # type: ignore[no-untyped-def]
     source, index, out, places, part_stride, out_part_stride,
     width: tl.constexpr, block: tl.constexpr, by_address: tl.constexpr, has_places: tl.constexpr,
-    packing: tl.constexpr,
+    packing: tl.constexpr, is_aligned: tl.constexpr,
 ):  # fmt: skip
     """One program per row and part."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -68,6 +68,8 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     rows = source
     if by_address and packing:
         rows = tl.load(source).to(tl.pointer_type(tl.uint8))
+        if is_aligned:  # several values are read at once
+            rows = tl.multiple_of(rows, 16)
     elif by_address:
         rows = tl.multiple_of(tl.load(source).to(out.dtype), 16)
     if packing:

@@ -29,6 +29,7 @@ class Model(PipelineParts):
     """Pipeline parts with the passes through their network."""
 
     needs_true_guidance: ClassVar[bool]  # True if only a true guidance above 1 makes use of the negative prompt
+    text_flows: ClassVar[bool] = False  # True if text tokens go through the blocks beside those of the image
 
     @property
     @abstractmethod
@@ -55,7 +56,7 @@ class Model(PipelineParts):
     def num_flowing_text(self) -> int:
         """Text tokens that flow through the blocks beside the image, padding included; 0 if blocks only attend to the
         text. Only the padding of a text that flows is worth keeping."""
-        return 0
+        return self.num_text_tokens if self.text_flows else 0
 
     @property
     def num_blocks(self) -> int:
@@ -158,3 +159,8 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, length: int) -> Te
         prompt, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
     ).input_ids
     return ids
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, length: int) -> int:
+    """Tokens of a prompt that are not padding, at most `length`; the last of them ends the prompt."""
+    return len(tokenizer(prompt, max_length=length, truncation=True).input_ids)

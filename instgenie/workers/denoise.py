@@ -32,6 +32,7 @@ from instgenie.cluster.wire import (
     Register,
     Stop,
 )
+from instgenie.cost.latency import calibrated_name
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations
@@ -63,9 +64,10 @@ class Denoiser:
         self.model = model
         self.line = line
         self.scheduler = SCHEDULERS[config.batching]
+        name = calibrated_name(config.model, config.quantization)
         form = config.cache.dtype, config.cache.stride, config.cache.keeps_text
-        self.costs = price_steps(model, config.model, config.plan, *form)
-        planning = make_planning(model, config.model, config.plan)
+        self.costs = price_steps(model, name, config.plan, *form)
+        planning = make_planning(model, name, config.plan)
         own = OwnActivations(model, keeps_text=config.cache.keeps_text)
         graphs = make_graphs(model, config.graphs)
         self.engine = Engine(model, config.max_batch_size, planning, graphs=graphs, own=own)

@@ -16,7 +16,7 @@ from instgenie.kernels.copy import can_copy_rows, copy_rows_fused, copy_rows_ref
 from instgenie.kernels.fill import fill_rows_fused, fill_rows_reference
 from instgenie.kernels.gather import gather_rows_fused, gather_rows_reference
 from instgenie.kernels.geglu import geglu_fused, geglu_reference
-from instgenie.kernels.gelu import gelu_into_fused, gelu_into_reference
+from instgenie.kernels.gelu import beside_gelu_fused, beside_gelu_reference
 from instgenie.kernels.group_norm import group_norm_fused, group_norm_reference
 from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place, place_fused, place_reference
 from instgenie.kernels.layer_norm import add_layer_norm_fused, layer_norm_fused, layer_norm_reference
@@ -48,8 +48,9 @@ def test_modulation(device: str, dtype: torch.dtype, width: int, num_branches: i
     if num_branches == 1:
         close(modulate.norm_modulate_fused(x, shift, scale, None, 1e-6), truth())
     close(modulate.add_gated_fused(x, gate, y, rows), modulate.add_gated_reference(*wide(x, gate, y), rows))
-    total, normed = modulate.add_norm_modulate_fused(x, gate, y, shift, scale, rows, 1e-6)
-    assert torch.equal(total, modulate.add_gated_fused(x, gate, y, rows))
+    other_gate = random(num_branches, 2 * width)[:, width:]  # of another block
+    total, normed = modulate.add_norm_modulate_fused(x, other_gate, y, shift, scale, rows, 1e-6)
+    assert torch.equal(total, modulate.add_gated_fused(x, other_gate, y, rows))
     close(normed, modulate.norm_modulate_reference(*wide(total, shift, scale), rows, 1e-6))
 
 
@@ -65,7 +66,8 @@ def norm_of(weight: Tensor) -> nn.RMSNorm:
 def test_places(device: str, dtype: torch.dtype, num_heads: int, head_channels: int, has_places: bool) -> None:
     torch.manual_seed(0)
     random = partial(torch.randn, device=device, dtype=dtype)
-    q, k, v = random(3, 7, num_heads * head_channels)
+    width = num_heads * head_channels
+    q, k, v = random(7, 3 * width + 8)[:, 8:].split(width, dim=1)  # columns of one product
     weights = 1 + 0.3 * random(2, head_channels)
     rotary = torch.polar(torch.ones(9, head_channels // 2), 7 * torch.randn(9, head_channels // 2)).to(device)
     places = HeadPlaces(torch.randperm(9)[:7].to(device), torch.randperm(20)[:7].to(device)) if has_places else None
@@ -132,14 +134,15 @@ def test_copying_is_exact_and_leaves_other_rows_alone(
     "ignore:overflow"
 )  # of NumPy, in the interpreter: one over infinity is the zero it should be
 @pytest.mark.parametrize("width", [16, 72, 12288])
-def test_gelu(device: str, dtype: torch.dtype, width: int) -> None:
+def test_gelu_beside_attended_rows(device: str, dtype: torch.dtype, width: int) -> None:
+    """Rows of a wider tensor; attended rows of two branches, or none."""
     torch.manual_seed(0)
-    x = 4 * torch.randn(5, width, device=device, dtype=dtype)
-    found = torch.zeros(5, 24 + width, device=device, dtype=dtype)
-    expected = torch.zeros_like(found).double()
-    gelu_into_fused(x, found[:, 24:])
-    gelu_into_reference(x.double(), expected[:, 24:])
-    close(found, expected)
+    x = 4 * torch.randn(5, 24 + width, device=device, dtype=dtype)[:, 24:]
+    for num_attended in (0, 40):
+        attended = [torch.randn(num, num_attended, device=device, dtype=dtype) for num in (2, 3)]
+        found = beside_gelu_fused(attended, x)
+        close(found, beside_gelu_reference(wide(*attended), x.double()))
+        assert found[:, :num_attended].equal(torch.cat(attended))
 
 
 @torch.no_grad()

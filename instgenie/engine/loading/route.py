@@ -14,6 +14,7 @@ from torch import Tensor
 from instgenie.cost.plan import Plan
 from instgenie.jobs.activations import Activations
 from instgenie.jobs.job import Job
+from instgenie.jobs.tokens import with_padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +49,16 @@ class SharedRows:
     def needed(self, num_rows: int) -> Tensor:
         """Indices of the rows that any of the jobs reads, at a place that keeps `num_rows` [rows]; found once."""
         if num_rows not in self._needed:
-            read = [job.rows_read(num_rows) for job in self.jobs]
+            read = [rows_read(job, num_rows) for job in self.jobs]
             self._needed[num_rows] = read[0] if len(read) == 1 else union(read, num_rows)
         return self._needed[num_rows]
+
+
+def rows_read(job: Job, num_rows: int) -> Tensor:
+    """Indices of the rows that a job reads of the `num_rows` that its activations keep at a place."""
+    num_text = job.activations.num_text if job.activations else 0
+    outside = job.level(num_rows - num_text).outside
+    return with_padding(outside, num_text, job.num_prompt) if num_text else outside
 
 
 def union(indices: Sequence[Tensor], num_rows: int) -> Tensor:

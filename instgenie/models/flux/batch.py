@@ -186,6 +186,7 @@ class FluxBatch(PackedBatch):
     sigma: Column[Tensor]  # [branches]
     guidance: Column[Tensor]  # [branches]
     template: Column[TemplateColumns | None]  # if any job reads Y
+    modulation: Column[Tensor | None]  # [branches, outputs of all modulation layers]; None: blocks compute their own
 
     @property
     def layout(self) -> Layout:
@@ -277,7 +278,9 @@ def turn_one(
     return whole, rest.index_copy_(0, tokens.inside, image)
 
 
-def pack(jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS) -> FluxBatch:
+def pack(
+    jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS, modulation: Tensor | None = None
+) -> FluxBatch:
     """With `pads`, lists of masked tokens are as long as those of many other masks."""
     pairs = list(branches(jobs))
     tokens = tuple(job.padded_tokens if pads else job.tokens for job in jobs)
@@ -304,6 +307,7 @@ def pack(jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS
         sigma=torch.stack([job.timestep for job, _ in pairs]),
         guidance=torch.stack([job.guidance for job, _ in pairs]),
         template=template_columns(jobs) if "y" in kinds else None,
+        modulation=modulation,
     )
 
 
@@ -317,12 +321,18 @@ def template_columns(jobs: Sequence[Job]) -> TemplateColumns:
     times = [job.activations.time_at(job.step, branch) if job.activations else None for job, branch in readers]
     anyone = next(time for time in times if time is not None)
     time = torch.stack([torch.zeros_like(anyone) if time is None else time for time in times])
-    return TemplateColumns(time, tuple(job.kept_rotary for job in jobs))
+    return TemplateColumns(time, tuple(map(kept_rotary, jobs)))
+
+
+def kept_rotary(job: Job) -> Tensor:  # [tokens whose rows its activations keep, head channels / 2]
+    keeps_text = job.activations is not None and job.activations.num_text > 0
+    return job.branches[0].rotary if keeps_text else job.image_rotary
 
 
 def texts(job: Job, keeps_text: bool) -> tuple[Tensor, ...]:
     """Per branch [text tokens that the first block computes, width]"""
-    return job.prompt_texts if keeps_text and job.is_cached(0) else tuple(branch.text for branch in job.branches)
+    num = job.num_prompt if keeps_text and job.is_cached(0) else None
+    return tuple(branch.text if num is None else branch.text[:num] for branch in job.branches)
 
 
 def inputs(job: Job, tokens: JobTokens) -> Tensor:  # [image tokens that the first block computes, channels]

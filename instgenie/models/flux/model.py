@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
@@ -17,6 +18,7 @@ from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
 from instgenie.models.flux.batch import FluxBatch, pack
+from instgenie.models.flux.modulation import ModulationTables
 from instgenie.models.flux.network import (
     describe,
     embed_positions,
@@ -26,7 +28,7 @@ from instgenie.models.flux.network import (
     observe,
     velocity,
 )
-from instgenie.models.model import Keep, Model, pack_latents, tokenize
+from instgenie.models.model import Keep, Model, count_tokens, pack_latents, tokenize
 from instgenie.models.packed import PackedBatch
 from instgenie.types import Edit
 
@@ -42,6 +44,7 @@ class FluxModel(Model):
     is_convolutional = False
     latents_per_token = 2
     needs_true_guidance = True
+    text_flows = True
 
     transformer: FluxTransformer2DModel
     text_encoder_2: T5EncoderModel
@@ -80,10 +83,6 @@ class FluxModel(Model):
     def num_text_tokens(self) -> int:
         return min(int(self.tokenizer_2.model_max_length), MAX_TEXT_TOKENS)
 
-    @property
-    def num_flowing_text(self) -> int:
-        return self.num_text_tokens
-
     def describe(self) -> NetworkShape:
         return describe(self.transformer)
 
@@ -119,11 +118,9 @@ class FluxModel(Model):
     def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
         sequence = embed_prompt(self.transformer, self.encode_sequence(prompt))
         rotary = embed_positions(self.transformer, len(sequence), grid)
-        return Branch(sequence, self.encode_pooled(prompt), rotary, self.count_prompt(prompt))
-
-    def count_prompt(self, prompt: str) -> int:
-        """Text tokens that are not padding; the last of them ends the prompt."""
-        return len(self.tokenizer_2(prompt, max_length=self.num_text_tokens, truncation=True).input_ids)
+        return Branch(
+            sequence, self.encode_pooled(prompt), rotary, count_tokens(self.tokenizer_2, prompt, self.num_text_tokens)
+        )
 
     def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]
         ids = tokenize(self.tokenizer_2, prompt, self.num_text_tokens).to(self.device)
@@ -139,8 +136,12 @@ class FluxModel(Model):
         """The pixels of the mask under a latent become its channels, which are packed like latents."""
         return torch.cat([tokens, pack_latents(pixel_unshuffle(pixels, self.pixels_per_latent))], dim=1)
 
+    @cached_property
+    def modulation(self) -> ModulationTables:
+        return ModulationTables(self.transformer)
+
     def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> FluxBatch:
-        return pack(jobs, pads, rows)
+        return pack(jobs, pads, rows, self.modulation.at(jobs))
 
     def run(self, packed: PackedBatch) -> Tensor:
         assert isinstance(packed, FluxBatch)
