@@ -195,6 +195,10 @@ class FluxBatch(PackedBatch):
             for first, (num, kept, wants) in zip(firsts, nums, strict=False)
         ]
 
+    def needs_rows(self, layout: Layout, block: int) -> bool:
+        """True if the rows that go into a block are needed themselves: its layout is another, or they are kept."""
+        return self.layout_of(block) is not layout or "y" in self.kept_kinds
+
     def turn(self, layout: Layout, image: Tensor, block: int) -> tuple[Layout, Tensor]:
         """Return the layout of a block and the image rows in it: where a job's plan turns, its unmasked tokens leave,
         or come back from the activations."""
