@@ -157,3 +157,20 @@ def test_a_page_without_marks_gets_them_at_its_end() -> None:
     assert page.startswith("# Title\n")
     assert put_between(page, "newer\n", *marks).count("newer") == 1
     assert "new\n" not in put_between(page, "other\n", *marks)
+
+
+def test_products_of_low_precision_are_compared_with_whole_ones(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On any device: one that cannot multiply in fp8 computes the same numbers."""
+    monkeypatch.setattr(QualityStudy, "ways", property(lambda study: [study.balanced]))
+    path = tmp_path / "figures.json"
+    options = ["--num", "1", "--steps", "2", "--device", "cpu", "--no-networks", "--quantization", "fp8"]
+    assert main(["bench", "quality", "--photos", str(photos), *options, "--json", str(path)]) == 0
+    methods = json.loads(path.read_text())["methods"]
+    balanced = of_quality("balanced", 2).name
+    assert list(methods) == [DENSE, balanced, f"{DENSE}, fp8 products", f"{balanced}, fp8 products"]
+    [exact], [low] = (methods[name]["scores"]["ssim"] for name in (DENSE, f"{DENSE}, fp8 products"))
+    assert exact == 1
+    assert 0.9 < low < 1
+    assert "fp8 products" in capsys.readouterr().out

@@ -218,6 +218,10 @@ class FluxBatch(PackedBatch):
             for first, (num, kept, wants) in zip(firsts, nums, strict=False)
         ]
 
+    def needs_rows(self, layout: Layout, block: int) -> bool:
+        """True if the rows that go into a block are needed themselves: its layout is another, or they are kept."""
+        return self.layout_of(block) is not layout or "y" in self.kept_kinds
+
     def turn(self, layout: Layout, text: Tensor, image: Tensor, block: int) -> tuple[Layout, Tensor, Tensor]:
         """Return the layout of a block and the rows in it: where a job's plan turns, its unmasked tokens and the
         padding of its text leave, or come back from the activations."""

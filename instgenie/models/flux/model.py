@@ -118,9 +118,8 @@ class FluxModel(Model):
     def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
         sequence = embed_prompt(self.transformer, self.encode_sequence(prompt))
         rotary = embed_positions(self.transformer, len(sequence), grid)
-        return Branch(
-            sequence, self.encode_pooled(prompt), rotary, count_tokens(self.tokenizer_2, prompt, self.num_text_tokens)
-        )
+        num_prompt = count_tokens(self.tokenizer_2, prompt, self.num_text_tokens)
+        return Branch(sequence, self.encode_pooled(prompt), rotary, num_prompt)
 
     def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]
         ids = tokenize(self.tokenizer_2, prompt, self.num_text_tokens).to(self.device)

@@ -25,11 +25,12 @@ from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.gelu import beside_gelu
 from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place
-from instgenie.kernels.modulate import add_gated, add_norm_modulate, norm_modulate
+from instgenie.kernels.modulate import add_norm_modulate, norm_modulate
 from instgenie.kernels.quantize import Rows
 from instgenie.kernels.streams import beside
 from instgenie.models.flux.batch import FluxBatch, Layout
 from instgenie.models.flux.modulation import Modulation, embed, first_columns
+from instgenie.models.flux.residual import Residual
 from instgenie.models.layers.feed_forward import feed_forward, first_layer
 from instgenie.models.layers.fp8_linear import reads_fp8
 from instgenie.models.layers.linear import Owners, join, linear, linears
@@ -49,25 +50,31 @@ def run_blocks(
     transformer: FluxTransformer2DModel, batch: FluxBatch, image: Tensor, mod: Modulation
 ) -> tuple[Layout, Tensor]:
     """Send embedded image rows through all blocks."""
-    text = batch.text
+    text, image_rows = Residual(batch.text), Residual(image)
     doubles, singles = transformer.transformer_blocks, transformer.single_transformer_blocks
     layout = batch.layout
     for index, block in enumerate(doubles):
-        layout, text, image = batch.turn(layout, text, image, index)
+        if batch.needs_rows(layout, index):
+            layout, text_turned, turned = batch.turn(layout, text.total, image_rows.total, index)
+            parts = zip(text_turned.split(layout.num_text), turned.split(layout.num_image), strict=True)
+            keep_y(index, batch, list(parts))
+            text, image_rows = Residual(text_turned), Residual(turned)
         heads = recall(block, index, batch, layout)
-        keep_y(index, batch, list(zip(text.split(layout.num_text), image.split(layout.num_image), strict=True)))
-        text, image = double_block(block, text, image, mod, layout, heads)
+        text, image_rows = double_block(block, text, image_rows, mod, layout, heads)
         keep_kv(index, batch, layout, heads)
-    joint = layout.join(text, image)
+    joint = Residual(layout.join(text.total, image_rows.total))
     for index, block in enumerate(singles, len(doubles)):
-        layout, joint = batch.turn_joint(layout, joint, index)
+        if batch.needs_rows(layout, index):
+            layout, turned = batch.turn_joint(layout, joint.total, index)
+            parts = zip(turned.split(layout.num_joint), layout.num_text, strict=True)
+            keep_y(index, batch, [(rows[:num], rows[num:]) for rows, num in parts])
+            joint = Residual(turned)
         heads = recall(block, index, batch, layout)
-        parts = zip(joint.split(layout.num_joint), layout.num_text, strict=True)
-        keep_y(index, batch, [(rows[:num], rows[num:]) for rows, num in parts])
         joint = single_block(block, joint, mod, layout, heads)
         keep_kv(index, batch, layout, heads)
-    text, image = layout.part(joint.split(layout.num_joint))
-    layout, _, image = batch.turn(layout, text, image, len(doubles) + len(singles))
+    layout, _, image = batch.turn(
+        layout, *layout.part(joint.total.split(layout.num_joint)), len(doubles) + len(singles)
+    )
     return layout, image
 
 
@@ -97,14 +104,14 @@ def walk(
 ) -> Iterator[tuple[Block, Tensor, Tensor]]:
     """Yield every block with the rows of text and image that go into it, in a dense pass."""
     layout = batch.layout
-    text, image = batch.text, embed_image(transformer, batch)
+    text, image = Residual(batch.text), Residual(embed_image(transformer, batch))
     for block in transformer.transformer_blocks:
-        yield block, text, image
-        text, image = double_block(block, text, image, mod, layout, reserve(block, layout, text))
-    joint = layout.join(text, image)
+        yield block, text.total, image.total
+        text, image = double_block(block, text, image, mod, layout, reserve(block, layout, batch.text))
+    joint = Residual(layout.join(text.total, image.total))
     for block in transformer.single_transformer_blocks:
-        yield block, *layout.part(joint.split(layout.num_joint))
-        joint = single_block(block, joint, mod, layout, reserve(block, layout, joint))
+        yield block, *layout.part(joint.total.split(layout.num_joint))
+        joint = single_block(block, joint, mod, layout, reserve(block, layout, batch.text))
 
 
 def num_blocks(transformer: FluxTransformer2DModel) -> int:
@@ -142,8 +149,8 @@ def embed_positions(transformer: FluxTransformer2DModel, num_text: int, grid: tu
 
 
 def double_block(
-    block: FluxTransformerBlock, text: Tensor, image: Tensor, mod: Modulation, layout: Layout, heads: Heads
-) -> tuple[Tensor, Tensor]:
+    block: FluxTransformerBlock, text: Residual, image: Residual, mod: Modulation, layout: Layout, heads: Heads
+) -> tuple[Residual, Residual]:
     """The few tokens of the text read as many weights as those of the image, so both run beside each other."""
     attn, text_owners, image_owners = block.attn, layout.text_owners, layout.image_owners
 
@@ -161,22 +168,22 @@ def double_block(
         place(Projected(q, k, v, attn.norm_q, attn.norm_k), layout.rotary, layout.image_places, heads)
         return columns
 
-    def leave_text() -> Tensor:
+    def leave_text() -> Residual:
         out = linear(attn.to_add_out, text_out, text_owners)
-        return feed_forward_gated(block.norm2_context, block.ff_context, text, out, text_mod, text_owners)
+        return feed_forward_gated(block.norm2_context, block.ff_context, text.total, out, text_mod, text_owners)
 
-    def leave_image() -> Tensor:
+    def leave_image() -> Residual:
         out = linear(attn.to_out[0], image_out, image_owners)
-        return feed_forward_gated(block.norm2, block.ff, image, out, image_mod, image_owners)
+        return feed_forward_gated(block.norm2, block.ff, image.total, out, image_mod, image_owners)
 
-    text_mod, image_mod = beside(enter_text, enter_image, image)
+    text_mod, image_mod = beside(enter_text, enter_image, heads.keys)
     text_out, image_out = layout.part(attend(heads, layout))
-    return beside(leave_text, leave_image, image)
+    return beside(leave_text, leave_image, heads.keys)
 
 
 def single_block(
-    block: FluxSingleTransformerBlock, joint: Tensor, mod: Modulation, layout: Layout, heads: Heads
-) -> Tensor:
+    block: FluxSingleTransformerBlock, joint: Residual, mod: Modulation, layout: Layout, heads: Heads
+) -> Residual:
     attn, owners = block.attn, layout.joint_owners
     projections = image_projections(block)
     joint_in, [gate] = modulated(block.norm, joint, mod, layout.joint_rows, reads_fp8(projections[0]))
@@ -184,7 +191,7 @@ def single_block(
     q, k, v, hidden = linears(projections, joint_in, owners)
     place(Projected(q, k, v, attn.norm_q, attn.norm_k), layout.rotary, layout.joint_places, heads)
     both = beside_gelu(attend(heads, layout), hidden, reads_fp8(block.proj_out))
-    return add_gated(joint, gate, linear(block.proj_out, both, owners), layout.joint_rows)
+    return Residual(joint.total, gate, linear(block.proj_out, both, owners), layout.joint_rows)
 
 
 def image_projections(block: Block) -> tuple[nn.Module, ...]:
@@ -216,21 +223,21 @@ def unembed(transformer: FluxTransformer2DModel, image: Tensor, mod: Modulation,
 
 
 def modulated(
-    norm: AdaLayerNormZero, x: Tensor, mod: Modulation, rows: Tensor | None, fp8: bool = False
+    norm: AdaLayerNormZero, x: Residual, mod: Modulation, rows: Tensor | None, fp8: bool = False
 ) -> tuple[Rows, Sequence[Tensor]]:
     """Return the block's input, and the columns [branches, width] that modulate the rest of it. Rows give the branch of
     each token; a template's own tokens have none, and a single time."""
     shift, scale, *others = mod.of(norm.linear, has_owners=rows is not None)
-    return norm_modulate(x, shift, scale, rows, norm.norm.eps, fp8), others
+    return x.normed(shift, scale, rows, norm.norm.eps, fp8), others
 
 
 def feed_forward_gated(
     norm: nn.LayerNorm, ff: nn.Module, x: Tensor, attended: Tensor, mod: Sequence[Tensor], owners: Owners
-) -> Tensor:
+) -> Residual:
     gate_attended, shift, scale, gate = mod
     fp8 = reads_fp8(first_layer(ff))
     x, inner = add_norm_modulate(x, gate_attended, attended, shift, scale, owners.index, norm.eps, fp8)
-    return add_gated(x, gate, feed_forward(ff, inner, owners), owners.index)
+    return Residual(x, gate, feed_forward(ff, inner, owners), owners.index)
 
 
 def recall(block: Block, index: int, batch: FluxBatch, layout: Layout) -> Heads:
@@ -310,7 +317,7 @@ def project_keys(
         norms = attn.norm_added_q, attn.norm_added_k
     else:
         norm, layers, norms = block.norm1, (attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
-    rows_in, _ = modulated(norm, rows, mod, owners.index if owners else None, reads_fp8(layers[0]))
+    rows_in, _ = modulated(norm, Residual(rows), mod, owners.index if owners else None, reads_fp8(layers[0]))
     k, v = linears(layers, rows_in, owners)
     place(Projected(None, k, v, *norms), rotary, places, Heads(None, keys))
 
