@@ -145,11 +145,13 @@ def add_bench_quality(parser: argparse.ArgumentParser) -> None:
     about_networks = "leave out LPIPS, KID and the probe, which take most of the time on a CPU"
     parser.add_argument("--no-networks", action="store_true", help=about_networks)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every picture's figures to this file")
-    about_schedules = "compare the schedules of dense steps of edits without a template, and nothing else"
+    about_schedules = (
+        "compare the schedules of dense steps of edits without a template; with --only-kept, both in one table"
+    )
     parser.add_argument("--schedules", action="store_true", help=about_schedules)
     about_out = "also write quality.md, plots and a sheet of pictures to this folder"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
-    about_kept = "study only how many steps of a template are kept, and in how many bits"
+    about_kept = "study only what is kept of a template: how many steps, in how many bits, the padding of prompts"
     parser.add_argument("--only-kept", action="store_true", help=about_kept)
     about_quantization = (
         "compare edits whose products are of low precision with edits whose products are not; devices that cannot "
