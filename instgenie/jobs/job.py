@@ -123,7 +123,7 @@ class Job:
     @cached_property
     def padded_tokens(self) -> JobTokens:
         """The job's tokens in lists as long as those of many other masks."""
-        return self.tokens.padded
+        return self.tokens.padded(reads_padding=self.activations is not None and self.activations.num_text > 0)
 
     @cached_property
     def image_rotary(self) -> Tensor:  # [image tokens, head channels / 2], the same in all branches

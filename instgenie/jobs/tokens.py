@@ -55,13 +55,12 @@ class JobTokens:
     def every(self) -> Tensor:  # [image tokens]
         return torch.arange(self.num_all, device=self.inside.device)
 
-    @property
-    def padded(self) -> "JobTokens":
+    def padded(self, reads_padding: bool = False) -> "JobTokens":
         """The same tokens with padded lists. `rest` may overlap `inside`: its keys are written first, and those of
         computed tokens replace them."""
         if not len(self.inside):  # there is no token to pad an empty list with
             return self
-        count = bucket(len(self.inside), self.num_all)
+        count = bucket(len(self.inside), self.num_all, self.num_prompt if reads_padding else 0)
         num_rest = min(self.num_all - count + bucket(1, self.num_all), self.num_all)
         rest = self.rest if len(self.rest) else self.inside[:1]
         return replace(self, inside=pad(self.inside, count), rest=pad(rest, num_rest))
@@ -118,10 +117,14 @@ def pad(index: Tensor, count: int) -> Tensor:
     return torch.cat([index, index[-1:].expand(count - len(index))])
 
 
-def bucket(count: int, num_all: int) -> int:
-    """Round `count` up to a multiple of a thirty-second of all tokens: the length that a list is padded to."""
+def bucket(count: int, num_all: int, num_prompt: int = 0) -> int:
+    """Round `count` up to a multiple of a thirty-second of all tokens: the length that a list is padded to. Products
+    work in tiles of rows, and blocks that multiply text and image together would begin a tile for a short prompt alone.
+    So the list is shorter by the prompt's tokens if there is room for them."""
     step = max(num_all // NUM_BUCKETS, 1)
-    return min(-(-count // step) * step, num_all)
+    padded = min(-(-count // step) * step, num_all)
+    fewer = padded - num_prompt % step
+    return fewer if fewer >= count else padded
 
 
 def text_bucket(count: int, num_text: int) -> int:
