@@ -82,8 +82,7 @@ def add_bench_profile(parser: argparse.ArgumentParser) -> None:
     about_dtype = "number format of the activations (default model: the model's own)"
     parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
     parser.add_argument("--dense", action="store_true", help="compute every token, without activations")
-    about_text = "cut prompts to so many tokens (Flux; default: as many as the model has)"
-    parser.add_argument("--text-tokens", type=positive, metavar="N", help=about_text)
+    add_text_padding(parser)
     add_quantization(parser)
     parser.add_argument("--no-kernels", action="store_true", help="use plain torch instead of fused kernels")
     parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one instead of as CUDA graphs")
