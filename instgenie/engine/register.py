@@ -94,8 +94,8 @@ def register_in(
 def make_activations(key: Key, span: Span, model: Model) -> Activations:
     """Wrap a span of all kept steps, as found in the store, for the model. Rows may stay on another device; the time
     embeddings are moved to the model's."""
-    time = span.time.to(model.device)
-    return Activations(key, model.run_lengths, num_tokens(key.size, model), span.rows, time, key.kept_steps)
+    time, steps = span.time.to(model.device), key.kept_steps if key.stride > 1 else None  # None: every step
+    return Activations(key, model.run_lengths, num_tokens(key.size, model), span.rows, time, steps)
 
 
 @torch.inference_mode()
