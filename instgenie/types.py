@@ -13,8 +13,11 @@ PixelMask = NDArray[np.bool_]  # [height, width], True = masked
 TierName = Literal["gpu", "host", "disk", "peer", "remote"]  # the places where activations are found, fastest first
 OnStep = Callable[[int, int], None]  # called with the steps taken so far and the steps in all
 Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or the rows that go into it
-CacheDtype = Literal["model", "fp8"]  # activations in the model's dtype, or packed into half the bytes of bfloat16
-Reuse = Literal["auto", "off", "template"]  # activations are used if they are there, never, always
+CacheDtype = Literal["model", "fp8", "int4"]  # activations in the model's dtype, or packed into 1/2 or 5/16 of bfloat16
+TextPadding = Literal["computed", "reused"]  # reused: padding of a text is read from activations, like unmasked tokens
+Quantization = Literal["fp8"]  # of the products of the network: weights and rows in e4m3
+Reuse = Literal["auto", "own", "template", "off"]  # of activations: see `Edit.reuse`
+ReuseFound = Literal["template", "own", "none"]  # whose activations an edit has read
 CropMode = Literal["auto", "off", "masked"]  # what is edited: a crop around the mask if it helps, all, a crop
 PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # how blocks are planned; see `cost.planner`
 Notes = list[str]  # plain sentences for the user about how a request was read; readers append to it
@@ -71,7 +74,12 @@ class Edit:
     size: tuple[int, int] | None = None  # (height, width) the model works at; None = the model's own
     dense_steps: int = 0  # leading steps that compute every token even if the template has activations
     halo: int = 0  # width in tokens of the rim around the mask that is computed too, but keeps its content
-    reuse: Reuse = "auto"  # off computes every token; template registers the picture first if need be, or fails
+    reuse: Reuse = "auto"
+    """auto reads the activations of a registered template, or without one those that the edit's own dense steps leave
+    behind; own always does the latter; template registers the picture first if need be, or fails; off computes every
+    token."""
+    own_steps: tuple[int, ...] | None = None  # dense steps of own reuse; None: those of the quality `balanced`
+    max_change: float = 0.0  # own reuse: above 0, the last of these steps are found as K and V change by so much
     source: Source | None = None  # the picture's file; None: the picture is all there is
     crop: CropMode = "auto"  # whether a crop around the mask is edited in the place of the picture
     crop_padding: int | None = None  # pixels that a crop shows around the mask at least; None: a share of its box
@@ -100,6 +108,7 @@ class Result:
     can_reuse: bool  # True if the template's activations can save such an edit any work
     cache_tier: TierName | None  # where the activations were found; None is a miss
     seconds: Timings
+    reuse: ReuseFound = "none"  # whose activations were read
     crop: Box | None = None  # the part of the picture that was edited; None: all of it
 
     @property

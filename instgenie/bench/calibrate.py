@@ -9,19 +9,23 @@ from rich.table import Table
 
 from instgenie.bench.files import write_text
 from instgenie.bench.scatter import draw_scatter
-from instgenie.cost.latency import Latency, latency_path, write_latency
+from instgenie.cost.latency import Latency, calibrated_name, latency_path, write_latency
 from instgenie.cost.network import NetworkShape
 from instgenie.engine.calibrate import Calibration, Case, calibrate, predict
 from instgenie.errors import CalibrationError
 from instgenie.models.loading.load import load
 from instgenie.telemetry.progress import Progress, show_status
+from instgenie.types import Quantization
 
 
-def calibrate_device(name: str, device: str, size: tuple[int, int] | None, out: Path | None) -> None:
+def calibrate_device(
+    name: str, device: str, size: tuple[int, int] | None, out: Path | None, quantization: Quantization | None = None
+) -> None:
     if out and not out.parent.is_dir():
         raise CalibrationError(f"{out} cannot be written: there is no folder {out.parent}")
     with show_status("loading the model"):
-        model = load(name, device)
+        model = load(name, device, quantization=quantization)
+    name = calibrated_name(name, quantization)
     start = time.perf_counter()
     with Progress(transient=True) as progress:
         steps, loads = progress.add("steps"), progress.add("loads")

@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from instgenie.bench.figures import BOX_BAR, JUMP_BAR, RATIOS, Figures, bar_ratios, mean, share, shown_methods
+from instgenie.bench.figures import (
+    BOX_BAR,
+    JUMP_BAR,
+    RATIOS,
+    Figures,
+    bar_ratios,
+    kept_methods,
+    mean,
+    share,
+    shown_methods,
+)
 from instgenie.bench.plots import Axis, Chart, Series, Strips
 from instgenie.bench.variants import DENSE, NAIVE, SKIPPING, SMALL_CROP, Outcome, Sample
 from instgenie.pictures.resizing import resize_picture
@@ -88,12 +98,46 @@ def jump_strips(figures: Figures) -> Strips:
     return Strips("Seams, picture by picture", axis, rows, (JUMP_BAR, f"{JUMP_BAR}"))
 
 
+def bytes_chart(figures: Figures) -> Chart:
+    """Draw the distance from the dense edit against the bytes of a template. Each line has one format and keeps fewer
+    and fewer steps."""
+    ratios = bar_ratios(figures)
+
+    def point(name: str) -> tuple[float, float]:
+        loss = 1 - mean(figures.values(name, "ssim_box", ratios))
+        return mean(figures.values(name, "bytes", ratios)) / 1e6, max(loss, LEAST_LOSS)
+
+    names = kept_methods(figures)
+    by_format: dict[str, list[str]] = {}
+    for name in names:
+        form = next((f for f in ("fp8", "int4") if f in name), "model")
+        by_format.setdefault(f"{form}, padding read" if "padding read" in name else form, []).append(name)
+    drawn = [
+        Series(f"kept in {form}", [point(name) for name in some], [stride_label(name) for name in some])
+        for form, some in by_format.items()
+    ]
+    sizes = [x for line in drawn for x, _ in line.points] or [1.0]
+    powers = range(math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes))) + 1)
+    return Chart(
+        "Fidelity against bytes",
+        Axis("MB of a template", [10.0**power for power in powers], 10.0 ** powers[0], 10.0 ** powers[-1], log=True),
+        Axis("1 − SSIM in the mask's box (lower is closer)", (0.001, 0.003, 0.01, 0.03, 0.1), 0.0005, 0.2, log=True),
+        drawn,
+    )
+
+
+def stride_label(name: str) -> str:
+    return next((part.removesuffix(" steps") for part in name.split(", ") if part.startswith("every")), "every step")
+
+
 PLOTS: dict[str, Callable[[Figures], Chart | Strips]] = {
     "quality-cost.svg": fidelity_chart,
     "quality-ratio.svg": ratio_chart,
     "quality-jump.svg": jump_strips,
+    "quality-bytes.svg": bytes_chart,
 }
 GRID = "quality-grid.png"
+LEAST_LOSS = 0.0005  # the lowest point of the plot
 CELL, GAP, MARGIN, LINE = 256, 16, 32, 20
 TEXT = ImageFont.load_default(15)
 
@@ -101,6 +145,7 @@ TEXT = ImageFont.load_default(15)
 def draw_grid(shown: Sequence[tuple[Sample, list[Outcome]]], figures: Figures) -> Pixels:
     """Draw one row per example: mask, dense, and every other method beside it."""
     order = [DENSE, figures.qualities["balanced"], figures.qualities["fast"], NAIVE, SKIPPING, SMALL_CROP]
+    order += [outcome.name for outcome in shown[0][1] if outcome.name.startswith("own")]
     columns = [name for name in dict.fromkeys(order) if name in {outcome.name for outcome in shown[0][1]}]
     top = MARGIN + LINE + 8
     width = 2 * MARGIN + (len(columns) + 1) * (CELL + GAP) - GAP

@@ -3,7 +3,8 @@
 All systems run the same weights on the same device up to the final latents. `step` is the denoising alone; `edit` also
 includes what precedes it (text encoders, autoencoder). A batch is several edits of one picture, with masks of one size
 at different places. The cached system has registered the picture beforehand; its activations lie next to the model, or
-in main memory, from where they are loaded during the steps. `compiled` is diffusers with compiled transformer blocks.
+in main memory, from where they are loaded during the steps. `own` edits the picture as if it was never seen: it reads
+what its own dense steps leave behind. `compiled` is diffusers with compiled transformer blocks.
 """
 
 import statistics
@@ -18,18 +19,19 @@ from rich.table import Table
 
 from instgenie.bench.files import check_folder, write_json
 from instgenie.bench.machine import Machine, describe_machine, machine_text
-from instgenie.bench.ours import cached_jobs, dense_jobs, move_to_host, own_system
+from instgenie.bench.ours import cached_jobs, cold_jobs, dense_jobs, move_to_host, own_system
 from instgenie.bench.samples import make_edits
 from instgenie.bench.stock import compiled_system, stock_system
 from instgenie.bench.timing import Caching, System, Timing, measure
 from instgenie.cache.host import HostTier
-from instgenie.cost.latency import find_latency
+from instgenie.cost.latency import calibrated_name, find_latency
 from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.engine.loading.lanes import RowChoice
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.planning import Planning
 from instgenie.engine.register import register
 from instgenie.jobs.activations import CacheDtype, Kind
+from instgenie.jobs.quality import Quality
 from instgenie.machine.device import device_name
 from instgenie.machine.device_memory import memory_guard
 from instgenie.models.loading.load import load
@@ -37,9 +39,10 @@ from instgenie.models.model import Model
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.samples import sample_picture
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Edit, PlanPolicy, TierName
+from instgenie.types import Edit, PlanPolicy, Quantization, TextPadding, TierName
 
 TABLE_WIDTH = 100
+OWN = Caching("kv", "model", "gpu", "cached")  # how an edit keeps what its own dense steps leave behind
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,19 @@ class EditStudy:
     batches: tuple[int, ...] = (1,)
     kinds: tuple[Kind, ...] = ("kv",)
     cache_dtypes: tuple[CacheDtype, ...] = ("model",)
+    cache_stride: int = 1  # every so many steps of the template are kept
+    text_padding: TextPadding = "computed"
     tiers: tuple[TierName, ...] = ("gpu",)  # gpu: next to the model, whatever its device
     policies: tuple[PlanPolicy, ...] = ("cached",)  # for activations that are loaded
     rows: RowChoice = "auto"
-    systems: tuple[str, ...] = ("diffusers", "dense", "cached")
+    systems: tuple[str, ...] = ("diffusers", "dense", "own", "cached")
+    quality: Quality = "balanced"  # of `own`
+    quantization: Quantization | None = None  # of our engine's products; diffusers computes with the whole weights
     graphs: bool = True
+
+    @property
+    def keeps_text(self) -> bool:
+        return self.text_padding == "reused"
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ def bench_edit(
     """Measure and print. The JSON file also keeps `command`, the command line that measures this again."""
     check_folder(json_path)
     with show_status("loading the model"):
-        model = load(name, device)
+        model = load(name, device, quantization=study.quantization)
     size = size or (model.own_size, model.own_size)
     rows: list[EditRow] = []
     warm: set[tuple[System, int]] = set()
@@ -95,32 +106,54 @@ def bench_edit(
             real_ratio = float(token_mask(edits[0].mask, model.patch).mean())
             rows += [make_row(system, real_ratio, batch, timings, study.steps) for system, timings in measured.items()]
     machine = describe_machine(model) | {"graphs": "on" if study.graphs and model.device.type == "cuda" else "off"}
-    print_rows(rows, machine, f"{name}, {size[1]}x{size[0]}, {study.steps} steps, median of {study.repeats}")
+    products = f", products in {study.quantization}" if study.quantization else ""
+    print_rows(rows, machine, f"{name}{products}, {size[1]}x{size[0]}, {study.steps} steps, median of {study.repeats}")
     if json_path:
         about = {"command": command, "model": name, "size": size, "steps": study.steps, "machine": machine}
+        about |= {"quantization": study.quantization}
         write_json(about | {"rows": [asdict(row) for row in rows]}, json_path)
 
 
 def make_systems(name: str, model: Model, size: tuple[int, int], study: EditStudy) -> list[System]:
     graphs = make_graphs(model, study.graphs)
+    stock = load_stock(name, model, study)
     makers = {
-        "diffusers": lambda: [stock_system(model)],
-        "compiled": lambda: [compiled_system(model)],
+        "diffusers": lambda: [stock_system(stock)],
+        "compiled": lambda: [compiled_system(stock)],
         "dense": lambda: [own_system("dense", None, model, dense_jobs(model), graphs=graphs)],
+        "own": lambda: [
+            own_system("own", OWN, model, cold_jobs(model, study.quality), graphs=graphs, keeps_text=study.keeps_text)
+        ],
         "cached": lambda: list(cached_systems(name, model, size, study, graphs)),
     }
     return [system for name in study.systems for system in makers[name]()]
+
+
+def load_stock(name: str, model: Model, study: EditStudy) -> Model:
+    """The model that diffusers runs: ours, or one with whole weights beside ours with quantised ones."""
+    is_needed = study.quantization and not {"diffusers", "compiled"}.isdisjoint(study.systems)
+    return load(name, str(model.device)) if is_needed else model
 
 
 def cached_systems(
     name: str, model: Model, size: tuple[int, int], study: EditStudy, graphs: Graphs | None
 ) -> Iterator[System]:
     """Make one system per kind, dtype, tier and policy; activations next to the model need no policy."""
-    latency = find_latency(device_name(model.device), name, model.device.type)
+    calibrated = calibrated_name(name, study.quantization)
+    latency = find_latency(device_name(model.device), calibrated, model.device.type)
     ahead, naive = Loader(model, rows=study.rows), Loader(model, max_buffers=1, rows=study.rows)
     host = HostTier(sys.maxsize)
     for kind, cache_dtype in product(study.kinds, study.cache_dtypes):
-        near = register(sample_picture(size), model, size, study.steps, kind=kind, cache_dtype=cache_dtype)
+        near = register(
+            sample_picture(size),
+            model,
+            size,
+            study.steps,
+            kind=kind,
+            cache_dtype=cache_dtype,
+            stride=study.cache_stride,
+            keeps_text=study.keeps_text,
+        )
         if "gpu" in study.tiers:
             caching = Caching(kind, cache_dtype, "gpu", "cached")
             yield own_system("cached", caching, model, cached_jobs(model, near), None, ahead, graphs)

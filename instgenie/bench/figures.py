@@ -110,6 +110,13 @@ def knob_methods(figures: Figures) -> dict[str, str]:
     return {name: name for name in figures.methods if name.split(",")[0] == "kv"}
 
 
+def kept_methods(figures: Figures) -> dict[str, str]:
+    """Return the ways to keep the activations of `balanced`: every so many steps, in a format."""
+    *_, dense_steps = figures.qualities["balanced"].split(", ")
+    names = [name for name in knob_methods(figures) if set(name.split(", ")[1:]) >= {dense_steps} - {"kv"}]
+    return {name: name for name in names if not {"caption", "isolated"} & set(name.split(", ")) and "halo" not in name}
+
+
 # Bars
 
 

@@ -29,7 +29,7 @@ FACTS = wire.ModelFacts(
     whole_strength=0.9, needs_true_guidance=True, patch=16, size_multiple=16, num_blocks=57, device="cuda",
     dtype="bfloat16",
 )  # fmt: skip
-JOB = wire.JobHead({}, (64, 64), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), 1, ())
+JOB = wire.JobHead({}, (64, 64), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), (None,), ())
 
 
 @dataclass(frozen=True)

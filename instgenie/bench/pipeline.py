@@ -41,6 +41,9 @@ HOST_BYTES = 2**50
 MIN_WAIT = 0.02  # ms; shorter waits are the overhead of measuring
 
 
+BITS: dict[CacheDtype, str] = {"fp8": "eight bits", "int4": "four bits"}
+
+
 @dataclass(frozen=True)
 class PipelineStudy:
     """The step to look at."""
@@ -80,7 +83,7 @@ def bench_pipeline(
             task.advance()
     machine = describe_machine(model)
     title = f"One step of {name}, {size[1]}x{size[0]}, mask ratio {study.mask_ratio:g}, batch {study.batch}"
-    kept = f"{study.kind}, kept in {'eight bits' if cache_dtype == 'fp8' else machine['dtype']}"
+    kept = f"{study.kind}, kept in {BITS.get(cache_dtype, machine['dtype'])}"
     about = f"Activations ({kept}) are in main memory. {machine_text(machine)}"
     print_tracks(tracks, title, about)
     if timeline:

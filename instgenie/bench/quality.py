@@ -9,7 +9,7 @@ package.
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
@@ -26,17 +26,22 @@ from instgenie.bench.masks import MaskKind, box_field, mask_of_ratio, outline_fi
 from instgenie.bench.metrics import Probe
 from instgenie.bench.photos import Photos, load_photos
 from instgenie.bench.report import print_report, write_report
-from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality
+from instgenie.bench.schedules import Study, print_schedules, write_schedules
+from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality, own_of_quality
+from instgenie.cost.kept_steps import at_shares
 from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.errors import InstGenieError
+from instgenie.jobs.quality import Quality
 from instgenie.models.flux.model import FluxModel, as_flux
 from instgenie.models.loading.load import load
 from instgenie.pictures.examples import EXAMPLES, read_examples
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Edit, PixelMask, Pixels
+from instgenie.types import CacheDtype, Edit, PixelMask, Pixels, Quantization
 
 KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 PETS = ("cat", "dog")
+STRIDES = (1, 2, 4, 7, 14)
+DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 NUM_AT_ONCE = {"cpu": 4, "cuda": 64}  # pictures whose activations are in memory at the same time
 NUM_TRAIN, MAX_TRAIN = 8, 2000  # photographs to fit the probe on: per edited one, and at most
 
@@ -53,6 +58,9 @@ def bench_quality(
     networks: bool,
     json: Path | None,
     out: Path | None,
+    only_schedules: bool = False,
+    only_kept: bool = False,
+    quantization: Quantization | None = None,
 ) -> None:
     check_targets(json, out)
     start = time.perf_counter()
@@ -63,7 +71,9 @@ def bench_quality(
         judge = Judge.load(model.device) if networks else Judge(model.device, None, None)
         samples = make_samples(load_photos(photos, "val", 3 * num), num, model, steps, seed)
         train = load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)) if judge.features else None
-        study = QualityStudy(model, judge, steps, samples, make_graphs(model))
+        study = QualityStudy(model, judge, steps, samples, make_graphs(model), only_schedules, only_kept)
+        if quantization:
+            study.quantized = as_flux(load(name, device, quantization=quantization, emulates=True))
     if networks and judge.features is None:
         console.print("LPIPS, KID and probe are left out: their packages come with the extra instgenie\\[bench]")
     with Progress(console) as progress:
@@ -72,11 +82,19 @@ def bench_quality(
             study.judge_sets(train, progress)
         shown = list(edit_examples(study, progress)) if out else []
     figures = study.figures(describe_machine(model) | {"model": name, "seed": seed}, time.perf_counter() - start)
-    print_report(figures)
+    of_reuse: Study = "reuse" if only_kept else "schedules"
+    table: Study | None = "quantization" if quantization else of_reuse if only_schedules else None
+    print_schedules(figures, table) if table else print_report(figures)
     if json:
         write_json(figures.as_json(), json)
-    if out:
+    if out and table:
+        write_schedules(figures, shown, out, table)
+    elif out:
         write_report(figures, shown, out)
+
+
+def quantized_name(method: str) -> str:
+    return f"{method}, fp8 products"
 
 
 def check_targets(json: Path | None, out: Path | None) -> None:
@@ -91,9 +109,12 @@ def studied(steps: int) -> list[Reuse]:
     ways = [
         of_quality("fast", steps),
         balanced,
+        *schedules(steps),
         of_quality("balanced", steps, kind="y"),
         of_quality("balanced", steps, cache_dtype="fp8"),
         of_quality("balanced", steps, "y", "fp8"),
+        *kept_ways(steps),
+        *padding_ways(steps),
         *(Reuse(dense_steps=num) for num in (0, 1, 2, 4, 8)),
         *(Reuse(dense_blocks=num) for num in (1, 2, 4)),
         *(Reuse(halo=num) for num in (1, 2)),
@@ -102,6 +123,32 @@ def studied(steps: int) -> list[Reuse]:
         *(Reuse(isolated=True, dense_steps=num) for num in (0, 1)),
     ]
     return [way for way in dict.fromkeys(ways) if way.dense_steps < steps]
+
+
+def schedules(steps: int) -> list[Reuse]:
+    """Dense steps of edits without a template: those of the qualities, fewer, evenly spread ones and found ones."""
+    shares = ((), (4 / 28, 12 / 28), (1 / 28, 4 / 28, 12 / 28), (1 / 28, 2 / 28, 3 / 28, 8 / 28, 16 / 28))
+    ways = [Reuse(own_steps=at_shares(steps, share).steps) for share in shares]
+    ways += [Reuse(own_steps=tuple(range(0, steps, stride))) for stride in (4, 7)]
+    ways += [Reuse(own_steps=(0,), max_change=change) for change in (0.05, 0.1, 0.2)]
+    ways += [own_of_quality(quality, steps) for quality in ("fast", "balanced", "adaptive")]
+    return [way for way in dict.fromkeys(ways) if len(way.own_steps) < steps]
+
+
+def kept_ways(steps: int) -> list[Reuse]:
+    """Return the ways to keep fewer steps of a template, in fewer bits, at the quality `balanced`."""
+    strides = [stride for stride in STRIDES if stride <= steps]
+    return [of_quality("balanced", steps, cache_dtype=dtype, stride=stride) for dtype in DTYPES for stride in strides]
+
+
+def padding_ways(steps: int) -> list[Reuse]:
+    """Return the ways that read the padding of texts: from templates, all of them and the smallest, and from an edit's
+    own dense steps."""
+    strides = [stride for stride in (1, 4, 7) if stride <= steps]
+    ways = [of_quality("balanced", steps), of_quality("fast", steps)]
+    ways += [of_quality("balanced", steps, cache_dtype="int4", stride=stride) for stride in strides]
+    ways += [own_of_quality(quality, steps) for quality in ("fast", "balanced")]
+    return [replace(way, reads_padding=True) for way in dict.fromkeys(ways)]
 
 
 # Samples
@@ -172,11 +219,23 @@ def edit_examples(study: "QualityStudy", progress: Progress) -> Iterator[tuple[S
     side = study.model.own_size
     examples = [example.close_up((side, side)) for example in read_examples(EXAMPLES)]
     qualities = list(dict.fromkeys(of_quality(quality, study.steps) for quality in ("fast", "balanced")))
+    if study.only_schedules:
+        qualities += list(dict.fromkeys(own_of_quality(quality, study.steps) for quality in ("fast", "balanced")))
+    if study.only_kept:
+        small = of_quality("balanced", study.steps, cache_dtype="int4", stride=min(4, study.steps))
+        qualities += [small, replace(small, reads_padding=True)]
     task = progress.add("editing the examples", len(examples))
     for example in examples:
         edit = Edit(example.picture, example.mask, example.prompts[0], example.seed, study.steps, study.model.guidance)
         sample = Sample(edit, "", "", "example", token_share(example.mask, study.model.patch))
-        yield sample, list(Runner(study.model, [sample], study.graphs).run(qualities, study.balanced, crops=False))
+        yield (
+            sample,
+            list(
+                Runner(study.model, [sample], study.graphs).run(
+                    qualities, study.balanced, crops=False, others=study.has_others
+                )
+            ),
+        )
         task.advance()
 
 
@@ -192,6 +251,9 @@ class QualityStudy:
     steps: int
     samples: list[Sample]
     graphs: Graphs | None = None
+    only_schedules: bool = False
+    only_kept: bool = False
+    quantized: FluxModel | None = None  # the same model with products of low precision, to compare it and nothing else
     pictures: list[Sample] = field(default_factory=list)  # in the order of judging
     scores: dict[str, Scores] = field(default_factory=dict)
     seconds: dict[str, dict[float, float]] = field(default_factory=dict)  # by method and ratio
@@ -200,22 +262,43 @@ class QualityStudy:
     ceiling: dict[str, float] = field(default_factory=dict)
 
     @property
+    def ways(self) -> list[Reuse]:
+        if self.quantized:
+            qualities: tuple[Quality, ...] = ("fast", "balanced")
+            found = [*(of_quality(one, self.steps) for one in qualities)]
+            return list(dict.fromkeys(found + [own_of_quality(one, self.steps) for one in qualities]))
+        if self.has_others:
+            return studied(self.steps)
+        ways = [of_quality("fast", self.steps), self.balanced]
+        ways += schedules(self.steps) if self.only_schedules else []
+        ways += [*kept_ways(self.steps), *padding_ways(self.steps)] if self.only_kept else []
+        return list(dict.fromkeys(ways))
+
+    @property
+    def has_others(self) -> bool:
+        """True if methods without activations are compared, too."""
+        return not self.only_schedules and not self.only_kept and self.quantized is None
+
+    @property
     def balanced(self) -> Reuse:
         return of_quality("balanced", self.steps)
 
     def run(self, progress: Progress) -> None:
-        ways = studied(self.steps)
+        ways = self.ways
         chunks = list(self.chunks())
-        task = progress.add("editing", len(chunks) * (len(ways) + len(MARGINS) + 4))
+        task = progress.add("editing", len(chunks) * (len(ways) + (len(MARGINS) + 4 if self.has_others else 1)))
         self.warm_up()
         for chunk in chunks:
-            outcomes = Runner(self.model, chunk, self.graphs).run(ways, self.balanced)
+            outcomes = Runner(self.model, chunk, self.graphs).run(ways, self.balanced, others=self.has_others)
             dense = next(outcomes)
             self.keep(dense, dense, chunk)
             task.advance()
             for outcome in outcomes:
                 self.keep(outcome, dense, chunk)
                 task.advance()
+            if self.quantized:
+                for outcome in Runner(self.quantized, chunk).run(ways, self.balanced, others=False):
+                    self.keep(replace(outcome, name=quantized_name(outcome.name)), dense, chunk)
             self.pictures += chunk
 
     def chunks(self) -> Iterator[list[Sample]]:
@@ -233,6 +316,8 @@ class QualityStudy:
     def keep(self, outcome: Outcome, dense: Outcome, chunk: Sequence[Sample]) -> None:
         masks = [sample.edit.mask for sample in chunk]
         scores = self.judge.compare(outcome.pictures, dense.pictures, masks) | {"cost": outcome.costs}
+        if outcome.num_bytes:
+            scores["bytes"] = [float(number) for number in outcome.num_bytes]
         kept = self.scores.setdefault(outcome.name, {})
         for name, values in scores.items():
             kept.setdefault(name, []).extend(values)

@@ -38,7 +38,7 @@ BATCH_SIZE = 8
 JOB_BYTES = {"small": 2**18, "large": 4 * 2**20 + 2**19}  # tensors of an edit: the built-in model's, FLUX.1-dev's
 LATENT_BYTES = 2**16
 SECONDS_TO_ANSWER = 60.0
-HEAD = wire.JobHead({}, (64, 64), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), 1, ())
+HEAD = wire.JobHead({}, (64, 64), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), (None,), ())
 LATENTS = wire.TensorHead("float32", (1,))
 
 

@@ -18,6 +18,7 @@ from instgenie.bench.figures import (
     Figures,
     bar_ratios,
     bars,
+    kept_methods,
     knob_methods,
     mean,
     share,
@@ -58,6 +59,9 @@ def kid_text(figures: Figures, name: str, ratios: Sequence[float]) -> str:
 COSTS: list[FigureColumn] = [
     ("operations", mean_of("cost", "{:.2f}")),
     ("time", lambda figures, name, ratios: number("{:.2f}", figures.time(name, ratios))),
+]
+BYTES: list[FigureColumn] = [
+    ("MB a template", lambda figures, name, ratios: number("{:.1f}", mean(figures.values(name, "bytes", ratios)) / 1e6))
 ]
 CLOSENESS: list[FigureColumn] = [
     ("SSIM in the box", mean_of("ssim_box", "{:.4f}")),
@@ -124,6 +128,9 @@ def report(figures: Figures, has_grid: bool) -> str:
         "### What each knob does\n",
         table(figures, knob_methods(figures), [*COSTS, *CLOSENESS[:3], *BORDER, *SETS], ratios),
         "![Fidelity against cost](quality-cost.svg)\n",
+        "### Fewer steps, fewer bits\n",
+        table(figures, kept_methods(figures), [*BYTES, *COSTS[1:], *CLOSENESS[:3], *BORDER, *SETS], ratios),
+        "![Fidelity against bytes](quality-bytes.svg)\n",
     ]
     grid = f"### Examples\n\n![Edits of the examples by each method]({GRID})\n"
     return "\n".join([*parts, grid] if has_grid else parts)
@@ -141,7 +148,7 @@ def write_report(figures: Figures, shown: Sequence[tuple[Sample, list[Outcome]]]
 
 def print_report(figures: Figures) -> None:
     ratios = bar_ratios(figures)
-    columns = [*COSTS, *CLOSENESS[:2], *BORDER[1:], *SETS]
+    columns = [*BYTES, *COSTS, *CLOSENESS[:2], *BORDER[1:], *SETS]
     shown = Table(
         title=f"mask ratios {ratios[0]:g} to {ratios[-1]:g}", caption=", ".join(map(str, figures.run.values()))
     )

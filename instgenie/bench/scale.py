@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from instgenie.bench.files import check_folder, write_json, write_text
@@ -17,6 +18,7 @@ from instgenie.bench.reproduce.axes import decades
 from instgenie.bench.simulate import make_jobs
 from instgenie.bench.workload import WorkloadRecipe, draw_workload
 from instgenie.cost.latency import DEFAULTS
+from instgenie.cost.network import VALUE_BYTES
 from instgenie.engine.pricing import job_shape
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
@@ -24,6 +26,7 @@ from instgenie.simulate.fronts import BusyShares, FrontedShape, FrontSeconds, si
 from instgenie.simulate.network import LinkShape
 from instgenie.simulate.service import PlannedService, SideSeconds
 from instgenie.telemetry.progress import show_status
+from instgenie.types import CacheDtype
 
 MODEL = "dummy:flux.1-dev"
 SIZE = (1024, 1024)
@@ -32,6 +35,7 @@ FRONT = FrontSeconds(edit=0.04, step=4e-5, job_step=2e-5)  # of one core, as mea
 WARM_UP = 0.3  # share of the edits that fill the cluster and are not counted
 GBIT = 1e9 / 8  # bytes per second
 SMALL = 64  # workers of the studies that vary something else
+CACHE_BYTES = 128e9  # memory of a worker for templates
 MAX_EDITS_PER_FRONT = 0.6 / FRONT.edit  # edits per second that a front is given
 
 
@@ -44,6 +48,8 @@ class ScaleStudy:
     max_edits: int = 80_000
     templates_per_worker: float = 2.0
     staleness: float = 0.1
+    cache_dtype: CacheDtype = "fp8"  # of the activations
+    cache_stride: int = 1  # every so many steps are kept
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,11 @@ class ScaleRow:
 class ScaleRunner:
     def __init__(self, study: ScaleStudy, model: Model) -> None:
         self.study, self.model = study, model
-        self.service = PlannedService(DEFAULTS["cuda"], job_shape(model, value_bytes=1), SIDE)
+        kept = job_shape(model, VALUE_BYTES.get(study.cache_dtype, 2), study.cache_stride)
+        self.service = PlannedService(DEFAULTS["cuda"], kept, SIDE)
         self.num_tokens = (SIZE[0] // model.patch) * (SIZE[1] // model.patch)
+        self.template_bytes = self.service.costs(self.num_tokens).template_bytes(self.num_tokens, model.steps)
+        self.max_templates = max(int(CACHE_BYTES / self.template_bytes), 1)
         self.rate = study.load * self.capacity()
         self.rows: list[ScaleRow] = []
 
@@ -99,6 +108,7 @@ class ScaleRunner:
         recipe = WorkloadRecipe(num_edits, rate, num_templates=num_templates, sizes=(SIZE,))
         jobs = make_jobs(self.model, draw_workload(recipe))
         start = time.perf_counter()
+        shape = replace(shape, max_templates=self.max_templates)
         outcome = simulate_fronts(shape, self.service, jobs)
         seconds = time.perf_counter() - start
         latencies = Latencies.of([job.latency for job in jobs[int(WARM_UP * num_edits) :]])
@@ -184,10 +194,12 @@ def bench_scale(
     with show_status("loading the model"):
         model = load(MODEL, "cpu", weights=frozenset())
     scale = ScaleRunner(study, model)
+    kept = f"{decimal(round(scale.template_bytes))} a template, {scale.max_templates} in memory"
     for part in parts or STUDIES:
-        print_rows(part, STUDIES[part](scale), f"{study.load:.0%} of the workers' capacity")
+        print_rows(part, STUDIES[part](scale), f"{study.load:.0%} of the workers' capacity; {kept}.")
     if json_path:
-        write_json({"study": asdict(study), "rows": [asdict(row) for row in scale.rows]}, json_path)
+        figures = {"template_bytes": round(scale.template_bytes), "rows": [asdict(row) for row in scale.rows]}
+        write_json({"study": asdict(study)} | figures, json_path)
     if plot_path and (rows := [row for row in scale.rows if row.study == "size"]):
         write_text(chart(rows).svg(), plot_path)
 

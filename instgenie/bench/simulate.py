@@ -8,12 +8,15 @@ from functools import lru_cache
 from pathlib import Path
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from instgenie.bench.files import check_folder, write_json
 from instgenie.bench.latencies import Latencies
 from instgenie.bench.workload import Arrival
 from instgenie.cost.latency import DEFAULTS, read_latency
+from instgenie.cost.network import VALUE_BYTES
+from instgenie.cost.pricing import FETCH
 from instgenie.engine.pricing import job_shape
 from instgenie.jobs.quality import DEFAULT, SETTINGS
 from instgenie.models.loading.load import load
@@ -24,7 +27,7 @@ from instgenie.simulate.cluster import ClusterShape, make_job, simulate
 from instgenie.simulate.service import PlannedService, SideSeconds
 from instgenie.simulate.worker import SimulatedJob
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import PlanPolicy
+from instgenie.types import CacheDtype, PlanPolicy, TextPadding
 
 TABLE_WIDTH = 110
 
@@ -39,6 +42,10 @@ class Setup:
     plan: PlanPolicy
     in_gpu: bool
     side: SideSeconds
+    cache_dtype: CacheDtype = "model"  # of the activations
+    cache_stride: int = 1  # every so many steps are kept
+    text_padding: TextPadding = "computed"
+    cache_gib: float | None = None  # memory of a worker for templates; None: as many as the shape says
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class SimulatedRow:
     p95_s: float
     p99_s: float
     waiting_s: float  # mean, from prepared to the first step
+    hit_rate: float  # share of edits whose template is in the worker's memory when they arrive
     simulated_in_s: float
 
 
@@ -66,6 +74,9 @@ def bench_simulate(
     with show_status("loading the model"):
         model = load(setup.model, "cpu", weights=frozenset())
     service = make_service(model, setup)
+    template_bytes = bytes_per_template(model, service)
+    if setup.cache_gib is not None:
+        shape = fit_memory(shape, setup.cache_gib, template_bytes)
     rows = []
     with Progress(transient=True) as progress:
         for policy in policies:
@@ -74,20 +85,40 @@ def bench_simulate(
             start = time.perf_counter()
             simulate(replace(shape, policy=policy), service, jobs, task.advance)
             rows.append(make_row(policy, jobs, time.perf_counter() - start))
-    print_rows(rows, f"{shape.num_workers:,} workers, {setup.model}, {title}")
+    in_memory = "all" if shape.max_templates is None else f"{shape.max_templates:,}"
+    kept = f"{decimal(round(template_bytes))} a template, {in_memory} in memory"
+    print_rows(rows, f"{shape.num_workers:,} workers, {setup.model}, {title}; {kept}")
     if json_path:
-        content = {"shape": asdict(shape), "workload": title, "rows": [asdict(row) for row in rows]}
+        figures = {"template_bytes": round(template_bytes), "rows": [asdict(row) for row in rows]}
+        content = {"shape": asdict(shape), "workload": title} | figures
         write_json(content, json_path)
 
 
 def make_service(model: Model, setup: Setup) -> PlannedService:
     return PlannedService(
         latency=read_latency(setup.latency) if setup.latency else DEFAULTS[setup.kind],
-        shape=job_shape(model, value_bytes=2 if setup.kind == "cuda" else 4),
+        shape=job_shape(model, value_bytes(setup), setup.cache_stride, setup.text_padding == "reused"),
         side=setup.side,
         policy=setup.plan,
         in_gpu=setup.in_gpu,
     )
+
+
+def value_bytes(setup: Setup) -> float:
+    return VALUE_BYTES.get(setup.cache_dtype, 2 if setup.kind == "cuda" else 4)
+
+
+def bytes_per_template(model: Model, service: PlannedService) -> float:
+    """Bytes of the activations of a template of the model's own size and number of steps."""
+    num_tokens = (model.own_size // model.patch) ** 2
+    return service.costs(num_tokens).template_bytes(num_tokens, model.steps)
+
+
+def fit_memory(shape: ClusterShape, gib: float, template_bytes: float) -> ClusterShape:
+    """The shape with as many templates as fit into a worker's memory, and the time to read one from a disk."""
+    fixed, per_byte = FETCH["disk"]
+    max_templates = max(int(gib * 2**30 / template_bytes), 1)
+    return replace(shape, max_templates=max_templates, fetch=fixed + per_byte * template_bytes)
 
 
 def make_jobs(model: Model, workload: Sequence[Arrival]) -> list[SimulatedJob]:
@@ -110,6 +141,7 @@ def make_row(policy: str, jobs: Sequence[SimulatedJob], seconds: float) -> Simul
         throughput=round(len(jobs) / duration, 3),
         **Latencies.of([job.latency for job in jobs]).figures,
         waiting_s=round(statistics.fmean(job.joined - job.prepared for job in jobs), 3),
+        hit_rate=round(statistics.fmean(job.fetched_at <= job.arrived for job in jobs), 4),
         simulated_in_s=round(seconds, 2),
     )
 
@@ -117,7 +149,7 @@ def make_row(policy: str, jobs: Sequence[SimulatedJob], seconds: float) -> Simul
 def print_rows(rows: Sequence[SimulatedRow], title: str) -> None:
     table = Table(title=title)
     table.add_column("policy")
-    for heading in ("edits/s", "mean s", "median", "P90", "P95", "P99", "waiting s", "simulated in s"):
+    for heading in ("edits/s", "mean s", "median", "P90", "P95", "P99", "waiting s", "hit rate", "simulated in s"):
         table.add_column(heading, justify="right")
     for row in rows:
         _, *figures = asdict(row).values()

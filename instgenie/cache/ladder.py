@@ -74,7 +74,7 @@ class Ladder:
         return None
 
     def is_in_memory(self, key: Key) -> bool:
-        return any(not tier.missing(key, [key.steps]) for tier in self.memory)
+        return any(not tier.missing(key, [key.slots]) for tier in self.memory)
 
     def memory_for(self, device: torch.device) -> list[MemoryTier]:
         """The tiers in memory that serve a device, from the top."""
@@ -90,7 +90,7 @@ class Ladder:
             except (CacheError, OutOfMemoryError) as error:
                 refusal = error
         for tier in tiers:
-            if span := tier.load(key, key.steps):
+            if span := tier.load(key, key.slots):
                 return Lifted(span, self._lowest(used))
         if refusal:
             raise refusal
@@ -112,7 +112,7 @@ class Ladder:
         if len(loaded) < len(key.spans):
             return None
         check_room(sum(span.num_bytes for span in loaded), device)
-        return join(key.num_steps, loaded, device)
+        return join(key.num_kept, loaded, device)
 
     def _load(self, key: Key, steps: range, used: set[TierName]) -> Span | None:
         """The span from the highest place that has it undamaged."""

@@ -91,7 +91,7 @@ class Loads:
         if not self.moves.may_move(key):
             return done(None)
         tier = next(iter(self.ladder.memory_for(device)), None)
-        span = tier.load(key, key.steps) if tier else self._in_use.get((key, device))
+        span = tier.load(key, key.slots) if tier else self._in_use.get((key, device))
         return done(Found(span, tier.name if tier else memory_name(device))) if span else None
 
     def _bring(self, key: Key, device: torch.device) -> Found | None:

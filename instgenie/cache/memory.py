@@ -74,7 +74,7 @@ class MemoryTier:
             if self.missing(key, [steps]):
                 return None
             slot = self._slots[key]
-            per_step = slot.memory.nbytes // key.num_steps
+            per_step = slot.memory.nbytes // key.num_kept
             return Block(slot.memory[steps.start * per_step : steps.stop * per_step], slot.specs)
 
     def copy_out(self, memory: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class MemoryTier:
 
     def _slot(self, key: Key, span: Span) -> Slot:
         specs = step_specs(span)
-        num_bytes = key.num_steps * sum(spec.num_bytes for spec in specs)
+        num_bytes = key.num_kept * sum(spec.num_bytes for spec in specs)
         with self._reserving:
             if key not in self._slots:
                 self.reserve(key, num_bytes)
@@ -193,8 +193,8 @@ def step_specs(span: Span) -> list[TensorSpec]:
 
 @torch.inference_mode(False)  # callers in and out of inference mode write to its tensors
 def make_slot(key: Key, specs: Sequence[TensorSpec], memory: Tensor) -> Slot:
-    *rows, time = carve(memory.view(key.num_steps, -1), specs)
-    return Slot(memory, specs, Span(key.steps, tuple(by_step.transpose(0, 1) for by_step in rows), time))
+    *rows, time = carve(memory.view(key.num_kept, -1), specs)
+    return Slot(memory, specs, Span(key.slots, tuple(by_step.transpose(0, 1) for by_step in rows), time))
 
 
 def cut(whole: Span, steps: range) -> Span:

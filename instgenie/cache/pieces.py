@@ -104,8 +104,8 @@ def read_layout(layout: SpanLayout, key: Key, steps: range, max_bytes: int) -> l
     per_step = sum(spec.num_bytes for spec in specs)
     if len(specs) < 2 or layout.num_bytes != len(steps) * per_step:
         raise DamagedError(f"{layout.num_bytes} bytes are not {len(steps)} steps of {per_step} bytes")
-    if key.num_steps * per_step > max_bytes:
-        raise DamagedError(f"a template of {key.num_steps * per_step} bytes is larger than {max_bytes} bytes")
+    if key.num_kept * per_step > max_bytes:
+        raise DamagedError(f"a template of {key.num_kept * per_step} bytes is larger than {max_bytes} bytes")
     return specs
 
 

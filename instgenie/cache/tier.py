@@ -104,4 +104,4 @@ def total(stored: Iterable[Stored]) -> int:
 
 def estimate(key: Key, span: Span) -> int:
     """Bytes of the whole template, extrapolated from one span."""
-    return span.num_bytes * key.num_steps // len(span.steps)
+    return span.num_bytes * key.num_kept // len(span.steps)

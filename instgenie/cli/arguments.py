@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from instgenie.types import CacheDtype
+from instgenie.types import CacheDtype, Quantization, TextPadding
 
 CACHE_GIB = 20.0
 
@@ -22,6 +22,11 @@ def add_model(parser: argparse.ArgumentParser, has_size: bool = True) -> None:
         parser.add_argument("--size", type=size, metavar="WxH", help="working size; default: the model's own")
 
 
+def add_quantization(parser: argparse.ArgumentParser) -> None:
+    about = "fp8: multiply in eight bits, on GPUs of compute capability 8.9 or more (default: the model's own dtype)"
+    parser.add_argument("--quantization", choices=get_args(Quantization), help=about)
+
+
 def add_cache(parser: argparse.ArgumentParser) -> None:
     about_folder = "cache folder; default: instgenie/templates in the user's cache folder"
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help=about_folder)
@@ -30,9 +35,21 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache-gib", type=gib, default=CACHE_GIB, metavar="N", help=about_gib)
     about_dtype = (
-        "number format of cached activations: the model's own (model, the default), or fp8 with half the bytes"
+        "number format of cached activations: the model's own (model, the default), fp8 with half of "
+        "the bytes of bfloat16, or int4 with less than a third"
     )
     parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
+    about_stride = "register every N-th step, which serves the steps that follow (default 1)"
+    parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
+    add_text_padding(parser)
+
+
+def add_text_padding(parser: argparse.ArgumentParser) -> None:
+    about = (
+        "padding of prompts: computed at every step (the default), or reused: read from activations like unmasked "
+        "tokens, so that only the tokens of the prompt are computed"
+    )
+    parser.add_argument("--text-padding", choices=get_args(TextPadding), default="computed", help=about)
 
 
 def box(text: str) -> tuple[int, int, int, int]:

@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from instgenie.cli.arguments import add_model, positive, rate, ratio
+from instgenie.cli.arguments import add_model, add_quantization, add_text_padding, positive, rate, ratio
 from instgenie.cli.claims import add_bench_table
 from instgenie.cli.evaluate import add_bench_engine, add_bench_reproduce, add_bench_simulate
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
-from instgenie.types import CacheDtype, PlanPolicy
+from instgenie.types import CacheDtype, PlanPolicy, Quantization
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +42,20 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     )
     about_dtype = "number format of the activations (default model: the model's own)"
     add_several("--cache-dtype", "cache_dtypes", about_dtype, choices=get_args(CacheDtype))
+    about_stride = "keep the activations of every N-th step (default 1)"
+    parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
+    add_text_padding(parser)
     about_tier = "place of the activations: next to the model (gpu, the default) or in main memory (host)"
     add_several("--tier", "tiers", about_tier, choices=["gpu", "host"])
     about_policy = "planning policy for activations in main memory (default cached: all blocks); naive overlaps no load"
     add_several("--policy", "policies", about_policy, choices=get_args(PlanPolicy))
     about_rows = "rows copied from main memory: all, only the needed ones, or whichever is faster (auto, the default)"
     parser.add_argument("--rows", choices=["auto", "whole", "needed"], default="auto", help=about_rows)
-    systems = ["diffusers", "compiled", "dense", "cached"]
+    about_quality = "quality of the system own, an edit of a picture never seen before (default balanced)"
+    parser.add_argument("--quality", choices=("fast", "balanced", "adaptive"), default="balanced", help=about_quality)
+    systems = ["diffusers", "compiled", "dense", "own", "cached"]
     add_several("--system", "systems", "system to measure (default all but compiled)", choices=systems)
+    add_quantization(parser)
     parser.add_argument("--no-kernels", action="store_true", help="use plain torch instead of fused kernels")
     parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one instead of as CUDA graphs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
@@ -66,6 +72,33 @@ def run_bench_edit(options: argparse.Namespace) -> None:
     study = EditStudy(**asked, graphs=not options.no_graphs)
     with kernels(enabled=not options.no_kernels):
         bench_edit(options.model, options.device, options.size, study, options.json, options.command_line)
+
+
+def add_bench_profile(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_profile)
+    about_ratio = "masked share of the tokens (default 0.11)"
+    parser.add_argument("--mask-ratio", type=ratio, default=0.11, metavar="R", help=about_ratio)
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="edits per batch (default 1)")
+    about_dtype = "number format of the activations (default model: the model's own)"
+    parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
+    parser.add_argument("--dense", action="store_true", help="compute every token, without activations")
+    add_text_padding(parser)
+    add_quantization(parser)
+    parser.add_argument("--no-kernels", action="store_true", help="use plain torch instead of fused kernels")
+    parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one instead of as CUDA graphs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser)
+
+
+def run_bench_profile(options: argparse.Namespace) -> None:
+    from instgenie.bench.profile import ProfileStudy, bench_profile  # imports torch and diffusers
+    from instgenie.kernels.switch import kernels
+
+    hide_loading_bars()
+    given = {field.name: getattr(options, field.name) for field in fields(ProfileStudy) if hasattr(options, field.name)}
+    study = ProfileStudy(**given, graphs=not options.no_graphs)
+    with kernels(enabled=not options.no_kernels):
+        bench_profile(options.model, options.device, options.size, study, options.json)
 
 
 def add_bench_pipeline(parser: argparse.ArgumentParser) -> None:
@@ -111,8 +144,19 @@ def add_bench_quality(parser: argparse.ArgumentParser) -> None:
     about_networks = "leave out LPIPS, KID and the probe, which take most of the time on a CPU"
     parser.add_argument("--no-networks", action="store_true", help=about_networks)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every picture's figures to this file")
+    about_schedules = (
+        "compare the schedules of dense steps of edits without a template; with --only-kept, both in one table"
+    )
+    parser.add_argument("--schedules", action="store_true", help=about_schedules)
     about_out = "also write quality.md, plots and a sheet of pictures to this folder"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
+    about_kept = "study only what is kept of a template: how many steps, in how many bits, the padding of prompts"
+    parser.add_argument("--only-kept", action="store_true", help=about_kept)
+    about_quantization = (
+        "compare edits whose products are of low precision with edits whose products are not; devices that cannot "
+        "multiply so compute the same numbers, slowly"
+    )
+    parser.add_argument("--quantization", choices=get_args(Quantization), help=about_quantization)
     add_model(parser, has_size=False)
 
 
@@ -121,7 +165,8 @@ def run_bench_quality(options: argparse.Namespace) -> None:
 
     hide_loading_bars()
     what = options.photos, options.num, options.model, options.device, options.steps, options.seed
-    bench_quality(*what, not options.no_networks, options.json, options.out)
+    only = options.schedules, options.only_kept
+    bench_quality(*what, not options.no_networks, options.json, options.out, *only, options.quantization)
 
 
 def add_bench_serve(parser: argparse.ArgumentParser) -> None:
@@ -193,6 +238,10 @@ def add_bench_scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--edits", type=positive, default=20, metavar="N", help=about_edits)
     about_templates = "different pictures per worker (default 2)"
     parser.add_argument("--templates", type=rate, default=2.0, metavar="X", help=about_templates)
+    about_dtype = "number format of the activations (default fp8)"
+    parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="fp8", help=about_dtype)
+    about_stride = "keep the activations of every N-th step (default 1)"
+    parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the latencies by size (SVG)")
 
@@ -201,7 +250,13 @@ def run_bench_scale(options: argparse.Namespace) -> None:
     from instgenie.bench.scale import ScaleStudy, bench_scale  # imports torch and diffusers
 
     hide_loading_bars()
-    study = ScaleStudy(load=options.load, edits_per_worker=options.edits, templates_per_worker=options.templates)
+    study = ScaleStudy(
+        load=options.load,
+        edits_per_worker=options.edits,
+        templates_per_worker=options.templates,
+        cache_dtype=options.cache_dtype,
+        cache_stride=options.cache_stride,
+    )
     if options.workers:
         study = replace(study, workers=tuple(options.workers))
     bench_scale(study, options.part, options.json, options.plot)
@@ -213,6 +268,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         "file of the latency model, with a plot beside it; default: in the user's cache folder, by device and model"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help=about_out)
+    add_quantization(parser)
     add_model(parser)
 
 
@@ -220,7 +276,7 @@ def run_calibrate(options: argparse.Namespace) -> None:
     from instgenie.bench.calibrate import calibrate_device  # imports torch and diffusers
 
     hide_loading_bars()
-    calibrate_device(options.model, options.device, options.size, options.out)
+    calibrate_device(options.model, options.device, options.size, options.out, options.quantization)
 
 
 def add_bench_detail(parser: argparse.ArgumentParser) -> None:
@@ -251,6 +307,11 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
         add_bench_edit,
         "edits, beside diffusers",
         "Time edits through diffusers' own pipeline and through our engine, dense and cached, in turn.",
+    ),
+    "profile": (
+        add_bench_profile,
+        "the kernels of one step",
+        "Show where the time of one step goes, kernel by kernel.",
     ),
     "pipeline": (
         add_bench_pipeline,

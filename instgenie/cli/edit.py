@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from instgenie.cache.folder import default_folder, make_folder
-from instgenie.cli.arguments import add_cache, add_model, box
+from instgenie.cli.arguments import add_cache, add_model, add_quantization, box
 from instgenie.cli.screen import complain, hide_loading_bars
 from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
@@ -66,24 +66,30 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add("--negative-prompt", str, "what true guidance steers away from")
     add("--strength", float, "share of the steps to run; below 1 the edit keeps traces of the original (default 1)")
     add("--feather", int, "width in pixels of a soft edge inside the mask (default 0)")
+    about_quality = (
+        "closeness to the dense edit: fast, balanced (the default), exact (dense); adaptive finds the dense steps of "
+        "an edit without cached activations as it goes"
+    )
     about_crop = (
         "auto: edit a crop around the mask if that gives the masked part more detail (the default); masked: always; "
         "off: edit the whole photograph"
     )
     parser.add_argument("--crop", choices=get_args(CropMode), default="auto", help=about_crop)
     add("--crop-padding", int, "pixels that a crop shows around the mask at least; default: a quarter of its size")
-    about_quality = "closeness of an edit of a registered picture to the dense edit; exact is dense (default balanced)"
     parser.add_argument("--quality", choices=get_args(Quality), default=DEFAULT, help=about_quality)
     about_reuse = (
-        "auto: use cached activations if there are any (the default); off: compute every token; template: register the "
-        "photograph first if need be, so that the same seed always gives the same picture"
+        "auto: read cached activations if there are any, or else those that the edit's own dense steps leave behind "
+        "(the default); own: always the latter; template: register the photograph first if need be; off: compute every "
+        "token. With each of the last three, the same seed always gives the same picture"
     )
     parser.add_argument("--reuse", choices=get_args(Reuse), default="auto", help=about_reuse)
     add_model(parser)
+    add_quantization(parser)
     about_cache = "neither read nor write cached activations"
     parser.add_argument("--no-cache", action="store_true", help=about_cache)
-    about_register = "do not register the photograph after the edit if it is not in the cache"
-    parser.add_argument("--no-register", action="store_true", help=about_register)
+    about_register = "register the photograph after the edit, for further edits of it, if it is not in the cache"
+    parser.add_argument("--register", action="store_true", help=about_register)
+    parser.add_argument("--no-register", action="store_true", help=argparse.SUPPRESS)  # the default
     add_cache(parser)
 
 
@@ -112,7 +118,7 @@ def run_edit(options: argparse.Namespace) -> None:
         complain("the whole photograph was edited with its template: --crop masked edits a sharper crop instead")
     print_summary(result, edit, editor, time.perf_counter() - start)
     print(output, flush=True)
-    is_wanted = result.can_reuse and not result.cache_hit and edit.reuse != "off" and not options.no_register
+    is_wanted = result.can_reuse and not result.cache_hit and options.register and not options.no_register
     if editor.cache and is_wanted:
         register_behind(edit, editor, console)
 
@@ -144,7 +150,8 @@ def print_summary(result: Result, edit: Edit, editor: "Editor", seconds: float) 
         "picture": f"{width}x{height}{crop}, worked on at {working_width}x{working_height}",
         "masked": f"{result.masked_share:.0%}, {result.num_masked_tokens} of {result.num_tokens} tokens",
         "computed": f"{result.num_computed_tokens} of {result.num_tokens} tokens",
-        "cache": describe_cache(result, is_on=editor.cache is not None and edit.reuse != "off"),
+        "cache": describe_cache(result, is_on=editor.cache is not None and edit.reuse not in ("off", "own")),
+        "reuse": {"template": "cached activations", "own": "its own dense steps", "none": "none"}[result.reuse],
         "seconds": f"{seconds:.1f} with loading the model ({parts})",
         "seed": f"{result.seed}",
     }
@@ -171,6 +178,7 @@ def add_register(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kind", choices=["kv", "y"], default="kv", help=about_kind)
     add_model(parser)
+    add_quantization(parser)
     add_cache(parser)
 
 
@@ -234,7 +242,15 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
 
         hide_loading_bars()
         cache = open_cache(folder, options.cache_gib) if folder else None
-        return Editor(options.model, options.device, cache=cache, cache_dtype=options.cache_dtype)
+        return Editor(
+            options.model,
+            options.device,
+            cache=cache,
+            cache_dtype=options.cache_dtype,
+            cache_stride=options.cache_stride,
+            text_padding=options.text_padding,
+            quantization=options.quantization,
+        )
 
 
 def open_cache(folder: Path, limit: float) -> "Store":

@@ -4,13 +4,14 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from instgenie.cli.arguments import add_model, positive, rate
+from instgenie.cli.arguments import add_model, add_text_padding, gib, positive, rate
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
 from instgenie.cost.planner import POLICIES
 from instgenie.scheduling.names import Batching, RoutingPolicy
 from instgenie.simulate.cluster import ClusterShape
 from instgenie.simulate.service import SideSeconds
+from instgenie.types import CacheDtype
 
 SYSTEM_NAMES = (
     "diffusers",
@@ -85,7 +86,9 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batching", choices=get_args(Batching), default="continuous", help="way of batching (default continuous)"
     )
-    parser.add_argument("--no-reuse", action="store_true", help="compute every token of every edit")
+    parser.add_argument("--no-reuse", action="store_true", help="no edit finds a template")
+    about_own = "edits without a template read what the dense steps of this quality leave behind (default: none do)"
+    parser.add_argument("--own", choices=("fast", "balanced"), help=about_own)
     about_latency = "latency model that instgenie calibrate wrote; default: typical figures for the kind of device"
     parser.add_argument("--latency", type=Path, metavar="FILE", help=about_latency)
     parser.add_argument("--kind", choices=("cpu", "cuda"), default="cuda", help="kind of device (default cuda)")
@@ -98,6 +101,13 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
     )
     about_templates = "templates that fit into the memory of a worker (default: all)"
     parser.add_argument("--templates-in-memory", type=positive, metavar="N", help=about_templates)
+    about_gib = "memory of a worker for templates, instead of their number; they are fetched from a disk of 1 GB/s"
+    parser.add_argument("--cache-gib", type=gib, metavar="GIB", help=about_gib)
+    about_dtype = "number format of the activations (default model)"
+    parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
+    about_stride = "keep the activations of every N-th step (default 1)"
+    parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
+    add_text_padding(parser)
     about_fetch = "seconds to fetch a template that is not in memory (default 1)"
     parser.add_argument("--fetch", type=rate, default=1.0, metavar="S", help=about_fetch)
     parser.add_argument(
@@ -127,6 +137,7 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
         max_batch_size=options.max_batch_size,
         batching=options.batching,
         reuse=not options.no_reuse,
+        own=options.own,
         max_templates=options.templates_in_memory,
         fetch=options.fetch,
     )
@@ -142,6 +153,10 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
             decode_token=options.finish_token,
             finish_thread=options.finish_thread,
         ),
+        cache_dtype=options.cache_dtype,
+        cache_stride=options.cache_stride,
+        text_padding=options.text_padding,
+        cache_gib=options.cache_gib,
     )
     policies = tuple(options.policy or get_args(RoutingPolicy))
     bench_simulate(title, workload, shape, policies, setup, options.json)

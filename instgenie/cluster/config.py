@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from instgenie.scheduling.names import ONE_PROCESS, Batching, RoutingPolicy
-from instgenie.types import CacheDtype, PlanPolicy
+from instgenie.types import CacheDtype, PlanPolicy, Quantization, TextPadding
 
 Role = Literal["prepare", "denoise", "finish"]
 
@@ -17,6 +17,7 @@ UNTOLD_HOST_BYTES = 16 * 2**30  # default of `host_bytes` where the amount of av
 class CacheConfig:
     """The tiers that keep activations, and their sizes. Each worker has its own memory; disk and remote are shared."""
 
+    own_bytes: int | None = None  # for what running edits keep for themselves; None: a part of the device's free memory
     gpu_bytes: int | None = None  # None: half of the memory left beside the model; 0 without a CUDA device
     host_bytes: int | None = None  # None: half of the memory that a worker may use on its node
     disk: str | None = None  # folder; None: no disk tier
@@ -25,7 +26,14 @@ class CacheConfig:
     remote_bytes: int = 1000 * 2**30
     peer_bytes_per_second: float = 1e9  # that a worker sends to others which lack a template
     dtype: CacheDtype = "model"
+    stride: int = 1  # every so many steps of a template are kept
+    text_padding: TextPadding = "computed"
     seconds_to_live: float | None = None  # of unused templates that no client asked for; None: no limit
+
+    @property
+    def keeps_text(self) -> bool:
+        """True if the rows of texts are kept."""
+        return self.text_padding == "reused"
 
     @property
     def is_lasting(self) -> bool:
@@ -48,6 +56,7 @@ class ClusterConfig:
     model: str = "builtin"
     devices: tuple[str, ...] = ("auto",)  # one worker each
     dtype: str = "auto"
+    quantization: Quantization | None = None  # of the network's products
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
     max_templates: int = 1000  # that one tenant may ask for
@@ -58,7 +67,9 @@ class ClusterConfig:
     graphs: bool = True  # capture passes as CUDA graphs, on devices that have them
     plan: PlanPolicy = "cached"  # for edits that reuse activations; with any other, pictures depend on the load
     reuse: bool = True  # register templates; False: every edit computes every token
-    auto_register: bool = True  # register the pictures of edits; False: only templates that clients ask for
+    auto_register: bool = True  # register pictures that come back; False: only templates that clients ask for
+    register_after: int = 2  # edits of a picture within the window, after which it is registered
+    register_window: float = 3600.0  # seconds
     worker_timeout: float = 120.0  # seconds of silence after which a process counts as hung
     start_timeout: float = 1800.0  # the same while it loads the model
     hold_bytes: int = 64 * 2**20  # per worker, for the latents of edits with an idempotency key, after their last step
@@ -89,6 +100,7 @@ class ProcessConfig:
     max_batch_size: int
     batching: Batching
     cache: ResolvedCache
+    quantization: Quantization | None = None
     plan: PlanPolicy = "cached"
     graphs: bool = True
     num_workers: int = 1  # of the cluster
@@ -96,6 +108,8 @@ class ProcessConfig:
     peer_address: str = ""  # ZeroMQ address, maybe with a wildcard port, to serve templates to peers; empty: none
     hold_bytes: int = 0  # for latents of jobs with an idempotency key
     hold_seconds: float = 0.0
+    register_after: int = 2  # edits of a picture, at all fronts, after which it is registered
+    register_window: float = 3600.0  # seconds
     front_timeout: float = math.inf  # seconds of silence after which a front counts as gone
     parent: int | None = None  # pid of the parent that the process does not outlive; None: no parent is checked
     front: str = ""  # id of the front at the endpoint, where a process may serve several
@@ -128,12 +142,15 @@ def process_config(
         max_batch_size=config.max_batch_size,
         batching=config.batching,
         cache=config.cache,
+        quantization=config.quantization,
         plan=config.plan,
         graphs=config.graphs,
         num_workers=len(config.devices),
         num_sharing=config.devices.count(device) if num_sharing is None else num_sharing,
         hold_bytes=config.hold_bytes,
         hold_seconds=config.hold_seconds,
+        register_after=config.register_after,
+        register_window=config.register_window,
         front_timeout=config.worker_timeout,
     )
 

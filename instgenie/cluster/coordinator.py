@@ -5,6 +5,7 @@ knows what to do, and then sends whatever can be sent. Knows no socket.
     stages     prepare, gather, denoise, finish
     recovery   deaths and restarts of processes
     library    templates and their registrations
+    unasked    registrations of pictures that come back
     archive    templates in tiers that outlive the cluster
     deposits   requests and answers that other fronts can take up
     neighbours templates of other fronts
@@ -41,6 +42,7 @@ from instgenie.cluster.reporter import Reporter
 from instgenie.cluster.sharing import Sharing
 from instgenie.cluster.stages import Stages
 from instgenie.cluster.templates import TemplateRecord
+from instgenie.cluster.unasked import Unasked
 from instgenie.telemetry.logs import names_of
 
 log = logging.getLogger(__name__)
@@ -56,7 +58,8 @@ class Coordinator:
         self.neighbours = Neighbours(self.library, self.archive)
         self.edits = Edits(self.placement, self.library, self.reporter)
         self.front = Front(config, self.placement, self.library, self.edits, self.reporter, send)
-        self.stages = Stages(self.placement, self.library, self.edits, self.reporter, send)
+        self.unasked = Unasked(config, self.library)
+        self.stages = Stages(self.placement, self.library, self.unasked, self.edits, self.reporter, send)
         self.recovery = Recovery(self.placement, self.library, self.archive, self.edits)
         self.sharing = Sharing(workers, config.worker_timeout, send)
         self.deposits = Deposits(workers, send)
@@ -77,6 +80,7 @@ class Coordinator:
             wire.Kept: self.library.on_kept,
             wire.Fetched: self.stages.on_fetched,
             wire.Forgotten: self.neighbours.on_forgotten,
+            wire.EditCounted: self.unasked.on_counted,
             wire.Announced: self.neighbours.on_announced,
             wire.Foreign: self.sharing.on_foreign,
             wire.Listed: self.archive.on_listed,

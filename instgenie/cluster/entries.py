@@ -26,6 +26,7 @@ class ComputeMode(Enum):
 
     UNDECIDED = auto()  # its worker looks for the template's activations, and decides
     CACHED = auto()  # it uses the activations, on every attempt
+    OWN = auto()  # it reads what its own dense steps leave behind
     DENSE = auto()  # it computes every token
 
 
@@ -93,7 +94,8 @@ class EditEntry(Entry):
     group: list["EditEntry"]  # edits that join a batch together, itself among them
     mode: ComputeMode = ComputeMode.DENSE
     tier: TierName | None = None  # where the template's activations were found
-    why_dense: str = ""  # the reason, if its mode is DENSE
+    why_dense: str = ""  # the reason, if its mode is DENSE or OWN
+    may_own: bool = False  # True: without a template it reads what its own dense steps leave behind
     may_store: bool = True  # False: its picture does not become a template unasked
     num_parks: int = 0  # times that it waited for a registration
     is_running: bool = False  # True while it is in a batch
@@ -112,7 +114,7 @@ class EditEntry(Entry):
     @property
     def template(self) -> str | None:
         """The template whose activations it uses, or looks for."""
-        return None if self.mode is ComputeMode.DENSE else self.work.template
+        return self.work.template if self.mode in (ComputeMode.UNDECIDED, ComputeMode.CACHED) else None
 
     @property
     def is_waiting(self) -> bool:
@@ -142,7 +144,9 @@ class EditEntry(Entry):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens per step."""
+        """Tokens per step, in the mean."""
+        if self.mode is ComputeMode.OWN:
+            return round(self.num_masked_tokens + self.work.own_share * (self.num_tokens - self.num_masked_tokens))
         return self.num_masked_tokens if self.mode is ComputeMode.CACHED else self.num_tokens
 
     @property
@@ -163,8 +167,10 @@ class EditEntry(Entry):
         return self.order.wish.reuse == "template"
 
     def run_dense(self, why: str) -> None:
-        """Have every token computed. `why` is a clause for the client."""
-        self.mode, self.tier, self.why_dense = ComputeMode.DENSE, None, why
+        """Do without a template: have every token computed, or only at the edit's own dense steps. `why` is a clause
+        for the client."""
+        self.mode = ComputeMode.OWN if self.may_own else ComputeMode.DENSE
+        self.tier, self.why_dense = None, why
 
     def lose(self) -> None:
         super().lose()

@@ -76,7 +76,14 @@ class Front:
         works = [self._checked(*pair) for pair in zip(orders, self.library.naming.works_of(orders), strict=True)]
         for order, work in zip(orders, works, strict=True):
             may_store = order.may_store and self.config.auto_register
-            entry = EditEntry(id=uuid.uuid4().hex, order=order, work=work, group=group, may_store=may_store)
+            entry = EditEntry(
+                id=uuid.uuid4().hex,
+                order=order,
+                work=work,
+                group=group,
+                may_own=work.own_share < 1,
+                may_store=may_store,
+            )
             group.append(entry)
         worker = self.placement.home_of(orders[0]) or self.placement.choose(
             works, self.library.holders(works[0].template)
@@ -119,7 +126,8 @@ class Front:
         insists = order.wish.reuse == "template"
         if insists and work.template is None:
             raise ClosedError("the model is not known yet, so its templates are not either")
-        return replace(work, must_reuse=insists or self.library.is_ready(work.template))
+        own_share = work.own_share if self.config.reuse else 1.0
+        return replace(work, must_reuse=insists or self.library.is_ready(work.template), own_share=own_share)
 
     def _decide(self, entry: EditEntry, worker: Worker) -> None:
         """Decide whether an edit uses its template's activations, or leave it to the worker to look for them. Whether a

@@ -24,8 +24,6 @@ from instgenie.cluster.shelf import drop_failed, drop_pictures
 from instgenie.cluster.templates import SHARED, TemplateRecord
 from instgenie.scheduling.router import Work
 
-MAX_UNASKED = 4  # registrations in progress that no client asked for
-
 
 class Library:
     def __init__(self, config: ClusterConfig, naming: Naming, placement: Placement, send: Send) -> None:
@@ -47,23 +45,15 @@ class Library:
         name = order.id
         if not (name in self.templates and self.templates[name].is_asked_for):
             check_quota(self.templates.values(), order.tenant, self.config.max_templates)
-        template = self._learn(name, order, is_asked_for=True)
+        template = self.learn(name, order, is_asked_for=True)
         if template.state == "failed" or not (template.is_held or template.entries):
             self.register_on(template, self.placement.choose([Work(order.steps, 0, 0, name)]))
         return template
 
-    def register_unasked(self, name: str, order: TemplateOrder, worker: Worker) -> None:
-        """Register the picture of a finished edit, so that the next edit of it finds activations."""
-        known = self.templates.get(name)
-        is_under_way = known is not None and (known.state == "ready" or bool(known.entries))
-        num_unasked = sum(not template.is_asked_for and bool(template.entries) for template in self.templates.values())
-        if not is_under_way and num_unasked < MAX_UNASKED and self.retries.may_try(name):
-            self.register_on(self._learn(name, order), worker)
-
     def meet(self, name: str, entry: EditEntry) -> None:
         """Note that an edit has found a template's activations, which may be older than the cluster."""
         is_new = name not in self.templates
-        template = self._learn(name, self.naming.template_order_of(entry.order))
+        template = self.learn(name, self.naming.template_order_of(entry.order))
         if is_new:
             template.state, template.num_registered_steps = "ready", template.order.steps
         self.workers[entry.worker].load.templates.setdefault(name, "host")  # the edit brought it into memory
@@ -94,7 +84,7 @@ class Library:
         is_known = template in self.templates or template in self.forgetting
         return self.config.reuse and self.config.cache.is_lasting and not is_known
 
-    def _learn(self, name: str, order: TemplateOrder, is_asked_for: bool = False) -> TemplateRecord:
+    def learn(self, name: str, order: TemplateOrder, is_asked_for: bool = False) -> TemplateRecord:
         """Get or create the record of a template, and give it the picture."""
         template = self.templates.setdefault(name, TemplateRecord(name, order))
         template.order, template.used_at = order, time.monotonic()
@@ -164,7 +154,7 @@ class Library:
         template failed a moment ago, the edit goes to a worker that has it."""
         assert entry.template is not None
         self.placement.process_of(entry).remove(entry)
-        template = self._learn(entry.template, self.naming.template_order_of(entry.order))
+        template = self.learn(entry.template, self.naming.template_order_of(entry.order))
         if not self.retries.may_try(template.id) and self._other_holders(template, entry.worker):
             self._send_to_holder(template, entry)
             return

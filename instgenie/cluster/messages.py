@@ -28,6 +28,7 @@ def denoising(entry: EditEntry, template: wire.TemplateHead | None, peers: tuple
         template=template,
         must_reuse=entry.mode is ComputeMode.CACHED,
         num_partials=entry.order.num_partials,
+        may_own=entry.may_own,
         fails_dense=entry.must_not_run_dense,
         trace=entry.order.trace,
         request_id=entry.request_id,

@@ -62,5 +62,5 @@ class Naming:
             num_masked = max(round(num_tokens * masked_share(order.mask)), 1)
             num_steps = facts.steps if order.wish.steps is None else order.wish.steps
             template = self.template_order_of(order).id if order.can_reuse else None
-            works.append(Work(num_steps, num_tokens, num_masked, template))
+            works.append(Work(num_steps, num_tokens, num_masked, template, own_share=order.own_share(num_steps)))
         return works

@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from instgenie.cluster.wish import Wish
-from instgenie.jobs.quality import SETTINGS
+from instgenie.jobs.quality import DEFAULT, SETTINGS
 from instgenie.pictures.digest import masked_share
 from instgenie.telemetry.logs import request_id
-from instgenie.types import Box, PixelMask, Pixels, Source, TierName, Whole
+from instgenie.types import Box, PixelMask, Pixels, ReuseFound, Source, TierName, Whole
 
 OutputFormat = Literal["png", "jpeg", "webp"]
 FailureKind = Literal["bad_input", "no_reuse", "out_of_memory", "crashed", "unavailable", "shutting_down", "internal"]
@@ -50,13 +50,22 @@ class Order:
     def obstacle(self) -> str:
         """Why a template's activations are of no use to this edit; empty if they are."""
         wish = self.wish
-        if wish.reuse == "off":
-            return "the request asks for reuse=off"
+        if wish.reuse in ("off", "own"):
+            return f"the request asks for reuse={wish.reuse}"
         if wish.quality == "exact":
             return "the quality 'exact' computes every token"
         if wish.steps is not None and SETTINGS[wish.quality].dense_steps(wish.steps) >= wish.steps:
             return f"the quality {wish.quality!r} computes {wish.steps} of {wish.steps} steps in full"
         return "the mask covers the whole picture" if masked_share(self.mask) == 1 else ""
+
+    def own_share(self, num_steps: int) -> float:
+        """Share of the steps that compute every token if the edit reads what these leave behind; 1 if it may not. Steps
+        that are found on the way are taken to be as many as those of `balanced`."""
+        wish = self.wish
+        if wish.reuse not in ("auto", "own") or masked_share(self.mask) == 1:
+            return 1.0
+        quality = DEFAULT if SETTINGS[wish.quality].max_change else wish.quality
+        return len(SETTINGS[quality].own_steps(num_steps)) / num_steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +128,9 @@ class Facts:
     dense_seconds: float  # predicted time of the steps if every token were computed
     finish_seconds: float
     finish_thread_seconds: float  # the part of finish_seconds during which the next picture is decoded
+    why_dense: str = ""  # why no template's activations were used, as a clause; empty if they were
+    reuse: ReuseFound = "none"  # whose activations were read
     crop: Box | None = None  # the part of the picture that was edited; None: all of it
-    why_dense: str = ""  # why every token was computed, as a clause; empty if a template's activations were used
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,6 +45,7 @@ class Placement:
             template=works[0].template,
             num_edits=len(works),
             must_reuse=works[0].must_reuse,
+            own_share=works[0].own_share,
         )
         drawn = (self.workers[index] for index in self.router.sample(holders))
         return self.workers[self.router.choose(total, loads, [worker.load for worker in drawn if worker.takes_edits])]
@@ -73,9 +74,13 @@ class Placement:
         if entry.stage == "finish":
             worker.load.hand_over(entry.id)
             return
-        is_cached = entry.mode is ComputeMode.CACHED
-        tier = worker.load.templates.get(entry.template or "", "host") if is_cached else None
-        price = worker.load.costs.price(entry.num_tokens, entry.num_masked_tokens, tier)
+        costs, num_tokens, num_masked = worker.load.costs, entry.num_tokens, entry.num_masked_tokens
+        if entry.mode is ComputeMode.OWN:
+            price = costs.own_price(num_tokens, num_masked, entry.work.own_share)
+        else:
+            is_cached = entry.mode is ComputeMode.CACHED
+            tier = worker.load.templates.get(entry.template or "", "host") if is_cached else None
+            price = costs.price(num_tokens, num_masked, tier)
         worker.load.add(entry.id, entry.num_steps - entry.step, entry.num_computed_tokens, price)
 
     def remove(self, entry: EditEntry) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from instgenie.cluster import wire
 from instgenie.cluster.messages import Send
 from instgenie.cluster.processes import Process, Worker
-from instgenie.scheduling.router import NO_LOAD, LoadSums
+from instgenie.scheduling.backlog import NO_LOAD, LoadSums
 
 SECONDS_BETWEEN_TELLS = 0.1  # of the load that this front has given to a worker, if it has changed
 STALE_SECONDS = 5.0  # a worker that is silent for longer gets no new edit if another can run it

@@ -19,13 +19,24 @@ from instgenie.cluster.orders import Facts
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.reporter import Reporter
+from instgenie.cluster.unasked import Unasked
+from instgenie.types import ReuseFound
 
 
 class Stages:
-    def __init__(self, placement: Placement, library: Library, edits: Edits, reporter: Reporter, send: Send) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        library: Library,
+        unasked: Unasked,
+        edits: Edits,
+        reporter: Reporter,
+        send: Send,
+    ) -> None:
         self.placement = placement
         self.workers = placement.workers
         self.library = library
+        self.unasked = unasked
         self.edits = edits
         self.reporter = reporter
         self.send = send
@@ -178,17 +189,7 @@ class Stages:
             worker.load.measure_side_stage("finish", message.period)
             seconds = time.monotonic() - answered.accepted_at
             self.edits.finish(answered, picture, facts_of(answered, message, worker), seconds)
-            self._register_template_of(answered)
-
-    def _register_template_of(self, entry: EditEntry) -> None:
-        """Register the picture of an edit that found no activations."""
-        naming = self.library.naming
-        may_store = self.library.config.reuse and entry.may_store
-        is_wanted = may_store and entry.order.can_reuse and naming.model_facts is not None
-        if entry.mode is ComputeMode.DENSE and is_wanted:
-            order = naming.template_order_of(entry.order)
-            name = entry.work.template or order.id
-            self.library.register_unasked(name, order, self.workers[entry.worker])
+            self.unasked.consider(answered)
 
     def on_failed(self, process: Process, message: wire.JobFailed, frames: list[wire.Frame]) -> None:
         if entry := process.take_back(message.id, message.attempt):
@@ -198,6 +199,19 @@ class Stages:
 def held_edit(process: Process, id: str, attempt: int) -> EditEntry | None:
     entry = process.holding(id, attempt)
     return entry if isinstance(entry, EditEntry) else None
+
+
+def why_dense(entry: EditEntry, found: ReuseFound) -> str:
+    """Why no template was used, and where its own dense steps were to serve the edit instead, why these did not. An
+    edit that got the result of one with its key, begun by another front, may have found less or more than it looked
+    for."""
+    if found == "template":
+        return ""
+    if entry.order.key and entry.mode is ComputeMode.CACHED:
+        return "an edit with the same key was begun before the template was ready"
+    if entry.mode is ComputeMode.OWN and found == "none":
+        return f"{entry.why_dense}, and the device has no room for what the edit's own dense steps would leave behind"
+    return entry.why_dense
 
 
 def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
@@ -216,7 +230,8 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
         num_masked_tokens=prepared.num_masked_tokens,
         num_computed_tokens=denoised.num_computed_tokens,
         cache_tier=entry.tier,
-        why_dense=entry.why_dense,
+        why_dense=why_dense(entry, denoised.reuse),
+        reuse=denoised.reuse,
         crop=entry.order.whole.box if entry.order.whole else None,
         worker=entry.worker,
         num_attempts=entry.attempt,

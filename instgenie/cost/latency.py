@@ -31,6 +31,7 @@ from instgenie.cost.network import (
 )
 from instgenie.errors import CalibrationError
 from instgenie.machine.files import complete_file
+from instgenie.types import Quantization
 
 VERSION = 1
 NO_LOADS = [0.0, 0.0], 0.0  # the fit if no load was measured
@@ -189,6 +190,11 @@ def find_latency(device: str, model: str, kind: str) -> Latency:
     """The latency measured for a device and a model, or else the default for the kind of device, cpu or cuda."""
     path = latency_path(device, model)
     return read_latency(path) if path.is_file() else replace(DEFAULTS[kind], device=device, model=model)
+
+
+def calibrated_name(model: str, quantization: Quantization | None) -> str:
+    """The name by which the latency of a model with such products is kept."""
+    return f"{model} {quantization}" if quantization else model
 
 
 def latency_path(device: str, model: str) -> Path:

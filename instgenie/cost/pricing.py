@@ -1,7 +1,7 @@
 """Makes the table of step costs from the latency model and the planner. Knows shapes and plans; knows no model and no
 worker."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from instgenie.cost.latency import Latency
 from instgenie.cost.network import Demand, NetworkShape, load_bytes, pad_demands
@@ -25,8 +25,10 @@ class JobShape:
     network: NetworkShape
     num_text: int
     num_branches: int = 1
-    value_bytes: int = 2  # per value in the activations
+    value_bytes: float = 2  # per value in the activations
+    stride: int = 1  # every so many steps are kept
     kind: Kind = "kv"  # of the activations
+    num_prompt: int = 0  # text tokens that are computed where padding is read from activations; 0: all text is computed
 
     def demand(self, num_tokens: int, num_masked: int, in_gpu: bool) -> Demand:
         """The demand of a job with activations."""
@@ -37,6 +39,8 @@ class JobShape:
             num_branches=self.num_branches,
             kind=self.kind,
             value_bytes=self.value_bytes,
+            num_served=self.stride,
+            num_prompt=self.num_prompt,
             in_gpu=frozenset(range(len(self.network.blocks))) if in_gpu else frozenset(),
         )
         return pad_demands([demand])[0] if self.network.pads_lists else demand
@@ -56,7 +60,7 @@ def make_costs(
         return tuple(price(shape.network, demand, latency, policy) for demand in demands)
 
     gpu = column(in_gpu=True)
-    whole = shape.demand(num_tokens, 0, in_gpu=False)
+    whole = replace(shape.demand(num_tokens, 0, in_gpu=False), num_served=1, num_prompt=0)
     return StepCosts(
         num_tokens=num_tokens,
         per_step=latency.block * len(shape.network.blocks),
@@ -65,6 +69,8 @@ def make_costs(
         host=gpu if is_host_near else column(in_gpu=False),
         dense=price(shape.network, shape.dense_demand(num_tokens), latency, policy),
         bytes_per_token=sum(load_bytes(block, whole) for block in shape.network.blocks) / num_tokens,
+        num_text=shape.num_text if shape.num_prompt else 0,
+        stride=shape.stride,
         fetch=FETCH,
     )
 

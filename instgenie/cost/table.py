@@ -42,7 +42,9 @@ class StepCosts(Struct, frozen=True):
     gpu: tuple[Price, ...]  # per ratio: a job whose activations are in the memory of the device
     host: tuple[Price, ...]  # per ratio: a job that reads its activations from main memory as it runs
     dense: Price  # a job without activations
-    bytes_per_token: float = 0.0  # of the activations of one step
+    bytes_per_token: float = 0.0  # of the activations of one kept step
+    stride: int = 1  # every so many steps are kept
+    num_text: int = 0  # text tokens whose rows are kept beside those of the image
     fetch: dict[
         TierName, tuple[float, float]
     ] = {}  # by tier: typical seconds to fetch a template into memory, fixed and per byte
@@ -65,6 +67,11 @@ class StepCosts(Struct, frozen=True):
         dense, cached = self.price(num_tokens, num_tokens, None), self.price(num_tokens, num_masked, tier)
         return mix(dense, cached, num_dense / num_steps)
 
+    def own_price(self, num_tokens: float, num_masked: float, own_share: float) -> Price:
+        """Mean price per step of a job that computes every token at a share of its steps, and at the others reads what
+        these left in the memory of the device."""
+        return mix(self.price(num_tokens, 0, None), self.price(num_tokens, num_masked, "gpu"), own_share)
+
     def step_seconds(self, prices: Iterable[Price]) -> float:
         """Seconds of one step of these jobs together."""
         return self.total_seconds(1, *map(sum, zip((0.0, 0.0), *prices, strict=True)))
@@ -80,9 +87,13 @@ class StepCosts(Struct, frozen=True):
         fixed, per_byte = self.fetch[tier]
         return fixed + per_byte * self.template_bytes(num_tokens, num_steps)
 
+    def num_kept(self, num_steps: int) -> int:
+        """Steps that a registration computes and keeps."""
+        return -(-num_steps // self.stride)
+
     def template_bytes(self, num_tokens: float, num_steps: int) -> float:
         """Bytes of a template's activations."""
-        return self.bytes_per_token * num_tokens * num_steps
+        return self.bytes_per_token * (num_tokens + self.num_text) * self.num_kept(num_steps)
 
 
 def linear_costs(per_step: float, per_token: float) -> StepCosts:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from instgenie.cost.network import Demand, NetworkShape, pad_demands
+from instgenie.cost.network import VALUE_BYTES, Demand, NetworkShape, pad_demands
 from instgenie.engine.loading.route import sharing_key
 from instgenie.jobs.job import Job
 
@@ -34,11 +34,14 @@ def make_demand(job: Job, network: NetworkShape) -> Demand:
     )
     if job.activations is None or job.in_dense_steps:
         return demand
-    rows = job.activations.rows[0]
+    cache = job.activations
+    rows = cache.rows[0]
     return replace(
         demand,
-        kind=job.activations.kind,
-        num_kept=job.activations.num_branches,
-        value_bytes=rows.element_size(),
+        kind=cache.kind,
+        num_kept=cache.num_branches,
+        value_bytes=VALUE_BYTES.get(cache.key.cache_dtype, rows.element_size()),
+        num_served=cache.key.stride,
+        num_prompt=job.num_prompt if cache.num_text else 0,
         in_gpu=frozenset(range(len(network.blocks))) if rows.device == job.masked.device else frozenset(),
     )

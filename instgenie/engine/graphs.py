@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instgenie.engine.loading.route import is_far, needs_loading, places_of
+from instgenie.engine.loading.route import is_far, places_of
 from instgenie.engine.loading.staging import Staging
 from instgenie.jobs.job import Job
 from instgenie.jobs.rows import RowReader, TableRows
 from instgenie.kernels.switch import runs_fused
 from instgenie.models.model import Model
 from instgenie.models.packed import PackedBatch
+from instgenie.types import CacheDtype
 
 MAX_GRAPHS = 128
 MAX_SEEN = 1024
@@ -99,9 +100,10 @@ class Graphs:
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     def takes(self, jobs: Sequence[Job]) -> bool:
-        """Return whether it can find all rows that the jobs' present step reads."""
+        """Return whether it can find all rows that the jobs' present step reads or keeps. Only kernels can on a GPU."""
         reading = [job for job in jobs if places_of(job)]
-        if reading and self.model.device.type == "cuda" and not runs_fused(reading[0].masked):
+        touching = [*reading, *(job for job in jobs if job.keeps_activations)]
+        if touching and self.model.device.type == "cuda" and not runs_fused(touching[0].masked):
             return False
         if len({job.activations.kind for job in reading if job.activations}) > 1:
             self.explain("activations are of two kinds")
@@ -129,7 +131,8 @@ class Graphs:
         addresses = self.find_rows(packed.readers)
         captured = self.find(packed, addresses)
         if captured is None:
-            uncaptured = packed.reading(TableRows(addresses.to(self.model.device, non_blocking=True)))
+            table = addresses.to(self.model.device, non_blocking=True)
+            uncaptured = packed.reading(TableRows(table, dtypes_of(packed.readers)))
             self.staging.mark()
             return self.model.run(uncaptured)
         captured.inputs.copy(packed, addresses)
@@ -138,7 +141,7 @@ class Graphs:
 
     def find(self, packed: PackedBatch, addresses: Tensor) -> Captured | None:
         """Return the captured pass with this batch's signature, captured now if it is seen for the second time."""
-        key = packed.signature
+        key = packed.signature, dtypes_of(packed.readers)
         found = self.captured.get(key)
         if found is None:
             if len(packed.readers) > self.max_readers or key in self.refused or not self.is_known(key):
@@ -155,15 +158,18 @@ class Graphs:
         return found
 
     def find_rows(self, readers: Sequence[RowReader]) -> Tensor:
-        """Addresses of the rows that a pass reads [places, readers], in main memory; 0 for readers that read none."""
-        found = [self.find_addresses(job, branch) if places_of(job) else [] for job, branch in readers]
+        """Addresses of the rows that a pass reads or keeps [places, readers], in main memory; 0 for other readers."""
+        found = [
+            self.find_addresses(job, branch) if places_of(job) or job.keeps_activations else []
+            for job, branch in readers
+        ]
         num_places = max(map(len, found))
         table = torch.tensor([addresses or [0] * num_places for addresses in found], dtype=torch.int64).T.contiguous()
         return table.pin_memory() if self.model.device.type == "cuda" else table
 
     def find_addresses(self, job: Job, branch: int) -> list[int]:
         assert job.activations is not None
-        if needs_loading(job):
+        if is_far(job):
             return self.staging.addresses(job, branch)
         return job.activations.addresses(job.step, branch)
 
@@ -184,9 +190,16 @@ class Graphs:
         table = self.tensors.take("table", addresses.to(self.model.device)).tensor
         inputs = Inputs(tuple(map(self.tensors.take, packed.names, packed.columns)), table)
         inputs.copy(packed, addresses)
-        twin = packed.over([fixed.tensor for fixed in inputs.tensors], TableRows(table))
+        twin = packed.over([fixed.tensor for fixed in inputs.tensors], TableRows(table, dtypes_of(packed.readers)))
         num_warm_ups = 0 if self.captured else NUM_WARM_UPS
         return Captured(inputs, capture(lambda: self.model.run(twin), self.model.device, self.pool, num_warm_ups))
+
+
+def dtypes_of(readers: Sequence[RowReader]) -> tuple[CacheDtype, ...]:
+    """Per reader, the format in which the rows are kept that it reads. Readers that read none have that of another."""
+    found = [job.activations.key.cache_dtype if job.activations and places_of(job) else None for job, _ in readers]
+    anyone: CacheDtype = next((one for one in found if one), "model")
+    return tuple(one or anyone for one in found)
 
 
 def num_computed(job: Job) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loading.loader import Loader
+from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import Planning
 from instgenie.jobs.job import Job
 from instgenie.machine.device_memory import is_out_of_memory
@@ -40,6 +41,7 @@ class Engine:
         planning: Planning | None = None,
         loader: Loader | None = None,
         graphs: Graphs | None = None,
+        own: OwnActivations | None = None,
     ) -> None:
         self.model = model
         self.full_size = max_jobs
@@ -47,6 +49,7 @@ class Engine:
         self.planning = planning
         self.loader = loader or Loader(model)
         self.graphs = graphs
+        self.own = own or OwnActivations(model)
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
@@ -75,8 +78,10 @@ class Engine:
 
     @torch.inference_mode()
     def advance(self, jobs: Sequence[Job]) -> None:
+        self.own.make_ready(jobs)
         self.plan(jobs)
         for job, predictions in zip(jobs, self.predict(jobs), strict=True):
+            self.own.watch(job)
             job.advance(predictions)
         self.load_ahead([job for job in jobs if not job.done])
 

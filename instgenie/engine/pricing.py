@@ -8,9 +8,11 @@ from typing import ClassVar
 import numpy as np
 
 from instgenie.cost.latency import find_latency
+from instgenie.cost.network import VALUE_BYTES
 from instgenie.cost.pricing import JobShape, make_costs
 from instgenie.cost.table import Price, StepCosts
 from instgenie.jobs.job import Job
+from instgenie.jobs.tokens import text_bucket
 from instgenie.machine.device import device_name
 from instgenie.models.model import Model
 from instgenie.scheduling.scheduler import PricedJob
@@ -19,23 +21,28 @@ from instgenie.types import CacheDtype, Edit, PlanPolicy, TierName
 NO_PICTURE, NO_MASK = np.empty((0, 0, 3), np.uint8), np.empty((0, 0), np.bool_)
 
 
-def price_steps(model: Model, name: str, policy: PlanPolicy, dtype: CacheDtype) -> StepCosts:
+def price_steps(
+    model: Model, name: str, policy: PlanPolicy, dtype: CacheDtype, stride: int = 1, keeps_text: bool = False
+) -> StepCosts:
     """Make the cost table of a model from its calibration on this device, or from default latencies without one. The
     calibration is found by the `name` the model was loaded by."""
     latency = find_latency(device_name(model.device), name, model.device.type)
-    shape = job_shape(model, 1 if dtype == "fp8" else model.dtype.itemsize)
+    shape = job_shape(model, VALUE_BYTES.get(dtype, model.dtype.itemsize), stride, keeps_text)
     num_tokens = (model.own_size // model.patch) ** 2
     return make_costs(shape, latency, policy, num_tokens, is_host_near=model.device.type == "cpu")
 
 
-def job_shape(model: Model, value_bytes: int) -> JobShape:
-    """Describe jobs that use the model's defaults."""
+def job_shape(model: Model, value_bytes: float, stride: int = 1, keeps_text: bool = False) -> JobShape:
+    """Describe jobs that use the model's defaults. Prompts are short: where padding is read, the fewest tokens that a
+    prompt may have are computed."""
     edit = Edit(NO_PICTURE, NO_MASK, "", guidance=model.guidance)
     return JobShape(
         network=model.describe(),
         num_text=model.num_text_tokens,
         num_branches=2 if model.guidance_scale(edit) > 1 else 1,
         value_bytes=value_bytes,
+        stride=stride,
+        num_prompt=text_bucket(1, model.num_flowing_text) if keeps_text and model.num_flowing_text else 0,
     )
 
 
@@ -48,8 +55,7 @@ def price_of(job: Job, costs: StepCosts) -> Price:
 def priced(job: Job, costs: StepCosts) -> PricedJob:
     """The job as the scheduler sees it, with the mean price of its remaining steps."""
     tier, num_left = tier_of(job), job.num_steps - job.step
-    num_dense = min(max(job.edit.dense_steps - job.step, 0), num_left)
-    price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, num_dense, num_left)
+    price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, job.num_dense_left, num_left)
     return PricedJob(price, num_left)
 
 
@@ -67,7 +73,9 @@ class SingleJob:
 
 
 def tier_of(job: Job) -> TierName | None:
-    """The memory tier that holds its activations; None if it has none."""
+    """The memory tier that holds its activations; None if it has none. Its own are on its device."""
+    if job.own_steps:
+        return "gpu"
     if job.activations is None:
         return None
     return "gpu" if job.activations.rows[0].device == job.masked.device else "host"

@@ -1,4 +1,4 @@
-"""Registers templates: computes a picture's activations in teacher-forced dense passes over all its steps.
+"""Registers templates: computes a picture's activations in teacher-forced dense passes over the steps that are kept.
 
 The inputs of unmasked tokens depend only on the template and are known for all steps in advance. So the steps of a span
 run as the jobs of one batch. Every pass sees a picture in which nothing is masked and, by default, empty prompts. Where
@@ -18,7 +18,7 @@ from instgenie.cache.store import Store
 from instgenie.cache.tier import estimate
 from instgenie.cost.plan import Plan
 from instgenie.engine.prepare import choose_size, make_job
-from instgenie.errors import EditError
+from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import (
     NUM_PARTS,
     NUM_STEPS_AT_ONCE,
@@ -31,7 +31,7 @@ from instgenie.jobs.activations import (
     split_steps,
 )
 from instgenie.jobs.job import Job
-from instgenie.kernels.packed import pack_rows
+from instgenie.kernels.packed import is_packed, pack_rows
 from instgenie.models.identity import code_version
 from instgenie.models.model import Model
 from instgenie.pictures.digest import digest
@@ -51,15 +51,19 @@ def register(
     isolated: bool = False,
     cache_dtype: CacheDtype = "model",
     on_step: OnStep | None = None,
+    stride: int = 1,
+    keeps_text: bool = False,
 ) -> Activations:
     """Register a picture on the model's device. More steps at once are faster and need more memory; the numbers stay
-    the same. The passes see `prompt`, or no text at all if `isolated`."""
+    the same. The passes see `prompt`, or no text at all if `isolated`. With `keeps_text` edits read the padding of
+    their text from the template."""
     edit = template_edit(picture, model, size, steps, guidance)
-    check_registration(kind, num_steps_at_once)
-    key = replace(make_key(edit, model, kind, cache_dtype), prompt=prompt, isolated=isolated)
-    spans = split_steps(edit.steps, num_steps_at_once)
-    seen = with_progress(observe(edit, model, key, spans), 0, edit.steps, on_step)
-    return make_activations(key, join(edit.steps, seen, model.device), model)
+    check_registration(kind, num_steps_at_once, stride)
+    key = make_key(edit, model, kind, cache_dtype, stride, keeps_text and not isolated)
+    key = replace(key, prompt=prompt, isolated=isolated)
+    spans = split_steps(key.num_kept, num_steps_at_once)
+    seen = with_progress(observe(edit, model, key, spans), key, 0, on_step)
+    return make_activations(key, join(key.num_kept, seen, model.device), model)
 
 
 def register_in(
@@ -72,23 +76,26 @@ def register_in(
     kind: Kind = "kv",
     cache_dtype: CacheDtype = "model",
     on_step: OnStep | None = None,
+    stride: int = 1,
+    keeps_text: bool = False,
 ) -> RegisterResult:
     """Compute the missing spans of a template and put each into the store as it is done."""
     edit = template_edit(picture, model, size, steps, guidance)
-    check_registration(kind, NUM_STEPS_AT_ONCE)
-    key = make_key(edit, model, kind, cache_dtype)
+    check_registration(kind, NUM_STEPS_AT_ONCE, stride)
+    key = make_key(edit, model, kind, cache_dtype, stride, keeps_text)
     with store.pinned(key):
         missing = store.missing(key)
-        num_missing = sum(map(len, missing))
-        for span in with_progress(observe(edit, model, key, missing), edit.steps - num_missing, edit.steps, on_step):
+        num_missing = key.num_served(missing)
+        for span in with_progress(observe(edit, model, key, missing), key, key.num_steps - num_missing, on_step):
             store.put(key, span)
-    return RegisterResult(edit.steps, num_missing, store.num_bytes(key))
+    return RegisterResult(key.num_steps, num_missing, store.num_bytes(key))
 
 
 def make_activations(key: Key, span: Span, model: Model) -> Activations:
-    """Wrap a span of all steps, as found in the store, for the model. Rows may stay on another device; the time
+    """Wrap a span of all kept steps, as found in the store, for the model. Rows may stay on another device; the time
     embeddings are moved to the model's."""
-    return Activations(key, model.run_lengths, num_tokens(key.size, model), span.rows, span.time.to(model.device))
+    time, steps = span.time.to(model.device), key.kept_steps if key.stride > 1 else None  # None: every step
+    return Activations(key, model.run_lengths, num_tokens(key.size, model), span.rows, time, steps)
 
 
 @torch.inference_mode()
@@ -98,7 +105,7 @@ def observe(edit: Edit, model: Model, key: Key, spans: Sequence[range]) -> Itera
         return
     job = template_job(edit, model, key.prompt, key.isolated)
     for steps in spans:
-        yield observe_span(job, model, key.kind, key.cache_dtype, steps)
+        yield observe_span(job, model, key, steps)
 
 
 @torch.inference_mode()
@@ -110,18 +117,40 @@ def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = Fa
 
 
 @torch.inference_mode()
-def observe_span(job: Job, model: Model, kind: Kind, cache_dtype: CacheDtype, steps: range) -> Span:
+def observe_span(job: Job, model: Model, key: Key, slots: range) -> Span:
+    """Compute the kept steps with these numbers in one pass. Raise a ModelError if a value is no finite number: a row
+    with such a value would spoil every edit that reads it."""
+    steps = [key.kept_steps.steps[slot] for slot in slots]
     jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in steps]
     rows: list[Tensor] = []
+    bounds: list[Tensor] = []  # per place, the smallest and the largest value
 
     def keep(seen: Tensor) -> None:
         by_branch = seen.unflatten(0, (len(jobs), -1)).transpose(0, 1)  # [branches, steps, 2 or 1, tokens, width]
-        packed = cache_dtype == "fp8"
-        rows.append(pack_rows(by_branch) if packed else by_branch.clone(memory_format=torch.contiguous_format))
+        bounds.append(torch.stack(torch.aminmax(seen)))
+        rows.append(keep_rows(by_branch, key.cache_dtype))
 
     time = model.observe_time(jobs)
-    model.observe(jobs, kind, keep)
-    return Span(steps, tuple(rows), time)
+    model.observe(jobs, key.kind, keep, key.num_text > 0)
+    check_finite(torch.stack(bounds), steps)
+    return Span(slots, tuple(rows), time)
+
+
+def keep_rows(rows: Tensor, dtype: CacheDtype) -> Tensor:
+    """A copy of rows in the format of a cache."""
+    return pack_rows(rows, dtype) if is_packed(dtype) else rows.clone(memory_format=torch.contiguous_format)
+
+
+def check_finite(bounds: Tensor, steps: Sequence[int]) -> None:
+    """Raise a ModelError if any of the bounds [places, 2] is no finite number; a NaN among values is a bound of them.
+    One wait for the device serves all places."""
+    bad = (~bounds.isfinite()).any(dim=1).cpu()
+    if bad.any():
+        numbers = ", ".join(map(str, steps))
+        raise ModelError(
+            f"the template cannot be registered: {int(bad.sum())} of {len(bad)} places, the first of them number "
+            f"{int(bad.nonzero()[0])}, have values that are not finite numbers in the steps {numbers}"
+        )
 
 
 class Registration:
@@ -134,7 +163,7 @@ class Registration:
 
     @property
     def num_registered_steps(self) -> int:
-        return self.key.num_steps - sum(map(len, self.missing))
+        return self.key.num_steps - self.key.num_served(self.missing)
 
     @property
     def done(self) -> bool:
@@ -148,27 +177,30 @@ class Registration:
         """Compute the next span, without waiting for slow tiers. A span for which there will be room later is dropped
         and stays missing. Raises a CacheError if the store has no room."""
         if self.missing:
-            span = observe_span(self.job, model, self.key.kind, self.key.cache_dtype, self.missing[0])
+            span = observe_span(self.job, model, self.key, self.missing[0])
             self.num_bytes = estimate(self.key, span)
             if store.offer(self.key, span):
                 self.missing.pop(0)
 
 
-def with_progress(spans: Iterator[Span], num_done: int, num_steps: int, on_step: OnStep | None) -> Iterator[Span]:
-    """Yield the spans, and call `on_step` after each was stored."""
+def with_progress(spans: Iterator[Span], key: Key, num_done: int, on_step: OnStep | None) -> Iterator[Span]:
+    """Yield the spans, and call `on_step` after each was stored, with the number of steps that are served."""
     if not on_step:
         yield from spans
         return
-    on_step(num_done, num_steps)
+    on_step(num_done, key.num_steps)
     for span in spans:
         yield span
-        num_done += len(span.steps)
-        on_step(num_done, num_steps)
+        num_done += key.num_served([span.steps])
+        on_step(num_done, key.num_steps)
 
 
-def check_registration(kind: Kind, num_steps_at_once: int) -> None:
-    if kind not in NUM_PARTS or num_steps_at_once < 1:
-        raise EditError(f"{num_steps_at_once} steps at once, kind {kind!r}: at least 1 step, kind kv or y, is expected")
+def check_registration(kind: Kind, num_steps_at_once: int, stride: int) -> None:
+    if kind not in NUM_PARTS or num_steps_at_once < 1 or stride < 1:
+        raise EditError(
+            f"{num_steps_at_once} steps at once, kind {kind!r}, stride {stride}: at least 1 step, kind kv or y, and a "
+            "stride of at least 1 are expected"
+        )
 
 
 def template_edit(
@@ -183,8 +215,16 @@ def template_edit(
     return edit
 
 
-def make_key(edit: Edit, model: Model, kind: Kind, cache_dtype: CacheDtype = "model") -> Key:
-    return name_key(digest(edit.picture), model.digest, edit, model, kind, cache_dtype)
+def make_key(
+    edit: Edit,
+    model: Model,
+    kind: Kind,
+    cache_dtype: CacheDtype = "model",
+    stride: int = 1,
+    keeps_text: bool = False,
+) -> Key:
+    named = digest(edit.picture), model.digest, edit, model, kind, cache_dtype
+    return name_key(*named, stride=stride, keeps_text=keeps_text)
 
 
 def name_key(
@@ -195,6 +235,8 @@ def name_key(
     kind: Kind,
     cache_dtype: CacheDtype = "model",
     tenant: str = "",
+    stride: int = 1,
+    keeps_text: bool = False,
 ) -> Key:
     """Make the key of a template from the digests of its picture and of the model's weights. The key covers the whole
     schedule: an edit with a strength below 1 takes the last of the same steps. If the edit has a size, its pixels are
@@ -213,6 +255,8 @@ def name_key(
         cache_dtype=cache_dtype,
         tenant=tenant,
         code=code_version(),
+        stride=stride,
+        num_text=model.num_flowing_text if keeps_text else 0,
     )
 
 
@@ -222,8 +266,8 @@ def num_tokens(size: tuple[int, int], model: Model) -> int:
 
 
 def may_reuse(edit: Edit) -> bool:
-    """Return whether activations may save the edit any work, as far as its fields tell."""
-    return edit.reuse != "off" and edit.dense_steps < edit.steps and not edit.mask.all()
+    """Return whether a template's activations may save the edit any work, as far as its fields tell."""
+    return edit.reuse in ("auto", "template") and edit.dense_steps < edit.steps and not edit.mask.all()
 
 
 def can_reuse(job: Job) -> bool:

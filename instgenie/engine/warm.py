@@ -60,8 +60,8 @@ def warm_up_steps(model: Model, cache_dtype: CacheDtype) -> None:
     with room_or_not(model):
         edit = sample_edit(model)
         job = blank_job(edit, model)
-        span = observe_span(job, model, "kv", cache_dtype, range(NUM_STEPS))
-        activations = make_activations(name_key("", "", edit, model, "kv", cache_dtype), span, model)
+        key = name_key("", "", edit, model, "kv", cache_dtype)
+        activations = make_activations(key, observe_span(job, model, key, key.slots), model)
         for one in (replace(job, plan=DENSE), reuse(job, activations)):
             engine = Engine(model)
             engine.join(one)

@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from instgenie.kernels.packed import unpack_rows, unpacked_shape
+from instgenie.cost.kept_steps import KeptSteps, every_step
+from instgenie.kernels.packed import PackedRows, is_packed, unpacked
 from instgenie.types import NUM_PARTS, CacheDtype, Kind
 
 __all__ = ["NUM_PARTS", "Activations", "CacheDtype", "Key", "Kind"]
@@ -35,11 +36,18 @@ class Key:
     isolated: bool = False  # True if the registration had no text
     tenant: str = ""  # the owner; edits of other tenants do not find the template
     code: str = ""  # version of the code that computes the activations
+    stride: int = 1  # every so many steps are kept
+    num_text: int = 0  # text tokens whose rows are kept, for edits that read its padding
 
     @property
     def text(self) -> str:
-        """The key as JSON, the same in every process."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """The key as JSON, the same in every process. A key without a stride is that of a template with all steps, one
+        without `num_text` that of a template without rows of its text."""
+        fields = asdict(self)
+        for name in ("stride", "num_text"):
+            if fields[name] == Key.__dataclass_fields__[name].default:
+                del fields[name]
+        return json.dumps(fields, sort_keys=True)
 
     @property
     def name(self) -> str:
@@ -47,13 +55,27 @@ class Key:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
-    def spans(self) -> list[range]:
-        """The ranges of steps in which the activations are kept and moved."""
-        return split_steps(self.num_steps, NUM_STEPS_AT_ONCE)
+    def kept_steps(self) -> KeptSteps:
+        return every_step(self.num_steps, self.stride)
 
     @property
-    def steps(self) -> range:
-        return range(self.num_steps)
+    def num_kept(self) -> int:
+        """The number of steps that are kept."""
+        return len(self.kept_steps.steps)
+
+    @property
+    def spans(self) -> list[range]:
+        """The ranges of slots, one per kept step, in which the activations are stored and moved."""
+        return split_steps(self.num_kept, NUM_STEPS_AT_ONCE)
+
+    @property
+    def slots(self) -> range:
+        return range(self.num_kept)
+
+    def num_served(self, spans: Iterable[range]) -> int:
+        """The number of steps that the slots of some spans serve."""
+        slots = {slot for span in spans for slot in span}
+        return sum(self.kept_steps.slot(step) in slots for step in range(self.num_steps))
 
 
 def parse_key(text: str) -> Key:
@@ -70,9 +92,9 @@ def parse_key(text: str) -> Key:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Activations of consecutive steps, with the same fields as `Activations`. All steps together are a span too."""
+    """Activations of consecutive kept steps, with the same fields as `Activations`. All together are a span too."""
 
-    steps: range
+    steps: range  # slots
     rows: tuple[Tensor, ...]  # each [branches, steps of the span, 2 or 1, tokens, width]
     time: Tensor  # [steps of the span, width]
 
@@ -83,24 +105,32 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """Rows that are registered once, read by many edits and written by none.
+    """Rows that are registered once, read by many edits and written by none; or those that an edit's own dense steps
+    leave behind, which that edit alone reads and writes.
 
     `kv`: K and V of all image tokens, after norm and rotary embedding, ready for attention.
     `y`: the image rows that go into a block, which are the Y of the block before; into the first, the embedded image.
     Blocks come in runs; tokens dropped in a run stay dropped to its end. A Flux is a single run, a UNet has one per
     transformer. After the blocks of each run a UNet also keeps the run's output, because convolutions read every token.
-    A Flux does not: it needs velocities of masked tokens alone.
+    A Flux does not: it needs velocities of masked tokens alone. Rows of the text, if they are kept, lie before those of
+    the image.
     """
 
     key: Key
     run_lengths: tuple[int, ...]  # number of blocks in each run
     num_tokens: int  # at full resolution; coarser levels of a UNet have fewer
-    rows: tuple[Tensor, ...]  # per place, in the order of the pass [branches, steps, 2 or 1, tokens, width or bytes]
-    time: Tensor  # [steps, width], the input of modulation in a Flux; no width for other families
+    rows: tuple[Tensor, ...]  # per place, in the order of the pass [branches, slots, 2 or 1, tokens, width or bytes]
+    time: Tensor  # [slots, width] or [slots, branches, width], the input of modulation in a Flux; others: no width
+    steps: KeptSteps | None = None  # the steps whose rows lie in the slots; None: every step
 
     @property
     def kind(self) -> Kind:
         return self.key.kind
+
+    @property
+    def num_text(self) -> int:
+        """Text tokens whose rows lie before those of the image tokens."""
+        return self.key.num_text
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,15 +140,23 @@ class Activations:
 
     @property
     def is_packed(self) -> bool:
-        return self.key.cache_dtype == "fp8"
+        return is_packed(self.key.cache_dtype)
 
     @property
     def num_branches(self) -> int:
         return self.rows[0].shape[0]
 
+    @cached_property
+    def kept_steps(self) -> KeptSteps:
+        return self.steps or every_step(self.rows[0].shape[1])
+
     @property
     def num_steps(self) -> int:
-        return self.rows[0].shape[1]
+        return self.kept_steps.num_steps
+
+    def slot(self, step: int) -> int:
+        """The slot of the rows that serve a step."""
+        return self.kept_steps.slot(step)
 
     @property
     def num_blocks(self) -> int:
@@ -136,38 +174,39 @@ class Activations:
         """The rows of a place at a step as they are kept [2 or 1, tokens, width or bytes]. A branch that was not
         registered reads the last one that was."""
         rows = self.rows[place]
-        return rows[min(branch, len(rows) - 1), step]
+        return rows[min(branch, len(rows) - 1), self.slot(step)]
+
+    def time_at(self, step: int, branch: int = 0) -> Tensor:  # [width]
+        time = self.time[self.slot(step)]
+        return time if time.ndim == 1 else time[branch]
 
     def readable(self, kept: Tensor) -> Tensor:
         """Unpack rows, on their device, if they are packed."""
-        if not self.is_packed:
-            return kept
-        rows = torch.empty(unpacked_shape(kept), dtype=self.dtype, device=kept.device)
-        unpack_rows(kept, rows)
-        return rows
+        return unpacked(kept, self.key.cache_dtype, self.dtype) if self.is_packed else kept
+
+    def source(self, kept: Tensor) -> Tensor | PackedRows:
+        """Rows as kernels read them: packed ones are unpacked on the way."""
+        return PackedRows(kept, self.key.cache_dtype) if self.is_packed else kept
 
     def addresses(self, step: int, branch: int) -> list[int]:
-        """Addresses of the rows of a step, place after place. Each place is contiguous; rows must not be packed."""
-        branch = min(branch, self.num_branches - 1)
-        return [start + branch * per_branch + step * per_step for start, per_branch, per_step in self._strides]
+        """Addresses of the rows of a step, place after place. Each place is contiguous."""
+        branch, slot = min(branch, self.num_branches - 1), self.slot(step)
+        return [start + branch * per_branch + slot * per_slot for start, per_branch, per_slot in self._strides]
 
     @cached_property
     def _strides(self) -> list[tuple[int, int, int]]:
-        """Per place: the address of its rows, and the strides in bytes of branches and of steps."""
+        """Per place: the address of its rows, and the strides in bytes of branches and of slots."""
         found = []
         for rows in self.rows:
-            per_branch, per_step = (stride * rows.element_size() for stride in rows.stride()[:2])
+            per_branch, per_slot = (stride * rows.element_size() for stride in rows.stride()[:2])
             assert rows[0, 0].is_contiguous()
-            assert not any(number % ALIGNMENT for number in (rows.data_ptr(), per_branch, per_step))
-            found.append((rows.data_ptr(), per_branch, per_step))
+            assert self.is_packed or not any(number % ALIGNMENT for number in (rows.data_ptr(), per_branch, per_slot))
+            found.append((rows.data_ptr(), per_branch, per_slot))
         return found
 
     def last(self, num_steps: int) -> "Activations":
         """The activations of the last steps alone; nothing is copied."""
-        if num_steps == self.num_steps:
-            return self
-        rows = tuple(rows[:, -num_steps:] for rows in self.rows)
-        return replace(self, rows=rows, time=self.time[-num_steps:])
+        return self if num_steps == self.num_steps else replace(self, steps=self.kept_steps.last(num_steps))
 
 
 def split_steps(num_steps: int, num_steps_at_once: int) -> list[range]:

@@ -13,11 +13,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from instgenie.cost.kept_steps import KeptSteps
 from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
-from instgenie.jobs.activations import Activations
+from instgenie.jobs.activations import Activations, Kind
 from instgenie.jobs.sampler import Schedule
-from instgenie.jobs.tokens import JobTokens, Level, pool, spread
+from instgenie.jobs.tokens import JobTokens, Level, pool, spread, text_bucket
 from instgenie.types import Edit
 
 
@@ -39,6 +40,7 @@ class Branch:
     text: Tensor  # [text tokens, width], embedded
     pooled: Tensor  # [pooled channels; 0 for models without a pooled embedding]
     rotary: Tensor  # [text tokens + image tokens, head channels / 2], complex; empty for models without
+    num_prompt: int | None = None  # leading text tokens that are the prompt's; those after them are padding. None: all
 
 
 @dataclass(eq=False)
@@ -55,8 +57,10 @@ class Job:
     schedule: Schedule
     latents: Tensor  # [tokens, channels]
     step: int = 0
-    activations: Activations | None = None  # of its template
-    plan: Plan = DENSE  # for the steps after the edit's dense steps
+    activations: Activations | None = None  # of its template, or its own
+    plan: Plan = DENSE  # for the steps that are not dense
+    own_steps: KeptSteps | None = None  # dense steps, if the activations are those that these leave behind
+    kept_step: int | None = None  # the step that left its own activations; None: there are none yet
 
     def __post_init__(self) -> None:
         cache = self.activations
@@ -106,12 +110,20 @@ class Job:
     def tokens(self) -> JobTokens:
         num_text = tuple(len(branch.text) for branch in self.branches)
         rotary = tuple(branch.rotary for branch in self.branches)
-        return JobTokens(len(self.masked), self.inside, self.outside, num_text, rotary)
+        return JobTokens(len(self.masked), self.inside, self.outside, num_text, rotary, self.num_prompt)
+
+    @cached_property
+    def num_prompt(self) -> int:
+        """Text tokens that are computed where the padding of all branches is read from activations: as many as for
+        prompts of about that length, so that few captured passes serve all prompts."""
+        num_text = max(len(branch.text) for branch in self.branches)
+        longest = max(len(branch.text) if branch.num_prompt is None else branch.num_prompt for branch in self.branches)
+        return text_bucket(longest, num_text) if len(self.outside) else num_text
 
     @cached_property
     def padded_tokens(self) -> JobTokens:
         """The job's tokens in lists as long as those of many other masks."""
-        return self.tokens.padded
+        return self.tokens.padded(reads_padding=self.activations is not None and self.activations.num_text > 0)
 
     @cached_property
     def image_rotary(self) -> Tensor:  # [image tokens, head channels / 2], the same in all branches
@@ -131,7 +143,30 @@ class Job:
     @property
     def in_dense_steps(self) -> bool:
         """True if this step computes every token even where activations are at hand."""
-        return self.step < self.edit.dense_steps
+        return self.is_dense_at(self.step)
+
+    def is_dense_at(self, step: int) -> bool:
+        if self.own_steps is None:
+            return step < self.edit.dense_steps
+        return self.kept_step is None or step in self.own_steps
+
+    @property
+    def keeps_activations(self) -> bool:
+        """True if this step's activations serve the next one."""
+        is_read = self.own_steps is not None and self.step + 1 < self.num_steps and self.step + 1 not in self.own_steps
+        return is_read and self.in_dense_steps
+
+    @property
+    def kept_kind(self) -> Kind | None:
+        """The kind of the activations that this step leaves behind; None if it leaves none."""
+        return self.activations.kind if self.activations and self.keeps_activations else None
+
+    @property
+    def num_dense_left(self) -> int:
+        """Dense steps among those that it has still to take, as far as they are known."""
+        if self.own_steps is None:
+            return min(max(self.edit.dense_steps - self.step, 0), self.num_steps - self.step)
+        return max(sum(step >= self.step for step in self.own_steps.steps), int(self.kept_step is None))
 
     @property
     def present_plan(self) -> Plan:
@@ -145,7 +180,8 @@ class Job:
     @property
     def num_computed_tokens(self) -> int:
         """Mean number of image tokens computed, over steps and blocks."""
-        cached_steps = max(self.num_steps - self.edit.dense_steps, 0) / self.num_steps
+        num_dense = self.edit.dense_steps if self.own_steps is None else len(self.own_steps.steps)
+        cached_steps = max(self.num_steps - num_dense, 0) / self.num_steps
         cached_blocks = sum(self.plan) / max(len(self.plan), 1)
         return round(len(self.masked) - cached_steps * cached_blocks * len(self.outside))
 
@@ -157,6 +193,8 @@ class Job:
             prediction = torch.zeros_like(self.latents).index_copy(0, self.inside, prediction)
         moved = self.schedule.advanced(self.latents, prediction, self.step)
         latents = torch.where(self.masked, moved, self.template.at(self.step + 1, self.schedule))
+        if self.keeps_activations:
+            self.kept_step = self.step
         self.step, self.latents = self.step + 1, latents  # together, so that running out of memory changes neither
 
 

@@ -8,6 +8,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from instgenie.kernels.packed import PackedRows, is_packed, row_size, unpacked
+from instgenie.types import CacheDtype
+
 
 @dataclass(frozen=True, eq=False)
 class Addresses:
@@ -15,9 +18,13 @@ class Addresses:
     memory, or in other memory that the device can read."""
 
     table: Tensor  # [entries], int64
+    dtypes: tuple[CacheDtype, ...] = ()  # per entry, in which its rows are kept; none: in the dtype they are read in
+
+    def dtype(self, entry: int) -> CacheDtype:
+        return self.dtypes[entry] if self.dtypes else "model"
 
     def __getitem__(self, entry: int) -> "Address":
-        return Address(self.table[entry : entry + 1])
+        return Address(self.table[entry : entry + 1], self.dtype(entry))
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,17 +32,30 @@ class Address:
     """The address of one entry."""
 
     table: Tensor  # [1], int64
+    dtype: CacheDtype = "model"
 
 
-RowSource: TypeAlias = Tensor | Address | None  # None if its rows are not read
+RowSource: TypeAlias = Tensor | PackedRows | Address | None  # None if its rows are not read
 RowSources: TypeAlias = list[RowSource] | Addresses
 
 
-def look_up(source: Tensor | Address, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The rows themselves, without a copy; an address must be in the memory of this process."""
+def look_up(
+    source: Tensor | PackedRows | Address, shape: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[Tensor, CacheDtype]:
+    """The rows as they are kept, without a copy, and in which format; they are [parts, tokens, width] when unpacked. An
+    address must be in the memory of this process."""
     if isinstance(source, Tensor):
-        return source
+        return source, "model"
+    if isinstance(source, PackedRows):
+        return source.rows, source.dtype
     assert not source.table.is_cuda
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = (ctypes.c_char * num_bytes).from_address(int(source.table))
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    *counts, width = shape
+    kept_dtype, size = (torch.uint8 if is_packed(source.dtype) else dtype), row_size(width, source.dtype)
+    memory = (ctypes.c_char * (math.prod(counts) * size * kept_dtype.itemsize)).from_address(int(source.table))
+    return torch.frombuffer(memory, dtype=kept_dtype).view(*counts, size), source.dtype
+
+
+def look_up_values(source: Tensor | PackedRows | Address, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """The rows, unpacked where they are packed."""
+    rows, packing = look_up(source, shape, dtype)
+    return unpacked(rows, packing, dtype) if is_packed(packing) else rows

@@ -31,7 +31,7 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Projected:
-    """Outputs of the projections [tokens, width], and the norms of their heads."""
+    """Outputs of the projections [tokens, width], whose rows may be strided, and the norms of their heads."""
 
     q: Tensor | None
     k: Tensor
@@ -78,11 +78,13 @@ def place_fused(tokens: Projected, rotary: Tensor, places: HeadPlaces | None, he
     num_tokens = len(tokens.k)
     q, q_out = (tokens.q, heads.q) if tokens.q is not None and heads.q is not None else (tokens.k, k_out)
     joint, keys = (places.joint, places.keys) if places else (q, q)
-    assert all(x.is_contiguous() for x in (q, tokens.k, tokens.v, q_out, k_out, v_out, rotary))
+    assert all(x.is_contiguous() for x in (q_out, k_out, v_out, rotary))
+    assert all(x.stride(1) == 1 for x in (q, tokens.k, tokens.v))
     if num_tokens:
         place_kernel[(num_tokens,)](
-            q, tokens.k, tokens.v, q_out, k_out, v_out, tokens.norm_q.weight, tokens.norm_k.weight,
-            torch.view_as_real(rotary), joint, keys, tokens.norm_q.eps, tokens.norm_k.eps,
+            q, tokens.k, tokens.v, q.stride(0), tokens.k.stride(0), tokens.v.stride(0), q_out, k_out, v_out,
+            tokens.norm_q.weight, tokens.norm_k.weight, torch.view_as_real(rotary), joint, keys,
+            tokens.norm_q.eps, tokens.norm_k.eps,
             num_heads=num_heads, head_channels=head_channels, block_heads=power_of_two(num_heads),
             block_channels=power_of_two(head_channels), has_q=tokens.q is not None, has_places=places is not None,
             num_warps=8,
@@ -91,7 +93,7 @@ def place_fused(tokens: Projected, rotary: Tensor, places: HeadPlaces | None, he
 
 @triton.jit()
 def place_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, q_out, k_out, v_out, q_weight, k_weight, rotary, joint, keys, q_eps, k_eps,
+    q, k, v, q_stride, k_stride, v_stride, q_out, k_out, v_out, q_weight, k_weight, rotary, joint, keys, q_eps, k_eps,
     num_heads: tl.constexpr, head_channels: tl.constexpr, block_heads: tl.constexpr, block_channels: tl.constexpr,
     has_q: tl.constexpr, has_places: tl.constexpr,
 ):  # fmt: skip
@@ -109,12 +111,12 @@ def place_kernel(  # type: ignore[no-untyped-def]
     angles = tl.load(rotary + place * head_channels + channel, mask=in_head, other=0.0)
     if has_q:
         weight = tl.load(q_weight + channel, mask=in_head, other=0.0).to(tl.float32)
-        value = tl.load(q + token * width + within, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(q + token * q_stride + within, mask=inside, other=0.0).to(tl.float32)
         tl.store(q_out + place * width + within, turn(norm(value, head_channels, q_eps) * weight, angles), mask=inside)
     weight = tl.load(k_weight + channel, mask=in_head, other=0.0).to(tl.float32)
-    value = tl.load(k + token * width + within, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(k + token * k_stride + within, mask=inside, other=0.0).to(tl.float32)
     tl.store(k_out + key_place * width + within, turn(norm(value, head_channels, k_eps) * weight, angles), mask=inside)
-    value = tl.load(v + token * width + within, mask=inside, other=0.0)
+    value = tl.load(v + token * v_stride + within, mask=inside, other=0.0)
     tl.store(v_out + key_place * width + within, value, mask=inside)
 
 

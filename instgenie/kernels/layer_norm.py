@@ -1,22 +1,28 @@
-"""Layer norm with weights, of one tensor or of a sum that is returned, too."""
+"""Layer norm with weights, of one tensor or of a sum that is returned, too. With `fp8`, the norm is written as products
+of low precision read it."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
+from instgenie.kernels.quantize import Fp8Rows, Rows, empty_fp8, quantize_rows_reference, store_fp8
+from instgenie.kernels.switch import num_warps, power_of_two, runs_fused, tl, triton
 
 
-def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+def layer_norm(x: Tensor, norm: nn.LayerNorm, fp8: bool = False) -> Rows:
     """Layer norm of [tokens, width]."""
-    run = layer_norm_fused if runs_fused(x) else layer_norm_reference
-    return run(x, norm)
+    if runs_fused(x):
+        return layer_norm_fused(x, norm, fp8)
+    normed = layer_norm_reference(x, norm)
+    return quantize_rows_reference(normed) if fp8 else normed
 
 
-def add_layer_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+def add_layer_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm, fp8: bool = False) -> tuple[Tensor, Rows]:
     """The sum x + y and its norm."""
-    run = add_layer_norm_fused if runs_fused(x) else add_layer_norm_reference
-    return run(x, y, norm)
+    if runs_fused(x):
+        return add_layer_norm_fused(x, y, norm, fp8)
+    total, normed = add_layer_norm_reference(x, y, norm)
+    return total, quantize_rows_reference(normed) if fp8 else normed
 
 
 def layer_norm_reference(x: Tensor, norm: nn.LayerNorm) -> Tensor:
@@ -28,35 +34,37 @@ def add_layer_norm_reference(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[
     return total, layer_norm_reference(total, norm)
 
 
-def layer_norm_fused(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+def layer_norm_fused(x: Tensor, norm: nn.LayerNorm, fp8: bool = False) -> Rows:
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = empty_fp8(x.shape, x.device) if fp8 else torch.empty_like(x)
     launch(x, x, x, out, norm, adds=False)
     return out
 
 
-def add_layer_norm_fused(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+def add_layer_norm_fused(x: Tensor, y: Tensor, norm: nn.LayerNorm, fp8: bool = False) -> tuple[Tensor, Rows]:
     x, y = x.contiguous(), y.contiguous()
-    total, out = torch.empty_like(x), torch.empty_like(x)
+    total, out = torch.empty_like(x), empty_fp8(x.shape, x.device) if fp8 else torch.empty_like(x)
     launch(x, y, total, out, norm, adds=True)
     return total, out
 
 
-def launch(x: Tensor, y: Tensor, total: Tensor, out: Tensor, norm: nn.LayerNorm, adds: bool) -> None:
+def launch(x: Tensor, y: Tensor, total: Tensor, out: Rows, norm: nn.LayerNorm, adds: bool) -> None:
     num_tokens, width = x.shape
     weight = norm.weight if norm.weight is not None else x
     bias = norm.bias if norm.bias is not None else x
+    normed, out_scale = (out.values, out.scale) if isinstance(out, Fp8Rows) else (out, x)
     if num_tokens:
         layer_norm_kernel[(num_tokens,)](
-            x, y, total, out, weight, bias, norm.eps, width=width, block=power_of_two(width), adds=adds,
-            has_weight=norm.weight is not None, has_bias=norm.bias is not None, num_warps=4 if width <= 2048 else 8,
+            x, y, total, normed, out_scale, weight, bias, norm.eps, width=width, block=power_of_two(width), adds=adds,
+            has_weight=norm.weight is not None, has_bias=norm.bias is not None, quantizes=isinstance(out, Fp8Rows),
+            num_warps=num_warps(width),
         )  # fmt: skip
 
 
 @triton.jit()
 def layer_norm_kernel(  # type: ignore[no-untyped-def]
-    x, y, total, out, weight, bias, eps, width: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
-    has_weight: tl.constexpr, has_bias: tl.constexpr,
+    x, y, total, out, out_scale, weight, bias, eps, width: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
+    has_weight: tl.constexpr, has_bias: tl.constexpr, quantizes: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
@@ -74,4 +82,7 @@ def layer_norm_kernel(  # type: ignore[no-untyped-def]
         value *= tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     if has_bias:
         value += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + places, value, mask=inside)
+    if quantizes:
+        store_fp8(out, out_scale, token, channel, inside, value, width)
+    else:
+        tl.store(out + places, value, mask=inside)

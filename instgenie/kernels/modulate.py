@@ -1,20 +1,23 @@
 """Modulation: layer norm with shift and scale, and gated sums. Shift, scale and gate depend on a token's branch.
 
 Each of them is [branches, width]; `rows` [tokens] is the branch of each token. With a single branch, its row applies to
-all tokens.
+all tokens. With `fp8`, what a product reads next is written as it reads it.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
+from instgenie.kernels.quantize import Fp8Rows, Rows, empty_fp8, quantize_rows_reference, store_fp8
+from instgenie.kernels.switch import num_warps, power_of_two, runs_fused, tl, triton
 
 
-def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, rows: Tensor | None, eps: float) -> Tensor:
+def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, rows: Tensor | None, eps: float, fp8: bool = False) -> Rows:
     """[tokens, width]: (1 + scale) * norm(x) + shift"""
-    run = norm_modulate_fused if runs_fused(x) else norm_modulate_reference
-    return run(x, shift, scale, rows, eps)
+    if runs_fused(x):
+        return norm_modulate_fused(x, shift, scale, rows, eps, fp8)
+    normed = norm_modulate_reference(x, shift, scale, rows, eps)
+    return quantize_rows_reference(normed) if fp8 else normed
 
 
 def add_gated(x: Tensor, gate: Tensor, y: Tensor, rows: Tensor | None) -> Tensor:
@@ -24,11 +27,13 @@ def add_gated(x: Tensor, gate: Tensor, y: Tensor, rows: Tensor | None) -> Tensor
 
 
 def add_norm_modulate(
-    x: Tensor, gate: Tensor, y: Tensor, shift: Tensor, scale: Tensor, rows: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, gate: Tensor, y: Tensor, shift: Tensor, scale: Tensor, rows: Tensor | None, eps: float, fp8: bool = False
+) -> tuple[Tensor, Rows]:
     """The sum x + gate * y and (1 + scale) * norm(sum) + shift."""
-    run = add_norm_modulate_fused if runs_fused(x) else add_norm_modulate_reference
-    return run(x, gate, y, shift, scale, rows, eps)
+    if runs_fused(x):
+        return add_norm_modulate_fused(x, gate, y, shift, scale, rows, eps, fp8)
+    total, normed = add_norm_modulate_reference(x, gate, y, shift, scale, rows, eps)
+    return total, quantize_rows_reference(normed) if fp8 else normed
 
 
 def norm_modulate_reference(x: Tensor, shift: Tensor, scale: Tensor, rows: Tensor | None, eps: float) -> Tensor:
@@ -51,60 +56,68 @@ def spread(column: Tensor, rows: Tensor | None) -> Tensor:
     return column if rows is None or len(column) == 1 else column[rows]
 
 
-def norm_modulate_fused(x: Tensor, shift: Tensor, scale: Tensor, rows: Tensor | None, eps: float) -> Tensor:
+def norm_modulate_fused(
+    x: Tensor, shift: Tensor, scale: Tensor, rows: Tensor | None, eps: float, fp8: bool = False
+) -> Rows:
     x = x.contiguous()
-    out = torch.empty_like(x)
-    launch(x, shift, x, x, out, shift, scale, rows, eps, adds=False, norms=True)
+    out = empty_fp8(x.shape, x.device) if fp8 else torch.empty_like(x)
+    launch(x, shift, x, x, out, shift, scale, rows, eps, adds=False)
     return out
 
 
 def add_gated_fused(x: Tensor, gate: Tensor, y: Tensor, rows: Tensor | None) -> Tensor:
     x, y = x.contiguous(), y.contiguous()
     total = torch.empty_like(x)
-    launch(x, gate, y, total, x, gate, gate, rows, 0.0, adds=True, norms=False)
+    launch(x, gate, y, total, None, gate, gate, rows, 0.0, adds=True)
     return total
 
 
 def add_norm_modulate_fused(
-    x: Tensor, gate: Tensor, y: Tensor, shift: Tensor, scale: Tensor, rows: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, gate: Tensor, y: Tensor, shift: Tensor, scale: Tensor, rows: Tensor | None, eps: float, fp8: bool = False
+) -> tuple[Tensor, Rows]:
     x, y = x.contiguous(), y.contiguous()
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    launch(x, gate, y, total, out, shift, scale, rows, eps, adds=True, norms=True)
+    total, out = torch.empty_like(x), empty_fp8(x.shape, x.device) if fp8 else torch.empty_like(x)
+    launch(x, gate, y, total, out, shift, scale, rows, eps, adds=True)
     return total, out
 
 
 def launch(
-    x: Tensor, gate: Tensor, y: Tensor, total: Tensor, out: Tensor, shift: Tensor, scale: Tensor,
-    rows: Tensor | None, eps: float, adds: bool, norms: bool,
+    x: Tensor, gate: Tensor, y: Tensor, total: Tensor, out: Rows | None, shift: Tensor, scale: Tensor,
+    rows: Tensor | None, eps: float, adds: bool,
 ) -> None:  # fmt: skip
-    """Gate, shift and scale are views of one tensor and share its stride."""
+    """Shift and scale are views of one tensor and share its stride; the gate may be of another block. `out` is None if
+    the sum is not normalised."""
     num_tokens, width = x.shape
-    assert gate.stride() == shift.stride() == scale.stride()
+    assert shift.stride() == scale.stride()
+    assert gate.stride(1) == shift.stride(1) == 1
+    normed = out.values if isinstance(out, Fp8Rows) else x if out is None else out
     if num_tokens:
         modulate_kernel[(num_tokens,)](
-            x, gate, y, total, out, shift, scale, rows if rows is not None else x, gate.stride(0), eps,
-            width=width, block=power_of_two(width), has_rows=rows is not None and len(gate) > 1, adds=adds, norms=norms,
-            num_warps=4 if width <= 2048 else 8,
+            x, gate, y, total, normed, out.scale if isinstance(out, Fp8Rows) else x, shift, scale,
+            rows if rows is not None else x, gate.stride(0), shift.stride(0), eps,
+            width=width, block=power_of_two(width), has_rows=rows is not None and len(gate) > 1, adds=adds,
+            norms=out is not None, quantizes=isinstance(out, Fp8Rows), num_warps=num_warps(width),
         )  # fmt: skip
 
 
 @triton.jit()
 def modulate_kernel(  # type: ignore[no-untyped-def]
-    x, gate, y, total, out, shift, scale, rows, column_stride, eps,
+    x, gate, y, total, out, out_scale, shift, scale, rows, gate_stride, column_stride, eps,
     width: tl.constexpr, block: tl.constexpr, has_rows: tl.constexpr, adds: tl.constexpr, norms: tl.constexpr,
+    quantizes: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, block)
     inside = channel < width
     places = token * width + channel
-    columns = channel
+    gates, columns = channel, channel
     if has_rows:
-        columns = tl.load(rows + token) * column_stride + channel
+        branch = tl.load(rows + token)
+        gates, columns = branch * gate_stride + channel, branch * column_stride + channel
     value = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     if adds:
-        value += tl.load(gate + columns, mask=inside, other=0.0).to(tl.float32) * tl.load(
+        value += tl.load(gate + gates, mask=inside, other=0.0).to(tl.float32) * tl.load(
             y + places, mask=inside, other=0.0
         ).to(tl.float32)
         tl.store(total + places, value, mask=inside)
@@ -114,4 +127,7 @@ def modulate_kernel(  # type: ignore[no-untyped-def]
         value *= tl.rsqrt(tl.sum(value * value) / width + eps)
         factor = 1 + tl.load(scale + columns, mask=inside, other=0.0).to(tl.float32)
         moved = factor * value + tl.load(shift + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + places, moved, mask=inside)
+        if quantizes:
+            store_fp8(out, out_scale, token, channel, inside, moved, width)
+        else:
+            tl.store(out + places, moved, mask=inside)

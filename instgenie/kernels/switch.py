@@ -59,3 +59,8 @@ def add_one(x, num_values: tl.constexpr):  # type: ignore[no-untyped-def]
 def power_of_two(count: int) -> int:
     """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
+
+
+def num_warps(width: int) -> int:
+    """Warps of a program that holds a row of so many values."""
+    return 4 if width <= 2048 else 8 if width <= 8192 else 16

@@ -42,6 +42,8 @@ class Family:
     make: Callable[[LoadedPipeline], Model]  # raises a ModelError if a part is of an unsupported kind
     dummies: Mapping[str, Recipe] = field(default_factory=dict)
     prompt_layers: tuple[str, ...] = ()  # layers of the network that prompts pass before the first step
+    join_layers: Callable[[Any], None] | None = None  # makes layers of the network that read the same rows one product
+    fp8_layers: tuple[str, ...] = ()  # patterns of the names of layers that may multiply in fp8; none: not supported
 
     def weights_of(self, pipeline: str) -> dict[str, PartKind]:
         """The parts of a pipeline that have weights, and the kind of each."""

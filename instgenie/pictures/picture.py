@@ -1,6 +1,7 @@
 """Pictures from file to file: open, choose the size to work at, check the edit, save. Knows no model and no device."""
 
 import io
+import math
 import os
 from pathlib import Path
 from typing import SupportsIndex, get_args
@@ -63,6 +64,10 @@ def check_edit(edit: Edit) -> None:
     _check_real("guidance", edit.guidance, 0.0, MAX_GUIDANCE)
     _check_real("true guidance", edit.true_guidance, 0.0, MAX_GUIDANCE)
     _check_real("strength", edit.strength, 0.0, 1.0)
+    if edit.own_steps is not None and not all(0 <= step < edit.steps for step in edit.own_steps):
+        raise EditError(f"the own steps are {edit.own_steps}: numbers from 0 to {edit.steps - 1} are expected")
+    if not 0 <= edit.max_change < math.inf:
+        raise EditError(f"the largest change is {edit.max_change}: a number of at least 0 is expected")
     if edit.reuse not in get_args(Reuse):
         raise EditError(f"the reuse is {edit.reuse!r}: one of {', '.join(get_args(Reuse))} is expected")
     if edit.crop not in get_args(CropMode):

@@ -34,7 +34,7 @@ from instgenie.server.options import (
     text,
     whole_number,
 )
-from instgenie.types import CacheDtype
+from instgenie.types import CacheDtype, Quantization, TextPadding
 
 GIB = 2**30
 
@@ -112,6 +112,9 @@ OPTIONS = (
            default_text="one per GPU, or one; with --cluster as many as its nodes have room for"),
     Option("device", text, AUTO, "cpu, cuda, cuda:1, ...", "DEVICE", default_text="cuda where available, else cpu"),
     Option("dtype", text, AUTO, "dtype the model computes in", "DTYPE", default_text="chosen by the device"),
+    Option("quantization", one_of(*get_args(Quantization)), None,
+           "fp8: most products of the network in eight bits: faster, half the memory for their weights, a little less "
+           "exact; for GPUs of compute capability 8.9 or more", "HOW", default_text="none"),
     Option("worker-timeout", number(1, 86400), 120.0, "seconds without a sign of life after which a worker is killed"),
     Option("max-batch-size", whole_number(1, 256), 8, "largest number of edits in one batch of a worker"),
     Option("max-queue", whole_number(1, 100_000), 64, "number of edits that may wait; further ones are refused"),
@@ -126,17 +129,30 @@ OPTIONS = (
     Option("routing", one_of(*get_args(RoutingPolicy)), "mask_aware",
            f"how the worker of an edit is chosen: {', '.join(get_args(RoutingPolicy))}", "HOW"),
     # reuse of activations
-    Option("reuse", flag, True, "register templates, so that later edits compute only their masked tokens"),
+    Option("reuse", flag, True,
+           "let edits read activations, of templates or of their own dense steps; no: every edit computes every token"),
     Option("register-examples", flag, True,
            "register the page's example pictures in idle time after the start; with the built-in model only"),
     Option("auto-register", flag, True,
-           "register the picture of every edit; no: only those that clients register with POST /v1/templates"),
+           "register pictures that come back; no: only those that clients register with POST /v1/templates"),
+    Option("register-after", whole_number(1, 1_000_000), 2,
+           "requests that edit one picture with the same settings before it is registered; 1: every picture is"),
+    Option("register-window", number(0.001, 87600), 1.0, "hours within which these requests must come", "HOURS"),
+    Option("own-cache-gib", auto_or(number(0, 65536)), AUTO,
+           "memory of the device for what running edits without a template keep for themselves, per worker", "GIB",
+           default_text="a quarter of the GPU memory left beside the model, or an eighth of the main memory"),
     Option("plan", one_of("cached", "greedy", "exact"), "cached",
            "cached: use the cache for every block, so that pictures do not depend on the load; greedy, exact: compute "
            "the blocks in full that would load too slowly", "HOW"),
-    Option("cache-dtype", one_of(AUTO, "model", "fp8"), AUTO,
-           "dtype of cached activations: model = the model's dtype; fp8 = half the size of bfloat16", "DTYPE",
-           default_text="fp8 with a GPU, else model"),
+    Option("cache-dtype", one_of(AUTO, "model", "fp8", "int4"), AUTO,
+           "dtype of cached activations: model = the model's dtype; fp8 = half the size of bfloat16; int4 = 5/16 of it",
+           "DTYPE", default_text="fp8 with a GPU, else model"),
+    Option("cache-stride", whole_number(1, 1000), 1,
+           "keep the activations of every N-th step, which serve the steps that follow: an N-th of the bytes and of "
+           "the work of a registration", "N"),
+    Option("text-padding", one_of(*get_args(TextPadding)), "computed",
+           "padding of prompts: computed at every step; reused = read from activations, like unmasked tokens, so that "
+           "only the tokens of the prompt are computed", "HOW"),
     Option("gpu-cache-gib", auto_or(number(0, 65536)), AUTO, "GPU memory for activations, per worker", "GIB",
            default_text="half of the memory left beside the model"),
     Option("host-cache-gib", auto_or(number(0, 65536)), AUTO, "main memory for activations, per worker", "GIB",
@@ -171,6 +187,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         model=values["model"],
         devices=devices,
         dtype=values["dtype"],
+        quantization=check_quantization(values["quantization"], devices),
         max_batch_size=values["max_batch_size"],
         max_queue=values["max_queue"],
         max_templates=values["max_templates"],
@@ -180,6 +197,8 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         plan=values["plan"],
         reuse=values["reuse"],
         auto_register=values["auto_register"],
+        register_after=values["register_after"],
+        register_window=3600 * values["register_window"],
         worker_timeout=values["worker_timeout"],
         policy=values["routing"],
         hold_seconds=60.0 * values["idempotency_minutes"],
@@ -213,8 +232,9 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
 
 
 def make_cache(values: Mapping[str, Any], devices: Sequence[str]) -> CacheConfig:
-    gpu, host = values["gpu_cache_gib"], values["host_cache_gib"]
+    gpu, host, own = values["gpu_cache_gib"], values["host_cache_gib"], values["own_cache_gib"]
     return CacheConfig(
+        own_bytes=None if own == AUTO else round(own * GIB),
         gpu_bytes=None if gpu == AUTO else round(gpu * GIB),
         host_bytes=None if host == AUTO else round(host * GIB),
         disk=values["cache_dir"] and str(make_folder(Path(values["cache_dir"]).resolve())),
@@ -223,6 +243,8 @@ def make_cache(values: Mapping[str, Any], devices: Sequence[str]) -> CacheConfig
         remote_bytes=round(values["remote_cache_gib"] * GIB),
         peer_bytes_per_second=1e9 * values["peer_bandwidth"],
         dtype=choose_cache_dtype(values["cache_dtype"], devices),
+        stride=values["cache_stride"],
+        text_padding=values["text_padding"],
         seconds_to_live=None if values["cache_ttl"] is None else 3600 * values["cache_ttl"],
     )
 
@@ -273,6 +295,13 @@ def choose_devices(device: str, num_workers: int | str) -> tuple[str, ...]:
     if device == "cuda" and num_gpus:
         return tuple(f"cuda:{index % num_gpus}" for index in range(num_workers))
     return (device,) * num_workers
+
+
+def check_quantization(quantization: Quantization | None, devices: Sequence[str]) -> Quantization | None:
+    """Refuse a quantization on a CPU here, before any process starts; a worker asks its GPU what it can."""
+    if quantization is not None and "cpu" in devices:
+        raise ConfigError(f"the option quantization is {quantization!r}: it needs a GPU, and the device is cpu")
+    return quantization
 
 
 def choose_cache_dtype(dtype: CacheDtype | Literal["auto"], devices: Sequence[str]) -> CacheDtype:

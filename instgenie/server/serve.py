@@ -201,7 +201,7 @@ def print_plan(http: HttpConfig, cluster: ResolvedConfig, address: str, version:
     names = ", ".join(http.served_model_names)
     lines = {
         f"InstGenIE {version}": f"serves {names} on http://{address}/v1",
-        "model": cluster.model,
+        "model": cluster.model + (f", products in {cluster.quantization}" if cluster.quantization else ""),
         "workers": ", ".join(cluster.devices),
         "batching": f"{cluster.batching}, at most {cluster.max_batch_size} per batch and {cluster.max_queue} waiting",
         "activations": describe_cache(cluster.cache) if cluster.reuse else "not cached",

@@ -1,12 +1,16 @@
 """A simulated cluster: jobs arrive, the router picks a worker, workers run them. The router is the real one."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from instgenie.jobs.quality import SETTINGS, Quality
+from instgenie.scheduling.backlog import SideStage
 from instgenie.scheduling.names import Batching, RoutingPolicy
-from instgenie.scheduling.router import Pace, Router, SideStage, Work, WorkerLoad
+from instgenie.scheduling.pace import Pace
+from instgenie.scheduling.router import Router, Work, WorkerLoad
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service
 from instgenie.simulate.worker import SimulatedJob, SimulatedWorker, TemplateMemory
@@ -20,6 +24,7 @@ class ClusterShape:
     policy: RoutingPolicy = "mask_aware"
     batching: Batching = "continuous"
     reuse: bool = True  # True if all templates have activations, which every worker can fetch
+    own: Quality | None = None  # edits without a template read what the dense steps of this quality leave; None: none
     max_templates: int | None = None  # templates that fit into a worker's memory; None: all
     fetch: float = 0.0  # seconds to fetch a template into memory
 
@@ -51,7 +56,7 @@ def simulate(
             shape.max_batch_size,
             Pace(common),
             costs,
-            memory.tiers if memory else shared,
+            templates=memory.tiers if memory else shared,
             side_seconds=side_seconds,
         )
         workers.append(SimulatedWorker(load, service, clock, finish, shape.batching, memory))
@@ -70,6 +75,9 @@ def simulate(
         if shape.reuse and template and template not in known:
             learn(template)
         job.is_cached = template in known
+        if shape.own and not job.is_cached:
+            job.own_steps = SETTINGS[shape.own].own_steps(job.work.num_steps)
+            job.work = dataclasses.replace(job.work, own_share=len(job.own_steps) / job.work.num_steps)
         workers[router.choose(job.work, loads)].accept(job)
         await_next()
 

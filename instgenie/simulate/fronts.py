@@ -12,9 +12,11 @@ from typing import overload
 from msgspec.structs import replace
 
 from instgenie.cost.table import Price, StepCosts
+from instgenie.scheduling.backlog import NO_LOAD, LoadSums, SideStage
 from instgenie.scheduling.fetches import NodeLink
 from instgenie.scheduling.names import RoutingPolicy
-from instgenie.scheduling.router import MAX_SCANNED, NO_LOAD, LoadSums, Pace, Router, SideStage, WorkerLoad
+from instgenie.scheduling.pace import Pace
+from instgenie.scheduling.router import MAX_SCANNED, Router, WorkerLoad
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.network import LinkShape, Network, NetworkedMemory
 from instgenie.simulate.service import Service
@@ -153,7 +155,8 @@ class SharedLoad(WorkerLoad):
         own = self.shares.get(front, NO_LOAD)
         foreign = pushed.plus(shares[front], -1) if front in shares else pushed
         return WorkerLoad(
-            self.worker, self.max_batch_size, self.pace, self.costs, self.templates, self.node.seen_by(front),
+            self.worker, self.max_batch_size, self.pace, self.costs, self.node.seen_by(front),
+            templates=self.templates,
             num_edits=own.num_edits + own.num_finishing + foreign.num_edits,
             num_steps=own.num_steps + foreign.num_steps,
             compute=own.compute + foreign.compute,
@@ -256,7 +259,7 @@ def simulate_fronts(shape: FrontedShape, service: Service, jobs: Sequence[Simula
     links = [SharedLink(Pushes(clock, shape.staleness, node)) for node in range(len(network.receivers))]
     loads = [
         SharedLoad(
-            index, shape.max_batch_size, Pace(common), costs, memory, side_seconds=side_seconds,  # type: ignore[arg-type]
+            index, shape.max_batch_size, Pace(common), costs, templates=memory, side_seconds=side_seconds,  # type: ignore[arg-type]
             pushes=Pushes(clock, shape.staleness, index), node=links[index // shape.network.workers_per_node],
         )
         for index, memory in enumerate(memories)
@@ -305,7 +308,7 @@ def simulate_fronts(shape: FrontedShape, service: Service, jobs: Sequence[Simula
 def fetch_costs(service: Service, shape: FrontedShape, job: SimulatedJob) -> tuple[StepCosts, float]:
     """What the router is told, with the price of a fetch over free links; and the bytes of a template."""
     costs = service.costs(job.work.num_tokens)
-    num_bytes = costs.bytes_per_token * job.work.num_tokens * job.work.num_steps
+    num_bytes = costs.template_bytes(job.work.num_tokens, job.work.num_steps)
     fetch = (shape.network.store_seconds, 1 / min(shape.network.node_rate, shape.network.store_rate))
     return replace(costs, fetch={"remote": fetch}), num_bytes
 

@@ -27,6 +27,7 @@ class SimulatedJob:
     arrived: float
     work: Work
     num_dense_steps: int = 0  # leading steps that compute every token
+    own_steps: tuple[int, ...] = ()  # dense steps without a template, whose activations the others read; none: all are
     is_cached: bool = True  # True if its template has activations
     fetched_at: float = 0.0  # time at which they are in memory
     worker: int = -1
@@ -45,7 +46,9 @@ class SimulatedJob:
     @property
     def is_dense(self) -> bool:
         """True if its current step computes every token."""
-        return not self.is_cached or self.step < self.num_dense_steps
+        if self.is_cached:
+            return self.step < self.num_dense_steps
+        return not self.own_steps or self.step in self.own_steps
 
     @property
     def is_ready(self) -> bool:
@@ -64,6 +67,8 @@ class SimulatedJob:
     def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
         num_left = self.work.num_steps - self.step
         num_dense = max(self.num_dense_steps - self.step, 0) if self.is_cached else num_left
+        if not self.is_cached and self.own_steps:
+            num_dense = sum(step >= self.step for step in self.own_steps)
         price = costs.mean_price(self.work.num_tokens, self.work.num_masked_tokens, "host", num_dense, num_left)
         return [PricedJob(price, num_left)]
 
@@ -194,7 +199,7 @@ class SimulatedWorker:
             step_load(job.id)
             if job.step == job.work.num_steps:
                 done.append(job)
-            elif job.step == job.num_dense_steps:
+            elif job.step == job.num_dense_steps or job.step in job.own_steps or job.step - 1 in job.own_steps:
                 self.has_changed = True
         for job in done:
             self.leave(job)

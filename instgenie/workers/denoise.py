@@ -8,6 +8,7 @@ still loading lets others go first; the loop never waits for one. Other ways of 
     naive             every job joins as soon as there is room; this process prepares and finishes between steps
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -15,10 +16,13 @@ from concurrent.futures import wait
 import torch
 
 from instgenie.cluster.config import ProcessConfig
+from instgenie.cluster.popularity import Popularity
 from instgenie.cluster.wire import (
     Cancel,
+    CountEdit,
     Denoise,
     Dropped,
+    EditCounted,
     Fetch,
     Finish,
     Forget,
@@ -32,8 +36,10 @@ from instgenie.cluster.wire import (
     Register,
     Stop,
 )
+from instgenie.cost.latency import calibrated_name
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
+from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import make_planning
 from instgenie.engine.pricing import price_of, price_steps, priced
 from instgenie.engine.warm import warm_up_finishing, warm_up_preparing, warm_up_steps
@@ -48,6 +54,7 @@ from instgenie.workers.keyed import KeyedJobs
 from instgenie.workers.keys import Keys
 from instgenie.workers.line import Line
 from instgenie.workers.mailbox import Handler, Mailbox
+from instgenie.workers.own_room import OwnRoom
 from instgenie.workers.process import await_begin, run_process, say_ready
 from instgenie.workers.queue import TrackedJob, WaitingQueue
 from instgenie.workers.registrar import PendingTemplate, Registrar
@@ -63,18 +70,24 @@ class Denoiser:
         self.model = model
         self.line = line
         self.scheduler = SCHEDULERS[config.batching]
-        self.costs = price_steps(model, config.model, config.plan, config.cache.dtype)
-        planning = make_planning(model, config.model, config.plan)
-        self.engine = Engine(model, config.max_batch_size, planning, graphs=make_graphs(model, config.graphs))
-        keys = Keys(model, config.cache.dtype)
+        name = calibrated_name(config.model, config.quantization)
+        form = config.cache.dtype, config.cache.stride, config.cache.keeps_text
+        self.costs = price_steps(model, name, config.plan, *form)
+        planning = make_planning(model, name, config.plan)
+        own = OwnActivations(model, keeps_text=config.cache.keeps_text)
+        graphs = make_graphs(model, config.graphs)
+        self.engine = Engine(model, config.max_batch_size, planning, graphs=graphs, own=own)
+        keys = Keys(model, *form)
         store = open_store(config.cache, model.device, has_peers=bool(config.peer_address))
         self.peer_server = serve_peers(store, config.peer_address, config.cache.peer_bytes_per_second)
         self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
-        self.queue = WaitingQueue(model, self.templates, line)
+        own_bytes = sys.maxsize if config.cache.own_bytes is None else config.cache.own_bytes
+        self.queue = WaitingQueue(model, self.templates, line, OwnRoom(model, own_bytes, own.num_text))
         self.keyed = KeyedJobs(line, config.hold_bytes, config.hold_seconds)
         self.queue.on_leave = self.keyed.leave
         self.running: dict[Job, TrackedJob] = {}
         self.registrar = Registrar(model, self.templates, line)
+        self.popularity = Popularity(config.register_after, config.register_window)  # at all fronts
         self.side_work = SideWork(model, line, config.max_batch_size, config.batching)
         self.mailbox = Mailbox(line, self.handlers(does_side_work=config.batching in ONE_PROCESS))
         self.num_interruptions = 0
@@ -91,6 +104,7 @@ class Denoiser:
             Forget: lambda message, _: templates.forget(templates.keys.find(message.template)),
             Keep: lambda message, _: templates.ask_for(templates.keys.find(message.template)),
             Recall: lambda message, _: templates.recall(templates.keys.find(message.template)),
+            CountEdit: lambda message, _: self.count_edit(message),
             List: lambda message, _: templates.list_all(message.model),
             Stop: lambda *_: self.stop(),
         }
@@ -134,6 +148,10 @@ class Denoiser:
         message, frames = self.keyed.take_known(message, frames)
         self.keyed.note(message.jobs, self.queue.accept(message, frames))
 
+    def count_edit(self, message: CountEdit) -> None:
+        has_come_back = self.popularity.note(message.template, message.request)
+        self.line.send(EditCounted(message.template, has_come_back))
+
     def drop(self, id: str) -> None:
         self.cancel(id)
         self.line.send(Dropped(id))
@@ -172,6 +190,7 @@ class Denoiser:
     def join(self) -> None:
         """Let waiting groups join the batch, as the scheduler decides."""
         self.queue.settle()
+        self.queue.grant_own_room(self.engine.jobs)
         num_ready = self.queue.num_ready
         if not num_ready:
             return

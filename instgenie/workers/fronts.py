@@ -34,6 +34,7 @@ from instgenie.cluster.wire import (
     Denoise,
     Denoised,
     Dropped,
+    EditCounted,
     Foreign,
     Frame,
     JobFailed,
@@ -58,7 +59,7 @@ from instgenie.cluster.wire import (
     decode,
     encode,
 )
-from instgenie.scheduling.router import NO_LOAD, LoadSums
+from instgenie.scheduling.backlog import NO_LOAD, LoadSums
 from instgenie.workers.control import ControlChannel
 from instgenie.workers.line import MS_BETWEEN_BEATS, Line, open_socket
 
@@ -179,7 +180,7 @@ class SharedLine(Line):
             case Joined():
                 plans = dict(zip(message.jobs, message.plans, strict=True))
                 self._send_split(message.jobs, lambda _, jobs: Joined(jobs, tuple(plans[job] for job in jobs)))
-            case Dropped():
+            case Dropped() | EditCounted():
                 if self._latest:
                     self._latest.send(message)
             case Listed(model):

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from instgenie.cluster.wire import BatchStepped, Denoised, Frame, Glimpsed, Joined
+from instgenie.engine.own import reuse_found
 from instgenie.telemetry import traces
 from instgenie.workers.frames import tensor_frame, tensor_head
 from instgenie.workers.line import Line
@@ -59,7 +60,7 @@ class Mailbox:
         head = tensor_head(job.latents)
         frame = tensor_frame(job.latents)
         for asker in tracked.askers:
-            message = Denoised(asker.id, asker.attempt, head, job.num_computed_tokens, seconds)
+            message = Denoised(asker.id, asker.attempt, head, job.num_computed_tokens, seconds, reuse_found(job))
             self.line.send(message, [frame])
         facts = {"num_steps": job.num_steps, "num_computed_tokens": job.num_computed_tokens}
         traces.record(tracked.trace, "denoise", seconds, attempt=tracked.attempt, **facts)

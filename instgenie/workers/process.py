@@ -49,7 +49,8 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
     line = SharedLine(config, pushes_load="network" in parts) if config.has_control else Line(config)
     try:
         stay_near(choose_device(config.device))
-        model = load(config.model, config.device, config.dtype, None if config.batching in ONE_PROCESS else parts)
+        needed = None if config.batching in ONE_PROCESS else parts
+        model = load(config.model, config.device, config.dtype, needed, config.quantization)
         serve(config, model, line)
     except (ModelError, OutOfMemoryError, CacheError, CalibrationError) as error:
         log.error("cannot start", extra={"reason": str(error)})

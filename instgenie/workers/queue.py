@@ -1,5 +1,6 @@
 """The queue of a worker: groups of jobs that wait to join the batch while the activations of their templates load."""
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from instgenie.scheduling.scheduler import PricedJob, Split
 from instgenie.workers.fetching import Fetching, FetchOutcome
 from instgenie.workers.frames import read_job
 from instgenie.workers.line import Line
+from instgenie.workers.own_room import OwnRoom
 from instgenie.workers.process import failure
 from instgenie.workers.templates import Templates
 
@@ -42,6 +44,7 @@ class TrackedJob:
     partials: tuple[int, ...]  # steps after which the client wants to see a picture
     fetching: Fetching | None = None  # activations that it waits for
     must_reuse: bool = False  # True if it may not run without activations that could be registered
+    may_own: bool = False  # True if without activations it reads what its own dense steps leave behind
     fails_dense: bool = False  # True if it may not run without activations at all
     activations: Key | None = None  # those it uses
     found: TierFound | None = None  # what was said about its activations
@@ -68,10 +71,11 @@ class JobGroup:
     jobs: list[TrackedJob]
     num_overtaken: int = 0  # jobs of younger groups that joined before it
     needs_room: bool = False  # True if it has waited too long for room in memory
+    has_own_room: bool = True  # False while there is no room for what its jobs keep for themselves
 
     @property
     def is_ready(self) -> bool:
-        return not any(job.fetching for job in self.jobs)
+        return self.has_own_room and not any(job.fetching for job in self.jobs)
 
     @property
     def is_overdue(self) -> bool:
@@ -96,8 +100,9 @@ class JobGroup:
 
 
 class WaitingQueue:
-    def __init__(self, model: Model, templates: Templates, line: Line) -> None:
+    def __init__(self, model: Model, templates: Templates, line: Line, own_room: OwnRoom | None = None) -> None:
         self.model, self.templates, self.line = model, templates, line
+        self.own_room = own_room or OwnRoom(model, sys.maxsize)
         self.groups: deque[JobGroup] = deque()  # in the order of arrival
         self.is_holding_back = False  # True if the jobs that come now get no activations yet
         self.on_leave: Callable[[TrackedJob], None] = lambda tracked: None  # called when a job ends, however it does
@@ -121,14 +126,18 @@ class WaitingQueue:
     def accept(self, message: Denoise, frames: Sequence[Frame]) -> Sequence[TrackedJob]:
         """Add a group, and return its jobs. Jobs that cannot be read fail and are left out."""
         pairs = zip(message.jobs, split_frames(frames, message.jobs), strict=True)
-        if jobs := [tracked for tracked in (self.read(*pair) for pair in pairs) if tracked]:
-            self.groups.append(JobGroup(jobs))
+        jobs = [tracked for tracked in (self.read(*pair) for pair in pairs) if tracked]
+        start = 0
+        for length in self.own_room.cut([tracked.job for tracked in jobs]):
+            self.groups.append(JobGroup(jobs[start : start + length]))
+            start += length
         return jobs
 
     def read(self, given: Denoising, frames: Sequence[Frame]) -> TrackedJob | None:
         try:
             job = read_job(given.job, frames, self.model.device)
             fetching = self.fetch(self.templates.find(given.template, given.peers)) if given.template else None
+            job = self.own_room.reuse_own(job) if given.may_own and not given.template else job
         except Exception as error:
             self.line.send(failure(given, error))
             return None
@@ -140,6 +149,7 @@ class WaitingQueue:
             partials=partials,
             fetching=fetching,
             must_reuse=given.must_reuse,
+            may_own=given.may_own,
             fails_dense=given.fails_dense,
             trace=given.trace,
             request_id=given.request_id,
@@ -217,6 +227,7 @@ class WaitingQueue:
             self.tell(tracked, lambda id, attempt: JobFailed(id, attempt, "no_reuse", why))
             group.jobs.remove(tracked)
         elif isinstance(outcome, FetchOutcome):
+            tracked.job = self.own_room.reuse_own(tracked.job) if tracked.may_own else tracked.job
             why = self.templates.why_not(outcome)
             self.tell(tracked, lambda id, attempt: TierFound(id, attempt, None, why))
         else:
@@ -234,6 +245,12 @@ class WaitingQueue:
             tracked.found = message if isinstance(message, TierFound) else None
         if tracked.found is None:
             self.on_leave(tracked)
+
+    def grant_own_room(self, running: Sequence[Job]) -> None:
+        """Let groups join for which there is room beside the running jobs."""
+        waiting = ([tracked.job for tracked in group.jobs] for group in self.groups)
+        for group, granted in zip(self.groups, self.own_room.grant(waiting, running), strict=True):
+            group.has_own_room = granted
 
     def may_find_room(self, fetching: Fetching) -> bool:
         """Return whether a refused fetch may still succeed: it is tried again, or others use the room for a while."""

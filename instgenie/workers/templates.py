@@ -195,7 +195,7 @@ class Templates:
         for key, size in self.store.pictures().items():
             head = self.keys.head(key)
             if key.model == model and self.keys.make(head) == key:
-                num_missing = sum(map(len, self.store.missing(key)))
+                num_missing = key.num_served(self.store.missing(key))
                 in_tiers = {tier.name: num for tier in self.store.lasting if (num := tier.num_bytes(key))}
                 listings.append(Listing(head, size, key.num_steps - num_missing, in_tiers))
         self._send(Listed(model, tuple(listings), self._take_up_forgetting(model)))

@@ -23,6 +23,19 @@ def test_bench_scale_prints_draws_and_writes(tmp_path: Path, capsys: pytest.Capt
     assert "1 front" in svg
 
 
+def test_bench_scale_knows_the_bytes_of_strided_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """About FLUX.1-dev's, as docs/design/cache.md lists them; a worker's memory holds three whole ones or 35 small."""
+    asked = {"workers": (1,), "min_edits": 4, "edits_per_worker": 4}
+    sizes = []
+    for kept in ({}, {"cache_dtype": "int4", "cache_stride": 7}):
+        bench_scale(ScaleStudy(**asked | kept), ["size"], tmp_path / "scale.json")
+        sizes.append(json.loads((tmp_path / "scale.json").read_text())["template_bytes"])
+    assert [round(size / 1e9, 1) for size in sizes] == [40.2, 3.6]
+    out = capsys.readouterr().out
+    assert "3 in memory" in out
+    assert "35 in memory" in out
+
+
 def test_a_played_front_accepts_and_steps() -> None:
     cluster = PlayedCluster(3)
     order = Order("me", half_mask()[:, :, None].repeat(3, 2).astype("uint8"), half_mask(), Wish("a cat", seed=0))

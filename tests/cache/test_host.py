@@ -41,12 +41,12 @@ def test_spans_and_whole_templates_are_views(tier: MemoryTier) -> None:
     first, second = make_spans()
     tier.store(KEY, second)
     assert tier.missing(KEY, SPANS) == [STEPS]
-    assert tier.load(KEY, KEY.steps) is None
+    assert tier.load(KEY, KEY.slots) is None
     tier.store(KEY, first)
-    assert tier.missing(KEY, [*SPANS, KEY.steps, range(2, 5)]) == []
-    whole = tier.load(KEY, KEY.steps)
+    assert tier.missing(KEY, [*SPANS, KEY.slots, range(2, 5)]) == []
+    whole = tier.load(KEY, KEY.slots)
     assert equal(whole, join(6, make_spans(), CPU))
-    again, part = tier.load(KEY, KEY.steps), tier.load(KEY, SPANS[1])
+    again, part = tier.load(KEY, KEY.slots), tier.load(KEY, SPANS[1])
     assert whole
     assert again
     assert part
@@ -66,7 +66,7 @@ def test_spans_from_in_and_out_of_inference_mode(tier: MemoryTier) -> None:
     with torch.inference_mode():
         tier.store(KEY, make_span(SPANS[1]))
     tier.store(KEY, make_span())
-    assert equal(tier.load(KEY, KEY.steps), join(6, make_spans(), CPU))
+    assert equal(tier.load(KEY, KEY.slots), join(6, make_spans(), CPU))
 
 
 def test_the_least_recently_used_template_is_spilled_and_then_evicted(tier: MemoryTier) -> None:
@@ -116,7 +116,7 @@ def test_threads_fill_one_template(tier: MemoryTier) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert equal(tier.load(KEY, KEY.steps), join(6, make_spans(), CPU))
+    assert equal(tier.load(KEY, KEY.slots), join(6, make_spans(), CPU))
     assert tier.usage().num_bytes == SLOT
 
 
@@ -125,7 +125,7 @@ def test_host_memory_is_page_locked_as_long_as_it_is_viewed(caplog: pytest.LogCa
     for _ in range(8):  # most likely at one address, which can be locked again only after it is unlocked
         tier = HostTier(GIB)
         fill(tier, KEY)
-        loaded = tier.load(KEY, KEY.steps)
+        loaded = tier.load(KEY, KEY.slots)
         assert loaded
         tier.drop(KEY)
         del tier
@@ -207,7 +207,7 @@ def test_evicted_templates_give_their_memory_back_to_the_system() -> None:
     """Templates of different sizes come and go in threads of their own, as loads do."""
     tier = HostTier(60_000_000)
     widths = (900, 600, 750, 400, 300)
-    spans = [Span(KEY.steps, (torch.ones(1, KEY.num_steps, 1, 1000, width),), torch.empty(6, 0)) for width in widths]
+    spans = [Span(KEY.slots, (torch.ones(1, KEY.num_steps, 1, 1000, width),), torch.empty(6, 0)) for width in widths]
     before = resident_bytes()
     for index in range(30):
         thread = threading.Thread(target=tier.store, args=(other_key(index), spans[index % len(spans)]))

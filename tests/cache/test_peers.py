@@ -82,6 +82,25 @@ def test_spans_arrive_as_they_are(serve: Serve, reach: Reach) -> None:
     assert (tier.missing(KEY, SPANS), tier.load(KEY, STEPS)) == (SPANS, None)
 
 
+def test_a_template_that_keeps_every_third_step_arrives_whole(serve: Serve, reach: Reach) -> None:
+    """The bytes of a step are those of a kept one, and the size of the whole template is that of its kept steps."""
+    strided = replace(KEY, stride=3, cache_dtype="int4")
+    assert strided.spans == [range(2)]
+    host, span = HostTier(GIB), make_span(range(2))
+    host.store(strided, span)
+    kept = SLOT // KEY.num_steps * 2
+    tier = reach(max_bytes=kept)
+    tier.learn(strided, [serve(host).address])
+    tier.learn(KEY, [serve(host).address])
+    assert tier.missing(strided, strided.spans) == []
+    assert equal(tier.load(strided, range(2)), span)
+    assert tier.missing(KEY, SPANS) == SPANS  # a template that keeps every step is another one
+    store = Store(host=HostTier(GIB), peers=tier)
+    found = store.get(strided)
+    assert found
+    assert (found.tier, store.num_bytes(strided)) == ("peer", kept)
+
+
 def test_numbers_of_another_version_are_not_shared(serve: Serve, reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two versions side by side: the key has the version of the numbers, a request that of the layout."""
     server = serve(make_host(replace(KEY, code="1")))

@@ -15,10 +15,10 @@ def test_bench_edit_prints_and_writes_its_rows(
     model = ["--model", str(folders[family]), "--device", "cpu", "--size", "48x32", "--json", "bench.json"]
     assert main(["bench", "edit", *model, "--steps", "2", "--repeats", "2", "--batch", "1", "--batch", "3"]) == 0
     report = json.loads(Path("bench.json").read_text())
-    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "cached"] * 4
-    assert [row["kind"] for row in report["rows"]] == [None, None, "kv"] * 4
-    assert [row["batch"] for row in report["rows"]] == ([1] * 3 + [3] * 3) * 2
-    assert [row["mask_ratio"] for row in report["rows"]] == pytest.approx([1] * 6 + [0.2] * 6, abs=0.05)
+    assert [row["system"] for row in report["rows"]] == ["diffusers", "dense", "own", "cached"] * 4
+    assert [row["kind"] for row in report["rows"]] == [None, None, "kv", "kv"] * 4
+    assert [row["batch"] for row in report["rows"]] == ([1] * 4 + [3] * 4) * 2
+    assert [row["mask_ratio"] for row in report["rows"]] == pytest.approx([1] * 8 + [0.2] * 8, abs=0.05)
     assert all(row["step_ms"] > 0 for row in report["rows"])
     assert {"device", "torch", "cuda", "diffusers", "kernels"} < set(report["machine"])
     assert "1.00x" in capsys.readouterr().out
@@ -78,3 +78,19 @@ def test_mask_ratios_are_shares(ratio: str, capsys: pytest.CaptureFixture[str]) 
 def test_bench_edit_needs_a_folder_for_its_file(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "edit", "--json", "missing/bench.json"]) == 2
     assert "no folder missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_bench_profile_adds_up_the_kernels_of_a_step(
+    is_dense: bool, desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(folders["blend"]), "--device", "cpu", "--size", "48x32", "--json", "profile.json"]
+    asked = ["--dense", "--batch", "2"] if is_dense else ["--text-padding", "reused", "--cache-dtype", "fp8"]
+    assert main(["bench", "profile", *given, *asked]) == 0
+    report = json.loads(Path("profile.json").read_text())
+    products = [kernel for kernel in report["kernels"] if kernel["group"] == "products"]
+    assert sum(kernel["count"] for kernel in products) >= 20
+    assert sum(kernel["ms"] for kernel in report["kernels"]) > 0
+    shown = capsys.readouterr().out
+    assert "no kernel runs, less those that overlap" in shown
+    assert ("10 + 192 tokens" if is_dense else "2 + 11 tokens") in shown

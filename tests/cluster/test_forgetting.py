@@ -82,7 +82,7 @@ def test_deletions_that_an_earlier_server_left_are_taken_up() -> None:
     cluster.answer("denoise", 0, wire.Listed(head.model, (), (head,)))
     assert [message.template for message in forgets(cluster)] == [head]
     [ticket] = cluster.accept(make_order())
-    assert ticket._entry.mode is ComputeMode.DENSE
+    assert ticket._entry.mode is ComputeMode.OWN
 
 
 def test_without_any_worker_a_deletion_is_pending() -> None:
@@ -121,7 +121,7 @@ def test_an_edit_that_may_not_store_uses_a_template_but_does_not_register_it_aga
     [job] = message.jobs
     cluster.answer("denoise", 0, wire.Missing(job.id, job.attempt, job.template.id))
     assert prepared_templates(cluster) == []
-    assert ticket._entry.mode is ComputeMode.DENSE
+    assert ticket._entry.mode is ComputeMode.OWN
     assert "may not store" in ticket._entry.why_dense
 
 

@@ -11,7 +11,8 @@ from helpers.fronts import Nodes, SharedLauncher
 
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.orders import Finished
-from instgenie.scheduling.router import NO_LOAD
+from instgenie.pictures.digest import picture_digest
+from instgenie.scheduling.backlog import NO_LOAD
 
 COUNTING = """
     import os, sys
@@ -51,7 +52,7 @@ def nodes(joins: Path) -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def fronts(run: Run, folders: dict[str, Path], nodes: Nodes) -> Iterator[list[Cluster]]:
-    fronts = [Cluster(make_config(folders["sd"]), SharedLauncher(nodes, name)) for name in ("a", "b")]
+    fronts = [Cluster(make_config(folders["sd"], register_after=2), SharedLauncher(nodes, name)) for name in ("a", "b")]
     for front in fronts:
         run(front.start())
     run(until(lambda: all(front.ready for front in fronts)))
@@ -107,6 +108,28 @@ def test_a_template_of_one_front_is_used_and_deleted_by_the_other(run: Run, fron
         return event
 
     assert run(play()).facts.cache_tier == "host"
+
+
+def test_a_picture_that_comes_back_to_another_front_is_registered(run: Run, fronts: list[Cluster]) -> None:
+    """Neither front sees two edits of it; the worker counts for both."""
+    digest = picture_digest(make_order(picture_seed=8).picture)
+
+    async def play() -> list[Finished]:
+        events = []
+        for number, front in enumerate((*fronts, fronts[0])):
+            [event] = await edit(front, make_order(picture_seed=8, request_id=f"request {number}"))
+            assert isinstance(event, Finished)
+            events.append(event)
+            if number == 1:
+                await until(lambda: all(is_held(front) for front in fronts))
+        return events
+
+    def is_held(front: Cluster) -> bool:
+        return any(
+            record.holders and record.order.digest == digest for record in front._coordinator.library.templates.values()
+        )
+
+    assert [event.facts.cache_tier for event in run(play())] == [None, None, "host"]
 
 
 def count(joins: Path, prompt: str) -> int:

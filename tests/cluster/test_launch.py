@@ -110,20 +110,20 @@ def test_a_cluster_over_tcp_without_a_parent(
         assert cluster.healthy
         await cluster.until_ready()
         assert cluster.status().workers[0].processes[0].num_starts == 3
-        dense = await edit(cluster, order)
+        own = await edit(cluster, order)
         await register(cluster, TENANT, order)
         cached = await edit(cluster, order)
         collecting = asyncio.create_task(edit(cluster, order))
         await until(lambda: cluster.status().workers[0].running)
         kill(cluster, "denoise")
-        events = dense + cached + await collecting
+        events = own + cached + await collecting
         pid = pid_of(cluster, "denoise")
         assert await cluster.stop(60)
         return events, pid
 
     events, pid = run(play())
-    dense, cached, again = pictures(events)
-    assert are_equal([dense, again], [edit_alone(order, models["sd"]), cached])
+    own, cached, again = pictures(events)
+    assert are_equal([own, again], [edit_alone(order, models["sd"]), cached])
     facts = [event.facts for event in events if isinstance(event, Finished)]
     assert [(one.cache_tier, one.num_attempts) for one in facts] == [(None, 1), ("host", 1), ("host", 2)]
     configs = [json.loads(command[-1]) for command in launcher.commands]

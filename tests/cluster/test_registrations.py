@@ -4,6 +4,7 @@ import pytest
 from helpers.fake_cluster import FakeCluster, make_order
 
 from instgenie.cluster import quota, wire
+from instgenie.cluster.popularity import Popularity
 from instgenie.cluster.quota import MAX_WAITING
 from instgenie.cluster.registrations import MAX_PASSED, is_registering
 from instgenie.cluster.templates import TemplateRecord
@@ -170,3 +171,54 @@ def test_the_pictures_of_a_tenant_have_so_many_bytes(cluster: FakeCluster, monke
     ask(cluster, 0)
     with pytest.raises(TemplatesFullError, match="take 12,288 bytes of 12,287: delete one"):
         ask(cluster, 1)
+
+
+def test_a_picture_is_registered_when_it_comes_back_within_the_window() -> None:
+    popularity = Popularity(num_requests=2, seconds=60)
+    assert not popularity.note("cat", "first", now=0)
+    assert not popularity.note("cat", "first", now=1), "two pictures of one request"
+    assert not popularity.note("dog", "second", now=2)
+    assert not popularity.note("cat", "third", now=100), "the first request is too long ago"
+    assert popularity.note("cat", "fourth", now=130)
+    assert Popularity(num_requests=1, seconds=60).note("cat", "first")
+
+
+def test_the_first_edit_of_a_picture_registers_nothing() -> None:
+    cluster = FakeCluster(register_after=2)
+    cluster.open()
+    nums = []
+    for request in ("first", "second"):
+        cluster.accept(make_order(request_id=request))
+        cluster.run()
+        nums.append(sum(isinstance(message, wire.PrepareTemplate) for _, message in cluster.sent))
+    assert nums == [0, 1]
+
+
+def test_a_picture_that_comes_back_to_another_front_is_counted_by_a_worker() -> None:
+    """Each front sees one edit. The worker that counts for both of them is found by the template's id."""
+    fronts = [FakeCluster(register_after=2, devices=("cpu",) * 3) for _ in range(2)]
+    count = Popularity(num_requests=2, seconds=60)
+    counters = []
+    for number, front in enumerate(fronts):
+        front.open()
+        for worker in front.workers:
+            worker.num_fronts = 2
+        [ticket] = front.accept(make_order(request_id=f"request {number}"))
+        front.run(ticket._entry.worker)
+        [(counter, asked)] = [(to, sent) for to, sent in front.sent if isinstance(sent, wire.CountEdit)]
+        counters.append(counter)
+        assert not [sent for _, sent in front.sent if isinstance(sent, wire.PrepareTemplate)]
+        counted = wire.EditCounted(asked.template, count.note(asked.template, asked.request))
+        front.answer("denoise", int(counter[0]), counted)
+        registering = [to for to, sent in front.sent if isinstance(sent, wire.PrepareTemplate)]
+        assert registering == ([] if number == 0 else [f"{ticket._entry.worker}.prepare"])
+    assert counters[0] == counters[1]
+
+
+def test_a_request_that_is_repeated_with_its_key_counts_once() -> None:
+    cluster = FakeCluster(register_after=2)
+    cluster.open()
+    for request in ("first", "repeated"):
+        cluster.accept(make_order(request_id=request, key="name of the key/0"))
+        cluster.run()
+    assert not cluster.library.templates

@@ -12,6 +12,7 @@ from instgenie.cluster.orders import Facts, Failed, Finished
 from instgenie.cluster.retries import FIRST_PAUSE, LAST_PAUSE, Retries
 from instgenie.cluster.templates import TemplateRecord
 from instgenie.scheduling.names import RoutingPolicy
+from instgenie.types import ReuseFound, TierName
 
 
 def make_two(**config: Any) -> FakeCluster:
@@ -224,3 +225,30 @@ def test_pauses_grow_up_to_a_limit_and_end_with_a_success() -> None:
     retries.failed("a")
     retries.succeeded("a")
     assert retries.may_try("a")
+
+
+@pytest.mark.parametrize(
+    ("tier", "reuse", "why"),
+    [
+        (None, "own", "an edit with the same key was begun before the template was ready"),
+        ("host", "template", ""),
+    ],
+)
+def test_an_edit_that_follows_another_with_its_key_says_what_that_one_read(
+    tier: TierName | None, reuse: ReuseFound, why: str
+) -> None:
+    """Another front sent the same edit to the worker before, when less or more was known of its template."""
+    cluster = FakeCluster()
+    cluster.open()
+    if reuse == "own":
+        cluster.register_template()
+    [ticket] = cluster.accept(make_order(key="name/0"))
+    cluster.prepare()
+    [job] = [job for sent in cluster.take("denoise") if isinstance(sent, wire.Denoise) for job in sent.jobs]
+    if tier:
+        cluster.found(job, tier)
+    latents = wire.TensorHead("float32", (1,))
+    cluster.answer("denoise", 0, wire.Denoised(job.id, job.attempt, latents, 8, 0.2, reuse), b"\0" * 4)
+    cluster.finish()
+    answered = facts(ticket)
+    assert (answered.reuse, answered.cache_tier, answered.why_dense) == (reuse, tier, why)

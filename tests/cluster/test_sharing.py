@@ -7,7 +7,7 @@ from helpers.fake_cluster import FakeCluster, make_order
 
 from instgenie.cluster import wire
 from instgenie.cluster.sharing import STALE_SECONDS
-from instgenie.scheduling.router import NO_LOAD, LoadSums
+from instgenie.scheduling.backlog import NO_LOAD, LoadSums
 
 BUSY = LoadSums(num_edits=4, num_steps=400, num_token_steps=6400, compute=40.0)
 

@@ -61,7 +61,7 @@ def test_the_least_recently_used_goes_first() -> None:
     cluster = make_cluster(3)
     edit(cluster, 0, 1, 2)
     first = next(iter(cluster.library.templates.values()))
-    cluster.library._learn(first.id, cluster.naming.template_order("me", picture(0), None, None))
+    cluster.library.learn(first.id, cluster.naming.template_order("me", picture(0), None, None))
     edit(cluster, 3)
     assert sorted(kept(cluster)) == [0, 2, 3]
 

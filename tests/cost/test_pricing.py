@@ -12,16 +12,10 @@ from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.cost.planner import plan_batch
 from instgenie.cost.pricing import RATIOS, JobShape, make_costs
 from instgenie.cost.table import StepCosts
+from instgenie.scheduling.backlog import NO_LOAD, LoadSums
 from instgenie.scheduling.fetches import NodeLink
-from instgenie.scheduling.router import (
-    NO_LOAD,
-    LoadSums,
-    Pace,
-    Router,
-    Work,
-    WorkerLoad,
-    predicted_finish,
-)
+from instgenie.scheduling.pace import Pace
+from instgenie.scheduling.router import Router, Work, WorkerLoad, predicted_finish
 from instgenie.types import PlanPolicy, TierName
 
 NUM_TOKENS = 1024
@@ -189,7 +183,7 @@ def test_more_work_never_ends_earlier(
     pace = Pace()
     for predicted, seconds in measured:
         pace.measure(predicted, seconds)
-    load = WorkerLoad(0, 4, pace, COSTS[name], {"cat": tier} if tier else {})
+    load = WorkerLoad(0, 4, pace, COSTS[name], templates={"cat": tier} if tier else {})
 
     def add(edit: str, num_steps: int, share: float, where: TierName | None) -> None:
         load.add(edit, num_steps, NUM_TOKENS, load.costs.price(NUM_TOKENS, share * NUM_TOKENS, where))

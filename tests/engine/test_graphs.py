@@ -257,26 +257,23 @@ def test_only_rows_that_are_read_are_brought_and_also_after_dense_steps(models: 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("cache_dtype", ["model", "fp8"])
+@pytest.mark.parametrize("cache_dtype", ["model", "fp8", "int4"])
 @pytest.mark.parametrize("kind", ["kv", "y"])
 def test_a_step_that_lies_in_one_piece_moves_as_one(model: Model, kind: Kind, cache_dtype: CacheDtype) -> None:
     edit = make_edit(**EDITS[0])
     near = register(edit.picture, model, edit.size, edit.steps, edit.guidance, kind, cache_dtype=cache_dtype)
     tier = HostTier(2**30)
-    tier.store(near.key, Span(near.key.steps, near.rows, near.time))
-    span = tier.load(near.key, near.key.steps)
+    tier.store(near.key, Span(near.key.slots, near.rows, near.time))
+    span = tier.load(near.key, near.key.slots)
     assert span
     far, places = replace(near, rows=span.rows), range(len(near.rows))
     [piece] = find_pieces(far, 1, places)
     assert len(find_pieces(far, 1, [*places[:1], *places[2:]])) == 2
-    found = {
-        key: memory.flatten().view(torch.uint8)[offset:]
-        for memory, offsets in piece.bring(model.device)
-        for key, offset in offsets.items()
-    }
+    memory, offsets = piece.bring(model.device)
+    found = {key: memory[offset:] for key, offset in offsets.items()}
     assert list(found) == list(itertools.product(places, range(near.num_branches)))
     for key, brought in found.items():
-        expected = near.at(1, *key, model.device)
+        expected = near.kept(1, *key)
         assert torch.equal(brought[: expected.nbytes].view(expected.dtype).view(expected.shape), expected)
 
 
@@ -298,7 +295,7 @@ def test_rows_in_main_memory_are_captured_too(family: str, kind: Kind, folders: 
 def in_main_memory(job: Job) -> Activations:
     assert job.activations
     key, tier = job.activations.key, HostTier(2**30)
-    tier.store(key, Span(key.steps, job.activations.rows, job.activations.time))
-    span = tier.load(key, key.steps)
+    tier.store(key, Span(key.slots, job.activations.rows, job.activations.time))
+    span = tier.load(key, key.slots)
     assert span
     return replace(job.activations, rows=span.rows)

@@ -1,12 +1,11 @@
 """The step loop: failures, and on a GPU that nothing waits for the device, so that launches run ahead of it."""
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.cuda import waiting_is_an_error
 from helpers.edits import make_edit
 from helpers.names import FAMILIES
 
@@ -82,20 +81,9 @@ def test_a_batch_that_does_not_fit_is_halved_until_the_engine_is_empty(models: d
     assert engine.tried == [[0, 1, 2, 3], [0, 1], [2, 3], [0, 1], [2, 3]]
 
 
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", ["gpu", "host"])
-@pytest.mark.parametrize("cache_dtype", ["model", "fp8"])
+@pytest.mark.parametrize("cache_dtype", ["model", "fp8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_do_not_wait_for_the_device(
     family: str, cache_dtype: CacheDtype, tier: str, folders: dict[str, Path]

@@ -7,14 +7,13 @@ from helpers.edits import make_edit
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
-from instgenie.engine.register import register, reuse
+from instgenie.engine.register import keep_rows, register, reuse
 from instgenie.errors import ModelError
 from instgenie.jobs.activations import CacheDtype
-from instgenie.kernels.packed import pack_rows
 from instgenie.models.model import Model
 
 
-@pytest.mark.parametrize("cache_dtype", ["model", "fp8"])
+@pytest.mark.parametrize("cache_dtype", ["model", "fp8", "int4"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_an_edit_that_reads_no_number_fails(models: dict[str, Model], cache_dtype: CacheDtype, bad: float) -> None:
     model, edit = models["blend"], make_edit(steps=2)
@@ -25,7 +24,7 @@ def test_an_edit_that_reads_no_number_fails(models: dict[str, Model], cache_dtyp
     engine.step()
     values = activations.at(1, 0, 0, model.device).clone()
     values[..., 3] = bad
-    activations.kept(1, 0, 0).copy_(pack_rows(values) if cache_dtype == "fp8" else values)
+    activations.kept(1, 0, 0).copy_(keep_rows(values, cache_dtype))
     engine.join(broken)
     while engine.jobs:
         engine.step()

@@ -31,7 +31,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["model", "fp8"])
+@pytest.mark.parametrize("dtype", ["model", "fp8", "int4"])
 def test_steps_are_warmed_up_with_the_network_alone(
     family: str, dtype: CacheDtype, folders: dict[str, Path], plans: list[bool]
 ) -> None:
@@ -47,7 +47,7 @@ def test_both_ends_are_warmed_up_with_their_own_weights(family: str, folders: di
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["model", "fp8"])
+@pytest.mark.parametrize("dtype", ["model", "fp8", "int4"])
 def test_every_part_is_warmed_up_on_a_gpu(
     family: str, dtype: CacheDtype, folders: dict[str, Path], plans: list[bool]
 ) -> None:

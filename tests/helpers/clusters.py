@@ -60,7 +60,8 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 def make_config(folder: Path, **fields: Any) -> ClusterConfig:
     return ClusterConfig(
-        **({"model": str(folder), "devices": ("cpu",), "max_batch_size": 4, "worker_timeout": 10.0} | fields)
+        **{"model": str(folder), "devices": ("cpu",), "max_batch_size": 4, "worker_timeout": 10.0, "register_after": 1}
+        | fields
     )
 
 
@@ -88,12 +89,14 @@ async def edit(cluster: Cluster, *orders: Order) -> list[Event]:
 
 
 def edit_alone(order: Order, model: "Model") -> Pixels:
-    """Compute an order with the engine, in this process."""
+    """Compute an order of a picture that is not registered with the engine, in this process."""
     from instgenie.engine.finish import finish
     from instgenie.engine.loop import Engine
+    from instgenie.engine.own import can_reuse_own, reuse_own
     from instgenie.engine.prepare import prepare
 
     job = prepare(order.wish.edit(order.picture, order.mask, model.steps, model.guidance), model)
+    job = reuse_own(job) if can_reuse_own(job) else job
     engine = Engine(model)
     engine.join(job)
     while engine.jobs:

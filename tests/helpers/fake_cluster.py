@@ -22,14 +22,14 @@ FACTS = wire.ModelFacts(
     whole_strength=0.9, needs_true_guidance=True, patch=16, size_multiple=16,
     num_blocks=3, device="cpu", dtype="float32",
 )  # fmt: skip
-JOB = wire.JobHead({}, (4, 4), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), 1, (wire.TensorHead("float32", (1,)),))
+JOB = wire.JobHead({}, (4, 4), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), (None,), (wire.TensorHead("float32", (1,)),))
 LATENTS = wire.TensorHead("float32", (1,))
 WISHES = {field.name for field in fields_of(Wish)}
 
 
 class FakeCluster:
     def __init__(self, **config: Any) -> None:
-        self.config = ClusterConfig(**({"model": "tiny", "devices": ("cpu",)} | config))
+        self.config = ClusterConfig(**({"model": "tiny", "devices": ("cpu",), "register_after": 1} | config))
         self.workers = make_workers(self.config)
         self.sent: list[tuple[str, wire.Message]] = []
         self.listings: list[tuple[int, wire.List]] = []

@@ -71,7 +71,7 @@ def running_server(folder: Path, *arguments: str, device: str = "cpu", **variabl
     with log.open("w") as errors:
         process = subprocess.Popen(
             command,
-            env=environment | {"OMP_NUM_THREADS": "1"} | variables,
+            env=environment | {"OMP_NUM_THREADS": "1", "INSTGENIE_REGISTER_AFTER": "1"} | variables,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

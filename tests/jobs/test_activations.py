@@ -28,7 +28,7 @@ def test_no_tenant_has_the_name_of_another() -> None:
 
 def test_rows_at_a_step_and_a_place() -> None:
     whole = join(6, make_spans(), torch.device("cpu"))
-    activations = Activations(KEY, (1,), 24, whole.rows, whole.time)
+    activations = Activations(KEY, (1,), 24, whole.rows, whole.time, KEY.kept_steps)
     for place, step, branch in ((0, 0, 0), (1, 5, 1)):
         rows = activations.at(step, place, branch, torch.device("cpu"))
         assert torch.equal(rows, whole.rows[place][branch, step])

@@ -8,7 +8,7 @@ from helpers.edits import make_edit
 
 from instgenie.editor import Editor, make_store
 from instgenie.errors import EditError
-from instgenie.jobs.quality import SETTINGS, with_quality
+from instgenie.jobs.quality import SETTINGS, Quality, with_quality
 from instgenie.models.model import Model
 
 
@@ -20,23 +20,28 @@ def editor(models: dict[str, Model]) -> Editor:
     return editor
 
 
+ORDER: tuple[Quality, ...] = ("fast", "balanced", "exact")
+
+
 def test_more_quality_computes_more() -> None:
     for steps in (1, 4, 28, 50):
-        fast, balanced, exact = (with_quality(make_edit(steps=steps), quality) for quality in SETTINGS)
+        fast, balanced, exact = (with_quality(make_edit(steps=steps), quality) for quality in ORDER)
+        nums = [SETTINGS[quality].own_steps(steps) for quality in ORDER]
+        assert len(nums[0]) <= len(nums[1]) <= len(nums[2]) == steps
         assert fast.dense_steps <= balanced.dense_steps <= exact.dense_steps == steps
         assert fast.halo <= balanced.halo
     assert SETTINGS["balanced"].dense_steps(56) <= 2 * SETTINGS["balanced"].dense_steps(28)
 
 
 def test_an_unknown_quality_is_named() -> None:
-    with pytest.raises(EditError, match="'best': it must be one of fast, balanced, exact"):
+    with pytest.raises(EditError, match="'best': it must be one of fast, balanced, adaptive, exact"):
         with_quality(make_edit(), "best")  # type: ignore[arg-type]
 
 
 def test_exact_is_the_dense_edit_whatever_is_registered(editor: Editor) -> None:
     edit = make_edit(steps=3)
     options = {"steps": 3, "size": edit.size, "guidance": edit.guidance}
-    dense = editor.edit(edit.picture, edit.mask, edit.prompt, quality="fast", **options)
+    dense = editor.edit(edit.picture, edit.mask, edit.prompt, quality="fast", reuse="off", **options)
     editor.register(edit.picture, size=edit.size, steps=3, guidance=edit.guidance)
     exact = editor.edit(edit.picture, edit.mask, edit.prompt, quality="exact", **options)
     fast = editor.edit(edit.picture, edit.mask, edit.prompt, quality="fast", **options)

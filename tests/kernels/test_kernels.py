@@ -3,41 +3,26 @@
 
 import copy
 import itertools
-import os
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from instgenie.kernels import modulate, packed, switch
+from instgenie.kernels import modulate, switch
 from instgenie.kernels.add import add_bias_fused, add_bias_reference
 from instgenie.kernels.addresses import Address, Addresses
 from instgenie.kernels.copy import can_copy_rows, copy_rows_fused, copy_rows_reference
 from instgenie.kernels.fill import fill_rows_fused, fill_rows_reference
 from instgenie.kernels.gather import gather_rows_fused, gather_rows_reference
 from instgenie.kernels.geglu import geglu_fused, geglu_reference
-from instgenie.kernels.gelu import gelu_into_fused, gelu_into_reference
+from instgenie.kernels.gelu import beside_gelu_fused, beside_gelu_reference
 from instgenie.kernels.group_norm import group_norm_fused, group_norm_reference
 from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place, place_fused, place_reference
 from instgenie.kernels.layer_norm import add_layer_norm_fused, layer_norm_fused, layer_norm_reference
 
 SHAPES = [(2, 8), (3, 24), (5, 16), (24, 128)]  # heads, head channels
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # half a unit in the last place of bfloat16
-
-
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cpu" and not (switch.HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"):
-        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
-    if request.param == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("Triton's interpreter is on")
-    return request.param
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
 
 
 def close(found: Tensor, truth: Tensor) -> None:
@@ -63,8 +48,9 @@ def test_modulation(device: str, dtype: torch.dtype, width: int, num_branches: i
     if num_branches == 1:
         close(modulate.norm_modulate_fused(x, shift, scale, None, 1e-6), truth())
     close(modulate.add_gated_fused(x, gate, y, rows), modulate.add_gated_reference(*wide(x, gate, y), rows))
-    total, normed = modulate.add_norm_modulate_fused(x, gate, y, shift, scale, rows, 1e-6)
-    assert torch.equal(total, modulate.add_gated_fused(x, gate, y, rows))
+    other_gate = random(num_branches, 2 * width)[:, width:]  # of another block
+    total, normed = modulate.add_norm_modulate_fused(x, other_gate, y, shift, scale, rows, 1e-6)
+    assert torch.equal(total, modulate.add_gated_fused(x, other_gate, y, rows))
     close(normed, modulate.norm_modulate_reference(*wide(total, shift, scale), rows, 1e-6))
 
 
@@ -80,7 +66,8 @@ def norm_of(weight: Tensor) -> nn.RMSNorm:
 def test_places(device: str, dtype: torch.dtype, num_heads: int, head_channels: int, has_places: bool) -> None:
     torch.manual_seed(0)
     random = partial(torch.randn, device=device, dtype=dtype)
-    q, k, v = random(3, 7, num_heads * head_channels)
+    width = num_heads * head_channels
+    q, k, v = random(7, 3 * width + 8)[:, 8:].split(width, dim=1)  # columns of one product
     weights = 1 + 0.3 * random(2, head_channels)
     rotary = torch.polar(torch.ones(9, head_channels // 2), 7 * torch.randn(9, head_channels // 2)).to(device)
     places = HeadPlaces(torch.randperm(9)[:7].to(device), torch.randperm(20)[:7].to(device)) if has_places else None
@@ -143,38 +130,19 @@ def test_copying_is_exact_and_leaves_other_rows_alone(
     assert can_copy_rows(source, found) is (device == "cuda")
 
 
-@pytest.mark.parametrize("width", [16, 72, 3072])
-def test_unpacking_is_exact(device: str, dtype: torch.dtype, width: int) -> None:
-    """Every value of eight bits, and the smallest and largest rows."""
-    torch.manual_seed(0)
-    values = torch.randn(2, 40, width) * torch.logspace(-6, 4, 40)[:, None]
-    values[0, 3] = 0
-    rows = packed.pack_rows(values.to(device, dtype))
-    assert rows.shape[2] == width + packed.NUM_SCALE_BYTES
-    bits = torch.arange(256).repeat(-(-width // 256))[:width]
-    rows[1, 5, :width] = bits[bits % 128 != 127].repeat(2)[:width].to(device)
-    found, expected = torch.zeros(2, 2, 40, width, device=device, dtype=dtype)
-    packed.unpack_rows_fused(rows, found)
-    packed.unpack_rows_reference(rows, expected)
-    if device == "cuda" or dtype == torch.float32:
-        assert torch.equal(found, expected)
-    else:
-        close(found, expected.double())
-    assert found[1, 5].abs().max() > 0
-
-
 @pytest.mark.filterwarnings(
     "ignore:overflow"
 )  # of NumPy, in the interpreter: one over infinity is the zero it should be
 @pytest.mark.parametrize("width", [16, 72, 12288])
-def test_gelu(device: str, dtype: torch.dtype, width: int) -> None:
+def test_gelu_beside_attended_rows(device: str, dtype: torch.dtype, width: int) -> None:
+    """Rows of a wider tensor; attended rows of two branches, or none."""
     torch.manual_seed(0)
-    x = 4 * torch.randn(5, width, device=device, dtype=dtype)
-    found = torch.zeros(5, 24 + width, device=device, dtype=dtype)
-    expected = torch.zeros_like(found).double()
-    gelu_into_fused(x, found[:, 24:])
-    gelu_into_reference(x.double(), expected[:, 24:])
-    close(found, expected)
+    x = 4 * torch.randn(5, 24 + width, device=device, dtype=dtype)[:, 24:]
+    for num_attended in (0, 40):
+        attended = [torch.randn(num, num_attended, device=device, dtype=dtype) for num in (2, 3)]
+        found = beside_gelu_fused(attended, x)
+        close(found, beside_gelu_reference(wide(*attended), x.double()))
+        assert found[:, :num_attended].equal(torch.cat(attended))
 
 
 @torch.no_grad()
@@ -273,35 +241,6 @@ def test_the_switch_turns_kernels_off() -> None:
     with switch.kernels(enabled=False):
         assert not switch.runs_fused(x)
     assert switch.runs_fused(x)
-
-
-@pytest.mark.parametrize("width", [16, 72])
-def test_packed_rows_are_within_a_sixteenth(width: int) -> None:
-    torch.manual_seed(0)
-    rows = torch.randn(2, 9, width) * torch.logspace(-6, 4, 9)[:, None]
-    rows[1, 4] = 0
-    found = torch.empty_like(rows)
-    packed.unpack_rows(packed.pack_rows(rows), found)
-    smallest = rows.abs().amax(dim=2, keepdim=True) / packed.LARGEST * 2**-9  # the smallest step of e4m3
-    assert ((found - rows).abs() <= rows.abs() / 16 + smallest / 2).all()
-    assert packed.unpacked_shape(packed.pack_rows(rows)) == rows.shape
-    assert not found[1, 4].any()
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_packed_row_with_no_number_in_it_is_read_as_none(bad: float) -> None:
-    """Neither the value nor its neighbours become numbers; other rows, down to the smallest floats, do."""
-    rows = torch.full((1, 3, 16), 1000.0)
-    rows[0, 0, 5] = bad
-    rows[0, 2] = 1e-45
-    found = torch.empty_like(rows)
-    kept = packed.pack_rows(rows)
-    packed.unpack_rows(kept, found)
-    assert found[0, 0].isnan().all()
-    assert torch.equal(found[0, 1], rows[0, 1])
-    assert not found[0, 2].any()
-    bits = kept[..., :16] & 0x7F
-    assert not (bits == 0x7F).any()  # the bits of a NaN: a GPU kernel reads them as a number
 
 
 def test_references_run_on_a_cpu() -> None:

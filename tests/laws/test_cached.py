@@ -130,7 +130,7 @@ def find_in_all_tiers(activations: Activations, model: Model, folder: Path) -> d
     key = activations.key
     for store in stores.values():
         for steps in store.missing(key):
-            store.put(key, cut(Span(key.steps, activations.rows, activations.time), steps))
+            store.put(key, cut(Span(key.slots, activations.rows, activations.time), steps))
         store.settle()
     found = {name: store.get(key, model.device) for name, store in stores.items()}
     found["peer"] = copy_from_peer(stores["host"].memory, key)

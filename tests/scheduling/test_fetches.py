@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from instgenie.cost.table import DEFAULT_COSTS, StepCosts
@@ -99,3 +100,25 @@ def test_among_equals_the_holder_is_chosen() -> None:
         for load in (holder, idle):
             load.measure_side_stage("prepare", 100.0)
         assert [Router().choose(WORK, (idle, holder)) for _ in range(3)] == [holder.worker] * 3
+
+
+def test_a_stride_makes_registering_and_copying_cheaper_alike() -> None:
+    """A template that keeps every fifth step has a fifth of the bytes, and a registration computes a fifth of the
+    steps."""
+    _, every = pair(peer=0.1)
+    fifth = WorkerLoad(1, 4, costs=msgspec.structs.replace(every.costs, stride=5), peers=every.peers)
+    assert fifth.fetch_from("peer", WORK) == pytest.approx(every.fetch_from("peer", WORK) / 5)
+    assert fifth.register_compute(WORK) == pytest.approx(every.register_compute(WORK) / 5)
+    assert fifth.tier_of(WORK) == every.tier_of(WORK) == "peer"
+
+
+def test_an_edit_without_a_template_is_placed_by_the_steps_that_it_computes_in_full() -> None:
+    """Its own dense steps serve the others. So a worker where its template would have to be fetched first is worse."""
+    holder, idle = pair(remote=0.05, tier="remote")
+    holder.templates.clear()
+    holder.peers.drop("cat")
+    may_reuse = replace(WORK, must_reuse=False)
+    for own_share, best in ((1.0, idle), (0.2, holder)):
+        work = replace(may_reuse, own_share=own_share)
+        seconds = {load.worker: predicted_finish(work, load) for load in (holder, idle)}
+        assert min(seconds, key=seconds.__getitem__) == best.worker, seconds

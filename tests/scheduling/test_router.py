@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from instgenie.cost.table import linear_costs
 from instgenie.scheduling.names import RoutingPolicy
-from instgenie.scheduling.router import MAX_SCANNED, NUM_KNOWN, Pace, Router, Work, WorkerLoad
+from instgenie.scheduling.pace import NUM_KNOWN, Pace
+from instgenie.scheduling.router import MAX_SCANNED, Router, Work, WorkerLoad
 
 WORK = Work(num_steps=10, num_tokens=1000, num_masked_tokens=100, template="cat")
 
@@ -175,3 +177,12 @@ def test_a_worker_that_took_no_step_is_judged_by_the_others() -> None:
     for _ in range(NUM_KNOWN):
         new.pace.measure(0.05, 1e-3)
     assert new.seconds < known.seconds / 10
+
+
+def test_an_edit_without_a_template_costs_its_dense_steps() -> None:
+    load = WorkerLoad(0, 8, costs=linear_costs(0.0, 1.0))
+    dense, own = Work(10, 100, 20), Work(10, 100, 20, own_share=0.2)
+    assert (load.tokens_of(dense), load.tokens_of(own)) == (100, 36)
+    assert load.price_of(own).compute == pytest.approx(36)
+    load.templates["cat"] = "host"
+    assert load.tokens_of(replace(own, template="cat")) == 20

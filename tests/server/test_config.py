@@ -165,7 +165,7 @@ def test_the_config_file_by_flag_and_by_environment(tmp_path: Path) -> None:
         (["--config", "none.toml"], "none.toml cannot be read"),
         (["--batching", "none"], "continuous, static, static-pipelined or naive"),
         (["--host-cache-gib", "much"], "auto, or a number from 0 to 65536"),
-        (["--cache-dtype", "int4"], "auto, model or fp8"),
+        (["--cache-dtype", "int3"], "auto, model, fp8 or int4"),
     ],
 )
 def test_bad_arguments_end_with_one_line(

@@ -19,7 +19,7 @@ def test_metrics(server: Running, edited: Any) -> None:
         "e2e_request_latency_seconds": "histogram",
         "request_queue_time_seconds": "histogram", "request_success": "counter", "step_time_seconds": "histogram",
         "batch_size": "histogram", "mask_ratio": "histogram", "cache_queries": "counter", "cache_hits": "counter",
-        "cache_fetched_bytes": "counter", "cache_fetch_seconds": "counter",
+        "edits": "counter", "cache_fetched_bytes": "counter", "cache_fetch_seconds": "counter",
         "cache_usage_bytes": "gauge", "http_requests": "counter", "step_loop_interruptions": "counter",
         "worker_state": "gauge", "worker_restarts": "counter", "worker_running": "gauge", "worker_jobs": "counter",
         "worker_predicted_seconds": "gauge", "worker_cache_bytes": "gauge",
@@ -30,6 +30,7 @@ def test_metrics(server: Running, edited: Any) -> None:
         return {sample.labels[label] for sample in samples if label in sample.labels}
 
     assert labels("request_success", "finished_reason") == {"stop", "abort", "error"}
+    assert labels("edits", "reuse") == {"template", "own", "none"}
     for name in ("cache_hits", "cache_fetched_bytes", "cache_fetch_seconds"):
         assert labels(name, "tier") == {"gpu", "host", "disk", "peer", "remote"}
     assert labels("cache_usage_bytes", "tier") == {"gpu", "host", "disk", "remote"}

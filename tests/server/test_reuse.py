@@ -48,10 +48,29 @@ def test_pinned_reuse_gives_the_same_picture_before_and_after_a_registration(ser
 def test_an_answer_says_why_every_token_was_computed(server: Running) -> None:
     image = png(picture(seed=303))
     missed = edit(server, image=image, n=2, extra_body=STEPS)
-    why = "No activations are registered for the picture with these steps and this guidance."
-    assert [facts(missed, index) for index in range(2)] == [("none", why, False)] * 2
+    why = (
+        "No activations are registered for the picture with these steps and this guidance, "
+        "so the edit read what its own dense steps left behind."
+    )
+    assert [facts(missed, index) for index in range(2)] == [("own", why, True)] * 2
     exact = edit(server, image=image, quality="high", extra_body=STEPS)
     assert facts(exact) == ("none", "The quality 'exact' computes every token.", False)
+
+
+def test_own_reuse_gives_the_same_picture_before_and_after_a_registration(server: Running) -> None:
+    """With `own`, a template that is there is not read; with `quality=adaptive`, steps are found on the way."""
+    image = png(picture(seed=304))
+    first = edit_with(server, image, "own")
+    assert facts(first)[0] == "own"
+    register(server, image, num_inference_steps="4")
+    again = edit_with(server, image, "own")
+    why = "The request asks for reuse=own, so the edit read what its own dense steps left behind."
+    assert facts(again) == ("own", why, True)
+    assert alike(pixels(again), pixels(first))
+    counted = server.metric('instgenie:edits_total{reuse="own"}')
+    adaptive = edit_with(server, image, "own", quality="adaptive")
+    assert facts(adaptive)[0] == "own"
+    assert server.metric('instgenie:edits_total{reuse="own"}') == counted + 1
 
 
 def test_a_ready_template_is_used(server: Running) -> None:
@@ -72,7 +91,7 @@ def test_the_last_event_of_a_stream_says_it_too(server: Running) -> None:
         ({"quality": "high"}, "the quality 'exact' computes every token"),
         ({"mask": alpha_png(np.ones(SIZE, np.bool_))}, "the mask covers the whole picture"),
         ({"extra_body": {"num_inference_steps": 1, "reuse": "template"}}, "computes 1 of 1 steps in full"),
-        ({"extra_body": {"reuse": "always"}}, "'auto', 'off' or 'template'"),
+        ({"extra_body": {"reuse": "always"}}, "'auto', 'own', 'template' or 'off'"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_an_error(server: Running, fields: dict[str, Any], why: str) -> None:

@@ -1,7 +1,11 @@
 """A simulated cluster with several fronts: cases that can be worked out by hand, and what always holds."""
 
-import pytest
+from dataclasses import dataclass
 
+import pytest
+from msgspec.structs import replace
+
+from instgenie.cost.table import StepCosts
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.cluster import make_job
 from instgenie.simulate.fronts import FrontedShape, FrontSeconds, Pushes, SharedLoad, simulate_fronts
@@ -89,3 +93,20 @@ def test_every_job_is_done_once_and_every_load_returns_to_nothing(num_fronts: in
     assert {job.worker for job in jobs} == {0, 1, 2, 3}
     assert {job.front for job in jobs} == set(range(num_fronts))
     assert 0 <= busy.hits <= 1
+
+
+def test_a_stride_leaves_fewer_bytes_to_move() -> None:
+    """A template of 2 steps and 100 tokens, at 1 byte a token and kept step: 200 bytes, or 100 with a stride of 2."""
+
+    @dataclass(frozen=True)
+    class Kept(LinearService):
+        stride: int = 1
+
+        def costs(self, num_tokens: int) -> StepCosts:
+            return replace(super().costs(num_tokens), bytes_per_token=1.0, stride=self.stride)
+
+    shape = FrontedShape(2, max_templates=1, network=SHAPE)
+    for stride, expected in ((1, 200.0), (2, 100.0), (3, 100.0)):
+        jobs = jobs_at(0.0, 100.0, 200.0, num_templates=3)
+        busy = simulate_fronts(shape, Kept(per_step=1.0, per_token=0.0, stride=stride), jobs)
+        assert busy.num_bytes == pytest.approx(expected / 3)  # the third template is fetched; the others were there

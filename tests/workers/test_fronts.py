@@ -15,11 +15,11 @@ from instgenie.cluster import wire
 from instgenie.cluster.config import ProcessConfig
 from instgenie.cluster.control import Attach, ControlOrder, Detach, End, decode_order, encode_order
 from instgenie.cluster.orders import template_id
-from instgenie.scheduling.router import NO_LOAD, LoadSums
+from instgenie.scheduling.backlog import NO_LOAD, LoadSums
 from instgenie.workers import fronts as fronts_module
 from instgenie.workers.fronts import SharedLine
 
-JOB = wire.JobHead({}, (4, 4), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), 1, ())
+JOB = wire.JobHead({}, (4, 4), 1.0, "FlowSchedule", msgspec.Raw(b"\x90"), (None,), ())
 FACTS = wire.ModelFacts("tiny", "flux", False, 64, 4, 3.5, False, 0.9, True, 16, 16, 3, "cpu", "float32")
 LOAD = LoadSums(2, 0, 30, 3000, 1.5, 0.5)
 
@@ -131,6 +131,15 @@ def test_answers_go_to_the_front_that_asked(stage: Stage) -> None:
     assert stepped == wire.BatchStepped(0.1, 0.1, 0, steps[:1], num_others=1)
     assert other == wire.BatchStepped(0.1, 0.1, 0, steps[1:], num_others=1)
     assert isinstance(denoised, wire.Denoised)
+
+
+def test_the_count_of_a_pictures_edits_goes_to_the_front_that_asked(stage: Stage) -> None:
+    asking = wire.CountEdit("t", "request")
+    stage.other.send(asking)
+    assert stage.hear() == [asking]
+    counted = wire.EditCounted("t", True)
+    stage.line.send(counted)
+    assert stage.told() == ([], [counted])
 
 
 def test_facts_go_to_all_and_to_those_who_come_later(stage: Stage) -> None:

@@ -66,8 +66,11 @@ def latents(tape: Tape) -> list[bytes]:
     return [frames[0] for message, frames in tape.sent if isinstance(message, wire.Denoised)]
 
 
-def test_a_template_is_copied_from_a_peer_and_makes_the_same_latents(small: Model, make: Make) -> None:
-    (first, tape), (second, other) = make(), make()
+@pytest.mark.parametrize("kept", [{}, {"stride": 3}, {"stride": 2, "dtype": "int4"}], ids=str)
+def test_a_template_is_copied_from_a_peer_and_makes_the_same_latents(
+    small: Model, make: Make, kept: dict[str, Any]
+) -> None:
+    (first, tape), (second, other) = make(**kept), make(**kept)
     play(first, tape, registering(small, "t"))
     play(first, tape, job_of(small, "a"))
     assert first.peer_server
@@ -80,6 +83,18 @@ def test_a_template_is_copied_from_a_peer_and_makes_the_same_latents(small: Mode
     die(first)
     play(second, other, job_of(small, "b", ("ipc:///nowhere",)))
     assert found(other)["b"] == "host"  # it has its own copy
+
+
+def test_workers_that_keep_other_steps_or_bits_share_no_rows(small: Model, make: Make, tmp_path: Path) -> None:
+    remote = (tmp_path / "remote").as_uri()
+    (first, tape), *others = (make(remote=remote, **kept) for kept in ({}, {"stride": 2}, {"dtype": "int4"}))
+    play(first, tape, registering(small, "t"))
+    first.templates.store.settle()
+    assert first.peer_server
+    for denoiser, other in others:
+        play(denoiser, other, job_of(small, "a", (first.peer_server.address,), is_sure=False))
+        assert found(other) == {"a": None}
+    assert first.peer_server.num_bytes_sent == 0
 
 
 def padding(denoiser: Denoiser) -> int:

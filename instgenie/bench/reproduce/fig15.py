@@ -17,7 +17,9 @@ from instgenie.jobs.job import Job
 from instgenie.machine.clock import now
 from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import as_flux, is_flux
+from instgenie.models.flux.modulation import Modulation
 from instgenie.models.flux.network import Block, double_block, embed_time, recall, single_block
+from instgenie.models.flux.residual import Residual
 
 NAME = "fig15"
 NUM_RUNS = 8  # per block
@@ -67,7 +69,7 @@ def measure_blocks(lab: Lab) -> Iterator[tuple[str, float, float, float]]:
 @torch.inference_mode()
 def time_block(lab: Lab, block: Block, index: int, job: Job) -> float:
     batch = pack([job])
-    layout, time = batch.layout, embed_time(as_flux(lab.model).transformer, batch)
+    layout, mod = batch.layout, Modulation(embed_time(as_flux(lab.model).transformer, batch))
     width = batch.text.shape[1]
     image = torch.randn(sum(layout.num_image), width, dtype=batch.text.dtype, device=job.device)
     joint = layout.join(batch.text, image)
@@ -75,8 +77,8 @@ def time_block(lab: Lab, block: Block, index: int, job: Job) -> float:
     def call() -> object:
         heads = recall(block, index, batch, layout)
         if hasattr(block, "norm1"):
-            return double_block(block, batch.text, image, time, layout, heads)
-        return single_block(block, joint, time, layout, heads)
+            return double_block(block, Residual(batch.text), Residual(image), mod, layout, heads)
+        return single_block(block, Residual(joint), mod, layout, heads)
 
     return timed(call, lab.model.device)
 

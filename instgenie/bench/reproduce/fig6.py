@@ -18,6 +18,7 @@ from instgenie.engine.register import template_job
 from instgenie.jobs.job import Job
 from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel, as_flux
+from instgenie.models.flux.modulation import Modulation
 from instgenie.models.flux.network import embed_time, velocity, walk
 from instgenie.pictures.examples import EXAMPLES, read_examples
 from instgenie.pictures.samples import MIDDLE, mask_around
@@ -108,7 +109,8 @@ def look(model: FluxModel, jobs: Sequence[Job], template: Job) -> Look:
 
 def walked(model: FluxModel, job: Job) -> Iterator[tuple[object, Tensor]]:
     batch = pack([job])
-    return walk(model.transformer, batch, embed_time(model.transformer, batch))
+    steps = walk(model.transformer, batch, Modulation(embed_time(model.transformer, batch)))
+    return ((block, image) for block, _, image in steps)
 
 
 def alike(a: Tensor, b: Tensor) -> float:

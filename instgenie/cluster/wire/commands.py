@@ -7,7 +7,7 @@ from msgspec import Struct
 from instgenie.cluster.orders import OutputFormat
 from instgenie.cluster.wire.heads import JobHead, Message, TemplateHead, TensorHead
 from instgenie.cluster.wish import Wish
-from instgenie.scheduling.router import LoadSums
+from instgenie.scheduling.backlog import LoadSums
 
 # to any process
 
@@ -70,9 +70,10 @@ class Denoising(Struct, frozen=True):
     id: str
     attempt: int
     job: JobHead
-    template: TemplateHead | None  # use its activations if they are found; None: compute every token
+    template: TemplateHead | None  # use its activations if they are found; None: there are none to use
     must_reuse: bool  # the job may not run without them: an earlier attempt used them, or they are known to exist
     num_partials: int
+    may_own: bool = False  # without them, the job reads what its own dense steps leave behind
     fails_dense: bool = False  # if the activations fit nowhere, the job fails instead of computing every token
     trace: str = ""
     request_id: str = ""
@@ -118,6 +119,14 @@ class Keep(Message, frozen=True):
     """A client asked for a template that was registered before: it does not expire any more."""
 
     template: TemplateHead
+
+
+class CountEdit(Message, frozen=True):
+    """Tells that a request edited a picture without a template, and asks whether enough requests did so, whichever
+    front they came to. `EditCounted` answers it. Only fronts that share their workers send it."""
+
+    template: str
+    request: str
 
 
 class List(Message, frozen=True):
@@ -182,6 +191,7 @@ Command: TypeAlias = (
     | Cancel
     | Forget
     | Keep
+    | CountEdit
     | List
     | Recall
     | Finish

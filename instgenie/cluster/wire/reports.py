@@ -8,8 +8,8 @@ from instgenie.cluster.config import finish_period
 from instgenie.cluster.orders import FailureKind
 from instgenie.cluster.wire.heads import JobHead, Message, ModelFacts, TemplateHead, TensorHead
 from instgenie.cost.table import StepCosts
-from instgenie.scheduling.router import LoadSums
-from instgenie.types import TierName
+from instgenie.scheduling.backlog import LoadSums
+from instgenie.types import ReuseFound, TierName
 
 # from any process
 
@@ -122,6 +122,7 @@ class Denoised(Message, frozen=True):
     latents: TensorHead
     num_computed_tokens: int
     seconds: float
+    reuse: ReuseFound = "none"  # whose activations it has read
 
 
 class Registered(Message, frozen=True):
@@ -135,7 +136,7 @@ class Registered(Message, frozen=True):
 
 
 class TierFound(Message, frozen=True):
-    """The tier in which a job's activations were found; None: the job computes every token."""
+    """The tier in which a job's activations were found; None: the job does without a template."""
 
     id: str
     attempt: int
@@ -190,6 +191,13 @@ class Announced(Message, frozen=True):
     templates: tuple[Listing, ...]
 
 
+class EditCounted(Message, frozen=True):
+    """Answer to `CountEdit`."""
+
+    template: str
+    has_come_back: bool  # True if the picture is worth a registration
+
+
 class Listed(Message, frozen=True):
     """Answer to `List`."""
 
@@ -232,6 +240,6 @@ class Painted(Message, frozen=True):
 
 Report: TypeAlias = (
     Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | BatchStepped
-    | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Fetched | Forgotten | Announced | Listed
-    | Recalled | Painted | Collected
+    | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Fetched | Forgotten | Announced | EditCounted
+    | Listed | Recalled | Painted | Collected
 )  # fmt: skip

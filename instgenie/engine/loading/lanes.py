@@ -16,7 +16,7 @@ from torch import Tensor
 from instgenie.cache.buffers import TensorSpec
 from instgenie.jobs.activations import Activations
 from instgenie.kernels.copy import can_copy_rows, copy_rows_fused
-from instgenie.kernels.packed import unpack_rows, unpacked_shape
+from instgenie.kernels.packed import PackedRows, unpack_rows, unpacked_shape
 
 RowChoice = Literal["auto", "whole", "needed"]  # copy all rows of a place, only those that are read, or the faster
 GATHER_SLOWDOWN = 55 / 51  # time per byte that a kernel reads from page-locked memory, against a plain copy
@@ -52,7 +52,7 @@ class Lane(Protocol):
     def release(self, buffer: int) -> None:
         """Declare that everything that reads the buffer has been started."""
 
-    def take(self, transfer: Transfer) -> Tensor:
+    def take(self, transfer: Transfer) -> Tensor | PackedRows:
         """The transferred rows as the model reads them."""
 
 
@@ -112,8 +112,8 @@ class StreamLane:
         event = self._released.setdefault(buffer, torch.cuda.Event())
         event.record(torch.cuda.current_stream(self.device))
 
-    def take(self, transfer: Transfer) -> Tensor:
-        return transfer.activations.readable(transfer.room if transfer.room.numel() else transfer.kept)
+    def take(self, transfer: Transfer) -> Tensor | PackedRows:
+        return transfer.activations.source(transfer.room if transfer.room.numel() else transfer.kept)
 
 
 class ThreadLane:
@@ -131,7 +131,7 @@ class ThreadLane:
         """Do nothing: on a CPU everything computed so far is done, and the one thread keeps transfers in order."""
 
     def form(self, activations: Activations, kept: Tensor) -> TensorSpec:
-        return TensorSpec(unpacked_shape(kept), activations.dtype)
+        return TensorSpec(unpacked_shape(kept, activations.key.cache_dtype), activations.dtype)
 
     def start(self, buffer: int, transfers: Sequence[Transfer]) -> None:
         self._filled[buffer] = self._thread.submit(self.fill, transfers)
@@ -139,7 +139,7 @@ class ThreadLane:
     @torch.inference_mode()
     def fill(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
-            unpack_rows(transfer.kept, transfer.room)
+            unpack_rows(transfer.kept, transfer.room, transfer.activations.key.cache_dtype)
 
     def wait(self, buffer: int) -> None:
         self._filled[buffer].result()

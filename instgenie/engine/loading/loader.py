@@ -15,9 +15,10 @@ from torch import Tensor
 from instgenie.cache.buffers import TensorSpec, carve
 from instgenie.cost.plan import Plan
 from instgenie.engine.loading.lanes import Lane, RowChoice, Transfer, make_lane
-from instgenie.engine.loading.route import Route, SharedRows, StopPart, make_route, needs_loading
+from instgenie.engine.loading.route import Route, SharedRows, StopPart, make_route, needs_loading, sharing_key
 from instgenie.jobs.job import Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
+from instgenie.kernels.packed import PackedRows
 from instgenie.models.model import Model
 
 RING_SHARE = 1 / 32  # of a CUDA device's memory, the most that the ring takes
@@ -42,7 +43,8 @@ class Loader:
         self.stop = -1  # the one being read
         self.num_started = 0
         self.transfers: dict[int, list[Transfer]] = {}  # per stop that is started and not yet released
-        self.taken: dict[int, Tensor] = {}  # per part of this stop, as the model reads it
+        self.held: dict[int, object] = {}  # per stop whose buffer is its own: what was last loaded into it
+        self.taken: dict[int, Tensor | PackedRows] = {}  # per part of this stop, as the model reads it
         self.described = describe(())  # the jobs whose route it is
         self.step = 0  # of the first of them, for which transfers are started
 
@@ -77,6 +79,7 @@ class Loader:
         buffers = [self.memory[size * index :][:size] for index in range(self.num_buffers)]
         self.rooms = [carve(buffers[self.buffer(stop)], form) for stop, form in enumerate(forms)]
         self.route = route
+        self.held.clear()
 
     def form(self, part: StopPart) -> TensorSpec:
         return self.lane.form(part.shared.activations, part.shared.kept(part.place, part.branch))
@@ -88,7 +91,7 @@ class Loader:
     def buffer(self, stop: int) -> int:
         return stop % self.num_buffers
 
-    def read(self, shared: SharedRows, place: int, branch: int) -> Tensor:
+    def read(self, shared: SharedRows, place: int, branch: int) -> Tensor | PackedRows:
         stop, part = self.route.where[shared, place, min(branch, len(shared.branches) - 1)]
         if stop != self.stop:
             self.move(stop)
@@ -114,12 +117,17 @@ class Loader:
                 self.lane.release(self.buffer(stop))
 
     def start_transfers(self) -> None:
-        """Start transfers as far as the ring reaches from the stop being read."""
+        """Start transfers as far as the ring reaches from the stop being read. A buffer that still has the rows of its
+        stop, because one kept step serves several steps, is not filled again."""
         end = min(max(self.stop, 0) + self.num_buffers, len(self.route.stops))
         for stop in range(self.num_started, end):
-            parts = zip(self.route.stops[stop], self.rooms[stop], strict=True)
-            self.transfers[stop] = [make_transfer(part, room) for part, room in parts]
-            self.lane.start(self.buffer(stop), self.transfers[stop])
+            parts = self.route.stops[stop]
+            self.transfers[stop] = list(map(make_transfer, parts, self.rooms[stop]))
+            wanted = [sharing_key(part.shared.jobs[0]) for part in parts]
+            if self.held.get(stop) != wanted:
+                self.lane.start(self.buffer(stop), self.transfers[stop])
+                if self.num_buffers == len(self.route.stops):
+                    self.held[stop] = wanted
         self.num_started = max(self.num_started, end)
 
 
@@ -129,7 +137,7 @@ class LoadedRows:
     def __init__(self, loader: Loader, shared: dict[Job, SharedRows]) -> None:
         self.loader, self.shared = loader, shared
 
-    def read(self, job: Job, place: int, branch: int) -> Tensor:
+    def read(self, job: Job, place: int, branch: int) -> Tensor | PackedRows:
         shared = self.shared.get(job)
         return OWN_ROWS.read(job, place, branch) if shared is None else self.loader.read(shared, place, branch)
 
@@ -144,8 +152,17 @@ def needed(part: StopPart) -> Tensor:
 
 
 def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, int]]:
-    """A value that stays equal while the same jobs read the same places, at the same distance from each other."""
-    return [(job, job.activations, job.present_plan, job.step - jobs[0].step) for job in jobs]
+    """A value that stays equal while the same jobs read the same places and share them the same way."""
+    groups: dict[object, int] = {}  # numbers of what jobs share, in the order of the jobs
+    return [
+        (
+            job,
+            job.activations,
+            job.present_plan,
+            groups.setdefault(sharing_key(job) if job.activations else job, len(groups)),
+        )
+        for job in jobs
+    ]
 
 
 def choose_ring_bytes(device: torch.device) -> int:

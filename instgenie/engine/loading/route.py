@@ -1,7 +1,7 @@
 """Routes: the rows that a step has to load, in the order in which it reads them. Knows jobs and plans; moves nothing.
 
-A route has a stop for each place of the pass at which any job reads. Jobs that are at the same step of one template
-share their rows. While the same jobs go on together, their route stays the same from step to step.
+A route has a stop for each place of the pass at which any job reads. Jobs that one kept step of a template serves
+share its rows. While the same jobs go on sharing the same way, their route stays the same from step to step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,12 @@ from torch import Tensor
 from instgenie.cost.plan import Plan
 from instgenie.jobs.activations import Activations
 from instgenie.jobs.job import Job
+from instgenie.jobs.tokens import with_padding
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """The rows of one step of a template, for all jobs of a pass that are at it."""
+    """The rows of one kept step of a template, for all jobs of a pass that it serves."""
 
     jobs: tuple[Job, ...]
 
@@ -29,7 +30,7 @@ class SharedRows:
         return activations
 
     def kept(self, place: int, branch: int) -> Tensor:
-        """The rows of a place at the jobs' present step [2 or 1, tokens, width or bytes]"""
+        """The rows of a place that serve the jobs' present step [2 or 1, tokens, width or bytes]"""
         return self.activations.kept(self.jobs[0].step, place, branch)
 
     @cached_property
@@ -45,16 +46,23 @@ class SharedRows:
     def _needed(self) -> dict[int, Tensor]:
         return {}
 
-    def needed(self, num_tokens: int) -> Tensor:
-        """Indices of the rows that any of the jobs reads, at the level of `num_tokens` tokens [rows]; found once."""
-        if num_tokens not in self._needed:
-            outsides = [job.level(num_tokens).outside for job in self.jobs]
-            self._needed[num_tokens] = outsides[0] if len(outsides) == 1 else union(outsides, num_tokens)
-        return self._needed[num_tokens]
+    def needed(self, num_rows: int) -> Tensor:
+        """Indices of the rows that any of the jobs reads, at a place that keeps `num_rows` [rows]; found once."""
+        if num_rows not in self._needed:
+            read = [rows_read(job, num_rows) for job in self.jobs]
+            self._needed[num_rows] = read[0] if len(read) == 1 else union(read, num_rows)
+        return self._needed[num_rows]
 
 
-def union(indices: Sequence[Tensor], num_tokens: int) -> Tensor:
-    chosen = torch.zeros(num_tokens, dtype=torch.bool, device=indices[0].device)
+def rows_read(job: Job, num_rows: int) -> Tensor:
+    """Indices of the rows that a job reads of the `num_rows` that its activations keep at a place."""
+    num_text = job.activations.num_text if job.activations else 0
+    outside = job.level(num_rows - num_text).outside
+    return with_padding(outside, num_text, job.num_prompt) if num_text else outside
+
+
+def union(indices: Sequence[Tensor], num_rows: int) -> Tensor:
+    chosen = torch.zeros(num_rows, dtype=torch.bool, device=indices[0].device)
     return chosen.index_fill_(0, torch.cat(list(indices)), True).nonzero()[:, 0]
 
 
@@ -104,27 +112,29 @@ def find_shared(jobs: Sequence[Job]) -> list[SharedRows]:
 
 
 def sharing_key(job: Job) -> object:
-    """A key that is equal for jobs that read the same rows. A job of lower strength takes the template's last steps."""
+    """A key that is equal for jobs that read the same rows. Nobody shares what a job keeps for itself."""
     assert job.activations is not None
-    key = job.activations.key
-    return key, key.num_steps - job.num_steps + job.step
+    return job if job.own_steps else (job.activations.key, job.activations.slot(job.step))
 
 
 def needs_loading(job: Job) -> bool:
-    """Return whether the job reads rows in this step that are not ready on its device."""
-    return is_far(job) and bool(places_of(job))
+    """Return whether the job reads rows in this step that are not ready on its device. A CPU unpacks rows ahead of
+    their use; on a GPU the kernels that gather rows unpack them."""
+    cache = job.activations
+    is_packed = cache is not None and cache.is_packed and job.device.type == "cpu"
+    return (is_packed or is_far(job)) and bool(places_of(job))
 
 
 def is_far(job: Job) -> bool:
-    """Return whether the job's activations are on another device, or packed."""
-    cache = job.activations
-    return cache is not None and (cache.is_packed or cache.rows[0].device != job.device)
+    """Return whether the job's activations are on another device."""
+    return job.activations is not None and job.activations.rows[0].device != job.device
 
 
 def places_of(job: Job, num_ahead: int = 0) -> tuple[int, ...]:
     """Places that a job reads in its present step, or `num_ahead` steps later with the same plan."""
     cache = job.activations
-    if cache is None or not job.edit.dense_steps <= job.step + num_ahead < job.num_steps:
+    step = job.step + num_ahead
+    if cache is None or step >= job.num_steps or job.is_dense_at(step):
         return ()
     return places_of_plan(job.plan, cache.run_lengths, len(cache.rows) > cache.num_blocks)
 

@@ -1,12 +1,12 @@
-"""Staging: rows of whole steps, brought to the device one step ahead of their use. Knows activations and streams;
-knows no pass.
+"""Staging: rows of whole kept steps, brought to the device ahead of their use. Knows activations and streams; knows no
+pass.
 
-Edits that are at one step of one template share their rows. Rows that are adjacent in memory move as one piece. Copies
-run on a stream of their own, beside the previous step; the computation waits for all rows of its step at once, so the
-order of the pass does not matter.
+Edits that one kept step of a template serves share its rows, which stay until no coming step of an edit reads them.
+Rows that are adjacent in memory move as one piece. Copies run on a stream of their own, beside the previous step; the
+computation waits for all rows of its step at once, so the order of the pass does not matter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -42,30 +42,10 @@ class Piece:
         gap = rows.data_ptr() - end_of(self.last)
         return 0 <= gap <= MAX_GAP and rows.untyped_storage().data_ptr() == self.first.untyped_storage().data_ptr()
 
-    def bring(self, device: torch.device) -> list["Brought"]:
-        """Copy the rows to a device, unpacked."""
+    def bring(self, device: torch.device) -> "Brought":
+        """Copy the rows to a device, as they are kept."""
         memory = all_bytes(self.first, self.last).to(device, non_blocking=True)
-        offsets = {key: rows.data_ptr() - self.first.data_ptr() for key, rows in self.rows.items()}
-        if not self.activations.is_packed:
-            return [Brought(memory, offsets)]
-        return [self.unpack(memory, offsets, keys) for keys in self.alike()]
-
-    def alike(self) -> Iterator[list[RowsKey]]:
-        """Yield runs of rows of one shape without gaps."""
-        run: list[RowsKey] = []
-        for key, rows in self.rows.items():
-            last = self.rows[run[-1]] if run else None
-            if last is not None and (rows.data_ptr() != end_of(last) or rows.shape != last.shape):
-                yield run
-                run = []
-            run.append(key)
-        yield run
-
-    def unpack(self, memory: Tensor, offsets: dict[RowsKey, int], keys: Sequence[RowsKey]) -> "Brought":
-        one = self.rows[keys[0]]
-        packed = memory[offsets[keys[0]] :][: len(keys) * one.nbytes].view(len(keys), *one.shape)
-        rows = self.activations.readable(packed)
-        return Brought(rows, {key: index * rows[0].nbytes for index, key in enumerate(keys)})
+        return Brought(memory, {key: rows.data_ptr() - self.first.data_ptr() for key, rows in self.rows.items()})
 
 
 class Brought(NamedTuple):
@@ -113,16 +93,18 @@ class Staging:
             self.before = torch.cuda.current_stream(self.device).record_event()
 
     def look_ahead(self, jobs: Sequence[Job]) -> None:
-        """Start to bring the rows of the jobs' next steps beside the computing of the present ones, if there is room,
-        and drop the rows of all other steps."""
+        """Start to bring the rows of the jobs' next steps, and of the next kept steps, beside the computing of the
+        present ones, if there is room, and drop all other rows."""
         coming = jobs if self.has_room(jobs) else ()
-        keys = {*keys_of(jobs, num_ahead=0), *keys_of(coming, num_ahead=1)}
+        needed = [(jobs, 0), (coming, 1), *(([job], num_until_next(job)) for job in coming)]
+        keys = {key for some, num_ahead in needed for key in keys_of(some, num_ahead)}
         old = [key for key in self.staged if key not in keys]
         if self.stream and self.before:
             self.stream.wait_event(self.before)
         for key in old:
             del self.staged[key]
-        self.start(coming, num_ahead=1)
+        for some, num_ahead in needed[1:]:
+            self.start(some, num_ahead)
 
     def start(self, jobs: Sequence[Job], num_ahead: int) -> None:
         for job in jobs:
@@ -138,10 +120,10 @@ class Staging:
             return
         with torch.cuda.stream(self.stream):
             for piece in find_pieces(activations, step, missing):
-                for memory, offsets in piece.bring(self.device):
-                    staged.memory.append(memory)
-                    start = memory.data_ptr()
-                    staged.addresses.update({key: start + offset for key, offset in offsets.items()})
+                memory, offsets = piece.bring(self.device)
+                staged.memory.append(memory)
+                start = memory.data_ptr()
+                staged.addresses.update({key: start + offset for key, offset in offsets.items()})
             if self.stream:
                 staged.ready.append(self.stream.record_event())
 
@@ -186,10 +168,18 @@ def keys_of(jobs: Sequence[Job], num_ahead: int) -> list[StageKey]:
     ]
 
 
+def num_until_next(job: Job) -> int:
+    """Steps until another kept step serves the job; 1 if none will."""
+    cache = job.activations
+    assert cache is not None
+    steps = range(1, job.num_steps - job.step)
+    return next((ahead for ahead in steps if cache.slot(job.step + ahead) != cache.slot(job.step)), 1)
+
+
 def stage_key(activations: Activations, step: int) -> StageKey:
-    return activations.rows[0][0, step].data_ptr(), activations.num_branches
+    return activations.kept(step, 0, 0).data_ptr(), activations.num_branches
 
 
 def num_step_bytes(activations: Activations) -> int:
-    """Bytes of one step's rows when unpacked; packed rows are at least half as large."""
-    return sum(rows[:, 0].nbytes for rows in activations.rows) * (2 if activations.is_packed else 1)
+    """Bytes of one step's rows."""
+    return sum(rows[:, 0].nbytes for rows in activations.rows)

@@ -8,6 +8,7 @@ from transformers import CLIPTextModel, T5Config, T5EncoderModel
 from instgenie.errors import ModelError
 from instgenie.models.family import TWO_ENCODERS, Family, LoadedPipeline
 from instgenie.models.flux.model import MAX_TEXT_TOKENS, FluxModel
+from instgenie.models.flux.network import join_projections
 from instgenie.models.recipe import CLIP_TOKENS, VOCABULARY, Recipe, clip_config, make_autoencoder, make_tokenizer
 
 PARTS = ("transformer", *TWO_ENCODERS)
@@ -65,4 +66,9 @@ FLUX = Family(
     make=make_flux,
     dummies={"flux.1-dev": Recipe("FluxPipeline", dev_transformer, dev_autoencoder, dev_others)},
     prompt_layers=("context_embedder",),
+    join_layers=join_projections,
+    fp8_layers=(
+        r"transformer_blocks\.\d+\.(attn|ff|ff_context)\..+",
+        r"single_transformer_blocks\.\d+\.(attn\..+|proj_mlp|proj_out)",
+    ),
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
@@ -17,6 +18,7 @@ from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
 from instgenie.models.flux.batch import FluxBatch, pack
+from instgenie.models.flux.modulation import ModulationTables
 from instgenie.models.flux.network import (
     describe,
     embed_positions,
@@ -26,7 +28,7 @@ from instgenie.models.flux.network import (
     observe,
     velocity,
 )
-from instgenie.models.model import Keep, Model, pack_latents, tokenize
+from instgenie.models.model import Keep, Model, count_tokens, pack_latents, tokenize
 from instgenie.models.packed import PackedBatch
 from instgenie.types import Edit
 
@@ -42,6 +44,7 @@ class FluxModel(Model):
     is_convolutional = False
     latents_per_token = 2
     needs_true_guidance = True
+    text_flows = True
 
     transformer: FluxTransformer2DModel
     text_encoder_2: T5EncoderModel
@@ -104,7 +107,7 @@ class FluxModel(Model):
     def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
         branch = self.branch(prompt, grid)
         num_text = len(branch.text)
-        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:])
+        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:], num_prompt=0)
         return (without_text,) if isolated else (branch,)
 
     def blank_branch(self, grid: tuple[int, int]) -> Branch:
@@ -115,7 +118,8 @@ class FluxModel(Model):
     def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
         sequence = embed_prompt(self.transformer, self.encode_sequence(prompt))
         rotary = embed_positions(self.transformer, len(sequence), grid)
-        return Branch(text=sequence, pooled=self.encode_pooled(prompt), rotary=rotary)
+        num_prompt = count_tokens(self.tokenizer_2, prompt, self.num_text_tokens)
+        return Branch(sequence, self.encode_pooled(prompt), rotary, num_prompt)
 
     def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]
         ids = tokenize(self.tokenizer_2, prompt, self.num_text_tokens).to(self.device)
@@ -131,15 +135,19 @@ class FluxModel(Model):
         """The pixels of the mask under a latent become its channels, which are packed like latents."""
         return torch.cat([tokens, pack_latents(pixel_unshuffle(pixels, self.pixels_per_latent))], dim=1)
 
+    @cached_property
+    def modulation(self) -> ModulationTables:
+        return ModulationTables(self.transformer)
+
     def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> FluxBatch:
-        return pack(jobs, pads, rows)
+        return pack(jobs, pads, rows, self.modulation.at(jobs))
 
     def run(self, packed: PackedBatch) -> Tensor:
         assert isinstance(packed, FluxBatch)
         return velocity(self.transformer, packed)
 
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
-        for seen in observe(self.transformer, pack(jobs), kind):
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
+        for seen in observe(self.transformer, pack(jobs), kind, with_text):
             keep(seen.unflatten(1, (len(jobs), -1)).transpose(0, 1))
 
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:

@@ -5,22 +5,34 @@ from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
 from instgenie.kernels.geglu import geglu
+from instgenie.kernels.gelu import gelu
+from instgenie.kernels.quantize import Rows
+from instgenie.models.layers.fp8_linear import reads_fp8
 from instgenie.models.layers.linear import Owners, linear
 
 
-def feed_forward(ff: nn.Module, inner: Tensor, owners: Owners) -> Tensor:
+def feed_forward(ff: nn.Module, inner: Rows, owners: Owners) -> Tensor:
     """[rows, width] -> [rows, width]. What is not diffusers' own layer, or has an activation of another kind, is called
     as a whole, as if it were one product."""
     if not isinstance(ff, FeedForward):
         return linear(ff, inner, owners)
     activation, dropout, project, *others = ff.net
+    fp8 = reads_fp8(project)
     if isinstance(activation, GEGLU):
-        fed = geglu(linear(activation.proj, inner, owners))
+        fed = geglu(linear(activation.proj, inner, owners), fp8)
+    elif isinstance(activation, GELU) and fp8 and activation.approximate == "tanh":
+        fed = gelu(linear(activation.proj, inner, owners), fp8)
     elif isinstance(activation, GELU):
         fed = activation.gelu(linear(activation.proj, inner, owners))
     else:
         fed = linear(activation, inner, owners)
-    fed = linear(project, dropout(fed), owners)
+    out = linear(project, dropout(fed) if isinstance(fed, Tensor) else fed, owners)
     for layer in others:
-        fed = layer(fed)
-    return fed
+        out = layer(out)
+    return out
+
+
+def first_layer(ff: nn.Module) -> nn.Module:
+    """The layer that reads the rows of a feed-forward layer."""
+    activation = ff.net[0] if isinstance(ff, FeedForward) else ff
+    return activation.proj if isinstance(activation, GEGLU | GELU) else activation

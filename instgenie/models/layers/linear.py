@@ -1,14 +1,19 @@
 """Linear layers over packed rows: the one place where a product sees its layer, its rows and who owns them.
 
-Every product over rows of a batch goes through `linear`, so that whatever depends on the owner of a row (an adapter per
-job) or on the layer (products of low precision) has a single place.
+Every product over rows of a batch goes through `linear` or `linears`, so that whatever depends on the owner of a row
+(an adapter per job) or on the layer (products of low precision) has a single place.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from instgenie.kernels.quantize import Rows
+from instgenie.models.layers.fp8_linear import Fp8Linear, multiply_fp8
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,19 +26,79 @@ class Owners:
     index: Tensor | None = None  # [rows]; None stands for the numbers of the rows
     per_branch: int = 1
 
-    def branches(self, rows: Tensor) -> Tensor:
+    def branches(self, rows: Rows) -> Tensor:
         """The number of the owner of each row [rows]."""
-        index = torch.arange(rows.shape[:-1].numel(), device=rows.device) if self.index is None else self.index
+        values = rows if isinstance(rows, Tensor) else rows.values
+        index = torch.arange(values.shape[:-1].numel(), device=values.device) if self.index is None else self.index
         return index // self.per_branch
 
 
 EACH_BRANCH = Owners()  # one row per branch
 
 
-def linear(layer: nn.Module, rows: Tensor, owners: Owners | None) -> Tensor:
+def linear(layer: nn.Module, rows: Rows, owners: Owners | None) -> Tensor:
     """Multiply rows [..., channels] by a linear layer or a convolution of one by one. Rows without owners are a
     template's own, which no branch may change."""
     if isinstance(layer, nn.Conv2d):  # with its bias in the same launch
+        assert isinstance(rows, Tensor)
         return F.linear(rows, layer.weight.flatten(1), layer.bias)
     out: Tensor = layer(rows)
     return out
+
+
+def linears(layers: Sequence[nn.Module], rows: Rows, owners: Owners | None) -> Sequence[Tensor]:
+    """Multiply the same rows [rows, channels] by several layers: in one product where `join` has put their weights one
+    behind the other. The results are then columns of one tensor."""
+    alike = find_alike(layers)
+    product = multiply_joined(alike, rows) if alike else None
+    if product is None:
+        return [linear(layer, rows, owners) for layer in layers]
+    columns: Sequence[Tensor] = product.split([layer.out_features for layer in alike], dim=1)
+    return columns
+
+
+def find_alike(layers: Sequence[nn.Module]) -> list[nn.Linear] | list[Fp8Linear]:
+    """The layers, if all of them are plain or all of low precision, with biases or without; else none. A layer that an
+    adapter wraps is neither."""
+    plain = [layer for layer in layers if type(layer) is nn.Linear]
+    low = [layer for layer in layers if isinstance(layer, Fp8Linear)]
+    found = plain or low
+    is_alike = len(found) == len(layers) and len({layer.bias is None for layer in found}) == 1
+    return found if is_alike else []
+
+
+def multiply_joined(layers: Sequence[nn.Linear | Fp8Linear], rows: Rows) -> Tensor | None:
+    """One product for all layers; None if their weights lie apart."""
+    weight, first = as_one([layer.weight for layer in layers]), layers[0]
+    if weight is None:
+        return None
+    bias = None if first.bias is None else as_one([layer.bias for layer in layers])
+    if isinstance(first, Fp8Linear):
+        scale = as_one([layer.scale for layer in layers if isinstance(layer, Fp8Linear)])
+        assert scale is not None
+        return multiply_fp8(rows, weight, scale, bias, first.dtype)
+    assert isinstance(rows, Tensor)
+    return F.linear(rows, weight, bias)
+
+
+def join(layers: Sequence[nn.Module]) -> None:
+    """Put the weights of layers with the same input one behind the other in memory, if they are alike; each keeps its
+    own as a view."""
+    alike = find_alike(layers)
+    for name, _ in alike[0].named_parameters() if alike else ():
+        parameters = [layer.get_parameter(name) for layer in alike]
+        parts = [parameter.detach().view(torch.uint8) for parameter in parameters]  # of any dtype
+        together = torch.cat(parts).split([len(part) for part in parts])
+        for parameter, part in zip(parameters, together, strict=True):
+            parameter.data = part.view(parameter.dtype)
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Contiguous tensors as one tensor, if they lie one behind the other in the same memory."""
+    first = tensors[0]
+    for before, after in pairwise(tensors):
+        is_next = after.storage_offset() == before.storage_offset() + before.numel()
+        if not is_next or after.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+    shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride(), first.storage_offset())

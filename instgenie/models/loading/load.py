@@ -18,10 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from instgenie.errors import ModelError
+from instgenie.kernels.quantize import MIN_CAPABILITY, multiplies_fp8
 from instgenie.machine.device import choose_device, choose_dtype
 from instgenie.machine.device_memory import check_memory, is_out_of_memory, memory_guard
 from instgenie.models.families import PIPELINES
 from instgenie.models.family import Family, LoadedPipeline, PartKind
+from instgenie.models.layers.fp8_linear import quantizable, quantize_layers
 from instgenie.models.loading.dummy import PREFIX, count_dummy, find_dummy, make_parts
 from instgenie.models.loading.folder import (
     BUILTIN,
@@ -33,51 +35,126 @@ from instgenie.models.loading.folder import (
     unused_parts,
 )
 from instgenie.models.model import Model
+from instgenie.types import Quantization
 
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 
 
 def load(
-    name: str = "builtin", device: str = "auto", dtype: str = "auto", weights: frozenset[PartKind] | None = None
+    name: str = "builtin",
+    device: str = "auto",
+    dtype: str = "auto",
+    weights: frozenset[PartKind] | None = None,
+    quantization: Quantization | None = None,
+    emulates: bool = False,
 ) -> Model:
     """Load a model by its name, its folder or its hub id.
 
     `weights` names the kinds of parts whose weights this process needs, None all of them. The other parts are hollow:
     they have a shape and no weights, except for the layers of the network that embed prompts.
+
+    With a quantization, most products of the network are of low precision. A device that cannot multiply so is an
+    error, unless it `emulates` such products: it computes the same numbers, slowly.
     """
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
+    check_quantization(quantization, chosen_device, chosen_dtype, emulates)
     load_from = load_dummy if name.startswith(PREFIX) else load_folder
-    model = load_from(name, chosen_device, chosen_dtype, weights)
+    model = load_from(name, chosen_device, chosen_dtype, weights, quantization)
     put_channels_last(model)
     return model
 
 
-def load_folder(name: str, device: torch.device, dtype: torch.dtype, weights: frozenset[PartKind] | None) -> Model:
+def load_folder(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: frozenset[PartKind] | None,
+    quantization: Quantization | None,
+) -> Model:
     folder = find_folder(name)
     pipeline = check_index(folder)
     family = PIPELINES[pipeline]
     if weights is None:
-        check_memory(name, count_parameters(folder, pipeline) * dtype.itemsize, device)
+        saved = count_saved(folder, family, dtype) if quantization else 0
+        check_memory(name, count_parameters(folder, pipeline) * dtype.itemsize - saved, device)
     with memory_guard(f"the model {name!r}"), quiet():
         hollow = {part: make_hollow(folder, part, dtype, family) for part in hollow_parts(family, pipeline, weights)}
         loaded = load_pipeline(pipeline, folder, dtype, hollow)
         parts = {part: loaded.components[part] for part in family.pipelines[pipeline]}
         for part in family.weights_of(pipeline):
             parts[part].eval().requires_grad_(False)
+            if part == family.network_name and part not in hollow:
+                quantize(name, parts[part], family, device, quantization)
             move(parts[part], device)
+        if family.network_name not in hollow:
+            join_layers(parts[family.network_name], family, device)
     model = family.make(LoadedPipeline(name, device, dtype, pipeline, parts, loaded.config))
     is_builtin = folder.resolve() == BUILTIN.resolve()
     return replace(model, **BUILTIN_DEFAULTS) if is_builtin else model
 
 
-def load_dummy(name: str, device: torch.device, dtype: torch.dtype, weights: frozenset[PartKind] | None) -> Model:
+def load_dummy(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: frozenset[PartKind] | None,
+    quantization: Quantization | None,
+) -> Model:
     family, recipe = find_dummy(name)
     hollow = hollow_parts(family, recipe.pipeline, weights)
     check_memory(name, count_dummy(recipe, family, hollow) * dtype.itemsize, device)
     with memory_guard(f"the model {name!r}"), quiet():
         parts = make_parts(recipe, family, device, dtype, hollow)
+        if family.network_name not in hollow:
+            quantize(name, parts[family.network_name], family, device, quantization)
+            join_layers(parts[family.network_name], family, device)
     return family.make(LoadedPipeline(name, device, dtype, recipe.pipeline, parts, recipe.options))
+
+
+def check_quantization(
+    quantization: Quantization | None, device: torch.device, dtype: torch.dtype, emulates: bool
+) -> None:
+    if quantization is None or emulates:
+        return
+    if not multiplies_fp8(device):
+        found = "a CPU"
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            found = f"{torch.cuda.get_device_name(device)} of compute capability {major}.{minor}"
+        least = ".".join(map(str, MIN_CAPABILITY))
+        raise ModelError(
+            f"the quantization {quantization} needs a GPU of compute capability {least} or more: this is {found}"
+        )
+    if dtype != torch.bfloat16:
+        raise ModelError(
+            f"the quantization {quantization} computes in bfloat16: the dtype is {dtype}".replace("torch.", "")
+        )
+
+
+def quantize(
+    name: str, network: nn.Module, family: Family, device: torch.device, quantization: Quantization | None
+) -> None:
+    """Exchange the layers of the network that multiply in low precision."""
+    if quantization is None:
+        return
+    if not any(quantizable(network, family.fp8_layers)):
+        raise ModelError(f"the model {name!r} has no layer whose channels suit the quantization {quantization}")
+    quantize_layers(network, family.fp8_layers, device)
+
+
+def join_layers(network: nn.Module, family: Family, device: torch.device) -> None:
+    """Fewer and larger products fill a GPU better; a CPU gains nothing."""
+    if family.join_layers and device.type == "cuda":
+        family.join_layers(network)
+
+
+def count_saved(folder: Path, family: Family, dtype: torch.dtype) -> int:
+    """Count the bytes that quantised layers take less; their scales are too few to count."""
+    with quiet():
+        network = make_hollow(folder, family.network_name, dtype, family)
+    layers = quantizable(network, family.fp8_layers)
+    return sum(layer.weight.numel() for _, layer in layers) * (dtype.itemsize - 1)
 
 
 def hollow_parts(family: Family, pipeline: str, weights: frozenset[PartKind] | None) -> list[str]:

@@ -40,6 +40,7 @@ class UnetBatch(PackedBatch):
     """One step of jobs of one size; every branch is a picture of its own."""
 
     kinds: Static[tuple[Kind | None, ...]]  # per branch, of the activations it reads
+    kept_kinds: Static[tuple[Kind | None, ...]]  # per branch: what is kept of it for later steps; None: nothing
     cached: Static[tuple[tuple[bool, ...], ...]]  # per block, per branch
     sample: Column[Tensor]  # [branches, latent + conditioning channels, rows, columns]
     timestep: Column[Tensor]  # [branches]
@@ -87,6 +88,7 @@ def pack(
             job.activations.kind if job.activations and any(plan) else None
             for (job, _), plan in zip(members, plans, strict=True)
         ),
+        kept_kinds=tuple(job.kept_kind for job, _ in members),
         cached=cached,
         sample=torch.stack([seen for job in jobs for seen in [see(job)] * len(job.branches)])
         .to(dtype)

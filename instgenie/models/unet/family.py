@@ -137,4 +137,6 @@ UNET = Family(
         ),
         "sd2.1": Recipe("StableDiffusionPipeline", sd21_unet, lambda: make_autoencoder(4), sd21_others),
     },
+    # layers whose input a norm or an activation writes: at these sizes, quantising apart costs more than it gains
+    fp8_layers=(r".+\.transformer_blocks\.\d+\.(attn1\.to_[qkv]|attn2\.to_q|ff\..+)",),
 )

@@ -9,7 +9,7 @@ each at its own place, and the output of the transformer is completed with the o
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +28,9 @@ from instgenie.jobs.rows import BatchRows
 from instgenie.kernels.fill import fill_rows
 from instgenie.kernels.group_norm import group_norm
 from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
-from instgenie.models.layers.feed_forward import feed_forward
+from instgenie.kernels.quantize import Rows
+from instgenie.models.layers.feed_forward import feed_forward, first_layer
+from instgenie.models.layers.fp8_linear import reads_fp8
 from instgenie.models.layers.linear import Owners, linear
 from instgenie.models.layers.products import products
 from instgenie.models.layers.resnet import convolve as convolve_plain
@@ -172,6 +174,8 @@ def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> T
         tokens = transformer_block(block, tokens, batch, layout, position.block + offset, place)
     leaving = linear(transformer.proj_out, tokens, layout.owners)
     leaving = make_whole(layout, leaving, batch.rows, position.place + position.num_blocks)
+    for branch in compress(range(num_branches), batch.kept_kinds):
+        batch.rows.keep(position.place + position.num_blocks, branch, [leaving[branch]])
     if recorder:
         recorder.keep(leaving[:, None])
     return x + leaving.view(num_branches, *grid, channels).permute(0, 3, 1, 2)
@@ -212,17 +216,29 @@ def transformer_block(
     block: BasicTransformerBlock, tokens: Tensor, batch: UnetBatch, layout: LevelLayout, number: int, place: int
 ) -> Tensor:
     """[computed tokens, width]; plans count the block as `number`, activations as `place`."""
-    inner = layer_norm(tokens, block.norm1)
+    inner = layer_norm(tokens, block.norm1, reads_fp8(block.attn1.to_q))
     k, v = find_keys(block, tokens, inner, batch, layout, place)
+    for branch, kind in enumerate(batch.kept_kinds):
+        if kind:
+            batch.rows.keep(
+                place, branch, [k[branch], v[branch]] if kind == "kv" else [rows_of(layout, tokens, branch)]
+            )
     attended = attend_heads(block.attn1, inner, k, v, batch, layout)
-    tokens, inner = add_layer_norm(tokens, attended, block.norm2)
+    tokens, inner = add_layer_norm(tokens, attended, block.norm2, reads_fp8(block.attn2.to_q))
     k, v = batch.crossed[number]
     attended = attend_heads(block.attn2, inner, k, v, batch, layout)
-    tokens, inner = add_layer_norm(tokens, attended, block.norm3)
+    tokens, inner = add_layer_norm(tokens, attended, block.norm3, reads_fp8(first_layer(block.ff)))
     return tokens + feed_forward(block.ff, inner, layout.owners)
 
 
-def attend_heads(attn: Attention, inner: Tensor, k: Tensor, v: Tensor, batch: UnetBatch, layout: LevelLayout) -> Tensor:
+def rows_of(layout: LevelLayout, tokens: Tensor, branch: int) -> Tensor:
+    """The rows [all tokens, width] of a branch that computes every token."""
+    if layout.origin is None:
+        return tokens.view(layout.num_branches, layout.num_all, -1)[branch]
+    return tokens[layout.origin[branch]]
+
+
+def attend_heads(attn: Attention, inner: Rows, k: Tensor, v: Tensor, batch: UnetBatch, layout: LevelLayout) -> Tensor:
     """Attend from packed tokens [computed tokens, width] to each branch's keys and values [branches, keys, width]."""
     q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (linear(attn.to_q, inner, layout.owners), k, v))
     attended = attend(layout, q, k, v, batch.key_bounds[k.shape[1]]).flatten(1)
@@ -230,7 +246,7 @@ def attend_heads(attn: Attention, inner: Tensor, k: Tensor, v: Tensor, batch: Un
 
 
 def find_keys(
-    block: BasicTransformerBlock, tokens: Tensor, inner: Tensor, batch: UnetBatch, layout: LevelLayout, place: int
+    block: BasicTransformerBlock, tokens: Tensor, inner: Rows, batch: UnetBatch, layout: LevelLayout, place: int
 ) -> tuple[Tensor, Tensor]:
     """K and V of all tokens, each at its place [branches, all tokens, width]. Those of tokens that are not computed are
     as the activations keep them, or projected from Y as at registration."""
@@ -245,7 +261,7 @@ def find_keys(
     if any(has_y):
         whole = tokens.new_empty(1, *shape)
         fill_rows(batch.rows.at(place, has_y), layout.origin, [tokens], whole)
-        inner_whole = layer_norm(whole.view(-1, shape[2]), block.norm1)
+        inner_whole = norm_keys(block, whole.view(-1, shape[2]))
         projected = torch.stack([k.view(shape) for k in project_keys(block, inner_whole, layout.whole_owners)])
     if any(has_kv):
         fill_rows(batch.rows.at(place, has_kv), layout.origin, project_keys(block, inner, layout.owners), keys)
@@ -258,10 +274,14 @@ def find_keys(
 
 def keep_block(block: BasicTransformerBlock, tokens: Tensor, kind: Kind, owners: Owners) -> Tensor:
     """What activations keep of a block [2 or 1, tokens, width], from the tokens that go into it."""
-    return tokens[None] if kind == "y" else torch.stack(project_keys(block, layer_norm(tokens, block.norm1), owners))
+    return tokens[None] if kind == "y" else torch.stack(project_keys(block, norm_keys(block, tokens), owners))
 
 
-def project_keys(block: BasicTransformerBlock, inner: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
+def norm_keys(block: BasicTransformerBlock, tokens: Tensor) -> Rows:
+    return layer_norm(tokens, block.norm1, reads_fp8(block.attn1.to_k))
+
+
+def project_keys(block: BasicTransformerBlock, inner: Rows, owners: Owners) -> tuple[Tensor, Tensor]:
     """K and V of normed tokens, each [tokens, width]."""
     return linear(block.attn1.to_k, inner, owners), linear(block.attn1.to_v, inner, owners)
 

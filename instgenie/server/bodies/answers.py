@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from instgenie.cluster.orders import Facts, Finished
 from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
 from instgenie.server.errors import ApiError
-from instgenie.types import Box, Notes, TierName
+from instgenie.types import Box, Notes, ReuseFound, TierName
 
 PIECE = 3 * 2**18  # bytes that are encoded at once; a multiple of 3, so that only the last piece is padded
 EventPrefix = Literal["image_edit", "image_generation"]
@@ -48,8 +48,8 @@ class EditSummary(AnswerBody):
     num_masked_tokens: int
     num_computed_tokens: int
     cache_tier: TierName | None
-    reuse: Literal["template", "none"]
-    reuse_reason: str | None  # why reuse is none
+    reuse: ReuseFound
+    reuse_reason: str | None  # why no template was used
     crop: CropBox | None  # None: the model saw the whole picture
     worker: int
     num_attempts: int
@@ -209,8 +209,8 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         num_masked_tokens=facts.num_masked_tokens,
         num_computed_tokens=facts.num_computed_tokens,
         cache_tier=facts.cache_tier,
-        reuse="template" if facts.cache_tier else "none",
-        reuse_reason=sentence(facts.why_dense) if facts.why_dense else None,
+        reuse=facts.reuse,
+        reuse_reason=reuse_reason(facts),
         crop=crop_box(facts.crop) if facts.crop else None,
         worker=facts.worker,
         num_attempts=facts.num_attempts,
@@ -222,6 +222,14 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         ),
         predicted_dense_seconds=round(facts.dense_seconds, 4),
     ).model_dump()
+
+
+def reuse_reason(facts: Facts) -> str | None:
+    """One sentence: why no template was used, and what was done instead."""
+    if not facts.why_dense:
+        return None
+    done = ", so the edit read what its own dense steps left behind" if facts.reuse == "own" else ""
+    return sentence(facts.why_dense + done)
 
 
 def crop_box(box: Box) -> CropBox:

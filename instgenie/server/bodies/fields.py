@@ -36,13 +36,15 @@ SIZE = r"^(auto|[1-9][0-9]{0,4}[xX×][1-9][0-9]{0,4})$"
 UNPROMPTED = 0.85  # share of a strength that is left without a prompt, which alone gives the result a subject
 TRUE_GUIDANCE = 2.0  # of a request that gives only a negative prompt, to models that need true guidance for it
 
-QualityName = Literal["auto", "low", "medium", "high", "xhigh", "max", "standard", "hd", "fast", "balanced", "exact"]
+QualityName = Literal[
+    "auto", "low", "medium", "high", "xhigh", "max", "standard", "hd", "fast", "balanced", "adaptive", "exact"
+]
 QUALITIES: dict[QualityName, Quality] = {
     "auto": "balanced", "medium": "balanced", "standard": "balanced", "balanced": "balanced",
-    "low": "fast", "fast": "fast",
+    "low": "fast", "fast": "fast", "adaptive": "adaptive",
     "high": "exact", "xhigh": "exact", "max": "exact", "hd": "exact", "exact": "exact",
 }  # fmt: skip
-OPENAI_QUALITIES = {"fast": "low", "balanced": "medium", "exact": "high"}
+OPENAI_QUALITIES: dict[Quality, str] = {"fast": "low", "balanced": "medium", "adaptive": "medium", "exact": "high"}
 
 Prompt = Annotated[str, Field(max_length=MAX_PROMPT)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
@@ -102,7 +104,9 @@ class ImageFields(Fields):
     width: int | None = Field(None, ge=1, le=99_999, description="With height: another way to give the size.")
     height: int | None = Field(None, ge=1, le=99_999, description="With width: another way to give the size.")
     quality: Annotated[QualityName, AnyCase] = Field(
-        "auto", description="fast, balanced or exact, or OpenAI's names for them."
+        "auto",
+        description="fast, balanced or exact, or OpenAI's names for them; adaptive is balanced, but an edit without a "
+        "template finds its dense steps as it goes.",
     )
     background: Annotated[Literal["auto", "opaque", "transparent"], AnyCase] = Field(
         "auto", description="Accepted, but not used: what is painted is opaque."
@@ -225,8 +229,9 @@ class EditFields(ImageFields):
     )
     reuse: Reuse = Field(
         "auto",
-        description="Activations of the picture: auto uses them if they are there; off computes every token; template "
-        "registers them first if need be, and fails if that is impossible.",
+        description="Activations that the edit reads: auto those of the registered picture or, without any, those that "
+        "its own dense steps leave behind; own always the latter; template registers the picture first if need be, and "
+        "fails if that is impossible; off computes every token.",
     )
     fit: Fit = Field(
         "contain",
@@ -258,7 +263,7 @@ class EditFields(ImageFields):
             return "the request names a template"
         if self.reuse == "template":
             return "the request asks for reuse=template"
-        return "the picture is registered as a template" if has_template and self.reuse != "off" else ""
+        return "the picture is registered as a template" if has_template and self.reuse in ("auto", "template") else ""
 
     def describe_answer(self, source: Source | None, notes: Notes) -> None:
         """Add a note on what the format of the answer cannot keep of the picture's file."""

@@ -13,7 +13,7 @@ from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.orders import Facts, FailureKind
 from instgenie.cluster.status import Observer, ProcessState, WorkerStatus
 from instgenie.cluster.templates import SHARED
-from instgenie.types import TierName
+from instgenie.types import ReuseFound, TierName
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -48,6 +48,7 @@ class Metrics(Observer):
         self.batch_size = histogram("batch_size", "Number of jobs in a step.", SIZES)
         self.mask_ratio = histogram("mask_ratio", "Masked share of an edit's pixels.", RATIOS)
         self.success = counter("request_success_total", "Edits that ended.", "finished_reason")
+        self.edits = counter("edits_total", "Finished edits, by whose activations they read.", "reuse")
         self.cache_queries = counter("cache_queries_total", "Lookups of a template's activations.")
         self.cache_hits = counter("cache_hits_total", "Lookups that found the activations.", "tier")
         self.fetched_bytes = counter("cache_fetched_bytes_total", "Bytes of activations brought into memory.", "tier")
@@ -55,6 +56,8 @@ class Metrics(Observer):
         self.http = counter("http_requests_total", "Answered HTTP requests.", "method", "route", "status")
         for reason in REASONS:
             self.success.labels(reason)
+        for reuse in get_args(ReuseFound):
+            self.edits.labels(reuse)
         for tier in get_args(TierName):
             for counted in (self.cache_hits, self.fetched_bytes, self.fetch_time):
                 counted.labels(tier)
@@ -80,6 +83,7 @@ class Metrics(Observer):
         self.latency.observe(seconds)
         self.queue_time.observe(facts.queue_seconds)
         self.success.labels("stop").inc()
+        self.edits.labels(facts.reuse).inc()
 
     def failed(self, kind: FailureKind) -> None:
         self.success.labels("error").inc()

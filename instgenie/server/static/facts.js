@@ -1,7 +1,7 @@
 // Facts shown beside a result: how much was computed, where the rest came from, how long it took.
 import { percent, seconds, terms } from "./dom.js";
 
-const TIERS = { gpu: "GPU memory", host: "host memory", disk: "disk", remote: "remote store" };
+const TIERS = { gpu: "GPU memory", host: "host memory", disk: "disk", peer: "the memory of another worker", remote: "remote store" };
 
 export function showFacts(list, { facts, share }) {
   const { queue, prepare, denoise, finish } = facts.seconds;
@@ -18,11 +18,12 @@ export function showFacts(list, { facts, share }) {
   );
 }
 
-function reusedOf({ cache_tier, reuse_reason }) {
+function reusedOf({ cache_tier, reuse, reuse_reason }) {
+  if (reuse === "own") return ["the rest, at most steps", reuse_reason ?? ""];
   return cache_tier ? ["the rest", `from ${TIERS[cache_tier]}`] : ["nothing", reuse_reason ?? ""];
 }
 
-function savedOf({ cache_tier, seconds: { denoise }, predicted_dense_seconds: dense }) {
-  if (!cache_tier) return ["the whole picture was computed"];
+function savedOf({ reuse, seconds: { denoise }, predicted_dense_seconds: dense }) {
+  if (reuse === "none") return ["the whole picture was computed"];
   return [`computing the whole picture: ${seconds(dense)} predicted, ${(dense / Math.max(denoise, 1e-6)).toFixed(1)}× as long`];
 }

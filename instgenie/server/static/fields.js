@@ -22,7 +22,7 @@ export const FIELDS = [
   {
     name: "quality", id: "quality", label: "Quality", kind: "choice", place: "main", first: "balanced",
     choices: { fast: "Fast", balanced: "Balanced", exact: "Exact" },
-    help: "Fast and Balanced compute only what is masked once the picture is known to the engine. Exact computes the whole picture every time: slower, and seldom visibly better.",
+    help: "Fast and Balanced compute only what is masked: at all steps of a picture that the engine knows, at most steps of a new one. Exact computes the whole picture at every step: slower, and seldom visibly better.",
   },
   {
     name: "seed", id: "seed", label: "Seed", kind: "number", place: "main", minimum: 0, hint: "random",
@@ -39,6 +39,11 @@ export const FIELDS = [
   {
     name: "strength", id: "strength", label: "Strength", kind: "slider", place: "more", first: "1", minimum: 0.05, step: 0.05,
     help: "How much of what is under the mask is replaced. Below 1, its shapes and colours shine through.",
+  },
+  {
+    name: "reuse", id: "reads", label: "Reuse", kind: "choice", place: "more", first: "auto",
+    choices: { auto: "Whatever is there", own: "Of this edit alone", template: "Of the registered picture", off: "None" },
+    help: "What the engine reads in the place of what is not masked: what it has registered of the picture, or else what a few whole steps of this edit left behind. All but the first give the same result before and after a registration.",
   },
   {
     name: "negative_prompt", id: "negative", label: "What should not be there?", kind: "text", place: "more", wide: true,

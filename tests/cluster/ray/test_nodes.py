@@ -39,9 +39,10 @@ def front(rays: RayNodes, folders: dict[str, Path], run: Run, environment: None)
 
 
 def make_orders(num_edits: int = NUM_EDITS) -> list[Order]:
-    """Edits that compute every token, and edits that use a template, which a client has registered."""
+    """Edits that compute every token, that use a template, which a client has registered, and that read what their own
+    dense steps leave on their device."""
     return [
-        make_order(seed=number, picture_seed=number % 2, reuse="template" if number % 2 else "off")
+        make_order(seed=number, picture_seed=number % 3, reuse=("off", "template", "own")[number % 3])
         for number in range(num_edits)
     ]
 
@@ -100,7 +101,9 @@ def test_a_node_that_is_killed_costs_no_edit_and_one_that_joins_takes_work(
     undisturbed, disturbed, after = run(play())
     assert workers_of(undisturbed) == {0, 1}
     assert are_equal(pictures(disturbed), pictures(undisturbed))
-    assert max(event.facts.num_attempts for event in disturbed if isinstance(event, Finished)) == 2
+    facts = [event.facts for event in disturbed if isinstance(event, Finished)]
+    assert {one.reuse for one in facts} == {"none", "template", "own"}
+    assert max(one.num_attempts for one in facts) == 2
     assert workers_of(after) == {0, 1}
     assert are_equal(pictures(after), pictures(undisturbed[:NUM_FEW]))
 

@@ -1,5 +1,7 @@
 """Every product over packed rows goes through one function, which sees whose rows they are."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from helpers.edits import make_edit
@@ -9,6 +11,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Job
+from instgenie.models.flux import modulation
 from instgenie.models.flux import network as flux_network
 from instgenie.models.flux.batch import FluxBatch
 from instgenie.models.layers import feed_forward, resnet
@@ -21,7 +24,7 @@ OUTSIDE = ("time_text_embed", "time_embedding", "add_embedding")  # embed the ti
 
 
 class Recording:
-    """Stands in for `linear` and notes each layer with the owners of its rows."""
+    """Stands in for `linear` and `linears` and notes each layer with the owners of its rows."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[nn.Module, list[int] | None]] = []
@@ -32,6 +35,9 @@ class Recording:
         self.seen.append((layer, None if branches is None else branches.tolist()))
         return linear(layer, rows, owners)
 
+    def several(self, layers: Sequence[nn.Module], rows: Tensor, owners: Owners | None) -> list[Tensor]:
+        return [self(layer, rows, owners) for layer in layers]
+
     def owners_of(self, layer: nn.Module) -> list[list[int] | None]:
         return [owners for one, owners in self.seen if one is layer]
 
@@ -39,8 +45,9 @@ class Recording:
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     recording = Recording()
-    for module in (flux_network, unet_network, feed_forward, resnet):
+    for module in (flux_network, modulation, unet_network, feed_forward, resnet):
         monkeypatch.setattr(module, "linear", recording)
+    monkeypatch.setattr(flux_network, "linears", recording.several)
     return recording
 
 
@@ -78,10 +85,11 @@ def test_every_linear_layer_is_seen(models: dict[str, Model], family: str, recor
 def test_owners_in_a_flux(models: dict[str, Model], recording: Recording) -> None:
     model = models["blend_guided"]
     jobs = make_jobs(model, "kv")
+    recording.seen.clear()
     packed = model.pack(jobs)
     assert isinstance(packed, FluxBatch)
-    recording.seen.clear()
     model.run(packed)
+    steps = [job.num_steps for job in jobs for _ in job.branches]  # modulated by one product per layer
     texts = [len(branch.text) for job in jobs for branch in job.branches]
     images = [len(job.inside) for job in jobs for _ in job.branches]
     joint = [text + image for text, image in zip(texts, images, strict=True)]
@@ -93,7 +101,7 @@ def test_owners_in_a_flux(models: dict[str, Model], recording: Recording) -> Non
     of_image += [double.ff.net[0].proj, double.ff.net[2], model.network.x_embedder, model.network.proj_out]
     of_joint = [single.attn.to_q, single.attn.to_k, single.attn.to_v, single.proj_mlp, single.proj_out]
     of_branches = [double.norm1.linear, double.norm1_context.linear, single.norm.linear, model.network.norm_out.linear]
-    for layers, counts in ((of_text, texts), (of_image, images), (of_joint, joint), (of_branches, [1, 1, 1, 1])):
+    for layers, counts in ((of_text, texts), (of_image, images), (of_joint, joint), (of_branches, steps)):
         for layer in layers:
             assert recording.owners_of(layer) == [repeat(counts)]
     own = {layer for block in (double, single) for layer in block.modules() if isinstance(layer, nn.Linear)}

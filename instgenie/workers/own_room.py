@@ -1,0 +1,46 @@
+"""The memory in which running jobs keep what their own dense steps leave behind. Jobs wait for it before they join the
+batch, so that it never runs out in the middle of a step."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from instgenie.engine.own import can_reuse_own, reuse_own, room_bytes
+from instgenie.jobs.job import Job
+from instgenie.models.model import Model
+
+
+class OwnRoom:
+    def __init__(self, model: Model, max_bytes: int, num_text: int = 0) -> None:
+        self.model, self.max_bytes, self.num_text = model, max_bytes, num_text
+        self.network = model.describe()
+
+    def bytes_of(self, job: Job) -> int:
+        return room_bytes(job, self.model, self.network, num_text=self.num_text) if job.own_steps else 0
+
+    def reuse_own(self, job: Job) -> Job:
+        """The job with own reuse, if that saves any work and there will ever be room for it."""
+        if not can_reuse_own(job):
+            return job
+        own = reuse_own(job)
+        return own if self.bytes_of(own) <= self.max_bytes else job
+
+    def cut(self, jobs: Sequence[Job]) -> Iterator[int]:
+        """Cut jobs into parts that find room together, and yield the length of each part."""
+        num_jobs = num_bytes = 0
+        for job in jobs:
+            needed = self.bytes_of(job)
+            if num_jobs and num_bytes + needed > self.max_bytes:
+                yield num_jobs
+                num_jobs = num_bytes = 0
+            num_jobs, num_bytes = num_jobs + 1, num_bytes + needed
+        if num_jobs:
+            yield num_jobs
+
+    def grant(self, groups: Iterable[Sequence[Job]], running: Iterable[Job]) -> Iterator[bool]:
+        """Say for each group, in the order of arrival, whether it finds room beside the running jobs and the groups
+        before it. Behind a group that does not, only groups that need no room may join."""
+        used, is_full = sum(map(self.bytes_of, running)), False
+        for jobs in groups:
+            needed = sum(map(self.bytes_of, jobs))
+            is_full = is_full or (needed > 0 and used > 0 and used + needed > self.max_bytes)
+            used += 0 if is_full else needed
+            yield needed == 0 or not is_full

@@ -1,0 +1,68 @@
+"""Jobs that keep activations for themselves wait for memory before they join."""
+
+from dataclasses import replace
+
+import pytest
+from helpers.edits import make_edit
+
+from instgenie.engine.loop import Engine
+from instgenie.engine.own import make_room, reuse_own
+from instgenie.engine.prepare import prepare
+from instgenie.jobs.job import Job
+from instgenie.models.model import Model
+from instgenie.workers.own_room import OwnRoom
+
+FIELDS = {"steps": 6, "own_steps": (0, 3)}
+
+
+@pytest.fixture
+def job(model: Model) -> Job:
+    return reuse_own(prepare(make_edit(**FIELDS), model))
+
+
+def test_the_room_is_what_a_job_takes(model: Model, job: Job) -> None:
+    room = OwnRoom(model, 2**40)
+    make_room(job, model, room.network, "kv")
+    assert job.activations
+    assert (
+        sum(rows.nbytes for rows in job.activations.rows) <= room.bytes_of(job) < 1.2 * job.activations.num_bytes + 4096
+    )
+    assert room.bytes_of(prepare(make_edit(), model)) == 0
+    num_text = model.num_flowing_text
+    with_text = OwnRoom(model, 2**40, num_text).bytes_of(job)
+    assert with_text == pytest.approx(room.bytes_of(job) * (1 + num_text / len(job.masked)), rel=0.1)
+
+
+def test_jobs_wait_for_room_and_others_overtake_them(model: Model, job: Job) -> None:
+    room = OwnRoom(model, 2 * OwnRoom(model, 0).bytes_of(job))
+    dense = prepare(make_edit(), model)
+    groups = [[replace(job)], [replace(job)], [dense], [replace(job)]]
+    assert list(room.grant(groups, running=[])) == [True, True, True, False]
+    assert list(room.grant(groups, running=[job])) == [True, False, True, False]
+    assert list(room.grant([[job]], running=[replace(job), replace(job)])) == [False]
+
+
+def test_a_request_for_many_pictures_is_cut_into_parts_that_fit(model: Model, job: Job) -> None:
+    one = OwnRoom(model, 0).bytes_of(job)
+    assert list(OwnRoom(model, 2 * one).cut([job] * 5)) == [2, 2, 1]
+    assert list(OwnRoom(model, 9 * one).cut([job] * 5)) == [5]
+    assert list(OwnRoom(model, one).cut([])) == []
+
+
+def test_a_job_that_never_finds_room_computes_every_token(model: Model) -> None:
+    job = prepare(make_edit(**FIELDS), model)
+    assert OwnRoom(model, 1).reuse_own(job) is job
+    assert OwnRoom(model, 2**40).reuse_own(job).own_steps
+
+
+def test_memory_that_runs_out_makes_a_job_dense(model: Model, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("instgenie.engine.own.make_room", refuse)
+    engine = Engine(model)
+    engine.join(job)
+    while engine.jobs:
+        engine.step()
+    assert job.own_steps is None
+    assert job.num_computed_tokens == len(job.masked)
