@@ -11,7 +11,8 @@ from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
 from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
 from instgenie.cluster.launch import LaunchedProcess
 from instgenie.cluster.status import ProcessState, ProcessStatus
-from instgenie.scheduling.router import Pace, SideStage, WorkerLoad
+from instgenie.scheduling.pace import Pace
+from instgenie.scheduling.router import SideStage, WorkerLoad
 from instgenie.types import TierName
 
 NUM_AHEAD = 2  # entries that prepare and finish hold, one in work and one at hand; finish adds one per encoder thread

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from instgenie.jobs.quality import SETTINGS, Quality
 from instgenie.scheduling.names import Batching, RoutingPolicy
-from instgenie.scheduling.router import Pace, Router, SideStage, Work, WorkerLoad
+from instgenie.scheduling.pace import Pace
+from instgenie.scheduling.router import Router, SideStage, Work, WorkerLoad
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service
 from instgenie.simulate.worker import SimulatedJob, SimulatedWorker, TemplateMemory

@@ -10,7 +10,8 @@ from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.cost.planner import plan_batch
 from instgenie.cost.pricing import RATIOS, JobShape, make_costs
 from instgenie.cost.table import StepCosts
-from instgenie.scheduling.router import Pace, Router, Work, WorkerLoad, predicted_finish
+from instgenie.scheduling.pace import Pace
+from instgenie.scheduling.router import Router, Work, WorkerLoad, predicted_finish
 from instgenie.types import PlanPolicy, TierName
 
 NUM_TOKENS = 1024

@@ -6,7 +6,8 @@ import pytest
 
 from instgenie.cost.table import linear_costs
 from instgenie.scheduling.names import RoutingPolicy
-from instgenie.scheduling.router import MAX_SCANNED, NUM_KNOWN, Pace, Router, Work, WorkerLoad
+from instgenie.scheduling.pace import NUM_KNOWN, Pace
+from instgenie.scheduling.router import MAX_SCANNED, Router, Work, WorkerLoad
 
 WORK = Work(num_steps=10, num_tokens=1000, num_masked_tokens=100, template="cat")
 
