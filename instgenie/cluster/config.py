@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from instgenie.scheduling.names import ONE_PROCESS, Batching, RoutingPolicy
+from instgenie.scheduling.names import DEFAULT_SCHEDULING, ONE_PROCESS, Batching, RoutingPolicy, Scheduling
 from instgenie.types import CacheDtype, PlanPolicy, Quantization
 
 Role = Literal["prepare", "denoise", "finish"]
@@ -56,6 +56,8 @@ class ClusterConfig:
     cache: CacheConfig = CacheConfig()
     policy: RoutingPolicy = "mask_aware"  # of the router
     batching: Batching = "continuous"
+    scheduling: Scheduling = DEFAULT_SCHEDULING  # who goes first, with continuous batching
+    weights: tuple[tuple[str, float], ...] = ()  # of the tenants' shares, where they are not 1
     graphs: bool = True  # capture passes as CUDA graphs, on devices that have them
     plan: PlanPolicy = "cached"  # for edits that reuse activations; with any other, pictures depend on the load
     reuse: bool = True  # register templates; False: every edit computes every token
@@ -93,6 +95,8 @@ class ProcessConfig:
     quantization: Quantization | None = None
     plan: PlanPolicy = "cached"
     graphs: bool = True
+    scheduling: Scheduling = DEFAULT_SCHEDULING
+    weights: tuple[tuple[str, float], ...] = ()
     num_workers: int = 1  # of the cluster
     num_sharing: int = 1  # workers on the same device, this one among them
     parent: int | None = None  # pid of the parent that the process does not outlive; None: no parent is checked
@@ -121,6 +125,8 @@ def process_config(config: ResolvedConfig, name: str, device: str, endpoint: str
         quantization=config.quantization,
         plan=config.plan,
         graphs=config.graphs,
+        scheduling=config.scheduling,
+        weights=config.weights,
         num_workers=len(config.devices),
         num_sharing=config.devices.count(device),
     )

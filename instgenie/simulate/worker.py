@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from instgenie.cost.table import Price, StepCosts
 from instgenie.scheduling.names import ONE_PROCESS, Batching
 from instgenie.scheduling.router import Work, WorkerLoad
-from instgenie.scheduling.scheduler import SCHEDULERS, PricedJob
+from instgenie.scheduling.scheduler import SCHEDULERS
+from instgenie.scheduling.terms import PricedJob
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service, Sums
 from instgenie.types import TierName

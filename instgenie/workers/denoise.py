@@ -1,6 +1,6 @@
 """The denoise process of a worker: takes steps, and registers templates in between. Knows no picture and no prompt.
 
-Before every step finished jobs leave and waiting jobs join, as the scheduler decides. A job whose activations are
+Before every step finished jobs leave, and the policy decides which waiting jobs join and which running ones wait for them. A job whose activations are
 still loading lets others go first; the loop never waits for one. Other ways of batching exist to compare with:
 
     static            one batch after the other, each prepared, denoised and finished by this one process
@@ -10,6 +10,7 @@ still loading lets others go first; the loop never waits for one. Other ways of 
 
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import wait
 
 import torch
@@ -36,20 +37,20 @@ from instgenie.cost.latency import calibrated_name
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import make_planning
-from instgenie.engine.pricing import price_of, price_steps, priced
+from instgenie.engine.pricing import price_of, price_steps
 from instgenie.engine.warm import warm_up_finishing, warm_up_preparing, warm_up_steps
 from instgenie.jobs.job import Job
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.scheduling.names import ONE_PROCESS
-from instgenie.scheduling.scheduler import SCHEDULERS
+from instgenie.scheduling.policy import Situation, make_policy
 from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
 from instgenie.workers.keys import Keys
 from instgenie.workers.mailbox import Handler, Mailbox
 from instgenie.workers.own_room import OwnRoom
 from instgenie.workers.process import Line, await_begin, run_process, say_ready
-from instgenie.workers.queue import TrackedJob, WaitingQueue
+from instgenie.workers.queue import JobGroup, TrackedJob, WaitingQueue
 from instgenie.workers.registrar import PendingTemplate, Registrar
 from instgenie.workers.templates import Templates, open_store
 
@@ -62,7 +63,7 @@ class Denoiser:
     def __init__(self, config: ProcessConfig, model: Model, line: Line) -> None:
         self.model = model
         self.line = line
-        self.scheduler = SCHEDULERS[config.batching]
+        self.policy = make_policy(config.scheduling, config.batching, weights=dict(config.weights))
         name = calibrated_name(config.model, config.quantization)
         self.costs = price_steps(model, name, config.plan, config.cache.dtype, config.cache.stride)
         planning = make_planning(model, name, config.plan)
@@ -77,6 +78,7 @@ class Denoiser:
         self.side_work = SideWork(model, line, config.max_batch_size, config.batching)
         self.mailbox = Mailbox(line, self.handlers(does_side_work=config.batching in ONE_PROCESS))
         self.num_interruptions = 0
+        self.stepped_at: float | None = None  # end of the last step; None: other work came since
         self.is_stopped = False
 
     def handlers(self, does_side_work: bool) -> dict[type, Handler]:
@@ -163,26 +165,43 @@ class Denoiser:
     # steps
 
     def join(self) -> None:
-        """Let waiting groups join the batch, as the scheduler decides."""
+        """Let waiting groups join the batch, and running jobs leave it for them, as the policy decides."""
+        self.policy.meet(job.terms.tenant for job in (*self.queue.jobs, *self.running.values()))
+        self.queue.sort(self.policy, self.costs)
         self.queue.settle()
         self.queue.grant_own_room(self.engine.jobs)
         num_ready = self.queue.num_ready
         if not num_ready:
             return
-        running = [priced(job, self.costs) for job in self.engine.jobs]
-        decision = self.scheduler.decide(self.queue, num_ready, running, self.engine.max_jobs, self.costs)
+        tracked_jobs = [self.running[job] for job in self.engine.jobs]
+        running = [tracked.priced(self.costs) for tracked in tracked_jobs]
+        situation = Situation(running, self.engine.max_jobs, self.costs, time.monotonic())
+        decision = self.policy.decide(self.queue.groups, num_ready, situation)
         if decision.split:
             self.queue.split(decision.split)
-        for group in self.queue.take(decision.joining):
+        groups = self.queue.take(decision.joining)
+        self.preempt([tracked_jobs[index] for index in decision.leaving], groups)
+        for group in groups:
             for tracked in group.jobs:
-                tracked.joined_at = time.perf_counter()
+                tracked.joined_at, tracked.is_preempted = time.perf_counter(), False
                 self.running[tracked.job] = tracked
                 self.engine.join(tracked.job)
             self.mailbox.report_joined(group)
 
+    def preempt(self, leaving: Sequence[TrackedJob], joining: Sequence[JobGroup]) -> None:
+        """Let running jobs wait for others. They go on later with the latents they have."""
+        for tracked in leaving:
+            self.engine.leave(tracked.job)
+            del self.running[tracked.job]
+            tracked.run_seconds += time.perf_counter() - tracked.joined_at
+            self.queue.give_back(tracked)
+        if leaving:
+            self.mailbox.report_preempted(leaving, by=joining[0].jobs[0])
+
     def step(self) -> None:
         """Take a step and report on it. Its seconds include the device's work, but not loads for the next step."""
         if not self.engine.jobs:
+            self.stepped_at = None
             return
         jobs = self.engine.pick()
         before = {job: job.latents for job in jobs if job.step + 1 in self.running[job].partials}
@@ -191,12 +210,16 @@ class Denoiser:
         result = self.engine.step(isolate_failures=True)
         self.synchronize()
         seconds = time.perf_counter() - start
+        between = 0.0 if self.stepped_at is None else start - self.stepped_at
+        self.stepped_at = start + seconds
+        self.policy.pace.measure(predicted, seconds + between)
+        self.policy.charge([self.running[job].terms.tenant for job in jobs], seconds)
         for job, error in result.failed.items():
             self.mailbox.report_failure(self.running[job], error)
             self.leave(self.running[job])
         self.registrar.stepped(seconds)
         stepped = [self.running[job] for job in jobs if job not in result.failed]
-        self.mailbox.report_step(stepped, seconds, predicted, self.num_interruptions)
+        self.mailbox.report_step(stepped, seconds, predicted, self.num_interruptions, between)
         for job, latents in before.items():
             if job not in result.failed:
                 self.mailbox.send_partial(self.running[job], latents)
@@ -227,6 +250,7 @@ class Denoiser:
         if pending := self.next_template():
             self.interrupt()
             self.registrar.advance(pending)
+            self.stepped_at = None
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from instgenie.cluster.wire import BatchStepped, Denoised, Frame, Glimpsed, Joined
+from instgenie.cluster.wire import BatchStepped, Denoised, Frame, Glimpsed, Joined, Preempted
 from instgenie.engine.own import reuse_found
 from instgenie.telemetry import traces
 from instgenie.workers.frames import tensor_frame, tensor_head
@@ -32,9 +32,14 @@ class Mailbox:
         plans = tuple(tracked.job.plan for tracked in group.jobs)
         self.line.send(Joined(tuple(tracked.progress for tracked in group.jobs), plans))
 
-    def report_step(self, jobs: Sequence[TrackedJob], seconds: float, predicted: float, num_interruptions: int) -> None:
+    def report_preempted(self, jobs: Sequence[TrackedJob], by: TrackedJob) -> None:
+        self.line.send(Preempted(tuple(tracked.progress for tracked in jobs), by.id))
+
+    def report_step(
+        self, jobs: Sequence[TrackedJob], seconds: float, predicted: float, num_interruptions: int, between: float = 0.0
+    ) -> None:
         steps = tuple(tracked.progress for tracked in jobs)
-        self.line.send(BatchStepped(seconds, predicted, num_interruptions, steps))
+        self.line.send(BatchStepped(seconds, predicted, num_interruptions, steps, between))
 
     def report_failure(self, tracked: TrackedJob, error: Exception) -> None:
         self.line.send(failure(tracked, error))
@@ -48,7 +53,7 @@ class Mailbox:
 
     def send_latents(self, tracked: TrackedJob) -> None:
         """Hand over a job that has taken all its steps."""
-        job, seconds = tracked.job, time.perf_counter() - tracked.joined_at
+        job, seconds = tracked.job, tracked.run_seconds + time.perf_counter() - tracked.joined_at
         head = tensor_head(job.latents)
         message = Denoised(tracked.id, tracked.attempt, head, job.num_computed_tokens, seconds, reuse_found(job))
         self.line.send(message, [tensor_frame(job.latents)])

@@ -1,6 +1,7 @@
 """The queue of a worker: groups of jobs that wait to join the batch while the activations of their templates load."""
 
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +24,14 @@ from instgenie.engine.register import make_activations, reuse
 from instgenie.jobs.activations import Key
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
-from instgenie.scheduling.scheduler import PricedJob, Split
+from instgenie.scheduling.policy import MAX_OVERTAKEN, Policy
+from instgenie.scheduling.scheduler import Split
+from instgenie.scheduling.terms import NO_TERMS, PricedJob, Terms
 from instgenie.workers.fetching import Fetching, FetchOutcome
 from instgenie.workers.frames import read_job
 from instgenie.workers.own_room import OwnRoom
 from instgenie.workers.process import Line, failure
 from instgenie.workers.templates import Templates
-
-MAX_OVERTAKEN = 16  # jobs that overtake a group before it is overdue
 
 
 @dataclass(eq=False)
@@ -47,6 +48,12 @@ class TrackedJob:
     fails_dense: bool = False  # True if it may not run without activations at all
     key: Key | None = None  # of the activations it uses
     joined_at: float = 0.0
+    run_seconds: float = 0.0  # in the batch, before it was preempted
+    terms: Terms = NO_TERMS  # its deadline is on the clock `time.monotonic` of this process
+    arrived: int = 0  # in the order of arrival
+    num_own_overtaken: int = 0  # younger jobs of its tenant that joined before it
+    is_let_go: bool = False  # True if its activations were unpinned while it waited
+    is_preempted: bool = False  # True while it waits after it was in the batch
     trace: str = ""
     request_id: str = ""
 
@@ -54,15 +61,30 @@ class TrackedJob:
     def progress(self) -> JobStep:
         return JobStep(self.id, self.attempt, self.job.step)
 
+    def priced(self, costs: StepCosts) -> PricedJob:
+        return priced(self.job, costs, self.terms, self.num_own_overtaken)
+
 
 @dataclass(eq=False)
 class JobGroup:
     """Waiting jobs that join together."""
 
     jobs: list[TrackedJob]
-    num_overtaken: int = 0  # jobs of younger groups that joined before it
+    num_overtaken: int = 0  # younger jobs that joined before it
     needs_room: bool = False  # True if it has waited too long for room in memory
     has_own_room: bool = True  # False while there is no room for what its jobs keep for themselves
+
+    @property
+    def terms(self) -> Terms:
+        return self.jobs[0].terms
+
+    @property
+    def num_own_overtaken(self) -> int:
+        return self.jobs[0].num_own_overtaken
+
+    @property
+    def is_preempted(self) -> bool:
+        return self.jobs[0].is_preempted
 
     @property
     def is_ready(self) -> bool:
@@ -87,18 +109,23 @@ class JobGroup:
         return len(self.jobs)
 
     def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
-        return [priced(tracked.job, costs) for tracked in self.jobs]
+        return [tracked.priced(costs) for tracked in self.jobs]
 
 
 class WaitingQueue:
     def __init__(self, model: Model, templates: Templates, line: Line, own_room: OwnRoom | None = None) -> None:
         self.model, self.templates, self.line = model, templates, line
         self.own_room = own_room or OwnRoom(model, sys.maxsize)
-        self.groups: deque[JobGroup] = deque()  # in the order of arrival
+        self.groups: deque[JobGroup] = deque()  # in the order of arrival, or that of a policy
+        self.num_accepted = 0
         self.is_holding_back = False  # True if the jobs that come now get no activations yet
 
     def __iter__(self) -> Iterator[JobGroup]:
         return iter(self.groups)
+
+    @property
+    def jobs(self) -> Iterator[TrackedJob]:
+        return (tracked for group in self.groups for tracked in group.jobs)
 
     @property
     def num_jobs(self) -> int:
@@ -131,6 +158,7 @@ class WaitingQueue:
             self.line.send(failure(given, error))
             return None
         partials = partial_steps(job.num_steps, given.num_partials)
+        self.num_accepted += 1
         return TrackedJob(
             id=given.id,
             attempt=given.attempt,
@@ -142,6 +170,9 @@ class WaitingQueue:
             fails_dense=given.fails_dense,
             trace=given.trace,
             request_id=given.request_id,
+            terms=Terms(time.monotonic() + given.seconds_left, given.priority, given.tenant, given.number),
+            arrived=self.num_accepted,
+            num_own_overtaken=given.num_overtaken,
         )
 
     def fetch(self, key: Key) -> Fetching:
@@ -163,6 +194,16 @@ class WaitingQueue:
                 self.release(tracked)
         self.drop_empty()
 
+    def sort(self, policy: Policy, costs: StepCosts) -> None:
+        """Bring those to the front that go first."""
+        if len(self.groups) > 1:
+            self.groups = deque(policy.order(self.groups, costs, time.monotonic()))
+
+    def give_back(self, tracked: TrackedJob) -> None:
+        """Let a job wait that left the batch. It keeps its activations, until another group needs the room."""
+        tracked.is_preempted = True
+        self.groups.append(JobGroup([tracked]))
+
     def split(self, split: Split) -> None:
         group = self.groups[split.position]
         self.groups[split.position] = replace(group, jobs=group.jobs[split.num_first :])
@@ -171,12 +212,13 @@ class WaitingQueue:
     def take(self, positions: Sequence[int]) -> list[JobGroup]:
         """Remove groups from the queue."""
         taken = [self.groups[position] for position in positions]
-        num_overtaking = 0
-        for group in reversed(self.groups):
-            if group in taken:
-                num_overtaking += group.num_jobs
-            else:
-                group.num_overtaken += num_overtaking
+        joining = [tracked for group in taken for tracked in group.jobs]
+        for group in self.groups:
+            if group not in taken:
+                younger = [one for one in joining if one.arrived > group.jobs[-1].arrived]
+                group.num_overtaken += len(younger)
+                for tracked in group.jobs:
+                    tracked.num_own_overtaken += sum(one.terms.tenant == tracked.terms.tenant for one in younger)
         self.groups = deque(group for group in self.groups if group not in taken)
         return taken
 
@@ -192,7 +234,18 @@ class WaitingQueue:
                     self.settle_one(tracked, group)
             group.note_refusal()
             self.is_holding_back |= group.holds_others_back
+        if self.is_holding_back:
+            self.let_go_preempted()
         self.drop_empty()
+
+    def let_go_preempted(self) -> None:
+        """Unpin the templates of preempted jobs, which fetch them again before they go on. What a job's own dense steps
+        left stays: without it the job would end with another picture."""
+        for tracked in [tracked for group in self.groups for tracked in group.jobs if tracked.is_preempted]:
+            if tracked.key is not None:
+                self.release(tracked)
+                tracked.fetching, tracked.key, tracked.is_let_go = Fetching(tracked.key), None, True
+                tracked.fetching.put_off()
 
     def hold_back(self, tracked: TrackedJob) -> None:
         assert tracked.fetching
@@ -207,7 +260,8 @@ class WaitingQueue:
         if outcome is FetchOutcome.REFUSED and self.may_find_room(tracked.fetching):
             return
         tracked.fetching = None
-        if outcome is FetchOutcome.ABSENT and tracked.must_reuse:
+        is_lost = outcome is FetchOutcome.ABSENT and tracked.must_reuse
+        if is_lost or (tracked.is_let_go and isinstance(outcome, FetchOutcome)):
             self.line.send(Missing(tracked.id, tracked.attempt, self.templates.keys.id(key)))
             group.jobs.remove(tracked)
         elif isinstance(outcome, FetchOutcome) and tracked.fails_dense:
@@ -224,8 +278,10 @@ class WaitingQueue:
 
     def grant_own_room(self, running: Sequence[Job]) -> None:
         """Let groups join for which there is room beside the running jobs."""
-        waiting = ([tracked.job for tracked in group.jobs] for group in self.groups)
-        for group, granted in zip(self.groups, self.own_room.grant(waiting, running), strict=True):
+        holding = [tracked.job for group in self.groups if group.is_preempted for tracked in group.jobs]
+        waiting = ([] if group.is_preempted else [tracked.job for tracked in group.jobs] for group in self.groups)
+        granting = self.own_room.grant(waiting, [*running, *holding])
+        for group, granted in zip(self.groups, granting, strict=True):
             group.has_own_room = granted
 
     def may_find_room(self, fetching: Fetching) -> bool:

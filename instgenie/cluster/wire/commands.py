@@ -7,6 +7,7 @@ from msgspec import Struct
 from instgenie.cluster.orders import OutputFormat
 from instgenie.cluster.wire.heads import JobHead, Message, TemplateHead, TensorHead
 from instgenie.cluster.wish import Wish
+from instgenie.scheduling.terms import NO_DEADLINE
 
 # to any process
 
@@ -69,6 +70,11 @@ class Denoising(Struct, frozen=True):
     fails_dense: bool = False  # if the activations fit nowhere, the job fails instead of computing every token
     trace: str = ""
     request_id: str = ""
+    seconds_left: float = NO_DEADLINE  # until its last step should be taken, when the message is sent
+    priority: int = 0  # lower goes first
+    tenant: str = ""
+    number: int = 0  # older edits have lower numbers
+    num_overtaken: int = 0  # younger edits of its tenant that were sent before it
 
 
 class Denoise(Message, frozen=True):

@@ -85,6 +85,13 @@ class Joined(Message, frozen=True):
     plans: tuple[tuple[bool, ...], ...]  # one per job
 
 
+class Preempted(Message, frozen=True):
+    """Jobs left the batch between two steps and wait again; they go on where they were."""
+
+    jobs: tuple[JobStep, ...]
+    by: str  # id of the job that joins instead
+
+
 class BatchStepped(Message, frozen=True):
     """A batch took one step."""
 
@@ -92,6 +99,7 @@ class BatchStepped(Message, frozen=True):
     predicted_seconds: float  # by the costs in `Priced`
     num_interruptions: int  # of the step loop, since the process started
     jobs: tuple[JobStep, ...]
+    between_seconds: float = 0.0  # from the last step to this one, if jobs were running all the time
 
 
 class Glimpsed(Message, frozen=True):
@@ -199,6 +207,6 @@ class Painted(Message, frozen=True):
 
 
 Report: TypeAlias = (
-    Loaded | Ready | Broken | Beat | JobFailed | Dropped | Prepared | Priced | Joined | BatchStepped | Glimpsed
+    Loaded | Ready | Broken | Beat | JobFailed | Dropped | Prepared | Priced | Joined | Preempted | BatchStepped | Glimpsed
     | Denoised | Registered | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
 )  # fmt: skip
