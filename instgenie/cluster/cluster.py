@@ -109,10 +109,19 @@ class Cluster:
 
     # edits
 
-    def reserve(self, num_edits: int) -> Place:
+    def reserve(self, num_edits: int, tenant: str = "") -> Place:
         """Take places in the queue for edits that will be submitted soon. Raises if there are too few."""
         self._check_open()
-        return self._coordinator.front.reserve(num_edits)
+        return self._coordinator.front.reserve(num_edits, tenant)
+
+    def predict(self, orders: Sequence[Order], is_alone: bool = False) -> float:
+        """Seconds until the edits of one request would be done, beside what is accepted or on an idle worker."""
+        return self._coordinator.front.predict(orders, is_alone)
+
+    @property
+    def prediction_error(self) -> float:
+        """Mean relative error of recent predictions."""
+        return self._coordinator.front.predictor.error
 
     def submit(self, orders: Sequence[Order], place: Place | None = None) -> list[Ticket]:
         """Accept the edits of one request, in the places reserved for them if there are any; they share a worker and a
@@ -198,7 +207,7 @@ class Cluster:
             device=worker.device,
             state=worker.state,
             processes=tuple(process.status for process in worker.processes.values()),
-            running=tuple(entry.status for entry in entries if entry.is_running),
+            running=tuple(entry.status(worker.load.seconds_left(entry.id)) for entry in entries if entry.is_running),
             num_waiting=sum(entry.is_waiting for entry in entries),
             steps_per_second=worker.steps_per_second,
             last_step_seconds=worker.last_step_seconds,

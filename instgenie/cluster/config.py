@@ -51,6 +51,7 @@ class ClusterConfig:
     quantization: Quantization | None = None  # of the network's products
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
+    max_queue_per_tenant: int | None = None  # of these, edits of one tenant; None: as many
     max_templates: int = 1000  # that one tenant may ask for
     picture_bytes: int = 2**30  # for pictures of templates that no client asked for, in the cluster's own memory
     cache: CacheConfig = CacheConfig()

@@ -48,6 +48,7 @@ class Coordinator:
         self.archive = Archive(self.library)
         self.edits = Edits(self.placement, self.library, self.reporter)
         self.front = Front(config, self.placement, self.library, self.edits, self.reporter, send)
+        self.edits.on_finished = self.front.predictor.learn
         self.stages = Stages(self.placement, self.library, self.edits, self.reporter, send)
         self.recovery = Recovery(self.placement, self.library, self.archive, self.edits)
         self._handlers: dict[type, Callable[[Process, Any, list[wire.Frame]], None]] = {
@@ -58,6 +59,7 @@ class Coordinator:
             wire.TierFound: self.stages.on_found,
             wire.Missing: self.stages.on_missing,
             wire.Joined: self.stages.on_joined,
+            wire.Preempted: self.stages.on_preempted,
             wire.BatchStepped: self.stages.on_stepped,
             wire.Glimpsed: self.stages.on_glimpsed,
             wire.Denoised: self.stages.on_denoised,

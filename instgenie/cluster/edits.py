@@ -1,6 +1,7 @@
 """The edits that are accepted and not yet answered: gathered into their groups, answered, failed, cancelled."""
 
 import logging
+from collections.abc import Callable
 
 from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
 from instgenie.cluster.library import Library
@@ -19,6 +20,7 @@ class Edits:
         self.library = library
         self.reporter = reporter
         self.entries: dict[str, EditEntry] = {}
+        self.on_finished: Callable[[float, float], None] = lambda predicted, seconds: None
 
     @property
     def num_waiting(self) -> int:
@@ -50,6 +52,7 @@ class Edits:
 
     def finish(self, entry: EditEntry, picture: bytes, facts: Facts, seconds: float) -> None:
         log.info("finished", extra=names_of(entry) | {"seconds": round(seconds, 3), "worker": entry.worker})
+        self.on_finished(entry.predicted, seconds)
         self.reporter.finished(facts, seconds)
         self._answer(entry, Finished(picture, facts))
 

@@ -14,6 +14,7 @@ from instgenie.cluster.status import JobStatus
 from instgenie.cluster.wire import Denoised, Frame, Prepared
 from instgenie.scheduling.router import Work
 from instgenie.scheduling.scheduler import LONG
+from instgenie.scheduling.terms import NO_DEADLINE, Terms
 from instgenie.types import TierName
 
 StageName = Literal["prepare", "gather", "park", "denoise", "finish"]
@@ -54,7 +55,12 @@ class Entry:
     attempt: int = 1
     num_deaths: int = 0  # of processes that held it at this stage
     prepared: PreparedJob | None = None
+    num_overtaken: int = 0  # younger entries of its tenant that were sent before it
     number: int = field(default_factory=itertools.count().__next__)  # older entries have lower numbers
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(number=self.number)
 
     @property
     def request_id(self) -> str:
@@ -102,9 +108,15 @@ class EditEntry(Entry):
     step: int = 0
     plan: tuple[bool, ...] = ()  # known once it has joined a batch
     denoised: DenoisedJob | None = None
+    predicted: float = 0.0  # seconds from acceptance to the picture
+    num_preemptions: int = 0
     accepted_at: float = field(default_factory=time.monotonic)
     waits_from: float = field(default_factory=time.monotonic)  # when it began to wait for its stage
     events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)  # None ends the stream
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.order.deadline, self.order.priority, self.order.tenant, self.number)
 
     @property
     def request_id(self) -> str:
@@ -143,8 +155,8 @@ class EditEntry(Entry):
             return round(self.num_masked_tokens + self.work.own_share * (self.num_tokens - self.num_masked_tokens))
         return self.num_masked_tokens if self.mode is ComputeMode.CACHED else self.num_tokens
 
-    @property
-    def status(self) -> JobStatus:
+    def status(self, seconds_left: float = 0.0) -> JobStatus:
+        """Describe it, given the predicted seconds of its remaining steps."""
         return JobStatus(
             id=self.id,
             step=self.step,
@@ -153,6 +165,8 @@ class EditEntry(Entry):
             num_masked_tokens=self.num_masked_tokens,
             num_computed_tokens=self.num_computed_tokens,
             plan=self.plan,
+            slack=None if self.order.deadline == NO_DEADLINE else self.order.deadline - time.monotonic() - seconds_left,
+            num_preemptions=self.num_preemptions,
         )
 
     @property

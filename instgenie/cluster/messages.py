@@ -1,5 +1,6 @@
 """The message and the frames that send an entry to the process of its stage."""
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,7 +20,7 @@ def prepare_message(entry: EditEntry) -> tuple[wire.Prepare, list[wire.Frame]]:
     return message, wire.picture_frames(order.picture, order.mask)
 
 
-def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Denoising:
+def denoising(entry: EditEntry, template: wire.TemplateHead | None, finish_seconds: float = 0.0) -> wire.Denoising:
     assert entry.prepared is not None
     return wire.Denoising(
         id=entry.id,
@@ -32,6 +33,11 @@ def denoising(entry: EditEntry, template: wire.TemplateHead | None) -> wire.Deno
         fails_dense=entry.must_not_run_dense,
         trace=entry.order.trace,
         request_id=entry.request_id,
+        seconds_left=entry.order.deadline - time.monotonic() - finish_seconds,
+        priority=entry.order.priority,
+        tenant=entry.order.tenant,
+        number=entry.number,
+        num_overtaken=entry.num_overtaken,
     )
 
 

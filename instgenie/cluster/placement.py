@@ -29,17 +29,8 @@ class Placement:
         ready = [worker for worker in self.workers if worker.is_ready]
         hopeful = [worker for worker in self.workers if not worker.is_broken]
         loads = [worker.load for worker in ready or hopeful or self.workers]
-        total = Work(
-            num_steps=max(work.num_steps for work in works),
-            num_tokens=sum(work.num_tokens for work in works),
-            num_masked_tokens=sum(work.num_masked_tokens for work in works),
-            template=works[0].template,
-            num_edits=len(works),
-            must_reuse=works[0].must_reuse,
-            own_share=works[0].own_share,
-        )
         holding = [self.workers[index].load for index in holders if self.workers[index].is_ready]
-        return self.workers[self.router.choose(total, loads, holding)]
+        return self.workers[self.router.choose(total_work(works), loads, holding)]
 
     def settle(self, entry: EditEntry, worker: Worker) -> None:
         """Assign an edit to a worker, and bring the worker's load up to date."""
@@ -69,3 +60,16 @@ class Placement:
         role: Role = entry.stage if entry.stage in ("prepare", "finish") else "denoise"
         processes = self.workers[entry.worker].processes
         return processes.get(role, processes["denoise"])
+
+
+def total_work(works: Sequence[Work]) -> Work:
+    """The edits of one request as one piece of work."""
+    return Work(
+        num_steps=max(work.num_steps for work in works),
+        num_tokens=sum(work.num_tokens for work in works),
+        num_masked_tokens=sum(work.num_masked_tokens for work in works),
+        template=works[0].template,
+        num_edits=len(works),
+        must_reuse=works[0].must_reuse,
+        own_share=works[0].own_share,
+    )

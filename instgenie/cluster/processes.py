@@ -4,7 +4,7 @@ for them. Knows no message and no socket."""
 import hashlib
 import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
@@ -12,7 +12,9 @@ from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
 from instgenie.cluster.launch import LaunchedProcess
 from instgenie.cluster.status import ProcessState, ProcessStatus
 from instgenie.scheduling.pace import Pace
+from instgenie.scheduling.policy import Policy, make_policy
 from instgenie.scheduling.router import SideStage, WorkerLoad
+from instgenie.scheduling.terms import Claim
 from instgenie.types import TierName
 
 NUM_AHEAD = 2  # entries that prepare and finish hold, one in work and one at hand; finish adds one per encoder thread
@@ -43,6 +45,8 @@ class Process:
     queue: list[Entry] = field(default_factory=list)  # to be sent, the oldest first
     held: dict[str, Entry] = field(default_factory=dict)  # sent and not yet answered
     leaving: set[str] = field(default_factory=set)  # ids of entries that it was told to drop, and may still work on
+    policy: Policy | None = None  # who is sent first; None: the oldest
+    load: WorkerLoad | None = None  # of its worker
 
     @property
     def name(self) -> str:
@@ -132,14 +136,17 @@ class Process:
             together = [head] if head.is_suspect or head.stage != "denoise" else self.companions(head)
             for entry in together:
                 self.queue.remove(entry)
+            for waiting in self.queue:
+                same = waiting.terms.tenant == head.terms.tenant
+                waiting.num_overtaken += len(together) if same and waiting.number < head.number else 0
             self.held |= {entry.id: entry for entry in together}
             yield together
 
     def next(self) -> Entry | None:
-        """The entry to send next: the first one. Long edits that find no room let others go first, and all edits that
-        find none let prepared templates go first."""
+        """The entry to send next: the first one, as the policy orders them. Long edits that find no room let others go
+        first, and all edits that find none let prepared templates go first."""
         is_full = False
-        for entry in self.queue:
+        for entry in self.ordered():
             may_go = not is_full or (isinstance(entry, TemplateEntry) and entry.stage == "denoise")
             if may_go and self.has_room(entry):
                 return entry
@@ -147,6 +154,29 @@ class Process:
                 break
             is_full |= not (isinstance(entry, EditEntry) and entry.is_long)
         return None
+
+    def ordered(self) -> list[Entry]:
+        """The queue, those that go first in front."""
+        policy = self.policy
+        if policy is None or len(self.queue) < 2:
+            return self.queue
+        held = (entry.terms.tenant for entry in (*self.queue, *self.held.values()) if isinstance(entry, EditEntry))
+        policy.meet(held)
+        now = time.monotonic()
+        return sorted(self.queue, key=lambda entry: policy.rank(self.claim_of(entry), now))
+
+    def claim_of(self, entry: Entry) -> Claim:
+        return Claim(entry.terms, self.load.alone_seconds(entry.id) if self.load else 0.0, entry.num_overtaken)
+
+    def is_urgent(self, entry: EditEntry, held: Sequence[EditEntry]) -> bool:
+        """True if an edit goes before many of those that the step loop holds, so that it finds room beyond the usual:
+        else none of them could make room for it in the batch."""
+        if self.policy is None or self.role != "denoise":
+            return False
+        now = time.monotonic()
+        rank = self.policy.rank(self.claim_of(entry), now)
+        num_behind = sum(self.policy.rank(self.claim_of(other), now) > rank for other in held)
+        return num_behind >= self.max_held // 2
 
     def has_room(self, entry: Entry) -> bool:
         """True if an entry may be sent. Templates need no room. Long edits get at most half of it."""
@@ -157,9 +187,10 @@ class Process:
         edits = [held for held in self.held.values() if isinstance(held, EditEntry)]
         num_long, max_long = sum(held.is_long for held in edits), max(self.max_held // 2, 1)
         if entry.is_long and num_long >= max_long:
-            return False
+            return len(edits) < self.max_held and self.is_urgent(entry, edits)
         num_beyond = max(num_long - max_long, 0)  # a group may have gone beyond the half
-        return len(edits) + len(self.leaving) - num_beyond < self.max_held
+        room = self.max_held - (len(edits) + len(self.leaving) - num_beyond)
+        return room > 0 or (room > -self.max_held // 2 and self.is_urgent(entry, edits))
 
     def companions(self, head: Entry) -> list[Entry]:
         """The queued entries that are sent together with the first one, which is among them."""
@@ -195,6 +226,7 @@ class Worker:
     device: str
     processes: dict[Role, Process]
     load: WorkerLoad
+    policy: Policy = field(default_factory=lambda: make_policy("fcfs"))
     digests: dict[Role, str] = field(default_factory=dict)  # of the weights that each process has loaded
     tier_bytes: dict[TierName, int] = field(default_factory=dict)
     host_bytes: int | None = None  # main memory for activations; None: not yet measured
@@ -231,8 +263,8 @@ class Worker:
             return None
         return hashlib.sha256(" ".join(self.digests[role] for role in roles).encode()).hexdigest()
 
-    def step(self, seconds: float, predicted: float) -> None:
-        """Record one measured step."""
+    def step(self, seconds: float, predicted: float, between: float = 0.0) -> None:
+        """Record one measured step, and the time since the step before."""
         now = time.monotonic()
         rate = 1 / max(now - self._stepped_at, 1e-6)
         is_first = now - self._stepped_at > 10 * max(seconds, 0.1)  # after a pause there is no rate yet
@@ -240,7 +272,7 @@ class Worker:
         self._stepped_at = now
         self.last_step_seconds = seconds
         self.num_steps += 1
-        self.load.pace.measure(predicted, seconds)
+        self.load.pace.measure(predicted, seconds + between)
 
 
 def make_workers(config: ClusterConfig) -> list[Worker]:
@@ -251,12 +283,12 @@ def make_workers(config: ClusterConfig) -> list[Worker]:
         "denoise": 2 * config.max_batch_size,
         "finish": NUM_AHEAD + NUM_ENCODERS,
     }
-    return [
-        Worker(
-            index=index,
-            device=device,
-            processes={role: Process(index, role, device, max_held[role]) for role in config.roles},
-            load=WorkerLoad(index, config.max_batch_size, pace=Pace(common), side_seconds=side_seconds),
-        )
-        for index, device in enumerate(config.devices)
-    ]
+    workers = []
+    for index, device in enumerate(config.devices):
+        load = WorkerLoad(index, config.max_batch_size, pace=Pace(common), side_seconds=side_seconds)
+        policy = make_policy(config.scheduling, config.batching, load.pace, dict(config.weights))
+        processes = {
+            role: Process(index, role, device, max_held[role], policy=policy, load=load) for role in config.roles
+        }
+        workers.append(Worker(index=index, device=device, processes=processes, load=load, policy=policy))
+    return workers

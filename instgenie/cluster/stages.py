@@ -18,6 +18,7 @@ from instgenie.cluster.orders import Facts
 from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.reporter import Reporter
+from instgenie.scheduling.terms import NO_DEADLINE
 from instgenie.types import ReuseFound
 
 
@@ -60,7 +61,8 @@ class Stages:
                 self._wait_for_template(entry)
         if going := [entry for entry in entries if entry.id in process.held]:
             frames = [frame for entry in going if entry.prepared for frame in entry.prepared.tensors]
-            jobs = tuple(denoising(entry, self.library.naming.head(entry)) for entry in going)
+            finish_seconds = self.workers[process.worker].load.side_seconds.get("finish", 0.0)
+            jobs = tuple(denoising(entry, self.library.naming.head(entry), finish_seconds) for entry in going)
             self.send(process, wire.Denoise(jobs), frames)
 
     def _wait_for_template(self, entry: EditEntry) -> None:
@@ -125,9 +127,19 @@ class Stages:
                 self.reporter.waited(entry, "denoise")
                 self.reporter.joined(entry)
 
+    def on_preempted(self, process: Process, message: wire.Preempted, frames: list[wire.Frame]) -> None:
+        for told in message.jobs:
+            if entry := held_edit(process, told.id, told.attempt):
+                self.edits.leave_batch(entry)
+                entry.num_preemptions += 1
+                entry.waits_from = time.monotonic()
+                self.reporter.preempted(entry, message.by)
+
     def on_stepped(self, process: Process, message: wire.BatchStepped, frames: list[wire.Frame]) -> None:
         worker = self.workers[process.worker]
-        worker.step(message.seconds, message.predicted_seconds)
+        worker.step(message.seconds, message.predicted_seconds, message.between_seconds)
+        held = [held_edit(process, told.id, told.attempt) for told in message.jobs]
+        worker.policy.charge([entry.order.tenant for entry in held if entry], message.seconds)
         worker.num_interruptions = message.num_interruptions
         self.reporter.batch_stepped(worker.index, message.seconds, len(message.jobs))
         for told in message.jobs:
@@ -225,4 +237,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
         dense_seconds=denoised.seconds + num_saved * worker.load.seconds_per_token,
         finish_seconds=finish_seconds,
         finish_thread_seconds=painted.thread_seconds,
+        predicted_seconds=entry.predicted,
+        num_preemptions=entry.num_preemptions,
+        in_time=None if entry.order.deadline == NO_DEADLINE else time.monotonic() <= entry.order.deadline,
     )

@@ -98,7 +98,9 @@ class Policy:
         step = costs.step_seconds(one.price for one in batch)
         return job.terms.deadline - now - self.pace.seconds(job.num_steps, job.num_steps * step)
 
-    def keeps_deadlines(self, batch: Sequence[PricedJob], joining: Sequence[PricedJob], costs: StepCosts, now: float) -> bool:
+    def keeps_deadlines(
+        self, batch: Sequence[PricedJob], joining: Sequence[PricedJob], costs: StepCosts, now: float
+    ) -> bool:
         """Return whether all jobs that would meet their deadline still do if others join."""
         together = (*batch, *joining)
         return all(
@@ -141,8 +143,9 @@ class LeastSlack(Policy):
 
 
 class Preemptive(Policy):
-    """Ranks, from the strongest reason to the weakest: within the tenant's share, overdue, priority, not yet late, least
-    slack, first come. The batch is formed as if first come, except that nobody joins who makes a running job late."""
+    """Ranks, from the strongest reason to the weakest: within the tenant's share, overdue, priority, not yet late,
+    least slack, first come. The batch is formed as if first come, except that nobody joins who makes a running job
+    late."""
 
     def rank(self, claim: Claim, now: float) -> Rank:
         terms, slack = claim.terms, claim.terms.deadline - now - claim.seconds
@@ -171,9 +174,7 @@ class Preemptive(Policy):
                 return decision._replace(leaving=leaving)
         return self._join(waiting, num_ready, situation, is_strict=False)
 
-    def _join(
-        self, waiting: Sequence[RankedGroup], num_ready: int, situation: Situation, is_strict: bool
-    ) -> Decision:
+    def _join(self, waiting: Sequence[RankedGroup], num_ready: int, situation: Situation, is_strict: bool) -> Decision:
         """Let groups join. If `is_strict`, none does that would be late in this batch and not in one of its own."""
 
         def admit(group: Sequence[PricedJob], batch: Sequence[PricedJob], num_waiting: int, costs: StepCosts) -> bool:

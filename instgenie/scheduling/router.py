@@ -6,8 +6,8 @@ finished one by one, beside the steps; where these side stages take longer than 
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from instgenie.cost.table import DEFAULT_COSTS, Price, StepCosts
@@ -86,6 +86,25 @@ class WorkerLoad:
     @property
     def num_unfinished(self) -> int:
         return self.num_edits + len(self._finishing)
+
+    def only(self, edits: Collection[str]) -> "WorkerLoad":
+        """The part of the load that some of its edits are."""
+        part = replace(
+            self, num_edits=0, num_steps=0, num_token_steps=0, compute=0.0, loading=0.0, _remaining={}, _finishing=set()
+        )
+        for edit, rest in self._remaining.items():
+            if edit in edits:
+                part.add(edit, *rest)
+        return part
+
+    def alone_seconds(self, edit: str) -> float:
+        """Seconds of the remaining steps of an edit if no other shares them."""
+        if not (rest := self._remaining.get(edit)):
+            return 0.0
+        predicted = self.costs.total_seconds(
+            rest.num_steps, rest.num_steps * rest.price.compute, rest.num_steps * rest.price.load
+        )
+        return self.pace.seconds(rest.num_steps, predicted)
 
     def remove(self, edit: str) -> None:
         self._finishing.discard(edit)

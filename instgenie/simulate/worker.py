@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from instgenie.cost.table import Price, StepCosts
 from instgenie.scheduling.names import ONE_PROCESS, Batching
+from instgenie.scheduling.policy import Policy, Situation, make_policy
 from instgenie.scheduling.router import Work, WorkerLoad
-from instgenie.scheduling.scheduler import SCHEDULERS
-from instgenie.scheduling.terms import PricedJob
+from instgenie.scheduling.terms import NO_DEADLINE, PricedJob, Terms
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service, Sums
 from instgenie.types import TierName
@@ -37,6 +37,15 @@ class SimulatedJob:
     denoised: float = 0.0
     finished: float = 0.0
     num_finished: int = 0
+    deadline: float = NO_DEADLINE
+    tenant: str = ""
+    number: int = 0
+    num_own_overtaken: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.deadline, 0, self.tenant, self.number)
 
     @property
     def latency(self) -> float:
@@ -69,7 +78,7 @@ class SimulatedJob:
         if not self.is_cached and self.own_steps:
             num_dense = sum(step >= self.step for step in self.own_steps)
         price = costs.mean_price(self.work.num_tokens, self.work.num_masked_tokens, "host", num_dense, num_left)
-        return [PricedJob(price, num_left)]
+        return [PricedJob(price, num_left, self.terms, self.num_own_overtaken)]
 
 
 @dataclass
@@ -100,6 +109,8 @@ class SimulatedWorker:
     on_finished: Callable[[SimulatedJob], None]
     batching: Batching = "continuous"
     memory: TemplateMemory | None = None
+    policy: Policy = field(default_factory=lambda: make_policy("fcfs"))
+    num_accepted: int = 0
     waiting: deque[SimulatedJob] = field(default_factory=deque)
     running: list[SimulatedJob] = field(default_factory=list)
     to_prepare: deque[SimulatedJob] = field(default_factory=deque)  # used by workers of one process
@@ -113,6 +124,8 @@ class SimulatedWorker:
 
     def accept(self, job: SimulatedJob) -> None:
         job.worker = self.load.worker
+        self.num_accepted += 1
+        job.number = self.num_accepted
         self.load.add(job.id, job.work.num_steps, self.load.tokens_of(job.work), self.load.price_of(job.work))
         if self.memory and job.work.template:
             job.fetched_at = self.memory.use(job.work.template, self.clock.now)
@@ -145,6 +158,7 @@ class SimulatedWorker:
         if self.has_changed:
             self.has_changed = False
             self.seconds = self.service.step(sums_of(self.running))
+            self.seconds += self.service.side.between
             self.predicted = self.load.costs.step_seconds(self.price_of(job) for job in self.running)
         self.clock.at(self.clock.now + self.seconds, self.stepped, None)
 
@@ -176,16 +190,29 @@ class SimulatedWorker:
             return
         running = [priced for job in self.running for priced in job.priced(self.load.costs)]
         num_waiting, max_jobs = len(self.waiting), self.load.max_batch_size
-        decision = SCHEDULERS[self.batching].decide(self.waiting, num_waiting, running, max_jobs, self.load.costs)
+        policy, costs, now = self.policy, self.load.costs, self.clock.now
+        if num_waiting > 1 and type(policy) is not Policy:
+            self.waiting = deque(policy.order(self.waiting, costs, now))
+        policy.meet(job.tenant for job in (*self.waiting, *self.running))
+        decision = policy.decide(self.waiting, num_waiting, Situation(running, max_jobs, costs, now))
         joining = [self.waiting[position] for position in decision.joining]
+        for job in [self.running[position] for position in decision.leaving]:
+            self.running.remove(job)
+            self.waiting.append(job)
+            job.num_preemptions += 1
+        for job in self.waiting if len(joining) < num_waiting else ():
+            if job not in joining:
+                younger = sum(other.number > job.number and other.tenant == job.tenant for other in joining)
+                job.num_own_overtaken += younger
         for job in joining:
             self.waiting.remove(job)
-            job.joined = self.clock.now
+            job.joined = job.joined or self.clock.now
             self.running.append(job)
             self.has_changed = True
 
     def stepped(self, _: None) -> None:
         self.load.pace.measure(self.predicted, self.seconds)
+        self.policy.charge([job.tenant for job in self.running], self.seconds)
         step_load = self.load.step
         done = []
         for job in self.running:

@@ -1,7 +1,8 @@
 """The denoise process of a worker: takes steps, and registers templates in between. Knows no picture and no prompt.
 
-Before every step finished jobs leave, and the policy decides which waiting jobs join and which running ones wait for them. A job whose activations are
-still loading lets others go first; the loop never waits for one. Other ways of batching exist to compare with:
+Before every step finished jobs leave, and the policy decides which waiting jobs join and which running ones wait for
+them. A job whose activations are still loading lets others go first; the loop never waits for one. Other ways of
+batching exist to compare with:
 
     static            one batch after the other, each prepared, denoised and finished by this one process
     static-pipelined  one batch after the other, prepared and finished by processes of their own

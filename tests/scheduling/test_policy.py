@@ -226,8 +226,8 @@ def test_every_job_ends_within_a_bound_and_no_step_is_wasted(
     max_jobs: int,
     scheduling: Scheduling,
 ) -> None:
-    """A job waits for those before it, for those that may overtake it and for one batch, each of which takes up to three
-    steps. The policies `edf` and `slack` promise no bound beyond all the work there is."""
+    """A job waits for those before it, for those that may overtake it and for one batch, each of which takes up to
+    three steps. The policies `edf` and `slack` promise no bound beyond all the work there is."""
     monkeypatch.setattr("instgenie.scheduling.policy.MAX_OVERTAKEN", 2)
     monkeypatch.setattr("instgenie.scheduling.policy.MAX_OVERTAKEN_LATE", 4)
     loop = make_loop(scheduling, max_jobs)

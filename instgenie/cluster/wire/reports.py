@@ -207,6 +207,6 @@ class Painted(Message, frozen=True):
 
 
 Report: TypeAlias = (
-    Loaded | Ready | Broken | Beat | JobFailed | Dropped | Prepared | Priced | Joined | Preempted | BatchStepped | Glimpsed
-    | Denoised | Registered | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
+    Loaded | Ready | Broken | Beat | JobFailed | Dropped | Prepared | Priced | Joined | Preempted | BatchStepped
+    | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Forgotten | Listed | Recalled | Painted
 )  # fmt: skip

@@ -44,7 +44,7 @@ class Submission:
 
     def watch(self) -> AbstractAsyncContextManager[EditWatch]:
         """Submit the edits and watch them until the request's deadline."""
-        return self.service.watch(self.orders, deadline_of(self.request, self.fields.deadline_ms), self.admitted)
+        return self.service.watch(self.orders, deadline_of(self.request, self.fields), self.admitted)
 
 
 class EventStream(Response):
@@ -92,8 +92,9 @@ class EventStream(Response):
                 return partial_event(given.prefix, index, happened.index, happened.picture, size, given.fields)
             case Finished():
                 return completed_event(given.prefix, index, happened, given.fields, given.notes)
-            case Queued(position, left) if given.fields.stream_progress:
-                return event("instgenie.queued", {"index": index, "position": position, "seconds_left": round(left, 3)})
+            case Queued(position, left, predicted) if given.fields.stream_progress:
+                times = {"seconds_left": round(left, 3), "predicted_ms": round(1000 * predicted)}
+                return event("instgenie.queued", {"index": index, "position": position} | times)
             case Stepped(step, num_steps, left) if given.fields.stream_progress:
                 done = {"step": step, "num_steps": num_steps, "seconds_left": round(left, 3)}
                 return event("instgenie.step", {"index": index} | done)

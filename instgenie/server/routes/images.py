@@ -27,6 +27,7 @@ from instgenie.server.bodies.forms import EditForm, read_edit
 from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_edit
 from instgenie.server.bodies.schema import EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
+from instgenie.server.lateness import with_deadline
 from instgenie.server.routes.events import EventStream, Submission
 from instgenie.server.routes.sending import LargeResponse
 from instgenie.server.service import (
@@ -64,7 +65,7 @@ async def edit(request: Request, kind: type[EditFields]) -> Response:
         fields = check_fields(service, edit.fields, edit.notes)
         admitted = service.admit(request, fields.n)
         opening = open_edit(service, tenant_of(request), edit, admitted)
-        photo, mask = await unless_gone(request, in_time(deadline_of(request, fields.deadline_ms), opening))
+        photo, mask = await unless_gone(request, in_time(deadline_of(request, fields), opening))
     if edit.mask is None and mask.all():
         fields = fields.for_whole_picture(service.model_facts, edit.notes)
     notes = edit.notes
@@ -75,6 +76,7 @@ async def edit(request: Request, kind: type[EditFields]) -> Response:
     orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
+    orders = with_deadline(service, request, orders, fields, notes)
     return await run(Submission(request, service, admitted, orders, fields, notes, "image_edit"))
 
 
@@ -90,7 +92,7 @@ async def generate_images(request: Request) -> Response:
     admitted = service.admit(request, fields.n)
     admitted.keep(kept_bytes(Header(width, height), None))
     blank, mask = await service.decoder.run(blank_edit, (height, width))
-    orders = make_orders(request, blank, mask, fields)
+    orders = with_deadline(service, request, make_orders(request, blank, mask, fields), fields, form.notes)
     return await run(Submission(request, service, admitted, orders, fields, form.notes, "image_generation"))
 
 
