@@ -8,7 +8,7 @@ from instgenie.cli.arguments import add_model, gib, positive, rate
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
 from instgenie.cost.planner import POLICIES
-from instgenie.scheduling.names import Batching, RoutingPolicy
+from instgenie.scheduling.names import Batching, RoutingPolicy, Scheduling
 from instgenie.simulate.cluster import ClusterShape
 from instgenie.simulate.service import SideSeconds
 from instgenie.types import CacheDtype
@@ -86,6 +86,12 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batching", choices=get_args(Batching), default="continuous", help="way of batching (default continuous)"
     )
+    about_scheduling = "who goes first; may be given several times (default fcfs)"
+    parser.add_argument("--scheduling", action="append", choices=get_args(Scheduling), help=about_scheduling)
+    about_slo = "deadline of an edit, as a multiple of what it takes alone (default: none)"
+    parser.add_argument("--slo-scale", type=rate, metavar="FACTOR", help=about_slo)
+    about_between = "seconds from the end of a step to the begin of the next (default 0)"
+    parser.add_argument("--between", type=rate, default=0.0, metavar="S", help=about_between)
     parser.add_argument("--no-reuse", action="store_true", help="no edit finds a template")
     about_own = "edits without a template read what the dense steps of this quality leave behind (default: none do)"
     parser.add_argument("--own", choices=("fast", "balanced"), help=about_own)
@@ -151,10 +157,12 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
             decode=options.finish,
             decode_token=options.finish_token,
             finish_thread=options.finish_thread,
+            between=options.between,
         ),
         cache_dtype=options.cache_dtype,
         cache_stride=options.cache_stride,
         cache_gib=options.cache_gib,
     )
     policies = tuple(options.policy or get_args(RoutingPolicy))
-    bench_simulate(title, workload, shape, policies, setup, options.json)
+    schedulings = tuple(options.scheduling or ("fcfs",))
+    bench_simulate(title, workload, shape, policies, setup, options.json, schedulings, options.slo_scale)

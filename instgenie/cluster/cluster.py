@@ -37,6 +37,8 @@ class Cluster:
         self._supervisor = Supervisor(self.config, launcher, self.workers)
         self._coordinator = self._supervisor.coordinator
         self.forgetting = self._coordinator.library.forgetting
+        self.predict = self._coordinator.front.predict
+        self.predictor = self._coordinator.front.predictor
         self._is_open = False
 
     # life
@@ -113,15 +115,6 @@ class Cluster:
         """Take places in the queue for edits that will be submitted soon. Raises if there are too few."""
         self._check_open()
         return self._coordinator.front.reserve(num_edits, tenant)
-
-    def predict(self, orders: Sequence[Order], is_alone: bool = False) -> float:
-        """Seconds until the edits of one request would be done, beside what is accepted or on an idle worker."""
-        return self._coordinator.front.predict(orders, is_alone)
-
-    @property
-    def prediction_error(self) -> float:
-        """Mean relative error of recent predictions."""
-        return self._coordinator.front.predictor.error
 
     def submit(self, orders: Sequence[Order], place: Place | None = None) -> list[Ticket]:
         """Accept the edits of one request, in the places reserved for them if there are any; they share a worker and a

@@ -22,7 +22,7 @@ from instgenie.cluster.templates import TemplateRecord
 from instgenie.errors import ClosedError, QueueFullError
 from instgenie.scheduling.predictor import Predictor
 from instgenie.scheduling.router import Work
-from instgenie.scheduling.terms import NO_DEADLINE, Claim, Terms
+from instgenie.scheduling.terms import NO_DEADLINE, Standing, Terms
 from instgenie.telemetry.logs import names_of
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Front:
             load = load.only(())
         elif terms.deadline != NO_DEADLINE or terms.priority:
             now, process = time.monotonic(), worker.denoiser
-            rank = worker.policy.rank(Claim(terms, self.predictor.predict(total_work(works), load.only(()))), now)
+            rank = worker.policy.rank(Standing(terms, self.predictor.predict(total_work(works), load.only(()))), now)
             mine = [entry for entry in self.edits.entries.values() if entry.worker == worker.index]
             before = [entry.id for entry in mine if worker.policy.rank(process.claim_of(entry), now) < rank]
             load = load.only(before)

@@ -14,7 +14,7 @@ from instgenie.cluster.status import ProcessState, ProcessStatus
 from instgenie.scheduling.pace import Pace
 from instgenie.scheduling.policy import Policy, make_policy
 from instgenie.scheduling.router import SideStage, WorkerLoad
-from instgenie.scheduling.terms import Claim
+from instgenie.scheduling.terms import Standing
 from instgenie.types import TierName
 
 NUM_AHEAD = 2  # entries that prepare and finish hold, one in work and one at hand; finish adds one per encoder thread
@@ -165,8 +165,8 @@ class Process:
         now = time.monotonic()
         return sorted(self.queue, key=lambda entry: policy.rank(self.claim_of(entry), now))
 
-    def claim_of(self, entry: Entry) -> Claim:
-        return Claim(entry.terms, self.load.alone_seconds(entry.id) if self.load else 0.0, entry.num_overtaken)
+    def claim_of(self, entry: Entry) -> Standing:
+        return Standing(entry.terms, self.load.alone_seconds(entry.id) if self.load else 0.0, entry.num_overtaken)
 
     def is_urgent(self, entry: EditEntry, held: Sequence[EditEntry]) -> bool:
         """True if an edit goes before many of those that the step loop holds, so that it finds room beyond the usual:

@@ -28,7 +28,7 @@ from instgenie.scheduling.scheduler import (
     pays,
 )
 from instgenie.scheduling.shares import Shares
-from instgenie.scheduling.terms import Claim, PricedJob, Terms
+from instgenie.scheduling.terms import PricedJob, Standing, Terms
 
 MAX_OVERTAKEN = 16  # younger jobs of its tenant that go before another one; then it is overdue: all others go after it
 MAX_OVERTAKEN_LATE = 64  # the same for one that misses its deadline anyway
@@ -67,7 +67,7 @@ class Policy:
     pace: Pace = field(default_factory=Pace)  # of the worker; measured steps correct it
     shares: Shares = field(default_factory=Shares)
 
-    def rank(self, claim: Claim, now: float) -> Rank:
+    def rank(self, claim: Standing, now: float) -> Rank:
         return (claim.terms.number,)
 
     def meet(self, tenants: Iterable[str]) -> None:
@@ -80,8 +80,8 @@ class Policy:
         """The queue, those that go first in front."""
         return sorted(waiting, key=lambda group: self.rank(self.claim_of(group, costs), now))
 
-    def claim_of(self, group: RankedGroup, costs: StepCosts) -> Claim:
-        return Claim(group.terms, self.seconds(group.priced(costs), costs), group.num_own_overtaken)
+    def claim_of(self, group: RankedGroup, costs: StepCosts) -> Standing:
+        return Standing(group.terms, self.seconds(group.priced(costs), costs), group.num_own_overtaken)
 
     def decide(self, waiting: Sequence[RankedGroup], num_ready: int, situation: Situation) -> Decision:
         """Decide who joins and who leaves. `waiting` is in the order of `order`."""
@@ -111,14 +111,14 @@ class Policy:
 
 
 class EarliestDeadline(Policy):
-    def rank(self, claim: Claim, now: float) -> Rank:
+    def rank(self, claim: Standing, now: float) -> Rank:
         return claim.terms.priority, claim.terms.deadline, claim.terms.number
 
 
 class LeastSlack(Policy):
     """PatchedServe's Algorithm 1. Nothing that was accepted is discarded: the hopeless wait until nobody else does."""
 
-    def rank(self, claim: Claim, now: float) -> Rank:
+    def rank(self, claim: Standing, now: float) -> Rank:
         slack = claim.terms.deadline - now - claim.seconds
         return slack < 0, claim.terms.priority, slack, claim.terms.number
 
@@ -147,7 +147,7 @@ class Preemptive(Policy):
     least slack, first come. The batch is formed as if first come, except that nobody joins who makes a running job
     late."""
 
-    def rank(self, claim: Claim, now: float) -> Rank:
+    def rank(self, claim: Standing, now: float) -> Rank:
         terms, slack = claim.terms, claim.terms.deadline - now - claim.seconds
         is_over, is_late = self.shares.is_over(terms.tenant), slack < 0
         if claim.num_overtaken >= (MAX_OVERTAKEN_LATE if is_late else MAX_OVERTAKEN):
@@ -201,9 +201,9 @@ class Preemptive(Policy):
     def _running_rank(self, job: PricedJob, situation: Situation) -> Rank:
         running, _, costs, now = situation
         seconds = job.terms.deadline - now - self.slack(job, running, costs, now) if job.has_deadline else 0.0
-        return self.rank(Claim(job.terms, seconds, job.num_overtaken), now)
+        return self.rank(Standing(job.terms, seconds, job.num_overtaken), now)
 
-    def _can_wait(self, job: PricedJob, claim: Claim, situation: Situation) -> bool:
+    def _can_wait(self, job: PricedJob, claim: Standing, situation: Situation) -> bool:
         """Return whether a running job may leave for one of its own class: the other is late if it waits for the first
         running job to end, and this one is not late if it waits for the other, or is late anyway."""
         running, _, costs, now = situation

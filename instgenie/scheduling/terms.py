@@ -31,7 +31,7 @@ class PricedJob(NamedTuple):
         return self.terms.deadline != NO_DEADLINE
 
 
-class Claim(NamedTuple):
+class Standing(NamedTuple):
     """An edit that wants to go next, at whatever stage it waits."""
 
     terms: Terms

@@ -12,7 +12,7 @@ from instgenie.cost.table import Price, StepCosts, linear_costs
 from instgenie.scheduling.names import Scheduling
 from instgenie.scheduling.pace import Pace
 from instgenie.scheduling.policy import MAX_OVERTAKEN, POLICIES, Policy, Situation, make_policy
-from instgenie.scheduling.terms import NO_DEADLINE, Claim, PricedJob, Terms
+from instgenie.scheduling.terms import NO_DEADLINE, PricedJob, Standing, Terms
 
 COSTS = linear_costs(per_step=0.5, per_token=0.0)
 DEAR = 1.0  # seconds that a job adds to a step
@@ -102,7 +102,7 @@ def make_loop(scheduling: Scheduling, max_jobs: int = 2) -> Loop:
 def first_name(scheduling: Scheduling, *terms: Terms, seconds: float = 1.0) -> int:
     """The number of the claim that goes first."""
     policy = make_policy(scheduling, pace=TruePace())
-    return min((Claim(one, seconds) for one in terms), key=lambda claim: policy.rank(claim, 0.0)).terms.number
+    return min((Standing(one, seconds) for one in terms), key=lambda claim: policy.rank(claim, 0.0)).terms.number
 
 
 def test_who_goes_first() -> None:

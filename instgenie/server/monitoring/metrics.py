@@ -110,7 +110,7 @@ class ClusterCollector(Collector):
         about = "Registrations of templates waiting for their turn."
         yield gauge("num_registrations_waiting", about, status.num_registrations_waiting)
         about = "Mean relative error of the latencies that were predicted for recent edits."
-        yield gauge("prediction_error_ratio", about, self.cluster.prediction_error)
+        yield gauge("prediction_error_ratio", about, self.cluster.predictor.error)
         usage = GaugeMetricFamily("instgenie:cache_usage_bytes", "Cached activations of all workers.", labels=["tier"])
         for tier in get_args(TierName):
             per_worker = [worker.tier_bytes.get(tier, 0) for worker in status.workers]

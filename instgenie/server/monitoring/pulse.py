@@ -103,7 +103,7 @@ class Pulse(Observer):
             "latency": {name: percentile(seconds, share) for name, share in PERCENTILES.items()},
             "attainment": sum(met) / len(met) if (met := recent(self.met, now)) else None,
             "num_deadlines": len(met),
-            "prediction_error": self.cluster.prediction_error,
+            "prediction_error": self.cluster.predictor.error,
             "scheduling": config.scheduling,
             "preemptions": [asdict(one) for one in self.preemptions],
             "mask_ratios": histogram(recent(self.mask_ratios, now)),
