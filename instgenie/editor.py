@@ -15,7 +15,7 @@ from instgenie.cache.store import Found, Handle, Lookup, Store
 from instgenie.cost.table import DEFAULT_COSTS
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
-from instgenie.engine.own import can_reuse_own, reuse_found, reuse_own
+from instgenie.engine.own import OwnActivations, can_reuse_own, reuse_found, reuse_own
 from instgenie.engine.prepare import prepare
 from instgenie.engine.pricing import SingleJob, priced
 from instgenie.engine.register import can_reuse, make_activations, make_key, may_reuse, register_in, reuse
@@ -29,7 +29,18 @@ from instgenie.models.model import Model
 from instgenie.pictures.cropping import Canvas, choose_box, crop_edit
 from instgenie.pictures.picture import check_edit
 from instgenie.scheduling.scheduler import FILL
-from instgenie.types import Box, Edit, OnStep, PixelMask, Pixels, Quantization, RegisterResult, Result, Timings
+from instgenie.types import (
+    Box,
+    Edit,
+    OnStep,
+    PixelMask,
+    Pixels,
+    Quantization,
+    RegisterResult,
+    Result,
+    TextPadding,
+    Timings,
+)
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -64,12 +75,14 @@ class Editor:
     `editor.register(picture)`, edits of that picture read what the registration left. Such activations are kept in the
     tiers of `cache`, or without one in memory, next to the model. With cache_dtype fp8 they take half the bytes of
     bfloat16, with int4 less than a third, and are a little less exact. With a cache_stride of 4 every fourth step is
-    registered and serves the three that follow: a quarter of the bytes and of the work. With quantization fp8 the
-    network multiplies in eight bits, on GPUs that can.
+    registered and serves the three that follow: a quarter of the bytes and of the work. With text_padding reused, the
+    padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed. With quantization
+    fp8 the network multiplies in eight bits, on GPUs that can.
     """
 
     cache_dtype: CacheDtype = "model"
     cache_stride: int = 1
+    text_padding: TextPadding = "computed"
 
     def __init__(
         self,
@@ -79,12 +92,14 @@ class Editor:
         cache: Store | None = None,
         cache_dtype: CacheDtype = "model",
         cache_stride: int = 1,
+        text_padding: TextPadding = "computed",
         quantization: Quantization | None = None,
     ) -> None:
         self.model = load(model, device, dtype, quantization=quantization)
         self.cache = cache
         self.cache_dtype = cache_dtype
         self.cache_stride = cache_stride
+        self.text_padding = text_padding
         self.store = cache or make_store(self.model.device)
 
     def edit(self, picture: Pixels, mask: PixelMask, prompt: str, quality: Quality = DEFAULT, **options: Any) -> Result:
@@ -109,8 +124,12 @@ class Editor:
         """Compute and keep the picture's activations. Edits with the same size, steps and guidance will use them. Steps
         that are already kept are not computed again."""
         with memory_guard("the activations of a template"):
-            options = size, steps, guidance, kind, self.cache_dtype, on_step, self.cache_stride
+            options = size, steps, guidance, kind, self.cache_dtype, on_step, self.cache_stride, self.keeps_text
             return register_in(self.store, picture, self.model, *options)
+
+    @property
+    def keeps_text(self) -> bool:
+        return self.text_padding == "reused"
 
     def edit_many(self, edits: Sequence[Edit], on_step: OnStep | None = None) -> list[Result]:
         """Edit several pictures. Edits take their steps together, however they differ. Results are in the order of the
@@ -158,7 +177,7 @@ class Editor:
 
     def _find(self, edit: Edit, model: Model) -> Key | None:
         """Find the edit's template in the store. If both kinds are there, `kv` is taken because it computes less."""
-        key = make_key(edit, model, "kv", self.cache_dtype, self.cache_stride)
+        key = make_key(edit, model, "kv", self.cache_dtype, self.cache_stride, self.keeps_text)
         keys = (replace(key, kind=kind) for kind in NUM_PARTS)
         return next((key for key in keys if self.store.find(key) is not Lookup.MISS), None)
 
@@ -182,7 +201,8 @@ class Editor:
 
     def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:
         """Run the jobs to their end. Returns the seconds until each was handed over."""
-        engine, waiting = Engine(self.model), deque(map(SingleJob, jobs))
+        own = OwnActivations(self.model, keeps_text=self.keeps_text)
+        engine, waiting = Engine(self.model, own=own), deque(map(SingleJob, jobs))
         seconds: dict[Job, float] = {}
         start = self._now()
         while waiting or engine.jobs:

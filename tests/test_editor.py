@@ -106,3 +106,21 @@ def test_reuse_can_be_pinned(folders: dict[str, Path]) -> None:
 def test_activations_that_cannot_be_used_are_an_error(editor: Editor, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(EditError, match=why):
         editor.edit_many([replace(make_edit(steps=2), **fields)])
+
+
+def test_padding_of_a_prompt_is_read_from_its_own_steps_and_from_the_template(folders: dict[str, Path]) -> None:
+    editors = {
+        padding: Editor(model=str(folders["blend"]), device="cpu", text_padding=padding)
+        for padding in ("computed", "reused")
+    }
+    edit = make_edit(prompt="flower", steps=4, own_steps=(0, 2))
+    found: dict[tuple[str, str], Result] = {}
+    for padding, editor in editors.items():
+        found[padding, "own"] = editor.edit_many([edit])[0]
+        editor.register(edit.picture, edit.size, edit.steps, edit.guidance)
+        found[padding, "template"] = editor.edit_many([edit])[0]
+    for reuse in ("own", "template"):
+        computed, read = found["computed", reuse], found["reused", reuse]
+        assert computed.reuse == read.reuse == reuse
+        assert (computed.picture != read.picture).any()
+        assert (computed.picture == read.picture)[~edit.mask].all()

@@ -4,6 +4,7 @@ Both noisy versions of a picture are in one batch. In some pairs they share thei
 with less noise) reuses the keys and values that the earlier one computes for unmasked tokens.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ MAX_TOKENS = 256
 ISOLATED_SHARE = 0.3  # examples whose unmasked tokens see unmasked tokens only, as cached activations do
 REUSING_SHARE = 0.25  # pairs whose later step reuses keys and values of the earlier one
 LONGEST_REUSE = 0.55  # of the schedule, between the step that computes keys and values and the one that reuses them
+NUM_KEPT = 8  # encoded batches that wait for their second use
 STOCK_SHARE = 0.4  # examples conditioned as FluxFillPipeline does it: greyed latents for unmasked tokens too
 
 
@@ -55,15 +57,23 @@ class Encoded:
 
 
 class Feed:
-    """Turns examples into inputs of the transformer."""
+    """Turns examples into inputs of the transformer.
+
+    Drawing and encoding pictures costs a good part of a step, so every encoded batch is used twice, with other noise at
+    other times, and several steps apart.
+    """
 
     def __init__(self, source: ExampleSource, vae: AutoencoderTiny, batch: int) -> None:
         self.source, self.vae, self.num, self.generator = source, vae, batch // 2, source.generator
         self.shares = torch.tensor(SIZE_SHARES)
+        self.kept = deque[Encoded]()
 
     def next(self) -> Inputs:
+        if len(self.kept) > NUM_KEPT:
+            return self.noised(self.kept.popleft())
         height, width = SIZES[int(torch.multinomial(self.shares, 1))]
-        return self.noised(self.encode(self.source.draw(self.num, height, width)))
+        self.kept.append(self.encode(self.source.draw(self.num, height, width)))
+        return self.noised(self.kept[-1])
 
     @torch.no_grad()
     def encode(self, examples: Examples) -> Encoded:

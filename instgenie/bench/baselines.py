@@ -19,6 +19,7 @@ from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.flux.modulation import Modulation
 from instgenie.models.flux.network import embed_time, modulated, run_blocks, unembed
+from instgenie.models.flux.residual import Residual
 from instgenie.pictures.resizing import working_size
 from instgenie.types import Edit, Pixels
 
@@ -162,7 +163,7 @@ class StepSkipping:
 
 
 def first_input(transformer: FluxTransformer2DModel, embedded: Tensor, mod: Modulation, rows: Tensor) -> Tensor:
-    first, _ = modulated(transformer.transformer_blocks[0].norm1, embedded, mod, rows)
+    first, _ = modulated(transformer.transformer_blocks[0].norm1, Residual(embedded), mod, rows)
     assert isinstance(first, Tensor)
     return first
 

@@ -108,14 +108,13 @@ def bytes_chart(figures: Figures) -> Chart:
         return mean(figures.values(name, "bytes", ratios)) / 1e6, max(loss, LEAST_LOSS)
 
     names = kept_methods(figures)
-    by_format = {
-        form: [name for name in names if next((f for f in ("fp8", "int4") if f in name), "model") == form]
-        for form in ("model", "fp8", "int4")
-    }
+    by_format: dict[str, list[str]] = {}
+    for name in names:
+        form = next((f for f in ("fp8", "int4") if f in name), "model")
+        by_format.setdefault(f"{form}, padding read" if "padding read" in name else form, []).append(name)
     drawn = [
         Series(f"kept in {form}", [point(name) for name in some], [stride_label(name) for name in some])
         for form, some in by_format.items()
-        if some
     ]
     sizes = [x for line in drawn for x, _ in line.points] or [1.0]
     powers = range(math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes))) + 1)

@@ -15,7 +15,9 @@ def job_flops(model: Model, job: Job) -> int:
     if job.own_steps:
         num_dense, plan = len(job.own_steps.steps), (True,) * len(network.blocks)
         alone = replace(job, activations=None, plan=(), own_steps=None)
-        demand = replace(make_demand(alone, network), kind="kv", in_gpu=frozenset(range(len(network.blocks))))
+        num_prompt = job.num_prompt if job.activations and job.activations.num_text else 0
+        in_gpu = frozenset(range(len(network.blocks)))
+        demand = replace(make_demand(alone, network), kind="kv", in_gpu=in_gpu, num_prompt=num_prompt)
     else:
         num_dense = min(job.edit.dense_steps, job.num_steps) if any(job.plan) else job.num_steps
         demand, plan = make_demand(replace(job, step=num_dense), network), job.plan or dense

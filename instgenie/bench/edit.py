@@ -39,7 +39,7 @@ from instgenie.models.model import Model
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.samples import sample_picture
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Edit, PlanPolicy, Quantization, TierName
+from instgenie.types import Edit, PlanPolicy, Quantization, TextPadding, TierName
 
 TABLE_WIDTH = 100
 OWN = Caching("kv", "model", "gpu", "cached")  # how an edit keeps what its own dense steps leave behind
@@ -56,6 +56,7 @@ class EditStudy:
     kinds: tuple[Kind, ...] = ("kv",)
     cache_dtypes: tuple[CacheDtype, ...] = ("model",)
     cache_stride: int = 1  # every so many steps of the template are kept
+    text_padding: TextPadding = "computed"
     tiers: tuple[TierName, ...] = ("gpu",)  # gpu: next to the model, whatever its device
     policies: tuple[PlanPolicy, ...] = ("cached",)  # for activations that are loaded
     rows: RowChoice = "auto"
@@ -63,6 +64,10 @@ class EditStudy:
     quality: Quality = "balanced"  # of `own`
     quantization: Quantization | None = None  # of our engine's products; diffusers computes with the whole weights
     graphs: bool = True
+
+    @property
+    def keeps_text(self) -> bool:
+        return self.text_padding == "reused"
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,9 @@ def make_systems(name: str, model: Model, size: tuple[int, int], study: EditStud
         "diffusers": lambda: [stock_system(stock)],
         "compiled": lambda: [compiled_system(stock)],
         "dense": lambda: [own_system("dense", None, model, dense_jobs(model), graphs=graphs)],
-        "own": lambda: [own_system("own", OWN, model, cold_jobs(model, study.quality), graphs=graphs)],
+        "own": lambda: [
+            own_system("own", OWN, model, cold_jobs(model, study.quality), graphs=graphs, keeps_text=study.keeps_text)
+        ],
         "cached": lambda: list(cached_systems(name, model, size, study, graphs)),
     }
     return [system for name in study.systems for system in makers[name]()]
@@ -145,6 +152,7 @@ def cached_systems(
             kind=kind,
             cache_dtype=cache_dtype,
             stride=study.cache_stride,
+            keeps_text=study.keeps_text,
         )
         if "gpu" in study.tiers:
             caching = Caching(kind, cache_dtype, "gpu", "cached")

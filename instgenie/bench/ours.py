@@ -7,7 +7,7 @@ from instgenie.cache.host import HostTier
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.loop import Engine
-from instgenie.engine.own import reuse_own
+from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.planning import Planning
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, reuse
@@ -29,10 +29,11 @@ def own_system(
     planning: Planning | None = None,
     loader: Loader | None = None,
     graphs: Graphs | None = None,
+    keeps_text: bool = False,
 ) -> System:
     def run(edits: Sequence[Edit]) -> Timing:
         start = now(model.device)
-        engine = Engine(model, len(edits), planning, loader, graphs)
+        engine = Engine(model, len(edits), planning, loader, graphs, OwnActivations(model, keeps_text=keeps_text))
         for edit in edits:
             engine.join(make_job(edit))
         prepared = now(model.device)

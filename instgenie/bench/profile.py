@@ -5,10 +5,9 @@ Steps are timed without the profiler first, so the table also says how much of a
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -21,15 +20,14 @@ from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
-from instgenie.errors import EditError
 from instgenie.jobs.activations import CacheDtype
-from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.job import Job
 from instgenie.machine.clock import now
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.samples import sample_picture
 from instgenie.telemetry.progress import show_status
-from instgenie.types import Quantization
+from instgenie.types import Quantization, TextPadding
 
 NUM_WARM, NUM_TIMED, NUM_PROFILED = 4, 6, 2  # steps: run and captured, timed, profiled
 GROUPS = {  # the first whose pattern is in a kernel's name
@@ -51,7 +49,7 @@ class ProfileStudy:
     batch: int = 1
     cache_dtype: CacheDtype = "model"
     dense: bool = False  # every token, without a template
-    text_tokens: int | None = None  # of each prompt; None: as many as the model has
+    text_padding: TextPadding = "computed"
     graphs: bool = True
     quantization: Quantization | None = None
 
@@ -72,7 +70,7 @@ def bench_profile(
         model = load(name, device, quantization=study.quantization)
     with show_status("registering the sample picture"):
         jobs = make_jobs(model, size or (model.own_size, model.own_size), study)
-    num_text = sum(len(branch.text) for job in jobs for branch in job.branches)
+    num_text = sum(num_computed_text(job) for job in jobs)
     num_image = sum(len(job.inside if job.activations else job.masked) * len(job.branches) for job in jobs)
     tera = sum(step_flops(model, job) for job in jobs) / 1e12
     with show_status("measuring"):
@@ -88,26 +86,17 @@ def bench_profile(
 def make_jobs(model: Model, size: tuple[int, int], study: ProfileStudy) -> list[Job]:
     steps = NUM_WARM + NUM_TIMED + NUM_PROFILED
     edits = make_edits(model, size, steps, study.mask_ratio, study.batch)
-    jobs = [cut_text(prepare(edit, model), study.text_tokens) for edit in edits]
+    jobs = [prepare(edit, model) for edit in edits]
     if study.dense:
         return jobs
-    kept = register(sample_picture(size), model, size, steps, cache_dtype=study.cache_dtype)
+    keeps_text = study.text_padding == "reused"
+    kept = register(sample_picture(size), model, size, steps, cache_dtype=study.cache_dtype, keeps_text=keeps_text)
     return [reuse(job, kept) for job in jobs]
 
 
-def cut_text(job: Job, num_text: int | None) -> Job:
-    """The same job with the first tokens of its prompts alone."""
-    if num_text is None:
-        return job
-    has = len(job.branches[0].text)
-    if not job.branches[0].rotary.numel() or num_text > has:
-        raise EditError(f"the prompts of this model are not cut to {num_text} tokens: Flux models have {has} at most")
-    return replace(job, branches=tuple(cut_branch(branch, num_text) for branch in job.branches))
-
-
-def cut_branch(branch: Branch, num_text: int) -> Branch:
-    rotary = torch.cat([branch.rotary[:num_text], branch.rotary[len(branch.text) :]])
-    return replace(branch, text=branch.text[:num_text].contiguous(), rotary=rotary)
+def num_computed_text(job: Job) -> int:
+    reads_padding = job.activations is not None and job.activations.num_text > 0
+    return sum(job.tokens.num_computed_text(reads_padding))
 
 
 def step_flops(model: Model, job: Job) -> float:

@@ -82,7 +82,8 @@ def bench_quality(
             study.judge_sets(train, progress)
         shown = list(edit_examples(study, progress)) if out else []
     figures = study.figures(describe_machine(model) | {"model": name, "seed": seed}, time.perf_counter() - start)
-    table: Study | None = "quantization" if quantization else "schedules" if only_schedules else None
+    of_reuse: Study = "reuse" if only_kept else "schedules"
+    table: Study | None = "quantization" if quantization else of_reuse if only_schedules else None
     print_schedules(figures, table) if table else print_report(figures)
     if json:
         write_json(figures.as_json(), json)
@@ -113,6 +114,7 @@ def studied(steps: int) -> list[Reuse]:
         of_quality("balanced", steps, cache_dtype="fp8"),
         of_quality("balanced", steps, "y", "fp8"),
         *kept_ways(steps),
+        *padding_ways(steps),
         *(Reuse(dense_steps=num) for num in (0, 1, 2, 4, 8)),
         *(Reuse(dense_blocks=num) for num in (1, 2, 4)),
         *(Reuse(halo=num) for num in (1, 2)),
@@ -137,6 +139,16 @@ def kept_ways(steps: int) -> list[Reuse]:
     """Return the ways to keep fewer steps of a template, in fewer bits, at the quality `balanced`."""
     strides = [stride for stride in STRIDES if stride <= steps]
     return [of_quality("balanced", steps, cache_dtype=dtype, stride=stride) for dtype in DTYPES for stride in strides]
+
+
+def padding_ways(steps: int) -> list[Reuse]:
+    """Return the ways that read the padding of texts: from templates, all of them and the smallest, and from an edit's
+    own dense steps."""
+    strides = [stride for stride in (1, 4, 7) if stride <= steps]
+    ways = [of_quality("balanced", steps), of_quality("fast", steps)]
+    ways += [of_quality("balanced", steps, cache_dtype="int4", stride=stride) for stride in strides]
+    ways += [own_of_quality(quality, steps) for quality in ("fast", "balanced")]
+    return [replace(way, reads_padding=True) for way in dict.fromkeys(ways)]
 
 
 # Samples
@@ -209,6 +221,9 @@ def edit_examples(study: "QualityStudy", progress: Progress) -> Iterator[tuple[S
     qualities = list(dict.fromkeys(of_quality(quality, study.steps) for quality in ("fast", "balanced")))
     if study.only_schedules:
         qualities += list(dict.fromkeys(own_of_quality(quality, study.steps) for quality in ("fast", "balanced")))
+    if study.only_kept:
+        small = of_quality("balanced", study.steps, cache_dtype="int4", stride=min(4, study.steps))
+        qualities += [small, replace(small, reads_padding=True)]
     task = progress.add("editing the examples", len(examples))
     for example in examples:
         edit = Edit(example.picture, example.mask, example.prompts[0], example.seed, study.steps, study.model.guidance)
@@ -252,11 +267,12 @@ class QualityStudy:
             qualities: tuple[Quality, ...] = ("fast", "balanced")
             found = [*(of_quality(one, self.steps) for one in qualities)]
             return list(dict.fromkeys(found + [own_of_quality(one, self.steps) for one in qualities]))
-        if self.only_kept:
-            return list(dict.fromkeys([of_quality("fast", self.steps), *kept_ways(self.steps)]))
-        if not self.only_schedules:
+        if self.has_others:
             return studied(self.steps)
-        return [*dict.fromkeys([of_quality("fast", self.steps), self.balanced]), *schedules(self.steps)]
+        ways = [of_quality("fast", self.steps), self.balanced]
+        ways += schedules(self.steps) if self.only_schedules else []
+        ways += [*kept_ways(self.steps), *padding_ways(self.steps)] if self.only_kept else []
+        return list(dict.fromkeys(ways))
 
     @property
     def has_others(self) -> bool:

@@ -16,9 +16,13 @@ from instgenie.bench.variants import DENSE, Outcome, Sample
 from instgenie.pictures.picture import save_picture
 
 MAX_LOSS = 0.003  # of SSIM in the box against a registered template at balanced, for a schedule to be accepted
-HEADINGS = ("activations", "operations", "SSIM in the box", "worst", "new seams", "accepted")
-Study = Literal["schedules", "quantization"]
-TITLES: dict[Study, str] = {"schedules": "Schedules of dense steps", "quantization": "Products of low precision"}
+HEADINGS = ("activations", "operations", "MB", "SSIM in the box", "worst", "new seams", "accepted")
+Study = Literal["schedules", "reuse", "quantization"]
+TITLES: dict[Study, str] = {
+    "schedules": "Schedules of dense steps",
+    "reuse": "What edits read: schedules, strides, bits, padding",
+    "quantization": "Products of low precision",
+}
 FLOOR = 0.0005  # of the plot's logarithmic axis
 
 
@@ -33,7 +37,9 @@ def table_rows(figures: Figures) -> list[list[str]]:
         cost = mean(figures.values(name, "cost", RATIOS))
         accepted = "" if name == DENSE else ("yes" if is_close else "no")
         new_seams = f"{seams(figures, name):.0%}"
-        rows.append([name, f"{cost:.2f}", f"{mean(boxes):.4f}", f"{min(boxes):.4f}", new_seams, accepted])
+        sizes = figures.values(name, "bytes", RATIOS)
+        size = f"{mean(sizes) / 1e6:.1f}" if sizes else ""
+        rows.append([name, f"{cost:.2f}", size, f"{mean(boxes):.4f}", f"{min(boxes):.4f}", new_seams, accepted])
     return sorted(rows, key=lambda row: float(row[1]), reverse=True)
 
 
@@ -69,27 +75,37 @@ def describe(figures: Figures) -> list[str]:
     return [
         f"Edits of {num_pictures} held-out photographs in {num_steps} steps, compared with the dense edit of the same",
         "seed. `own` edits have no template: the numbers are the steps that compute every token, and the other steps",
-        "read what the last of these left. `kv` edits read a registered template. A schedule is accepted if it loses",
-        f"at most {MAX_LOSS} of SSIM in the mask's box against the registered `balanced` and adds no seam.",
+        "read what the last of these left. `kv` edits read a registered template, of as many MB: all of its steps in",
+        "the model's own numbers, or as named. With `padding read`, the padding of the prompt is read from the",
+        f"activations, too. A way is accepted if it loses at most {MAX_LOSS} of SSIM in the mask's box against the",
+        "registered `balanced` and adds no seam.",
     ]
 
 
 def schedule_chart(figures: Figures, title: str) -> Chart:
     """The distance from the dense edit against operations, one labelled mark per method."""
 
-    def series(about: str, is_own: bool) -> Series:
-        names = [name for name in figures.methods if name != DENSE and name.startswith("own") == is_own]
+    def series(about: str, is_own: bool, reads_padding: bool = False) -> Series | None:
+        wanted = is_own, reads_padding
+        names = [name for name in figures.methods if (name.startswith("own"), "padding read" in name) == wanted]
+        names = [name for name in names if name != DENSE]
         points = [(mean_cost(figures, name), max(1 - mean_box(figures, name), FLOOR)) for name in names]
-        return Series(
-            about, points, [name.removeprefix("own, ") for name in names], False, "dot" if is_own else "cross"
-        )
+        labels = [name.removeprefix("own, ").replace(", padding read", "") for name in names]
+        return Series(about, points, labels, False, "dot" if is_own else "cross") if names else None
+
+    drawn = [
+        series("own: dense at steps", True),
+        series("registered template", False),
+        series("own, padding read", True, True),
+        series("template, padding read", False, True),
+    ]
 
     ticks = (0.001, 0.003, 0.01, 0.03, 0.1)
     return Chart(
         title,
         Axis("operations, as a share of dense", (0, 0.2, 0.4, 0.6, 0.8, 1), 0, 1),
         Axis("1 − SSIM in the mask's box (lower is closer)", ticks, FLOOR, 0.2, log=True),
-        [series("own: dense at steps", True), series("registered template", False)],
+        [one for one in drawn if one],
     )
 
 

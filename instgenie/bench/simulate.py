@@ -29,7 +29,7 @@ from instgenie.simulate.cluster import ClusterShape, make_job, simulate
 from instgenie.simulate.service import PlannedService, SideSeconds
 from instgenie.simulate.worker import SimulatedJob
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import CacheDtype, PlanPolicy
+from instgenie.types import CacheDtype, PlanPolicy, TextPadding
 
 TABLE_WIDTH = 110
 
@@ -46,6 +46,7 @@ class Setup:
     side: SideSeconds
     cache_dtype: CacheDtype = "model"  # of the activations
     cache_stride: int = 1  # every so many steps are kept
+    text_padding: TextPadding = "computed"
     cache_gib: float | None = None  # memory of a worker for templates; None: as many as the shape says
 
 
@@ -105,7 +106,7 @@ def bench_simulate(
 def make_service(model: Model, setup: Setup) -> PlannedService:
     return PlannedService(
         latency=read_latency(setup.latency) if setup.latency else DEFAULTS[setup.kind],
-        shape=job_shape(model, value_bytes(setup), setup.cache_stride),
+        shape=job_shape(model, value_bytes(setup), setup.cache_stride, setup.text_padding == "reused"),
         side=setup.side,
         policy=setup.plan,
         in_gpu=setup.in_gpu,

@@ -12,7 +12,7 @@ from instgenie.bench.cost import job_flops
 from instgenie.engine.finish import finish_many
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
-from instgenie.engine.own import reuse_own
+from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, CacheDtype, Kind
@@ -42,15 +42,18 @@ class Reuse:
     own_steps: tuple[int, ...] = ()  # no template: dense steps whose activations the other steps read
     max_change: float = 0.0  # no template: further dense steps are found on the way
     stride: int = 1  # every so many steps are registered
+    reads_padding: bool = False  # of the text, from the activations
 
     @property
     def name(self) -> str:
         if self.own_steps:
             found = f", change {self.max_change:g}" if self.max_change else ""
-            return f"own, {' '.join(map(str, self.own_steps))}{found}"
+            padding = ", padding read" if self.reads_padding else ""
+            return f"own, {' '.join(map(str, self.own_steps))}{found}{padding}"
         parts = {
             self.cache_dtype: self.cache_dtype != "model",
             f"every {self.stride} steps": self.stride > 1,
+            "padding read": self.reads_padding,
             "caption": self.caption,
             "isolated": self.isolated,
             count(self.dense_steps, "dense step"): self.dense_steps,
@@ -60,8 +63,8 @@ class Reuse:
         return ", ".join([self.kind, *(part for part, on in parts.items() if on)])
 
     @property
-    def registration(self) -> tuple[Kind, CacheDtype, bool, bool, int]:
-        return self.kind, self.cache_dtype, self.caption, self.isolated, self.stride
+    def registration(self) -> tuple[Kind, CacheDtype, bool, bool, int, bool]:
+        return self.kind, self.cache_dtype, self.caption, self.isolated, self.stride, self.reads_padding
 
 
 def count(number: int, what: str) -> str:
@@ -114,9 +117,14 @@ class Runner:
         def share(jobs: Sequence[Job]) -> list[float]:
             return [job_flops(self.model, j) / d for j, d in zip(jobs, dense_flops, strict=True)]
 
-        def outcome(name: str, jobs: Sequence[Job], end: Callable[[Job, int], Job] = lambda job, _: job) -> Outcome:
+        def outcome(
+            name: str,
+            jobs: Sequence[Job],
+            end: Callable[[Job, int], Job] = lambda job, _: job,
+            keeps_text: bool = False,
+        ) -> Outcome:
             own = [replace(job) for job in jobs]
-            seconds = self.denoise(own)
+            seconds = self.denoise(own, keeps_text)
             costs = share(own)  # as they were run: some find their dense steps on the way
             kept = [job.activations.num_bytes for job in jobs if job.activations]
             pictures = self.finish([end(job, i) for i, job in enumerate(own)])
@@ -130,7 +138,7 @@ class Runner:
             if how == balanced:
                 shares = share(made)
                 target = sum(shares) / len(shares)
-            yield outcome(how.name, made)
+            yield outcome(how.name, made, keeps_text=how.reads_padding)
         if not others:
             return
         yield self.skip(jobs, target)
@@ -151,13 +159,20 @@ class Runner:
                 yield how, [make_cached(job, cache, how) for job, cache in zip(jobs, activations, strict=True)]
 
     def register(
-        self, sample: Sample, kind: Kind, cache_dtype: CacheDtype, caption: bool, isolated: bool, stride: int
+        self,
+        sample: Sample,
+        kind: Kind,
+        cache_dtype: CacheDtype,
+        caption: bool,
+        isolated: bool,
+        stride: int,
+        keeps_text: bool,
     ) -> Activations:
         edit = sample.edit
         at_once = NUM_STEPS_AT_ONCE[self.model.device.type]
         prompt = sample.caption if caption else ""
         options = edit.size, edit.steps, edit.guidance, kind, at_once, prompt, isolated, cache_dtype
-        return register(edit.picture, self.model, *options, stride=stride)
+        return register(edit.picture, self.model, *options, stride=stride, keeps_text=keeps_text)
 
     def skip(self, jobs: Sequence[Job], target: float) -> Outcome:
         """Skip steps down to the target's cost; a dense run of a few jobs gives the threshold."""
@@ -178,8 +193,9 @@ class Runner:
         seconds = self.denoise(jobs)
         return Outcome(name, [part.stitch(p) for part, p in zip(crops, self.finish(jobs), strict=True)], costs, seconds)
 
-    def denoise(self, jobs: Sequence[Job]) -> float:
-        engine = Engine(self.model, max_jobs=len(jobs), graphs=self.graphs)
+    def denoise(self, jobs: Sequence[Job], keeps_text: bool = False) -> float:
+        own = OwnActivations(self.model, keeps_text=keeps_text)
+        engine = Engine(self.model, max_jobs=len(jobs), graphs=self.graphs, own=own)
         start = now(self.model.device)
         for job in jobs:
             engine.join(job)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from instgenie.types import CacheDtype, Quantization
+from instgenie.types import CacheDtype, Quantization, TextPadding
 
 CACHE_GIB = 20.0
 
@@ -41,6 +41,15 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
     about_stride = "register every N-th step, which serves the steps that follow (default 1)"
     parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
+    add_text_padding(parser)
+
+
+def add_text_padding(parser: argparse.ArgumentParser) -> None:
+    about = (
+        "padding of prompts: computed at every step (the default), or reused: read from activations like unmasked "
+        "tokens, so that only the tokens of the prompt are computed"
+    )
+    parser.add_argument("--text-padding", choices=get_args(TextPadding), default="computed", help=about)
 
 
 def box(text: str) -> tuple[int, int, int, int]:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from instgenie.cli.arguments import add_model, add_quantization, positive, rate, ratio
+from instgenie.cli.arguments import add_model, add_quantization, add_text_padding, positive, rate, ratio
 from instgenie.cli.claims import add_bench_table
 from instgenie.cli.evaluate import add_bench_engine, add_bench_reproduce, add_bench_simulate
 from instgenie.cli.screen import hide_loading_bars
@@ -44,6 +44,7 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     add_several("--cache-dtype", "cache_dtypes", about_dtype, choices=get_args(CacheDtype))
     about_stride = "keep the activations of every N-th step (default 1)"
     parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
+    add_text_padding(parser)
     about_tier = "place of the activations: next to the model (gpu, the default) or in main memory (host)"
     add_several("--tier", "tiers", about_tier, choices=["gpu", "host"])
     about_policy = "planning policy for activations in main memory (default cached: all blocks); naive overlaps no load"
@@ -81,8 +82,7 @@ def add_bench_profile(parser: argparse.ArgumentParser) -> None:
     about_dtype = "number format of the activations (default model: the model's own)"
     parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
     parser.add_argument("--dense", action="store_true", help="compute every token, without activations")
-    about_text = "cut prompts to so many tokens (Flux; default: as many as the model has)"
-    parser.add_argument("--text-tokens", type=positive, metavar="N", help=about_text)
+    add_text_padding(parser)
     add_quantization(parser)
     parser.add_argument("--no-kernels", action="store_true", help="use plain torch instead of fused kernels")
     parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one instead of as CUDA graphs")
@@ -144,11 +144,13 @@ def add_bench_quality(parser: argparse.ArgumentParser) -> None:
     about_networks = "leave out LPIPS, KID and the probe, which take most of the time on a CPU"
     parser.add_argument("--no-networks", action="store_true", help=about_networks)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every picture's figures to this file")
-    about_schedules = "compare the schedules of dense steps of edits without a template, and nothing else"
+    about_schedules = (
+        "compare the schedules of dense steps of edits without a template; with --only-kept, both in one table"
+    )
     parser.add_argument("--schedules", action="store_true", help=about_schedules)
     about_out = "also write quality.md, plots and a sheet of pictures to this folder"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
-    about_kept = "study only how many steps of a template are kept, and in how many bits"
+    about_kept = "study only what is kept of a template: how many steps, in how many bits, the padding of prompts"
     parser.add_argument("--only-kept", action="store_true", help=about_kept)
     about_quantization = (
         "compare edits whose products are of low precision with edits whose products are not; devices that cannot "

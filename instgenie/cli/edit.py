@@ -248,6 +248,7 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
             cache=cache,
             cache_dtype=options.cache_dtype,
             cache_stride=options.cache_stride,
+            text_padding=options.text_padding,
             quantization=options.quantization,
         )
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from instgenie.cli.arguments import add_model, gib, positive, rate
+from instgenie.cli.arguments import add_model, add_text_padding, gib, positive, rate
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
 from instgenie.cost.planner import POLICIES
@@ -113,6 +113,7 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
     about_stride = "keep the activations of every N-th step (default 1)"
     parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
+    add_text_padding(parser)
     about_fetch = "seconds to fetch a template that is not in memory (default 1)"
     parser.add_argument("--fetch", type=rate, default=1.0, metavar="S", help=about_fetch)
     parser.add_argument(
@@ -161,6 +162,7 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
         ),
         cache_dtype=options.cache_dtype,
         cache_stride=options.cache_stride,
+        text_padding=options.text_padding,
         cache_gib=options.cache_gib,
     )
     policies = tuple(options.policy or get_args(RoutingPolicy))

@@ -200,7 +200,7 @@ class Cluster:
             device=worker.device,
             state=worker.state,
             processes=tuple(process.status for process in worker.processes.values()),
-            running=tuple(entry.status(worker.load.seconds_left(entry.id)) for entry in entries if entry.is_running),
+            running=tuple(entry.status(worker.load.alone_seconds(entry.id)) for entry in entries if entry.is_running),
             num_waiting=sum(entry.is_waiting for entry in entries),
             steps_per_second=worker.steps_per_second,
             last_step_seconds=worker.last_step_seconds,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from instgenie.scheduling.names import DEFAULT_SCHEDULING, ONE_PROCESS, Batching, RoutingPolicy, Scheduling
-from instgenie.types import CacheDtype, PlanPolicy, Quantization
+from instgenie.types import CacheDtype, PlanPolicy, Quantization, TextPadding
 
 Role = Literal["prepare", "denoise", "finish"]
 
@@ -26,7 +26,13 @@ class CacheConfig:
     remote_bytes: int = 1000 * 2**30
     dtype: CacheDtype = "model"
     stride: int = 1  # every so many steps of a template are kept
+    text_padding: TextPadding = "computed"
     seconds_to_live: float | None = None  # of unused templates that no client asked for; None: no limit
+
+    @property
+    def keeps_text(self) -> bool:
+        """True if the rows of texts are kept."""
+        return self.text_padding == "reused"
 
     @property
     def is_lasting(self) -> bool:

@@ -124,7 +124,7 @@ class Coordinator:
         while taken := [(process, group) for process in self.placement.processes for group in process.take()]:
             for process, entries in taken:  # one may put another entry into a queue
                 self._try_dispatch(process, entries)
-        self.reporter.positions(self.edits.entries.values(), self.placement.seconds_left)
+        self.reporter.positions(self.edits.entries.values(), self.stages.seconds_left)
 
     def _try_dispatch(self, process: Process, entries: Sequence[Entry]) -> None:
         try:

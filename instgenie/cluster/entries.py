@@ -105,6 +105,7 @@ class EditEntry(Entry):
     may_store: bool = True  # False: its picture does not become a template unasked
     num_parks: int = 0  # times that it waited for a registration
     is_running: bool = False  # True while it is in a batch
+    joined_at: float = 0.0  # when it last joined a batch
     step: int = 0
     plan: tuple[bool, ...] = ()  # known once it has joined a batch
     denoised: DenoisedJob | None = None
@@ -134,6 +135,11 @@ class EditEntry(Entry):
     @property
     def num_steps(self) -> int:
         return self.prepared.message.num_steps if self.prepared else self.work.num_steps
+
+    @property
+    def seconds_per_step(self) -> float:
+        """As measured since it joined its batch; 0 if it has taken no step there."""
+        return (time.monotonic() - self.joined_at) / self.step if self.is_running and self.step else 0.0
 
     @property
     def is_long(self) -> bool:

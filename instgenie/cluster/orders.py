@@ -93,8 +93,8 @@ def template_id(tenant: str, steps: int, guidance: float, digest: str) -> str:
 
 @dataclass(frozen=True)
 class Queued:
-    position: int  # edits ahead of it
-    seconds_left: float = field(default=0.0, compare=False)  # predicted, until its worker has done all its work
+    position: int  # edits of other requests ahead of it
+    seconds_left: float | None = field(default=None, compare=False)  # until its request is answered; None: unknown
     predicted_seconds: float = field(default=0.0, compare=False)  # from acceptance to the picture
 
 
@@ -102,7 +102,7 @@ class Queued:
 class Stepped:
     step: int
     num_steps: int
-    seconds_left: float = field(default=0.0, compare=False)  # predicted time of its remaining steps
+    seconds_left: float | None = field(default=None, compare=False)  # until its request is answered; None: unknown
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,10 +19,6 @@ class Placement:
     def processes(self) -> list[Process]:
         return [process for worker in self.workers for process in worker.processes.values()]
 
-    def seconds_left(self, worker: int) -> float:
-        """Predicted time until a worker has done all its work."""
-        return self.workers[worker].load.seconds
-
     def choose(self, works: Sequence[Work], holders: Iterable[int] = ()) -> Worker:
         """Choose one worker for all of the works: a ready one, or else one that may become ready. `holders` are workers
         that have the template's activations in memory."""

@@ -58,23 +58,25 @@ class Reporter:
         for observer in self.observers:
             observer.step(worker, seconds, batch_size)
 
-    def stepped(self, entry: EditEntry, seconds_left: float) -> None:
+    def stepped(self, entry: EditEntry, seconds_left: float | None) -> None:
         entry.events.put_nowait(Stepped(entry.step, entry.num_steps, seconds_left))
 
     def partial(self, entry: EditEntry, index: int, picture: bytes) -> None:
         entry.events.put_nowait(Partial(index, picture))
 
-    def positions(self, entries: Iterable[EditEntry], seconds_left: Callable[[int], float]) -> None:
-        """Tell each waiting edit how many edits are ahead of it on its worker, if that has changed, and the predicted
-        time of all the worker's work."""
-        num_ahead: Counter[int] = Counter()
+    def positions(self, entries: Iterable[EditEntry], left: Callable[[EditEntry], float | None]) -> None:
+        """Tell each waiting edit how many edits of other requests are ahead of it on its worker, if that has changed,
+        and the time left."""
+        num_ahead: Counter[int] = Counter()  # by worker
+        num_own: Counter[int] = Counter()  # of them, those of the same request
         for entry in sorted(entries, key=lambda entry: entry.number):
             if entry.is_waiting:
-                position = num_ahead[entry.worker]
+                position = num_ahead[entry.worker] - num_own[id(entry.group)]
                 num_ahead[entry.worker] += 1
+                num_own[id(entry.group)] += 1
                 if self._positions.get(entry.id) != position:
                     self._positions[entry.id] = position
-                    entry.events.put_nowait(Queued(position, seconds_left(entry.worker), entry.predicted))
+                    entry.events.put_nowait(Queued(position, left(entry), entry.predicted))
 
     def finished(self, facts: Facts, seconds: float) -> None:
         self.counts["finished"] += 1

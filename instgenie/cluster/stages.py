@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from instgenie.cluster import wire
 from instgenie.cluster.edits import Edits
 from instgenie.cluster.entries import MAX_PARKS, ComputeMode, DenoisedJob, EditEntry, Entry, PreparedJob, TemplateEntry
+from instgenie.cluster.forecast import seconds_left
 from instgenie.cluster.library import Library
 from instgenie.cluster.messages import Send, denoising, finish_message, prepare_message
 from instgenie.cluster.orders import Facts
@@ -30,6 +31,9 @@ class Stages:
         self.edits = edits
         self.reporter = reporter
         self.send = send
+
+    def seconds_left(self, entry: EditEntry) -> float | None:
+        return seconds_left(entry.group, self.workers[entry.worker].load)
 
     # from the cluster to a process
 
@@ -123,7 +127,7 @@ class Stages:
     def on_joined(self, process: Process, message: wire.Joined, frames: list[wire.Frame]) -> None:
         for told, plan in zip(message.jobs, message.plans, strict=True):
             if entry := held_edit(process, told.id, told.attempt):
-                entry.is_running, entry.plan = True, plan
+                entry.is_running, entry.plan, entry.joined_at = True, plan, time.monotonic()
                 self.reporter.waited(entry, "denoise")
                 self.reporter.joined(entry)
 
@@ -142,11 +146,12 @@ class Stages:
         worker.policy.charge([entry.order.tenant for entry in held if entry], message.seconds)
         worker.num_interruptions = message.num_interruptions
         self.reporter.batch_stepped(worker.index, message.seconds, len(message.jobs))
-        for told in message.jobs:
-            if entry := held_edit(process, told.id, told.attempt):
-                entry.step = told.step
-                worker.load.step(entry.id)
-                self.reporter.stepped(entry, worker.load.seconds_left(entry.id))
+        stepped = [(told.step, entry) for told in message.jobs if (entry := held_edit(process, told.id, told.attempt))]
+        for step, entry in stepped:
+            entry.step = step
+            worker.load.step(entry.id)
+        for _, entry in stepped:
+            self.reporter.stepped(entry, self.seconds_left(entry))
 
     def on_glimpsed(self, process: Process, message: wire.Glimpsed, frames: list[wire.Frame]) -> None:
         """Have a partial picture finished, unless the finish process is down; it is not sent again."""

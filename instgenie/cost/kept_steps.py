@@ -6,6 +6,7 @@ registered at every fourth step only; an edit without a template keeps what its 
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class KeptSteps:
         return KeptSteps(num_steps, tuple(step - skipped for step in self.steps))
 
 
+@lru_cache(maxsize=64)
 def every_step(num_steps: int, stride: int = 1) -> KeptSteps:
     """Keep the first step and every `stride`-th after it."""
     return KeptSteps(num_steps, tuple(range(0, num_steps, stride)))

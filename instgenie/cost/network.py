@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from instgenie.types import NUM_PARTS, CacheDtype, Kind
 
 NUM_BUCKETS = 32  # lists of masked tokens are padded to a multiple of 1/32 of all tokens
+NUM_TEXT_BUCKETS = 16  # the tokens of a prompt are padded to 1/16 of the text, 1/8, 1/4, 1/2 or all of it
 VALUE_BYTES: dict[CacheDtype, float] = {  # per value of packed rows; four bits, and two numbers of two bytes for 32
     "fp8": 1.0,
     "int4": 0.625,
@@ -57,12 +58,22 @@ class Demand:
     num_kept: int = 1  # branches that the activations keep
     value_bytes: float = 2  # per value in the activations
     num_served: float = 1  # steps that read what one of them loads
+    num_prompt: int = 0  # text tokens that cached blocks compute, if they read those of the padding; 0: all
     in_gpu: frozenset[int] = frozenset()  # blocks whose rows of this step need no load
     loads_masked: bool = False  # the rows of masked tokens are loaded, too
 
     def num_flowing(self, shape: BlockShape, cached: bool) -> int:
         """Tokens that flow through a block."""
         return self.num_masked[shape.side] if cached and self.kind else self.num_tokens // shape.side**2
+
+    def num_flowing_text(self, cached: bool) -> int:
+        """Text tokens that a block computes."""
+        return self.num_text - self.num_padding if cached else self.num_text
+
+    @property
+    def num_padding(self) -> int:
+        """Text tokens whose rows cached blocks read."""
+        return self.num_text - self.num_prompt if self.kind and self.num_prompt else 0
 
     def num_rest(self, shape: BlockShape) -> int:
         """Tokens that are not masked."""
@@ -124,18 +135,19 @@ def pad_demand(demand: Demand, shares: Mapping[int, float]) -> Demand:
 
 def block_flops(shape: BlockShape, demand: Demand, cached: bool) -> int:
     """FLOPs of one job in a block; a job without activations is dense even if the plan caches the block."""
-    num_flowing = demand.num_flowing(shape, cached)
-    num_queries = num_flowing + demand.num_text * shape.joint
+    num_flowing, num_text = demand.num_flowing(shape, cached), demand.num_flowing_text(cached)
+    num_queries = num_flowing + num_text * shape.joint
     num_keys = demand.num_tokens // shape.side**2 + demand.num_text
     branch = (
         shape.per_token * num_flowing
-        + shape.per_text * demand.num_text
+        + shape.per_text * num_text
         + shape.per_pair * num_queries * num_keys
         + shape.per_branch
     )
     projects = cached and demand.kind == "y"
     num_projections = (1 if shape.joint else demand.num_branches) * projects
-    return demand.num_branches * branch + num_projections * shape.per_rest * demand.num_rest(shape)
+    num_read = demand.num_rest(shape) + demand.num_padding
+    return demand.num_branches * branch + num_projections * shape.per_rest * num_read
 
 
 def outside_flops(network: NetworkShape, demand: Demand) -> int:
@@ -150,10 +162,12 @@ def step_flops(network: NetworkShape, demands: Sequence[Demand], plan: Sequence[
 
 
 def load_bytes(shape: BlockShape, demand: Demand) -> int:
-    """Bytes that a cached block loads for one job: the rows of unmasked tokens and, after the last block of a UNet's
-    transformer, its output rows. A load that serves several steps is counted as the share of one."""
+    """Bytes that a cached block loads for one job: the rows of unmasked tokens and of the text's padding and, after the
+    last block of a UNet's transformer, its output rows. A load that serves several steps is counted as the share of
+    one."""
     if demand.kind is None:
         return 0
     width = NUM_PARTS[demand.kind] * shape.width + shape.output_width
     num_rows = demand.num_tokens // shape.side**2 if demand.loads_masked else demand.num_rest(shape)
+    num_rows += demand.num_padding
     return round(demand.num_kept * num_rows * width * demand.value_bytes / demand.num_served)

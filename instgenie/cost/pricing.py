@@ -27,6 +27,7 @@ class JobShape:
     value_bytes: float = 2  # per value in the activations
     stride: int = 1  # every so many steps are kept
     kind: Kind = "kv"  # of the activations
+    num_prompt: int = 0  # text tokens that are computed where padding is read from activations; 0: all text is computed
 
     def demand(self, num_tokens: int, num_masked: int, in_gpu: bool) -> Demand:
         """The demand of a job with activations."""
@@ -38,6 +39,7 @@ class JobShape:
             kind=self.kind,
             value_bytes=self.value_bytes,
             num_served=self.stride,
+            num_prompt=self.num_prompt,
             in_gpu=frozenset(range(len(self.network.blocks))) if in_gpu else frozenset(),
         )
         return pad_demands([demand])[0] if self.network.pads_lists else demand
@@ -57,7 +59,7 @@ def make_costs(
         return tuple(price(shape.network, demand, latency, policy) for demand in demands)
 
     gpu = column(in_gpu=True)
-    whole = shape.demand(num_tokens, 0, in_gpu=False)
+    whole = replace(shape.demand(num_tokens, 0, in_gpu=False), num_served=1, num_prompt=0)
     return StepCosts(
         num_tokens=num_tokens,
         per_step=latency.block * len(shape.network.blocks),
@@ -65,8 +67,8 @@ def make_costs(
         gpu=gpu,
         host=gpu if is_host_near else column(in_gpu=False),
         dense=price(shape.network, shape.dense_demand(num_tokens), latency, policy),
-        bytes_per_token=sum(load_bytes(block, replace(whole, num_served=1)) for block in shape.network.blocks)
-        / num_tokens,
+        bytes_per_token=sum(load_bytes(block, whole) for block in shape.network.blocks) / num_tokens,
+        num_text=shape.num_text if shape.num_prompt else 0,
         stride=shape.stride,
         fetch=FETCH,
     )

@@ -44,6 +44,7 @@ class StepCosts(Struct, frozen=True):
     dense: Price  # a job without activations
     bytes_per_token: float = 0.0  # of the activations of one kept step
     stride: int = 1  # every so many steps are kept
+    num_text: int = 0  # text tokens whose rows are kept beside those of the image
     fetch: dict[
         TierName, tuple[float, float]
     ] = {}  # by tier: seconds to fetch a template into memory, fixed and per byte
@@ -88,7 +89,7 @@ class StepCosts(Struct, frozen=True):
 
     def template_bytes(self, num_tokens: float, num_steps: int) -> float:
         """Bytes of the activations of a template."""
-        return self.bytes_per_token * num_tokens * -(-num_steps // self.stride)
+        return self.bytes_per_token * (num_tokens + self.num_text) * -(-num_steps // self.stride)
 
 
 def linear_costs(per_step: float, per_token: float) -> StepCosts:

@@ -42,5 +42,6 @@ def make_demand(job: Job, network: NetworkShape) -> Demand:
         num_kept=cache.num_branches,
         value_bytes=VALUE_BYTES.get(cache.key.cache_dtype, rows.element_size()),
         num_served=cache.key.stride,
+        num_prompt=job.num_prompt if cache.num_text else 0,
         in_gpu=frozenset(range(len(network.blocks))) if rows.device == job.masked.device else frozenset(),
     )

@@ -41,6 +41,7 @@ class Engine:
         planning: Planning | None = None,
         loader: Loader | None = None,
         graphs: Graphs | None = None,
+        own: OwnActivations | None = None,
     ) -> None:
         self.model = model
         self.full_size = max_jobs
@@ -48,7 +49,7 @@ class Engine:
         self.planning = planning
         self.loader = loader or Loader(model)
         self.graphs = graphs
-        self.own = OwnActivations(model)
+        self.own = own or OwnActivations(model)
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:

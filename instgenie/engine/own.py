@@ -31,9 +31,10 @@ log = logging.getLogger(__name__)
 class OwnActivations:
     """What the jobs of a step loop keep for themselves."""
 
-    def __init__(self, model: Model, kind: Kind = "kv") -> None:
+    def __init__(self, model: Model, kind: Kind = "kv", keeps_text: bool = False) -> None:
         self.model = model
         self.kind = kind
+        self.num_text = model.num_flowing_text if keeps_text else 0
         self.network = model.describe()
         self.changes: WeakKeyDictionary[Job, Change] = WeakKeyDictionary()  # of the jobs that find their dense steps
 
@@ -46,7 +47,7 @@ class OwnActivations:
                 continue
             try:
                 if job.activations is None:
-                    make_room(job, self.model, self.network, self.kind)
+                    make_room(job, self.model, self.network, self.kind, self.num_text)
                 keep_time(job, self.model)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
@@ -99,12 +100,12 @@ def reuse_found(job: Job) -> ReuseFound:
     return "template" if job.activations is not None else "none"
 
 
-def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind) -> None:
+def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind, num_text: int = 0) -> None:
     """Give a job memory for what it keeps. Nothing is read there before a dense step has written it."""
-    specs = room_specs(network, len(job.masked), len(job.branches), kind, model.dtype)
+    specs = room_specs(network, len(job.masked), len(job.branches), kind, model.dtype, num_text)
     memory = torch.empty(sum(spec.num_bytes for spec in specs), dtype=torch.uint8, device=job.device)
     job.activations = Activations(
-        key=own_key(job, model, kind),
+        key=replace(own_key(job, model, kind), num_text=num_text),
         run_lengths=network.run_lengths,
         num_tokens=len(job.masked),
         rows=tuple(carve(memory, specs)),
@@ -115,22 +116,22 @@ def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind) -> None
 
 
 def room_specs(
-    network: NetworkShape, num_tokens: int, num_branches: int, kind: Kind, dtype: torch.dtype
+    network: NetworkShape, num_tokens: int, num_branches: int, kind: Kind, dtype: torch.dtype, num_text: int = 0
 ) -> list[TensorSpec]:
     """The tensors that hold one step of all branches of a job, place after place."""
     ends = set(accumulate(network.run_lengths))
     specs = []
     for number, block in enumerate(network.blocks, 1):
-        num_rows = num_tokens // block.side**2
+        num_rows = num_text + num_tokens // block.side**2
         specs.append(TensorSpec((num_branches, 1, NUM_PARTS[kind], num_rows, block.width), dtype))
         if number in ends and block.output_width:
             specs.append(TensorSpec((num_branches, 1, 1, num_rows, block.output_width), dtype))
     return specs
 
 
-def room_bytes(job: Job, model: Model, network: NetworkShape, kind: Kind = "kv") -> int:
+def room_bytes(job: Job, model: Model, network: NetworkShape, kind: Kind = "kv", num_text: int = 0) -> int:
     """Bytes that the job's own activations take on its device."""
-    specs = room_specs(network, len(job.masked), len(job.branches), kind, model.dtype)
+    specs = room_specs(network, len(job.masked), len(job.branches), kind, model.dtype, num_text)
     return sum(spec.num_bytes for spec in specs)
 
 

@@ -12,6 +12,7 @@ from instgenie.cost.network import VALUE_BYTES
 from instgenie.cost.pricing import JobShape, make_costs
 from instgenie.cost.table import Price, StepCosts
 from instgenie.jobs.job import Job
+from instgenie.jobs.tokens import text_bucket
 from instgenie.machine.device import device_name
 from instgenie.models.model import Model
 from instgenie.scheduling.terms import NO_TERMS, PricedJob, Terms
@@ -20,17 +21,20 @@ from instgenie.types import CacheDtype, Edit, PlanPolicy, TierName
 NO_PICTURE, NO_MASK = np.empty((0, 0, 3), np.uint8), np.empty((0, 0), np.bool_)
 
 
-def price_steps(model: Model, name: str, policy: PlanPolicy, dtype: CacheDtype, stride: int = 1) -> StepCosts:
+def price_steps(
+    model: Model, name: str, policy: PlanPolicy, dtype: CacheDtype, stride: int = 1, keeps_text: bool = False
+) -> StepCosts:
     """Make the cost table of a model from its calibration on this device, or from default latencies without one. The
     calibration is found by the `name` the model was loaded by."""
     latency = find_latency(device_name(model.device), name, model.device.type)
-    shape = job_shape(model, VALUE_BYTES.get(dtype, model.dtype.itemsize), stride)
+    shape = job_shape(model, VALUE_BYTES.get(dtype, model.dtype.itemsize), stride, keeps_text)
     num_tokens = (model.own_size // model.patch) ** 2
     return make_costs(shape, latency, policy, num_tokens, is_host_near=model.device.type == "cpu")
 
 
-def job_shape(model: Model, value_bytes: float, stride: int = 1) -> JobShape:
-    """Describe jobs that use the model's defaults."""
+def job_shape(model: Model, value_bytes: float, stride: int = 1, keeps_text: bool = False) -> JobShape:
+    """Describe jobs that use the model's defaults. Prompts are short: where padding is read, the fewest tokens that a
+    prompt may have are computed."""
     edit = Edit(NO_PICTURE, NO_MASK, "", guidance=model.guidance)
     return JobShape(
         network=model.describe(),
@@ -38,6 +42,7 @@ def job_shape(model: Model, value_bytes: float, stride: int = 1) -> JobShape:
         num_branches=2 if model.guidance_scale(edit) > 1 else 1,
         value_bytes=value_bytes,
         stride=stride,
+        num_prompt=text_bucket(1, model.num_flowing_text) if keeps_text and model.num_flowing_text else 0,
     )
 
 

@@ -52,12 +52,15 @@ def register(
     cache_dtype: CacheDtype = "model",
     on_step: OnStep | None = None,
     stride: int = 1,
+    keeps_text: bool = False,
 ) -> Activations:
     """Register a picture on the model's device. More steps at once are faster and need more memory; the numbers stay
-    the same. The passes see `prompt`, or no text at all if `isolated`."""
+    the same. The passes see `prompt`, or no text at all if `isolated`. With `keeps_text` edits read the padding of
+    their text from the template."""
     edit = template_edit(picture, model, size, steps, guidance)
     check_registration(kind, num_steps_at_once, stride)
-    key = replace(make_key(edit, model, kind, cache_dtype, stride), prompt=prompt, isolated=isolated)
+    key = make_key(edit, model, kind, cache_dtype, stride, keeps_text and not isolated)
+    key = replace(key, prompt=prompt, isolated=isolated)
     spans = split_steps(key.num_kept, num_steps_at_once)
     seen = with_progress(observe(edit, model, key, spans), key, 0, on_step)
     return make_activations(key, join(key.num_kept, seen, model.device), model)
@@ -74,11 +77,12 @@ def register_in(
     cache_dtype: CacheDtype = "model",
     on_step: OnStep | None = None,
     stride: int = 1,
+    keeps_text: bool = False,
 ) -> RegisterResult:
     """Compute the missing spans of a template and put each into the store as it is done."""
     edit = template_edit(picture, model, size, steps, guidance)
     check_registration(kind, NUM_STEPS_AT_ONCE, stride)
-    key = make_key(edit, model, kind, cache_dtype, stride)
+    key = make_key(edit, model, kind, cache_dtype, stride, keeps_text)
     with store.pinned(key):
         missing = store.missing(key)
         num_missing = key.num_served(missing)
@@ -90,8 +94,8 @@ def register_in(
 def make_activations(key: Key, span: Span, model: Model) -> Activations:
     """Wrap a span of all kept steps, as found in the store, for the model. Rows may stay on another device; the time
     embeddings are moved to the model's."""
-    time = span.time.to(model.device)
-    return Activations(key, model.run_lengths, num_tokens(key.size, model), span.rows, time, key.kept_steps)
+    time, steps = span.time.to(model.device), key.kept_steps if key.stride > 1 else None  # None: every step
+    return Activations(key, model.run_lengths, num_tokens(key.size, model), span.rows, time, steps)
 
 
 @torch.inference_mode()
@@ -127,7 +131,7 @@ def observe_span(job: Job, model: Model, key: Key, slots: range) -> Span:
         rows.append(keep_rows(by_branch, key.cache_dtype))
 
     time = model.observe_time(jobs)
-    model.observe(jobs, key.kind, keep)
+    model.observe(jobs, key.kind, keep, key.num_text > 0)
     check_finite(torch.stack(bounds), steps)
     return Span(slots, tuple(rows), time)
 
@@ -211,8 +215,16 @@ def template_edit(
     return edit
 
 
-def make_key(edit: Edit, model: Model, kind: Kind, cache_dtype: CacheDtype = "model", stride: int = 1) -> Key:
-    return name_key(digest(edit.picture), model.digest, edit, model, kind, cache_dtype, stride=stride)
+def make_key(
+    edit: Edit,
+    model: Model,
+    kind: Kind,
+    cache_dtype: CacheDtype = "model",
+    stride: int = 1,
+    keeps_text: bool = False,
+) -> Key:
+    named = digest(edit.picture), model.digest, edit, model, kind, cache_dtype
+    return name_key(*named, stride=stride, keeps_text=keeps_text)
 
 
 def name_key(
@@ -224,6 +236,7 @@ def name_key(
     cache_dtype: CacheDtype = "model",
     tenant: str = "",
     stride: int = 1,
+    keeps_text: bool = False,
 ) -> Key:
     """Make the key of a template from the digests of its picture and of the model's weights. The key covers the whole
     schedule: an edit with a strength below 1 takes the last of the same steps. If the edit has a size, its pixels are
@@ -243,6 +256,7 @@ def name_key(
         tenant=tenant,
         code=code_version(),
         stride=stride,
+        num_text=model.num_flowing_text if keeps_text else 0,
     )
 
 

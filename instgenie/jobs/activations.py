@@ -37,13 +37,16 @@ class Key:
     tenant: str = ""  # the owner; edits of other tenants do not find the template
     code: str = ""  # version of the code that computes the activations
     stride: int = 1  # every so many steps are kept
+    num_text: int = 0  # text tokens whose rows are kept, for edits that read its padding
 
     @property
     def text(self) -> str:
-        """The key as JSON, the same in every process. A key without a stride is that of a template with all steps."""
+        """The key as JSON, the same in every process. A key without a stride is that of a template with all steps, one
+        without `num_text` that of a template without rows of its text."""
         fields = asdict(self)
-        if self.stride == 1:
-            del fields["stride"]
+        for name in ("stride", "num_text"):
+            if fields[name] == Key.__dataclass_fields__[name].default:
+                del fields[name]
         return json.dumps(fields, sort_keys=True)
 
     @property
@@ -51,7 +54,7 @@ class Key:
         """A short name, unique to the key, that can name a file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    @cached_property
+    @property
     def kept_steps(self) -> KeptSteps:
         return every_step(self.num_steps, self.stride)
 
@@ -109,7 +112,8 @@ class Activations:
     `y`: the image rows that go into a block, which are the Y of the block before; into the first, the embedded image.
     Blocks come in runs; tokens dropped in a run stay dropped to its end. A Flux is a single run, a UNet has one per
     transformer. After the blocks of each run a UNet also keeps the run's output, because convolutions read every token.
-    A Flux does not: it needs velocities of masked tokens alone.
+    A Flux does not: it needs velocities of masked tokens alone. Rows of the text, if they are kept, lie before those of
+    the image.
     """
 
     key: Key
@@ -122,6 +126,11 @@ class Activations:
     @property
     def kind(self) -> Kind:
         return self.key.kind
+
+    @property
+    def num_text(self) -> int:
+        """Text tokens whose rows lie before those of the image tokens."""
+        return self.key.num_text
 
     @property
     def dtype(self) -> torch.dtype:

@@ -18,7 +18,7 @@ from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
 from instgenie.jobs.activations import Activations, Kind
 from instgenie.jobs.sampler import Schedule
-from instgenie.jobs.tokens import JobTokens, Level, pool, spread
+from instgenie.jobs.tokens import JobTokens, Level, pool, spread, text_bucket
 from instgenie.types import Edit
 
 
@@ -40,6 +40,7 @@ class Branch:
     text: Tensor  # [text tokens, width], embedded
     pooled: Tensor  # [pooled channels; 0 for models without a pooled embedding]
     rotary: Tensor  # [text tokens + image tokens, head channels / 2], complex; empty for models without
+    num_prompt: int | None = None  # leading text tokens that are the prompt's; those after them are padding. None: all
 
 
 @dataclass(eq=False)
@@ -109,12 +110,20 @@ class Job:
     def tokens(self) -> JobTokens:
         num_text = tuple(len(branch.text) for branch in self.branches)
         rotary = tuple(branch.rotary for branch in self.branches)
-        return JobTokens(len(self.masked), self.inside, self.outside, num_text, rotary)
+        return JobTokens(len(self.masked), self.inside, self.outside, num_text, rotary, self.num_prompt)
+
+    @cached_property
+    def num_prompt(self) -> int:
+        """Text tokens that are computed where the padding of all branches is read from activations: as many as for
+        prompts of about that length, so that few captured passes serve all prompts."""
+        num_text = max(len(branch.text) for branch in self.branches)
+        longest = max(len(branch.text) if branch.num_prompt is None else branch.num_prompt for branch in self.branches)
+        return text_bucket(longest, num_text) if len(self.outside) else num_text
 
     @cached_property
     def padded_tokens(self) -> JobTokens:
         """The job's tokens in lists as long as those of many other masks."""
-        return self.tokens.padded
+        return self.tokens.padded(reads_padding=self.activations is not None and self.activations.num_text > 0)
 
     @cached_property
     def image_rotary(self) -> Tensor:  # [image tokens, head channels / 2], the same in all branches

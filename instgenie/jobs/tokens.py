@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from instgenie.cost.network import NUM_BUCKETS
+from instgenie.cost.network import NUM_BUCKETS, NUM_TEXT_BUCKETS
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,11 @@ class JobTokens:
     rest: Tensor  # [the other tokens], their indices; padding may be any token
     num_text: tuple[int, ...]  # per branch
     rotary: tuple[Tensor, ...]  # per branch
+    num_prompt: int = 0  # text tokens that are computed, in all branches, where padding is read from activations
+
+    def num_computed_text(self, reads_padding: bool) -> tuple[int, ...]:
+        """Per branch, the number of text tokens that a block computes: the first ones."""
+        return tuple(min(num, self.num_prompt) if reads_padding else num for num in self.num_text)
 
     def num_image(self, cached: bool) -> int:
         """Number of image tokens that a block computes."""
@@ -50,27 +55,47 @@ class JobTokens:
     def every(self) -> Tensor:  # [image tokens]
         return torch.arange(self.num_all, device=self.inside.device)
 
-    @property
-    def padded(self) -> "JobTokens":
+    def padded(self, reads_padding: bool = False) -> "JobTokens":
         """The same tokens with padded lists. `rest` may overlap `inside`: its keys are written first, and those of
         computed tokens replace them."""
         if not len(self.inside):  # there is no token to pad an empty list with
             return self
-        count = bucket(len(self.inside), self.num_all)
+        count = bucket(len(self.inside), self.num_all, self.num_prompt if reads_padding else 0)
         num_rest = min(self.num_all - count + bucket(1, self.num_all), self.num_all)
         rest = self.rest if len(self.rest) else self.inside[:1]
         return replace(self, inside=pad(self.inside, count), rest=pad(rest, num_rest))
 
-    def tables(self, cached: bool) -> tuple[Tensor, ...]:
+    def tables(self, cached: bool, reads_padding: bool = False) -> tuple[Tensor, ...]:
         """Per branch, the rotary table of the tokens that a block computes."""
-        return self.masked_rotary if cached else self.rotary
+        if not cached:
+            return self.rotary
+        return self.prompt_rotary if reads_padding else self.masked_rotary
 
     @cached_property
     def masked_rotary(self) -> tuple[Tensor, ...]:  # per branch [text tokens + masked tokens, head channels / 2]
-        return tuple(
-            torch.cat([table[:num_text], table[num_text:][self.inside]])
-            for table, num_text in zip(self.rotary, self.num_text, strict=True)
-        )
+        return self.narrow_rotary(self.num_text)
+
+    @cached_property
+    def prompt_rotary(self) -> tuple[Tensor, ...]:  # per branch [prompt's tokens + masked tokens, head channels / 2]
+        return self.narrow_rotary(self.num_computed_text(reads_padding=True))
+
+    def narrow_rotary(self, num_computed: Sequence[int]) -> tuple[Tensor, ...]:
+        sizes = zip(self.rotary, self.num_text, num_computed, strict=True)
+        return tuple(torch.cat([table[:num], table[num_text:][self.inside]]) for table, num_text, num in sizes)
+
+    def read(self, num_text: int) -> Tensor:
+        """Indices of what is not computed, in activations that keep rows of `num_text` text tokens before those of the
+        image; 0 if they keep none."""
+        return self.rest_with_padding if num_text else self.rest
+
+    @cached_property
+    def rest_with_padding(self) -> Tensor:
+        return with_padding(self.rest, self.num_text[0], self.num_prompt)
+
+
+def with_padding(rest: Tensor, num_text: int, num_prompt: int) -> Tensor:
+    """Indices of the padding of a text and of image tokens, where the text lies before the image."""
+    return torch.cat([torch.arange(num_prompt, num_text, device=rest.device), num_text + rest])
 
 
 def spread(masked: Tensor, grid: tuple[int, int], halo: int) -> Tensor:
@@ -92,10 +117,20 @@ def pad(index: Tensor, count: int) -> Tensor:
     return torch.cat([index, index[-1:].expand(count - len(index))])
 
 
-def bucket(count: int, num_all: int) -> int:
-    """Round `count` up to a multiple of a thirty-second of all tokens: the length that a list is padded to."""
+def bucket(count: int, num_all: int, num_prompt: int = 0) -> int:
+    """Round `count` up to a multiple of a thirty-second of all tokens: the length that a list is padded to. Products
+    work in tiles of rows, and blocks that multiply text and image together would begin a tile for a short prompt alone.
+    So the list is shorter by the prompt's tokens if there is room for them."""
     step = max(num_all // NUM_BUCKETS, 1)
-    return min(-(-count // step) * step, num_all)
+    padded = min(-(-count // step) * step, num_all)
+    fewer = padded - num_prompt % step
+    return fewer if fewer >= count else padded
+
+
+def text_bucket(count: int, num_text: int) -> int:
+    """Round `count` up to a sixteenth of the text, an eighth, a quarter, a half or all of it."""
+    sizes = (num_text * share // NUM_TEXT_BUCKETS for share in (1, 2, 4, 8))
+    return next((size for size in sizes if size >= max(count, 1)), num_text)
 
 
 def concat(parts: Sequence[Tensor]) -> Tensor:

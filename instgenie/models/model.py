@@ -29,6 +29,7 @@ class Model(PipelineParts):
     """Pipeline parts with the passes through their network."""
 
     needs_true_guidance: ClassVar[bool]  # True if only a true guidance above 1 makes use of the negative prompt
+    text_flows: ClassVar[bool] = False  # True if text tokens go through the blocks beside those of the image
 
     @property
     @abstractmethod
@@ -50,6 +51,12 @@ class Model(PipelineParts):
     def max_captured(self) -> int:
         """The largest number of readers in a pass, branches or jobs, for which capturing pays: up to it, launching
         kernels takes longer than running them."""
+
+    @property
+    def num_flowing_text(self) -> int:
+        """Text tokens that flow through the blocks beside the image, padding included; 0 if blocks only attend to the
+        text. Only the padding of a text that flows is worth keeping."""
+        return self.num_text_tokens if self.text_flows else 0
 
     @property
     def num_blocks(self) -> int:
@@ -122,8 +129,9 @@ class Model(PipelineParts):
         return [predicted[job] for job in jobs]
 
     @abstractmethod
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
-        """A dense pass; what activations keep of it is handed over in the order of the pass."""
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
+        """A dense pass; what activations keep of it is handed over in the order of the pass. With `with_text`, the rows
+        of text that flows lie before those of the image."""
 
     @abstractmethod
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:
@@ -151,3 +159,8 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, length: int) -> Te
         prompt, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
     ).input_ids
     return ids
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, length: int) -> int:
+    """Tokens of a prompt that are not padding, at most `length`; the last of them ends the prompt."""
+    return len(tokenizer(prompt, max_length=length, truncation=True).input_ids)

@@ -20,6 +20,10 @@ class Pace:
         for seconds in (0.0, PRIOR_SECONDS):
             self._fit(seconds, seconds)
 
+    @property
+    def is_measured(self) -> bool:
+        return self._num_measured > 0 or (self.common is not None and self.common.is_measured)
+
     def measure(self, predicted: float, seconds: float) -> None:
         self._fit(predicted, seconds)
         if self.common:

@@ -126,14 +126,17 @@ class WorkerLoad:
         num_steps = self.num_steps / self.max_batch_size
         return self.pace.seconds(num_steps, self.costs.total_seconds(num_steps, self.compute, self.loading))
 
-    def seconds_left(self, edit: str) -> float:
-        """Seconds until an edit is done that takes its steps now, in a batch of average edits of this worker."""
-        seconds = self.side_seconds.get("finish", 0.0)
-        if (rest := self._remaining.get(edit)) and rest.num_steps:
-            share = rest.num_steps * min(self.num_edits, self.max_batch_size) / self.num_steps
-            predicted = self.costs.total_seconds(rest.num_steps, share * self.compute, share * self.loading)
-            seconds += self.pace.seconds(rest.num_steps, predicted)
-        return seconds
+    def seconds_of_steps(self, edits: Iterable[str], *, wait: bool) -> float:
+        """Seconds until some edits have taken their steps: in a batch of average edits of this worker, or, where one of
+        them has to `wait`, with all of the worker's work."""
+        longest = max((rest.num_steps for edit in edits if (rest := self._remaining.get(edit))), default=0)
+        if not longest:
+            return 0.0
+        num_steps = max(longest, self.num_steps / self.max_batch_size) if wait else longest
+        batch_share = longest * min(self.num_edits, self.max_batch_size) / self.num_steps
+        share = 1.0 if wait else min(batch_share, 1.0)
+        predicted = self.costs.total_seconds(num_steps, share * self.compute, share * self.loading)
+        return self.pace.seconds(num_steps, predicted)
 
     @property
     def seconds_per_token(self) -> float:

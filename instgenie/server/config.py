@@ -32,7 +32,7 @@ from instgenie.server.options import (
     text,
     whole_number,
 )
-from instgenie.types import CacheDtype, Quantization
+from instgenie.types import CacheDtype, Quantization, TextPadding
 
 GIB = 2**30
 
@@ -169,6 +169,9 @@ OPTIONS = (
     Option("cache-stride", whole_number(1, 1000), 1,
            "keep the activations of every N-th step, which serve the steps that follow: an N-th of the bytes and of "
            "the work of a registration", "N"),
+    Option("text-padding", one_of(*get_args(TextPadding)), "computed",
+           "padding of prompts: computed at every step; reused = read from activations, like unmasked tokens, so that "
+           "only the tokens of the prompt are computed", "HOW"),
     Option("gpu-cache-gib", auto_or(number(0, 65536)), AUTO, "GPU memory for activations, per worker", "GIB",
            default_text="half of the memory left beside the model"),
     Option("host-cache-gib", auto_or(number(0, 65536)), AUTO, "main memory for activations, per worker", "GIB",
@@ -257,6 +260,7 @@ def make_cache(values: Mapping[str, Any], devices: Sequence[str]) -> CacheConfig
         remote_bytes=round(values["remote_cache_gib"] * GIB),
         dtype=choose_cache_dtype(values["cache_dtype"], devices),
         stride=values["cache_stride"],
+        text_padding=values["text_padding"],
         seconds_to_live=None if values["cache_ttl"] is None else 3600 * values["cache_ttl"],
     )
 

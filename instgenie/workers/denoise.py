@@ -37,6 +37,7 @@ from instgenie.cluster.wire import (
 from instgenie.cost.latency import calibrated_name
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
+from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import make_planning
 from instgenie.engine.pricing import price_of, price_steps
 from instgenie.engine.warm import warm_up_finishing, warm_up_preparing, warm_up_steps
@@ -66,14 +67,17 @@ class Denoiser:
         self.line = line
         self.policy = make_policy(config.scheduling, config.batching, weights=dict(config.weights))
         name = calibrated_name(config.model, config.quantization)
-        self.costs = price_steps(model, name, config.plan, config.cache.dtype, config.cache.stride)
+        form = config.cache.dtype, config.cache.stride, config.cache.keeps_text
+        self.costs = price_steps(model, name, config.plan, *form)
         planning = make_planning(model, name, config.plan)
-        self.engine = Engine(model, config.max_batch_size, planning, graphs=make_graphs(model, config.graphs))
-        keys = Keys(model, config.cache.dtype, config.cache.stride)
+        own = OwnActivations(model, keeps_text=config.cache.keeps_text)
+        graphs = make_graphs(model, config.graphs)
+        self.engine = Engine(model, config.max_batch_size, planning, graphs=graphs, own=own)
+        keys = Keys(model, *form)
         store = open_store(config.cache, model.device)
         self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
         own_bytes = sys.maxsize if config.cache.own_bytes is None else config.cache.own_bytes
-        self.queue = WaitingQueue(model, self.templates, line, OwnRoom(model, own_bytes))
+        self.queue = WaitingQueue(model, self.templates, line, OwnRoom(model, own_bytes, own.num_text))
         self.running: dict[Job, TrackedJob] = {}
         self.registrar = Registrar(model, self.templates, line)
         self.side_work = SideWork(model, line, config.max_batch_size, config.batching)

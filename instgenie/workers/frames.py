@@ -26,7 +26,7 @@ def job_frames(job: Job) -> tuple[JobHead, list[Frame]]:
         scale=float(job.scale),
         schedule_kind=type(job.schedule).__name__,
         schedule=msgspec.Raw(msgspec.msgpack.encode(job.schedule)),
-        num_branches=len(job.branches),
+        num_prompts=tuple(branch.num_prompt for branch in job.branches),
         tensors=tuple(tensor_head(tensor) for tensor in tensors),
     )
     return head, [tensor_frame(tensor) for tensor in tensors]
@@ -49,7 +49,7 @@ def read_job(head: JobHead, frames: Sequence[Frame], device: torch.device) -> Jo
         template=Template(clean, noise),
         masked=masked,
         conditioning=conditioning,
-        branches=tuple(Branch(next(tensors), next(tensors), next(tensors)) for _ in range(head.num_branches)),
+        branches=tuple(Branch(next(tensors), next(tensors), next(tensors), num) for num in head.num_prompts),
         scale=head.scale,
         schedule=schedule,
         latents=latents,

@@ -17,8 +17,8 @@ MAX_IDS = 2**16  # remembered
 
 
 class Keys:
-    def __init__(self, model: Model, cache_dtype: CacheDtype, stride: int = 1) -> None:
-        self.model, self.cache_dtype, self.stride = model, cache_dtype, stride
+    def __init__(self, model: Model, cache_dtype: CacheDtype, stride: int = 1, keeps_text: bool = False) -> None:
+        self.model, self.cache_dtype, self.stride, self.keeps_text = model, cache_dtype, stride, keeps_text
         self._find = lru_cache(MAX_KEYS)(self.make)
         self._ids: OrderedDict[Key, str] = OrderedDict()  # as messages name the templates
 
@@ -30,7 +30,8 @@ class Keys:
 
     def make(self, head: TemplateHead) -> Key:
         edit = Edit(NO_PICTURE, NO_MASK, "", steps=head.steps, guidance=head.guidance, size=head.size)
-        return name_key(head.picture, head.model, edit, self.model, KIND, self.cache_dtype, head.tenant, self.stride)
+        named = head.picture, head.model, edit, self.model, KIND, self.cache_dtype, head.tenant
+        return name_key(*named, self.stride, self.keeps_text)
 
     def head(self, key: Key) -> TemplateHead:
         """Describe a template by its key. A guidance that does not enter the network is the model's own, as it is in

@@ -9,12 +9,12 @@ from instgenie.models.model import Model
 
 
 class OwnRoom:
-    def __init__(self, model: Model, max_bytes: int) -> None:
-        self.model, self.max_bytes = model, max_bytes
+    def __init__(self, model: Model, max_bytes: int, num_text: int = 0) -> None:
+        self.model, self.max_bytes, self.num_text = model, max_bytes, num_text
         self.network = model.describe()
 
     def bytes_of(self, job: Job) -> int:
-        return room_bytes(job, self.model, self.network) if job.own_steps else 0
+        return room_bytes(job, self.model, self.network, num_text=self.num_text) if job.own_steps else 0
 
     def reuse_own(self, job: Job) -> Job:
         """The job with own reuse, if that saves any work and there will ever be room for it."""

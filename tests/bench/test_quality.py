@@ -1,6 +1,7 @@
 """The quality study end to end on photographs that the test makes, and its parts on figures that are known."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from instgenie.bench.judge import Judge, box_of, has_networks
 from instgenie.bench.markdown import put_between
 from instgenie.bench.photos import load_photos
 from instgenie.bench.quality import RATIOS, QualityStudy, draw_cells, make_samples, studied
+from instgenie.bench.schedules import table_rows, write_schedules
 from instgenie.bench.variants import DENSE, NAIVE, SKIPPING, SMALL_CROP, Outcome, of_quality
 from instgenie.cli import EXIT_BAD_INPUT, main
 from instgenie.models.flux.model import FluxModel
@@ -157,3 +159,40 @@ def test_a_page_without_marks_gets_them_at_its_end() -> None:
     assert page.startswith("# Title\n")
     assert put_between(page, "newer\n", *marks).count("newer") == 1
     assert "new\n" not in put_between(page, "other\n", *marks)
+
+
+def test_products_of_low_precision_are_compared_with_whole_ones(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On any device: one that cannot multiply in fp8 computes the same numbers."""
+    monkeypatch.setattr(QualityStudy, "ways", property(lambda study: [study.balanced]))
+    path = tmp_path / "figures.json"
+    options = ["--num", "1", "--steps", "2", "--device", "cpu", "--no-networks", "--quantization", "fp8"]
+    assert main(["bench", "quality", "--photos", str(photos), *options, "--json", str(path)]) == 0
+    methods = json.loads(path.read_text())["methods"]
+    balanced = of_quality("balanced", 2).name
+    assert list(methods) == [DENSE, balanced, f"{DENSE}, fp8 products", f"{balanced}, fp8 products"]
+    [exact], [low] = (methods[name]["scores"]["ssim"] for name in (DENSE, f"{DENSE}, fp8 products"))
+    assert exact == 1
+    assert 0.9 < low < 1
+    assert "fp8 products" in capsys.readouterr().out
+
+
+def test_one_table_compares_schedules_strides_bits_and_padding(tmp_path: Path) -> None:
+    figures = made_figures(0.96, [10.0] * 4)
+    names = ["own, 0 4", "own, 0 4, padding read", "kv, int4, every 4 steps", "kv, int4, every 4 steps, padding read"]
+    kept = figures.methods["kv"]
+    for name in names:
+        figures.methods[name] = replace(
+            kept, scores=kept.scores | {"bytes": [2e6] * 4} if "int4" in name else kept.scores
+        )
+    worse = {"ssim_box": [0.95] * 4}
+    figures.methods[names[1]] = replace(kept, scores=kept.scores | worse)
+    figures.run.update(pictures=4, steps=28)
+    rows = {row[0]: row for row in table_rows(figures)}
+    assert [rows[name][-1] for name in names] == ["yes", "no", "yes", "yes"]
+    assert [rows[name][2] for name in names] == ["", "", "2.0", "2.0"]
+    write_schedules(figures, [], tmp_path, "reuse")
+    drawn = (tmp_path / "reuse.svg").read_text()
+    assert all(about in drawn for about in ("registered template", "own, padding read", "template, padding read"))
+    assert "padding read" in (tmp_path / "reuse.md").read_text()

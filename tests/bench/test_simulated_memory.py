@@ -26,4 +26,6 @@ def test_fewer_steps_in_fewer_bits_leave_room_for_more_templates(
     assert small["shape"]["max_templates"] > 12 * whole["shape"]["max_templates"]
     assert small["shape"]["fetch"] < whole["shape"]["fetch"]
     assert small["rows"][0]["hit_rate"] >= whole["rows"][0]["hit_rate"]
+    with_text = simulated(tmp_path / "text.json", "--text-padding", "reused")
+    assert whole["template_bytes"] < with_text["template_bytes"] < 1.5 * whole["template_bytes"]
     assert "a template" in capsys.readouterr().out.replace("\n", " ")

@@ -94,3 +94,12 @@ def test_waiting_edits_hear_their_position() -> None:
     tickets = [cluster.accept(make_order(seed))[0] for seed in range(3)]
     tickets[0].cancel()
     assert [events(ticket) for ticket in tickets[1:]] == [[Queued(1), Queued(0)], [Queued(2), Queued(1)]]
+
+
+def test_a_position_counts_only_edits_of_other_requests() -> None:
+    cluster = FakeCluster()
+    cluster.open()
+    first = cluster.accept(make_order(1), make_order(2))
+    second = cluster.accept(make_order(3), make_order(4))
+    assert [events(ticket) for ticket in first] == [[Queued(0)], [Queued(0)]]
+    assert [events(ticket) for ticket in second] == [[Queued(2)], [Queued(2)]]

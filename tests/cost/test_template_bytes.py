@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from instgenie.cost.latency import DEFAULTS
-from instgenie.cost.network import VALUE_BYTES, BlockShape, NetworkShape, load_bytes
+from instgenie.cost.network import VALUE_BYTES, BlockShape, NetworkShape, block_flops, load_bytes
 from instgenie.cost.pricing import FETCH, JobShape, make_costs
 
 BLOCK = BlockShape(
@@ -39,3 +39,18 @@ def test_a_load_that_serves_several_steps_is_shared_among_them() -> None:
     far, near = (make_costs(shape, DEFAULTS["cuda"], "cached", NUM_TOKENS) for shape in (every, seventh))
     assert near.price(NUM_TOKENS, 450, "host").load < far.price(NUM_TOKENS, 450, "host").load
     assert near.gpu == far.gpu
+
+
+def test_padding_that_is_read_is_loaded_and_not_computed() -> None:
+    reading = replace(FLUX, num_prompt=32)
+    computed, read = (shape.demand(NUM_TOKENS, 450, in_gpu=False) for shape in (FLUX, reading))
+    saved = block_flops(BLOCK, computed, cached=True) - block_flops(BLOCK, read, cached=True)
+    assert saved == 480 * (BLOCK.per_text + BLOCK.per_pair * (NUM_TOKENS + 512))  # its keys stay
+    assert block_flops(BLOCK, computed, cached=False) == block_flops(BLOCK, read, cached=False)
+    per_row = 2 * BLOCK.width * FLUX.value_bytes
+    assert load_bytes(BLOCK, read) - load_bytes(BLOCK, computed) == 480 * per_row
+    whole, with_text = (make_costs(shape, DEFAULTS["cuda"], "cached", NUM_TOKENS) for shape in (FLUX, reading))
+    added = with_text.template_bytes(NUM_TOKENS, NUM_STEPS) - whole.template_bytes(NUM_TOKENS, NUM_STEPS)
+    assert added == NUM_STEPS * 512 * 57 * per_row
+    assert with_text.price(NUM_TOKENS, 450, "gpu").compute < whole.price(NUM_TOKENS, 450, "gpu").compute
+    assert with_text.dense == whole.dense

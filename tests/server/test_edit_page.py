@@ -35,7 +35,7 @@ def test_paint_run_and_get_a_picture(visitor: Visitor) -> None:
     told = page.evaluate("window.told")
     assert told[0] == "Sending"
     assert {"Step 1 of 4", "Step 4 of 4"} <= set(told)
-    assert any(text in told for text in ("Next in line", "Waiting: 1 before you"))
+    assert any(text in told for text in ("Preparing", "Waiting: 1 before you"))
     [form] = sent_forms(page)
     mask = read_mask(form["mask"], PAGE_SIZE)
     assert mask[PAGE_SIZE[0] // 2, PAGE_SIZE[1] // 2]

@@ -188,6 +188,27 @@ def test_a_reusing_pair_shares_its_noise_and_the_earlier_step_is_noisier(photos:
     assert torch.equal(inputs.source[num:], torch.arange(num))
 
 
+class NumberedFeed(Feed):
+    """A feed whose encoded batches are numbers."""
+
+    drawn = -1
+
+    def encode(self, examples: Examples) -> int:
+        self.drawn += 1
+        return self.drawn
+
+    def noised(self, encoded: int) -> int:
+        return encoded
+
+
+def test_every_encoded_batch_is_used_twice_and_not_in_a_row(photos: Photos) -> None:
+    feed = NumberedFeed(ExampleSource(photos, Captions(photos), Generator().manual_seed(1)), None, 2)
+    order = [feed.next() for _ in range(40)]
+    for number in range(10):
+        first, second = (step for step, served in enumerate(order) if served == number)
+        assert second - first > 8
+
+
 def test_guidance_changes_no_prediction_along_itself() -> None:
     picture, change = torch.randn(3, 8, 4), torch.randn(3, 8, 4)
     masked = torch.ones(3, 8, dtype=torch.bool)

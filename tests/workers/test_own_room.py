@@ -28,6 +28,9 @@ def test_the_room_is_what_a_job_takes(model: Model, job: Job) -> None:
         sum(rows.nbytes for rows in job.activations.rows) <= room.bytes_of(job) < 1.2 * job.activations.num_bytes + 4096
     )
     assert room.bytes_of(prepare(make_edit(), model)) == 0
+    num_text = model.num_flowing_text
+    with_text = OwnRoom(model, 2**40, num_text).bytes_of(job)
+    assert with_text == pytest.approx(room.bytes_of(job) * (1 + num_text / len(job.masked)), rel=0.1)
 
 
 def test_jobs_wait_for_room_and_others_overtake_them(model: Model, job: Job) -> None:

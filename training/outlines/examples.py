@@ -1,9 +1,8 @@
-"""Pictures to learn outlines from: pets, pets pasted into other pictures, and patches of any texture and shape.
+"""Pictures to learn outlines from: photographs of pets and garments as they are, and pictures with things pasted into
+them: pets, garments and flowers cut out, and patches of any texture and shape.
 
-Only pets have outlines. Patches of one picture pasted into another teach that an object is what its edges enclose,
-whatever it is."""
+Patches teach that an object is what its edges enclose, whatever it is."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.outlines.network import SIDE
+from training.outlines.shapes import blobs, log_uniform, thin, uniform, waves, windows
 
-PLAIN = 0.45  # share of photographs of pets as they are
-SOLID = 0.3  # share of patches that have one colour
-DEPTH = 10  # erosions after which a place counts as deep inside
+PLAIN = 0.45  # share of photographs as they are
+SOLID = 0.35  # share of patches that have one colour
+SHOWN = (1.0, 0.7, 0.45)  # how often each layer of a composed picture has a thing
+CUT_OUT, THIN = 0.35, 0.3  # shares of those things; the others are blobs
+SMALLEST = 30  # pixels of a target at least
+LARGEST = 0.85  # share of the picture that a target covers at most
 
 
 @dataclass
 class Sources:
-    pets: Tensor  # [N, 3, 128, 128] uint8
-    outlines: Tensor  # [N, 128, 128] bool
+    pictures: Tensor  # [N, 3, 256, 256] uint8: photographs with good outlines
+    outlines: Tensor  # [N, 256, 256] bool
+    objects: Tensor  # [O, 3, 128, 128] uint8: photographs to cut things out of
+    shapes: Tensor  # [O, 128, 128] bool: their outlines
     others: Tensor  # [M, 3, 128, 128] uint8: backgrounds and textures
 
 
@@ -28,19 +33,8 @@ def chosen(images: Tensor, count: int) -> Tensor:
     return torch.randint(len(images), (count,))
 
 
-def uniform(count: int, low: float, high: float) -> Tensor:
-    return torch.rand(count) * (high - low) + low
-
-
-def windows(scale: Tensor, turn: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return the affine maps from the output to the source: `scale` is the source's share that fills the output."""
-    flip = torch.where(torch.rand(len(scale)) < 0.5, -1.0, 1.0)
-    cos, sin = scale * turn.cos(), scale * turn.sin()
-    return torch.stack([torch.stack([cos * flip, -sin, x], 1), torch.stack([sin * flip, cos, y], 1)], 1)
-
-
-def sampled(images: Tensor, maps: Tensor, padding: str) -> Tensor:
-    grid = F.affine_grid(maps, [len(images), 1, SIDE, SIDE], align_corners=False)
+def sampled(images: Tensor, maps: Tensor, padding: str, side: int = SIDE) -> Tensor:
+    grid = F.affine_grid(maps, [len(images), 1, side, side], align_corners=False)
     return F.grid_sample(images, grid, "bilinear", padding, align_corners=False)
 
 
@@ -52,72 +46,80 @@ def recoloured(images: Tensor) -> Tensor:
     return (((images - 0.5) * gain * tint) + 0.5 + lift).clamp(0, 1)
 
 
+def shaded(images: Tensor) -> Tensor:
+    """Light that comes from one side."""
+    ramp = F.interpolate(torch.rand(len(images), 1, 2, 2), size=SIDE, mode="bilinear", align_corners=True)
+    return images * (1 + uniform(len(images), 0, 0.8)[:, None, None, None] * (ramp - 0.5))
+
+
 def plain(sources: Sources, count: int) -> tuple[Tensor, Tensor]:
-    at = chosen(sources.pets, count)
-    scale = uniform(count, 0.45, 1.05)
-    reach = (1 - scale).clamp(min=0)
+    at = chosen(sources.pictures, count)
+    scale = uniform(count, 0.45, 1.15)
+    reach = (1 - scale).clamp(min=0.05)
     maps = windows(scale, 0.15 * torch.randn(count), uniform(count, -1, 1) * reach, uniform(count, -1, 1) * reach)
-    both = torch.cat([sources.pets[at].float() / 255, sources.outlines[at, None].float()], 1)
-    both = sampled(both, maps, "reflection")
+    both = torch.cat([sources.pictures[at].float() / 255, sources.outlines[at, None].float()], 1)
+    both = F.avg_pool2d(sampled(both, maps, "reflection", 2 * SIDE), 2)
     return both[:, :3], both[:, 3:]
 
 
 def background(sources: Sources, count: int) -> Tensor:
-    scale = uniform(count, 0.2, 1.0)
-    maps = windows(
-        scale, 0.3 * torch.randn(count), uniform(count, -1, 1) * (1 - scale), uniform(count, -1, 1) * (1 - scale)
-    )
+    scale = log_uniform(count, 0.15, 1.0)
+    reach = 1 - scale
+    maps = windows(scale, 0.3 * torch.randn(count), uniform(count, -1, 1) * reach, uniform(count, -1, 1) * reach)
     return recoloured(sampled(sources.others[chosen(sources.others, count)].float() / 255, maps, "reflection"))
 
 
 def cut_out(sources: Sources, count: int) -> tuple[Tensor, Tensor]:
-    at = chosen(sources.pets, count)
-    outline = sources.outlines[at, None].float()
+    at = chosen(sources.objects, count)
+    outline = sources.shapes[at, None].float()
     outline = -F.max_pool2d(-outline, 3, 1, 1)  # the outlines hold a rim of background
-    scale = torch.exp(uniform(count, math.log(0.8), math.log(4.5)))
-    maps = windows(
-        scale, 0.3 * torch.randn(count), uniform(count, -1, 1) * scale * 0.7, uniform(count, -1, 1) * scale * 0.7
-    )
-    both = sampled(torch.cat([sources.pets[at].float() / 255, outline], 1), maps, "zeros")
+    scale = log_uniform(count, 0.8, 5)
+    turn = torch.where(torch.rand(count) < 0.3, 3.0, 0.3) * torch.randn(count)
+    maps = windows(scale, turn, uniform(count, -0.7, 0.7) * scale, uniform(count, -0.7, 0.7) * scale)
+    both = sampled(torch.cat([sources.objects[at].float() / 255, outline], 1), maps, "zeros")
     return recoloured(both[:, :3]), both[:, 3:]
 
 
 def patch(sources: Sources, count: int) -> tuple[Tensor, Tensor]:
-    """Cut shapes between an ellipse and a rectangle, with waves in their edges, out of any picture."""
+    """Cut shapes out of any picture, or out of one colour."""
     texture = background(sources, count)
     ramp = F.interpolate(torch.rand(count, 3, 2, 2), size=SIDE, mode="bilinear", align_corners=True)
-    flat = torch.rand(count, 3, 1, 1) + 0.35 * (ramp - 0.5)
-    texture = torch.where(torch.rand(count, 1, 1, 1) < SOLID, flat + 0.02 * torch.randn_like(texture), texture).clamp(
-        0, 1
+    flat = (
+        torch.rand(count, 3, 1, 1)
+        + 0.35 * (ramp - 0.5)
+        + uniform(count, 0, 0.08)[:, None, None, None] * waves(count, 9)
     )
-    size = torch.exp(uniform(count, math.log(0.12), math.log(0.75)))
-    ratio = torch.exp(0.4 * torch.randn(count))
-    maps = windows(
-        1 / size, 3.2 * torch.rand(count), uniform(count, -0.7, 0.7) / size, uniform(count, -0.7, 0.7) / size
-    )
-    grid = F.affine_grid(maps, [count, 1, SIDE, SIDE], align_corners=False).abs()
-    power = torch.exp(uniform(count, math.log(1.4), math.log(8)))[:, None, None]
-    radius = (grid[..., 0] * ratio[:, None, None]) ** power + (grid[..., 1] / ratio[:, None, None]) ** power
-    waves = F.interpolate(torch.randn(count, 1, 6, 6), size=SIDE, mode="bicubic", align_corners=True)[:, 0]
-    radius = radius.clamp(min=1e-6) ** (1 / power) + uniform(count, 0, 0.35)[:, None, None] * waves
-    return texture, ((1 - radius) / size.reciprocal()[:, None, None] * SIDE / 3 + 0.5).clamp(0, 1)[:, None]
+    texture = torch.where(torch.rand(count, 1, 1, 1) < SOLID, flat + 0.02 * torch.randn_like(texture), texture)
+    num_thin = min(max(round(count * THIN / (1 - CUT_OUT)), 1), count - 1)
+    alpha = torch.cat([thin(num_thin), blobs(count - num_thin)])[torch.randperm(count)]
+    return texture.clamp(0, 1), alpha
 
 
 def composed(sources: Sources, count: int) -> tuple[Tensor, Tensor]:
     picture = background(sources, count)
-    targets = torch.zeros(count, 3, SIDE, SIDE)
-    for layer in range(3):
+    targets = torch.zeros(count, len(SHOWN), SIDE, SIDE)
+    for layer, shown in enumerate(SHOWN):
         (one, one_alpha), (other, other_alpha) = cut_out(sources, count), patch(sources, count)
-        is_pet = torch.rand(count, 1, 1, 1) < 0.4
-        colours, alpha = torch.where(is_pet, one, other), torch.where(is_pet, one_alpha, other_alpha)
-        alpha = alpha * (torch.rand(count, 1, 1, 1) < (1.0, 0.6, 0.4)[layer])
-        picture = picture * (1 - alpha) + colours * alpha
+        is_cut = torch.rand(count, 1, 1, 1) < CUT_OUT
+        colours, alpha = torch.where(is_cut, one, other), torch.where(is_cut, one_alpha, other_alpha)
+        alpha = alpha * (torch.rand(count, 1, 1, 1) < shown)
+        picture = with_shadow(picture, alpha)
+        picture = picture * (1 - alpha) + shaded(colours) * alpha
         targets *= 1 - alpha
         targets[:, layer : layer + 1] = alpha
-    seen = targets.sum((2, 3)) + 1e-3 * torch.rand(count, 3)
-    weights = torch.where(seen > 35, seen.sqrt(), 1e-6 * seen)
+    seen = targets.sum((2, 3)) + 1e-3 * torch.rand(count, len(SHOWN))
+    weights = torch.where(seen > SMALLEST, seen.sqrt(), 1e-6 * seen)
     target = targets[torch.arange(count), torch.multinomial(weights, 1)[:, 0]][:, None]
     return picture, target
+
+
+def with_shadow(pictures: Tensor, alpha: Tensor) -> Tensor:
+    """Half of the things throw a soft shadow beside them."""
+    reach = int(torch.randint(1, 6, ()))
+    right, down = (int(by) for by in torch.randint(-2 * reach, 2 * reach + 1, (2,)))
+    shadow = F.avg_pool2d(torch.roll(alpha, (down, right), (2, 3)), 2 * reach + 1, 1, reach)
+    depth = uniform(len(alpha), -0.5, 0.5).clamp(min=0)[:, None, None, None]
+    return pictures * (1 - depth * shadow)
 
 
 def batch_of(sources: Sources, count: int) -> tuple[Tensor, Tensor]:
@@ -125,67 +127,13 @@ def batch_of(sources: Sources, count: int) -> tuple[Tensor, Tensor]:
     num_plain = int(count * PLAIN)
     parts = [plain(sources, num_plain), composed(sources, count - num_plain)]
     pictures, targets = (torch.cat(part) for part in zip(*parts, strict=True))
-    pictures = recoloured(pictures)
+    pictures = shaded(recoloured(pictures))
+    is_soft = torch.rand(len(pictures), 1, 1, 1) < 0.25
+    pictures = torch.where(is_soft, F.avg_pool2d(pictures, 3, 1, 1, count_include_pad=False), pictures)
     grey = pictures.mean(1, keepdim=True).expand(-1, 3, -1, -1)
     pictures = torch.where(torch.rand(count, 1, 1, 1) < 0.06, grey, pictures)
-    pictures = (pictures + 0.02 * torch.rand(count, 1, 1, 1) * torch.randn_like(pictures)).clamp(0, 1)
+    pictures = (pictures + 0.03 * torch.rand(count, 1, 1, 1) * torch.randn_like(pictures)).clamp(0, 1)
     targets = (targets > 0.5).float()
-    enough = targets.sum((1, 2, 3)) > 25
-    return pictures[enough], targets[enough]
-
-
-def depth(mask: Tensor) -> Tensor:
-    """Return for each place roughly how far it lies inside the mask."""
-    total, left = mask.clone(), mask
-    for _ in range(DEPTH):
-        left = -F.max_pool2d(-F.pad(left, (1, 1, 1, 1)), 3, 1)
-        total += left
-    return total
-
-
-def click_in(weights: Tensor) -> Tensor:
-    """Draw one place (x, y) per example, with probabilities in proportion to `weights` [B, 1, H, W]."""
-    at = torch.multinomial(weights.flatten(1) + 1e-9, 1)[:, 0]
-    return torch.stack([at % SIDE, at // SIDE], 1).float()
-
-
-def first_clicks(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one click per example [B, 1, 3] and the hint. One in five has a box or a loop; half of those no click."""
-    count = len(targets)
-    inside = depth(targets)
-    sharp = torch.where(torch.rand(count, 1, 1, 1) < 0.5, 12.0, 1.5)
-    place = click_in((inside / inside.amax((2, 3), keepdim=True)) ** sharp)
-    hinted = torch.rand(count) < 0.2
-    sign = torch.where(hinted & (torch.rand(count) < 0.5), 0.0, 1.0)
-    hint = torch.where(torch.rand(count, 1, 1, 1) < 0.6, boxes(targets), loops(targets))
-    return torch.cat([place, sign[:, None]], 1)[:, None], hint * hinted[:, None, None, None]
-
-
-def boxes(targets: Tensor) -> Tensor:
-    inside = torch.ones_like(targets)
-    for across in (2, 3):
-        line = targets.amax(across)[:, 0]  # [B, SIDE]
-        first, last = line.argmax(1).float(), SIDE - 1 - line.flip(1).argmax(1).float()
-        slack = (last - first) * 0.06
-        first, last = (edge + slack * torch.randn(len(line)) for edge in (first - slack, last + slack))
-        steps = torch.arange(SIDE)
-        covered = ((steps >= first[:, None]) & (steps <= last[:, None])).float()
-        inside = inside * (covered[:, None, None, :] if across == 2 else covered[:, None, :, None])
-    return inside
-
-
-def loops(targets: Tensor) -> Tensor:
-    wide = F.avg_pool2d(F.pad(targets, (8, 8, 8, 8)), 17, 1)
-    waves = F.interpolate(torch.randn(len(targets), 1, 7, 7), size=SIDE, mode="bicubic", align_corners=True)
-    return (wide + 0.08 * waves > 0.12).float()
-
-
-def next_clicks(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return a click [B, 1, 3] in the middle of what is wrong: inside if it was missed, outside if it was taken."""
-    wrong = ((logits > 0).float() - targets).abs()
-    within = depth(wrong)
-    place = click_in((within / within.amax((2, 3), keepdim=True).clamp(min=1)) ** 8)
-    at = (place[:, 1] * SIDE + place[:, 0]).long()
-    is_wrong = wrong.flatten(1).gather(1, at[:, None])[:, 0]
-    inside = targets.flatten(1).gather(1, at[:, None])[:, 0]
-    return torch.cat([place, ((2 * inside - 1) * is_wrong)[:, None]], 1)[:, None]
+    size = targets.sum((1, 2, 3))
+    is_good = (size > SMALLEST) & (size < LARGEST * SIDE**2)
+    return pictures[is_good], targets[is_good]

@@ -1,9 +1,11 @@
-"""Trains the network of outlines. Half an hour on one CPU core is enough:
+"""Trains the network of outlines in twenty minutes, on CPU cores or on a small share of a GPU:
 
-python -m training.outlines.train PHOTOS OUT.pt [--minutes 25]
+python -m training.outlines.train PHOTOS OUT.safetensors --minutes 20 --threads 8 --workers 7
+python -m training.outlines.train PHOTOS OUT.safetensors --minutes 20 --workers 9 --device cuda --share 0.2
 """
 
 import argparse
+import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,45 +13,59 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from instgenie.bench.photos import load_photos
-from training.outlines.examples import Sources, batch_of, first_clicks, next_clicks
+from training.cutouts import Cutouts
+from training.outlines.clicks import first_clicks, next_clicks
+from training.outlines.examples import Sources, batch_of
 from training.outlines.network import OutlineNetwork, inputs_of
 from training.scenes import load_scenes
+from training.views import Draw
 
-BATCH = 32
-ROUNDS = 3  # clicks per batch
+ROUNDS = 4  # clicks per batch
 RATE = 3e-3
 AVERAGE = 0.005  # share of the newest weights in the average that is kept
 NUM_CALIBRATION = 8  # batches
 FIXED = 0.25  # share of the time at the end in which the statistics of the normalisations are fixed, as on the page
 LOG_EVERY = 50  # batches
+LONGEST = 0.2  # seconds of a batch that are rested for: the first one also waits for the first pictures
+NUM_GARMENTS = 1200  # photographs of garments that are shown as they are: their outlines are found by colour, so rough
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # pictures, targets, first clicks, hints
 
 
-def load_sources(folder: Path) -> Sources:
-    """Read the photographs of the training split at half their size."""
-    photos = load_photos(folder, "train")
+def load_sources(folder: Path, limit: int | None = None) -> Sources:
+    """Read the photographs of the training split; what is cut out or put behind is read at half its size."""
+    photos = load_photos(folder, "train", limit)
     is_pet = photos.outlines.flatten(1).any(1)
-    others = torch.cat([photos.pictures[~is_pet][::3], load_scenes(folder / "scenes", "train")])
-    outlines = halved(photos.outlines[is_pet, None])[:, 0] >= 1
-    return Sources(halved(photos.pictures[is_pet]), outlines, halved(others))
+    cutouts = Cutouts(photos, Draw(Generator().manual_seed(0)))
+    shown = torch.cat([is_pet.nonzero()[:, 0], cutouts.garments[:NUM_GARMENTS]])
+    cut = torch.cat([cutouts.pets, cutouts.garments, cutouts.flowers])
+    scenes = load_scenes(folder / "scenes", "train", limit)
+    return Sources(
+        pictures=photos.pictures[shown],
+        outlines=cutouts.outlines[shown],
+        objects=halved(photos.pictures[cut]),
+        shapes=halved(cutouts.outlines[cut, None])[:, 0] >= 1,
+        others=torch.cat([halved(photos.pictures[~is_pet][::3]), halved(scenes)]),
+    )
 
 
 def halved(images: Tensor) -> Tensor:
     return torch.cat([F.avg_pool2d(some.float(), 2).round().to(torch.uint8) for some in images.split(256)])
 
 
-class Batches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Endless batches, made in a process of their own."""
+class Batches(IterableDataset[Batch]):
+    """Endless batches, made in processes of their own."""
 
-    def __init__(self, sources: Sources) -> None:
-        self.sources = sources
+    def __init__(self, sources: Sources, size: int) -> None:
+        self.sources, self.size = sources, size
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            yield batch_of(self.sources, BATCH)
+    def __iter__(self) -> Iterator[Batch]:
+        while True:  # the loader gives each process its own seed
+            pictures, targets = batch_of(self.sources, self.size)
+            yield pictures, targets, *first_clicks(targets)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -59,61 +75,89 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, targets) + (1 - overlap).mean()
 
 
-def overlap_of(logits: Tensor, targets: Tensor) -> float:
+def overlap_of(logits: Tensor, targets: Tensor) -> Tensor:
     found, wanted = logits > 0, targets > 0.5
-    return float(((found & wanted).sum((1, 2, 3)) / (found | wanted).sum((1, 2, 3)).clamp(min=1)).mean())
+    return ((found & wanted).sum((1, 2, 3)) / (found | wanted).sum((1, 2, 3)).clamp(min=1)).mean()
 
 
-def train(network: OutlineNetwork, sources: Sources, seconds: float) -> OutlineNetwork:
-    batches = iter(DataLoader(Batches(sources), batch_size=None, num_workers=1, prefetch_factor=4))
+def train(network: OutlineNetwork, batches: Iterator[Batch], seconds: float, share: float, out: Path) -> None:
     average = torch.optim.swa_utils.AveragedModel(network, avg_fn=lambda old, new, _: old + AVERAGE * (new - old))
-    learn(network.train(), batches, seconds * (1 - FIXED), RATE, lambda: average.update_parameters(network))
+    rest = Rest(next(network.parameters()).device, share)
+
+    def after() -> None:
+        average.update_parameters(network)
+        rest()
+
+    learn(network.train(), batches, seconds * (1 - FIXED), RATE, after)
     network.load_state_dict(average.module.state_dict())
     calibrate(network, batches)
-    learn(network.eval(), batches, seconds * FIXED, RATE * 0.4, lambda: None)
-    return network
+    save(network, out)  # a run that is stopped from here on leaves good weights
+    learn(network.eval(), batches, seconds * FIXED, RATE * 0.3, rest)
+    save(network, out)
+
+
+class Rest:
+    """Sleeps after each batch, so that a device that others use as well is busy for a share of the time."""
+
+    def __init__(self, device: torch.device, share: float) -> None:
+        self.device, self.share, self.start = device, share, time.monotonic()
+
+    def __call__(self) -> None:
+        if self.share < 1:
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+            busy = min(time.monotonic() - self.start, LONGEST)
+            time.sleep(busy * (1 / self.share - 1))
+        self.start = time.monotonic()
+
+
+def save(network: OutlineNetwork, out: Path) -> None:
+    save_file({name: value.cpu().contiguous() for name, value in network.state_dict().items()}, out)
 
 
 def learn(
-    network: OutlineNetwork,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    seconds: float,
-    highest: float,
-    after: Callable[[], None],
+    network: OutlineNetwork, batches: Iterator[Batch], seconds: float, highest: float, after: Callable[[], None]
 ) -> None:
     """Train for so long, with a rate that falls to 0; `after` is called after each batch."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=highest, weight_decay=1e-4)
-    start, step, seen = time.monotonic(), 0, [[0.5] for _ in range(ROUNDS)]
+    start, step, seen = time.monotonic(), 0, []
     while (spent := (time.monotonic() - start) / seconds) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = highest * min(1, (step + 1) / 30) * min(1, (1 - spent) / 0.7)
-        for turn, (logits, targets) in enumerate(clicked(network, next(batches))):
+            group["lr"] = highest * min(1, (step + 1) / 100) * min(1, (1 - spent) / 0.7)
+        overlaps = []
+        for logits, targets in clicked(network, next(batches)):
             optimizer.zero_grad()
             loss_of(logits, targets).backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 3.0)
             optimizer.step()
-            seen[turn].append(overlap_of(logits, targets))
+            overlaps.append(overlap_of(logits.detach(), targets))
+        seen.append(torch.stack(overlaps))
         after()
         step += 1
         if step % LOG_EVERY == 0:
-            latest = " ".join(f"{sum(some[-LOG_EVERY:]) / LOG_EVERY:.3f}" for some in seen)
+            latest = " ".join(f"{value:.3f}" for value in torch.stack(seen).mean(0).tolist())
             print(f"{step} batches, {time.monotonic() - start:.0f} s, IoU by click {latest}", flush=True)
+            seen = []
 
 
-def clicked(network: OutlineNetwork, batch: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits and targets after the first click, and after each further one in the middle of what is wrong."""
-    pictures, targets = batch
-    clicks, hint = first_clicks(targets)
+def clicked(network: OutlineNetwork, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logits and targets after the first click, and after each further one in the middle of what is wrong. A
+    further click sees the outline before it."""
+    device = next(network.parameters()).device
+    pictures, targets, clicks, hint = (part.to(device, non_blocking=True) for part in batch)
+    previous = torch.zeros_like(targets)
     for _ in range(ROUNDS):
-        logits = network(inputs_of(pictures, clicks, hint))
+        inputs = inputs_of(pictures, clicks, hint, previous)
+        logits = network(inputs.contiguous(memory_format=torch.channels_last))
         yield logits, targets
+        previous = (logits.detach() > 0).float()
         clicks = torch.cat([clicks, next_clicks(logits.detach(), targets)], 1)
 
 
 @torch.no_grad()
-def calibrate(network: OutlineNetwork, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+def calibrate(network: OutlineNetwork, batches: Iterator[Batch]) -> None:
     """Measure the statistics of the normalisations again: those of averaged weights are not the average of theirs, and
-    one click and three have to share them."""
+    one click and four have to share them."""
     network.train()
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
@@ -128,17 +172,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the network that turns clicks into an outline.")
     parser.add_argument("photos", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--batch", type=int, default=48, help="examples per batch")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the network")
+    parser.add_argument("--workers", type=int, default=1, help="processes that make batches, one thread each")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--share", type=float, default=1, help="share of the time in which the device is used")
+    parser.add_argument("--limit", type=int, help="photographs to read at most, for a trial")
     parser.add_argument("--init", type=Path, help="trained weights to continue from")
     given = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False  # its backward pass of small convolutions is several times slower on ARM
+    torch.set_num_threads(given.threads)
+    if platform.machine() in ("aarch64", "arm64"):
+        torch.backends.mkldnn.enabled = False  # its backward pass of small convolutions is several times slower there
     network = OutlineNetwork()
     if given.init:
         network.load_state_dict(load_file(given.init))
-    network = train(network, load_sources(given.photos), given.minutes * 60)
-    save_file(network.state_dict(), given.out)
+    dataset = Batches(load_sources(given.photos, given.limit), given.batch)
+    batches = iter(DataLoader(dataset, batch_size=None, num_workers=given.workers, prefetch_factor=4))
+    network.to(given.device).to(memory_format=torch.channels_last)
+    train(network, batches, given.minutes * 60, given.share, given.out)
 
 
 if __name__ == "__main__":

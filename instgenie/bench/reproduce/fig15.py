@@ -19,6 +19,7 @@ from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import as_flux, is_flux
 from instgenie.models.flux.modulation import Modulation
 from instgenie.models.flux.network import Block, double_block, embed_time, recall, single_block
+from instgenie.models.flux.residual import Residual
 
 NAME = "fig15"
 NUM_RUNS = 8  # per block
@@ -76,8 +77,8 @@ def time_block(lab: Lab, block: Block, index: int, job: Job) -> float:
     def call() -> object:
         heads = recall(block, index, batch, layout)
         if hasattr(block, "norm1"):
-            return double_block(block, batch.text, image, mod, layout, heads)
-        return single_block(block, joint, mod, layout, heads)
+            return double_block(block, Residual(batch.text), Residual(image), mod, layout, heads)
+        return single_block(block, Residual(joint), mod, layout, heads)
 
     return timed(call, lab.model.device)
 

@@ -109,7 +109,8 @@ def look(model: FluxModel, jobs: Sequence[Job], template: Job) -> Look:
 
 def walked(model: FluxModel, job: Job) -> Iterator[tuple[object, Tensor]]:
     batch = pack([job])
-    return walk(model.transformer, batch, Modulation(embed_time(model.transformer, batch)))
+    steps = walk(model.transformer, batch, Modulation(embed_time(model.transformer, batch)))
+    return ((block, image) for block, _, image in steps)
 
 
 def alike(a: Tensor, b: Tensor) -> float:

@@ -25,7 +25,7 @@ class JobHead(Struct, frozen=True):
     scale: float
     schedule_kind: str
     schedule: msgspec.Raw
-    num_branches: int
+    num_prompts: tuple[int | None, ...]  # per branch, its leading text tokens that are not padding
     tensors: tuple[TensorHead, ...]
 
 

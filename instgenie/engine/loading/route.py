@@ -14,6 +14,7 @@ from torch import Tensor
 from instgenie.cost.plan import Plan
 from instgenie.jobs.activations import Activations
 from instgenie.jobs.job import Job
+from instgenie.jobs.tokens import with_padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,16 +46,23 @@ class SharedRows:
     def _needed(self) -> dict[int, Tensor]:
         return {}
 
-    def needed(self, num_tokens: int) -> Tensor:
-        """Indices of the rows that any of the jobs reads, at the level of `num_tokens` tokens [rows]; found once."""
-        if num_tokens not in self._needed:
-            outsides = [job.level(num_tokens).outside for job in self.jobs]
-            self._needed[num_tokens] = outsides[0] if len(outsides) == 1 else union(outsides, num_tokens)
-        return self._needed[num_tokens]
+    def needed(self, num_rows: int) -> Tensor:
+        """Indices of the rows that any of the jobs reads, at a place that keeps `num_rows` [rows]; found once."""
+        if num_rows not in self._needed:
+            read = [rows_read(job, num_rows) for job in self.jobs]
+            self._needed[num_rows] = read[0] if len(read) == 1 else union(read, num_rows)
+        return self._needed[num_rows]
 
 
-def union(indices: Sequence[Tensor], num_tokens: int) -> Tensor:
-    chosen = torch.zeros(num_tokens, dtype=torch.bool, device=indices[0].device)
+def rows_read(job: Job, num_rows: int) -> Tensor:
+    """Indices of the rows that a job reads of the `num_rows` that its activations keep at a place."""
+    num_text = job.activations.num_text if job.activations else 0
+    outside = job.level(num_rows - num_text).outside
+    return with_padding(outside, num_text, job.num_prompt) if num_text else outside
+
+
+def union(indices: Sequence[Tensor], num_rows: int) -> Tensor:
+    chosen = torch.zeros(num_rows, dtype=torch.bool, device=indices[0].device)
     return chosen.index_fill_(0, torch.cat(list(indices)), True).nonzero()[:, 0]
 
 

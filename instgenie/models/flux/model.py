@@ -28,7 +28,7 @@ from instgenie.models.flux.network import (
     observe,
     velocity,
 )
-from instgenie.models.model import Keep, Model, pack_latents, tokenize
+from instgenie.models.model import Keep, Model, count_tokens, pack_latents, tokenize
 from instgenie.models.packed import PackedBatch
 from instgenie.types import Edit
 
@@ -44,6 +44,7 @@ class FluxModel(Model):
     is_convolutional = False
     latents_per_token = 2
     needs_true_guidance = True
+    text_flows = True
 
     transformer: FluxTransformer2DModel
     text_encoder_2: T5EncoderModel
@@ -106,7 +107,7 @@ class FluxModel(Model):
     def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
         branch = self.branch(prompt, grid)
         num_text = len(branch.text)
-        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:])
+        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:], num_prompt=0)
         return (without_text,) if isolated else (branch,)
 
     def blank_branch(self, grid: tuple[int, int]) -> Branch:
@@ -117,7 +118,8 @@ class FluxModel(Model):
     def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
         sequence = embed_prompt(self.transformer, self.encode_sequence(prompt))
         rotary = embed_positions(self.transformer, len(sequence), grid)
-        return Branch(text=sequence, pooled=self.encode_pooled(prompt), rotary=rotary)
+        num_prompt = count_tokens(self.tokenizer_2, prompt, self.num_text_tokens)
+        return Branch(sequence, self.encode_pooled(prompt), rotary, num_prompt)
 
     def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]
         ids = tokenize(self.tokenizer_2, prompt, self.num_text_tokens).to(self.device)
@@ -144,8 +146,8 @@ class FluxModel(Model):
         assert isinstance(packed, FluxBatch)
         return velocity(self.transformer, packed)
 
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
-        for seen in observe(self.transformer, pack(jobs), kind):
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
+        for seen in observe(self.transformer, pack(jobs), kind, with_text):
             keep(seen.unflatten(1, (len(jobs), -1)).transpose(0, 1))
 
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:

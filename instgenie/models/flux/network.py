@@ -25,11 +25,12 @@ from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.gelu import beside_gelu
 from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place
-from instgenie.kernels.modulate import add_gated, add_norm_modulate, norm_modulate
+from instgenie.kernels.modulate import add_norm_modulate, norm_modulate
 from instgenie.kernels.quantize import Rows
 from instgenie.kernels.streams import beside
 from instgenie.models.flux.batch import FluxBatch, Layout
 from instgenie.models.flux.modulation import Modulation, embed, first_columns
+from instgenie.models.flux.residual import Residual
 from instgenie.models.layers.feed_forward import feed_forward, first_layer
 from instgenie.models.layers.fp8_linear import reads_fp8
 from instgenie.models.layers.linear import Owners, join, linear, linears
@@ -49,52 +50,68 @@ def run_blocks(
     transformer: FluxTransformer2DModel, batch: FluxBatch, image: Tensor, mod: Modulation
 ) -> tuple[Layout, Tensor]:
     """Send embedded image rows through all blocks."""
-    text = batch.text
+    text, image_rows = Residual(batch.text), Residual(image)
     doubles, singles = transformer.transformer_blocks, transformer.single_transformer_blocks
     layout = batch.layout
     for index, block in enumerate(doubles):
-        layout, image = batch.turn(layout, image, index)
+        if batch.needs_rows(layout, index):
+            layout, text_turned, turned = batch.turn(layout, text.total, image_rows.total, index)
+            parts = zip(text_turned.split(layout.num_text), turned.split(layout.num_image), strict=True)
+            keep_y(index, batch, list(parts))
+            text, image_rows = Residual(text_turned), Residual(turned)
         heads = recall(block, index, batch, layout)
-        keep_y(index, batch, image.split(layout.num_image))
-        text, image = double_block(block, text, image, mod, layout, heads)
+        text, image_rows = double_block(block, text, image_rows, mod, layout, heads)
         keep_kv(index, batch, layout, heads)
-    joint = layout.join(text, image)
+    joint = Residual(layout.join(text.total, image_rows.total))
     for index, block in enumerate(singles, len(doubles)):
-        layout, joint = batch.turn_joint(layout, joint, index)
+        if batch.needs_rows(layout, index):
+            layout, turned = batch.turn_joint(layout, joint.total, index)
+            parts = zip(turned.split(layout.num_joint), layout.num_text, strict=True)
+            keep_y(index, batch, [(rows[:num], rows[num:]) for rows, num in parts])
+            joint = Residual(turned)
         heads = recall(block, index, batch, layout)
-        keep_y(
-            index, batch, [rows[num:] for rows, num in zip(joint.split(layout.num_joint), layout.num_text, strict=True)]
-        )
         joint = single_block(block, joint, mod, layout, heads)
         keep_kv(index, batch, layout, heads)
-    _, image = layout.part(joint.split(layout.num_joint))
-    return batch.turn(layout, image, len(doubles) + len(singles))
+    layout, _, image = batch.turn(
+        layout, *layout.part(joint.total.split(layout.num_joint)), len(doubles) + len(singles)
+    )
+    return layout, image
 
 
-def observe(transformer: FluxTransformer2DModel, batch: FluxBatch, kind: Kind) -> Iterator[Tensor]:
-    """Yield what activations keep of each block [2 or 1, image tokens, width], from a dense pass."""
+def observe(
+    transformer: FluxTransformer2DModel, batch: FluxBatch, kind: Kind, with_text: bool = False
+) -> Iterator[Tensor]:
+    """Yield what activations keep of each block [2 or 1, image tokens, width], from a dense pass; `with_text` the rows
+    of each branch's text lie before those of its image."""
     mod, layout = Modulation(embed_time(transformer, batch)), batch.layout
-    _, rotary = layout.part(layout.rotary.split(layout.num_joint))
-    for block, image in walk(transformer, batch, mod):
+    text_rotary, rotary = layout.part(layout.rotary.split(layout.num_joint))
+    for block, text, image in walk(transformer, batch, mod):
         if kind == "y":
-            yield image[None]
+            seen, seen_text = image[None], text[None]
         else:
             keys = reserve_keys(block, len(image), image)
             project_keys(block, image, mod, rotary, layout.image_owners, keys)
-            yield keys.flatten(2)
+            seen, seen_text = keys.flatten(2), text.new_empty(2, 0, image.shape[1])
+            if with_text:
+                keys = reserve_keys(block, len(text), text)
+                project_keys(block, text, mod, text_rotary, layout.text_owners, keys, is_text=True)
+                seen_text = keys.flatten(2)
+        yield torch.stack(list(map(layout.join, seen_text, seen))) if with_text else seen
 
 
-def walk(transformer: FluxTransformer2DModel, batch: FluxBatch, mod: Modulation) -> Iterator[tuple[Block, Tensor]]:
-    """Yield every block with the image rows that go into it, in a dense pass."""
+def walk(
+    transformer: FluxTransformer2DModel, batch: FluxBatch, mod: Modulation
+) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Yield every block with the rows of text and image that go into it, in a dense pass."""
     layout = batch.layout
-    text, image = batch.text, embed_image(transformer, batch)
+    text, image = Residual(batch.text), Residual(embed_image(transformer, batch))
     for block in transformer.transformer_blocks:
-        yield block, image
-        text, image = double_block(block, text, image, mod, layout, reserve(block, layout, text))
-    joint = layout.join(text, image)
+        yield block, text.total, image.total
+        text, image = double_block(block, text, image, mod, layout, reserve(block, layout, batch.text))
+    joint = Residual(layout.join(text.total, image.total))
     for block in transformer.single_transformer_blocks:
-        yield block, layout.part(joint.split(layout.num_joint))[1]
-        joint = single_block(block, joint, mod, layout, reserve(block, layout, joint))
+        yield block, *layout.part(joint.total.split(layout.num_joint))
+        joint = single_block(block, joint, mod, layout, reserve(block, layout, batch.text))
 
 
 def num_blocks(transformer: FluxTransformer2DModel) -> int:
@@ -132,8 +149,8 @@ def embed_positions(transformer: FluxTransformer2DModel, num_text: int, grid: tu
 
 
 def double_block(
-    block: FluxTransformerBlock, text: Tensor, image: Tensor, mod: Modulation, layout: Layout, heads: Heads
-) -> tuple[Tensor, Tensor]:
+    block: FluxTransformerBlock, text: Residual, image: Residual, mod: Modulation, layout: Layout, heads: Heads
+) -> tuple[Residual, Residual]:
     """The few tokens of the text read as many weights as those of the image, so both run beside each other."""
     attn, text_owners, image_owners = block.attn, layout.text_owners, layout.image_owners
 
@@ -151,22 +168,22 @@ def double_block(
         place(Projected(q, k, v, attn.norm_q, attn.norm_k), layout.rotary, layout.image_places, heads)
         return columns
 
-    def leave_text() -> Tensor:
+    def leave_text() -> Residual:
         out = linear(attn.to_add_out, text_out, text_owners)
-        return feed_forward_gated(block.norm2_context, block.ff_context, text, out, text_mod, text_owners)
+        return feed_forward_gated(block.norm2_context, block.ff_context, text.total, out, text_mod, text_owners)
 
-    def leave_image() -> Tensor:
+    def leave_image() -> Residual:
         out = linear(attn.to_out[0], image_out, image_owners)
-        return feed_forward_gated(block.norm2, block.ff, image, out, image_mod, image_owners)
+        return feed_forward_gated(block.norm2, block.ff, image.total, out, image_mod, image_owners)
 
-    text_mod, image_mod = beside(enter_text, enter_image, image)
+    text_mod, image_mod = beside(enter_text, enter_image, heads.keys)
     text_out, image_out = layout.part(attend(heads, layout))
-    return beside(leave_text, leave_image, image)
+    return beside(leave_text, leave_image, heads.keys)
 
 
 def single_block(
-    block: FluxSingleTransformerBlock, joint: Tensor, mod: Modulation, layout: Layout, heads: Heads
-) -> Tensor:
+    block: FluxSingleTransformerBlock, joint: Residual, mod: Modulation, layout: Layout, heads: Heads
+) -> Residual:
     attn, owners = block.attn, layout.joint_owners
     projections = image_projections(block)
     joint_in, [gate] = modulated(block.norm, joint, mod, layout.joint_rows, reads_fp8(projections[0]))
@@ -174,7 +191,7 @@ def single_block(
     q, k, v, hidden = linears(projections, joint_in, owners)
     place(Projected(q, k, v, attn.norm_q, attn.norm_k), layout.rotary, layout.joint_places, heads)
     both = beside_gelu(attend(heads, layout), hidden, reads_fp8(block.proj_out))
-    return add_gated(joint, gate, linear(block.proj_out, both, owners), layout.joint_rows)
+    return Residual(joint.total, gate, linear(block.proj_out, both, owners), layout.joint_rows)
 
 
 def image_projections(block: Block) -> tuple[nn.Module, ...]:
@@ -206,21 +223,21 @@ def unembed(transformer: FluxTransformer2DModel, image: Tensor, mod: Modulation,
 
 
 def modulated(
-    norm: AdaLayerNormZero, x: Tensor, mod: Modulation, rows: Tensor | None, fp8: bool = False
+    norm: AdaLayerNormZero, x: Residual, mod: Modulation, rows: Tensor | None, fp8: bool = False
 ) -> tuple[Rows, Sequence[Tensor]]:
     """Return the block's input, and the columns [branches, width] that modulate the rest of it. Rows give the branch of
     each token; a template's own tokens have none, and a single time."""
     shift, scale, *others = mod.of(norm.linear, has_owners=rows is not None)
-    return norm_modulate(x, shift, scale, rows, norm.norm.eps, fp8), others
+    return x.normed(shift, scale, rows, norm.norm.eps, fp8), others
 
 
 def feed_forward_gated(
     norm: nn.LayerNorm, ff: nn.Module, x: Tensor, attended: Tensor, mod: Sequence[Tensor], owners: Owners
-) -> Tensor:
+) -> Residual:
     gate_attended, shift, scale, gate = mod
     fp8 = reads_fp8(first_layer(ff))
     x, inner = add_norm_modulate(x, gate_attended, attended, shift, scale, owners.index, norm.eps, fp8)
-    return add_gated(x, gate, feed_forward(ff, inner, owners), owners.index)
+    return Residual(x, gate, feed_forward(ff, inner, owners), owners.index)
 
 
 def recall(block: Block, index: int, batch: FluxBatch, layout: Layout) -> Heads:
@@ -230,62 +247,79 @@ def recall(block: Block, index: int, batch: FluxBatch, layout: Layout) -> Heads:
     if not any(layout.cached):
         return heads
     reader = 0
-    for job, (sources, images) in enumerate(zip(batch.read(index, layout.cached, layout), layout.images, strict=True)):
-        keys = [heads.keys[:, image] for image in images]
+    kept = layout.kept_keys(batch.num_kept_text)
+    for job, (sources, slices) in enumerate(zip(batch.read(index, layout.cached, layout), kept, strict=True)):
+        keys = [heads.keys[:, one] for one in slices]
         for branch, source in enumerate(sources):
             recall_one(block, batch, job, reader + branch, source, keys[branch])
         for other in keys[len(sources) :] if sources else ():
             other.copy_(keys[len(sources) - 1])
-        reader += len(images)
+        reader += len(slices)
     return heads
 
 
 def recall_one(block: Block, batch: FluxBatch, job: int, reader: int, source: RowSource, keys: Tensor) -> None:
-    """Write K and V [2, image tokens, heads, head channels] of a branch's tokens that are not computed, each at its
+    """Write K and V [2, kept tokens, heads, head channels] of a branch's tokens that are not computed, each at its
     place: as they are kept, or projected from Y as at the step that left them."""
     assert source is not None
-    rest, num_all = batch.image_tokens[job].rest, batch.image_tokens[job].num_all
+    tokens = batch.image_tokens[job]
+    rest = tokens.rest
     if batch.kinds[job] == "kv":
-        gather_rows(source, rest, num_all, keys.flatten(2), rest)
+        gather_rows(source, rest, tokens.num_rows, keys.flatten(2), rest)
         return
     assert batch.template is not None
     y = keys.new_empty(1, len(rest), keys.shape[2] * keys.shape[3])
-    gather_rows(source, rest, num_all, y)
+    gather_rows(source, rest, tokens.num_rows, y)
     mod, rotary = Modulation(batch.template.time[reader, None]), batch.template.rotary[job]
-    project_keys(block, y[0], mod, rotary, None, keys, HeadPlaces(joint=rest, keys=rest))
+    num = tokens.num_padding
+    if num:
+        places = HeadPlaces(joint=rest[:num], keys=rest[:num])
+        project_keys(block, y[0, :num], mod, rotary, None, keys, places, is_text=True)
+    project_keys(block, y[0, num:], mod, rotary, None, keys, HeadPlaces(joint=rest[num:], keys=rest[num:]))
 
 
-def keep_y(index: int, batch: FluxBatch, images: Sequence[Tensor]) -> None:
-    """Keep the image rows that go into a block, per branch, for the jobs that keep Y."""
-    for reader, kind in enumerate(batch.kept_kinds):
+def keep_y(index: int, batch: FluxBatch, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Keep the rows of text and image that go into a block, per branch, for the jobs that keep Y; the text for those
+    that keep it."""
+    for reader, (kind, num_text) in enumerate(zip(batch.kept_kinds, batch.kept_text, strict=True)):
         if kind == "y":
-            batch.rows.keep(index, reader, [images[reader]])
+            text, image = parts[reader]
+            batch.rows.keep(index, reader, [torch.cat([text, image]) if num_text else image])
 
 
 def keep_kv(index: int, batch: FluxBatch, layout: Layout, heads: Heads) -> None:
-    """Keep K and V of the image tokens of a block that has run, for the jobs that keep them."""
-    images = [image for job in layout.images for image in job]
+    """Keep K and V of the tokens of a block that has run, for the jobs that keep them."""
+    if "kv" not in batch.kept_kinds:
+        return
+    slices = [one for job in layout.kept_keys(batch.num_kept_text) for one in job]
     for reader, kind in enumerate(batch.kept_kinds):
         if kind == "kv":
-            batch.rows.keep(index, reader, [part[images[reader]].flatten(1) for part in heads.keys])
+            batch.rows.keep(index, reader, [part[slices[reader]].flatten(1) for part in heads.keys])
 
 
 def project_keys(
     block: Block,
-    image: Tensor,
+    rows: Tensor,
     mod: Modulation,
     rotary: Tensor,
     owners: Owners | None,
     keys: Tensor,
     places: HeadPlaces | None = None,
+    is_text: bool = False,
 ) -> None:
-    """Write K and V [2, image tokens, heads, head channels] of image rows that go into a block. A template's own rows
-    have no owners."""
+    """Write K and V [2, tokens, heads, head channels] of rows that go into a block. A template's own rows have no
+    owners. Text has projections of its own in a double block."""
     attn = block.attn
-    norm = block.norm1 if hasattr(block, "norm1") else block.norm  # of a double or of a single block
-    image_in, _ = modulated(norm, image, mod, owners.index if owners else None, reads_fp8(attn.to_k))
-    k, v = linears((attn.to_k, attn.to_v), image_in, owners)
-    place(Projected(None, k, v, attn.norm_q, attn.norm_k), rotary, places, Heads(None, keys))
+    if not hasattr(block, "norm1"):
+        norm, layers, norms = block.norm, (attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
+    elif is_text:
+        norm, layers = block.norm1_context, (attn.add_k_proj, attn.add_v_proj)
+        norms = attn.norm_added_q, attn.norm_added_k
+    else:
+        norm, layers, norms = block.norm1, (attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
+    rows_in, _ = modulated(norm, Residual(rows), mod, owners.index if owners else None, reads_fp8(layers[0]))
+    k, v = linears(layers, rows_in, owners)
+    place(Projected(None, k, v, *norms), rotary, places, Heads(None, keys))
 
 
 def reserve(block: Block, layout: Layout, like: Tensor) -> Heads:

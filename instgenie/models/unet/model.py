@@ -151,7 +151,8 @@ class UnetModel(Model):
         with sdpa_kernel(FLASH) if prefers_flash else nullcontext():
             return predict(self.unet, self.positions, packed)
 
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep) -> None:
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
+        assert not with_text  # it does not flow
         predict(self.unet, self.positions, self.pack(jobs), Recorder(kind, keep))
 
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:

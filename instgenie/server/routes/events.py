@@ -93,9 +93,13 @@ class EventStream(Response):
             case Finished():
                 return completed_event(given.prefix, index, happened, given.fields, given.notes)
             case Queued(position, left, predicted) if given.fields.stream_progress:
-                times = {"seconds_left": round(left, 3), "predicted_ms": round(1000 * predicted)}
-                return event("instgenie.queued", {"index": index, "position": position} | times)
+                queued = {"index": index, "position": position, "predicted_ms": round(1000 * predicted)}
+                return event("instgenie.queued", queued | time_left(left))
             case Stepped(step, num_steps, left) if given.fields.stream_progress:
-                done = {"step": step, "num_steps": num_steps, "seconds_left": round(left, 3)}
-                return event("instgenie.step", {"index": index} | done)
+                done = {"step": step, "num_steps": num_steps}
+                return event("instgenie.step", {"index": index} | done | time_left(left))
         return None
+
+
+def time_left(seconds: float | None) -> dict[str, float | None]:
+    return {"seconds_left": None if seconds is None else round(seconds, 3)}

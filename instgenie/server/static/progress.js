@@ -3,7 +3,7 @@ import { bytes, find, percent } from "./dom.js";
 
 export class Progress {
   constructor(count) {
-    this.steps = Array(count).fill(0);
+    this.steps = Array(count).fill(0); // the share of each edit's steps that it has taken
     this.show("Sending");
   }
 
@@ -16,14 +16,14 @@ export class Progress {
 
   queued({ position, seconds_left }) {
     if (Math.max(...this.steps)) return;
-    this.show(position ? `Waiting: ${position} before you` : "Next in line", leftText(seconds_left));
+    this.show(position ? `Waiting: ${position} before you` : "Preparing", leftText(seconds_left));
   }
 
   step({ index, step, num_steps, seconds_left }) {
     this.steps[index] = step / num_steps;
     const share = this.steps.reduce((sum, one) => sum + one, 0) / this.steps.length;
-    if (index === 0 || this.steps[0] === 1) this.show(`Step ${step} of ${num_steps}`, leftText(seconds_left), share);
-    else find("bar").value = share;
+    const isTold = index === 0 || this.steps[0] === 1; // edits of one run step together, mostly
+    this.show(isTold ? `Step ${step} of ${num_steps}` : find("stage-name").textContent, leftText(seconds_left), share);
   }
 
   received({ share, num_bytes }) {
@@ -32,4 +32,9 @@ export class Progress {
   }
 }
 
-const leftText = (left) => (left ? `about ${Math.max(1, Math.round(left))} s left` : "");
+// The server tells the time until the whole run is done, once it has measured a step.
+function leftText(left) {
+  if (!left) return "";
+  const whole = Math.ceil(left);
+  return `about ${whole < 100 ? `${whole} s` : `${Math.ceil(whole / 60)} min`} left`;
+}

@@ -104,21 +104,23 @@ def test_places(jobs: list[Job]) -> None:
     narrow = [*range(7), *(7, 8, 9), *(10, 13, 16), 17, *(18, 21, 24)]  # with gaps for tokens that are not computed
     assert layout.joint_places.keys.tolist() == [*narrow, *range(25, 31)]
     assert torch.equal(layout.image_places.keys, layout.joint_places.keys[layout.image_places.joint])
-    assert layout.images == [[slice(2, 7)], [slice(10, 17), slice(18, 25)], [slice(27, 31)]]
+    assert layout.kept_keys((0, 0, 0)) == [[slice(2, 7)], [slice(10, 17), slice(18, 25)], [slice(27, 31)]]
+    assert layout.kept_keys((2, 0, 2)) == [[slice(0, 7)], [slice(10, 17), slice(18, 25)], [slice(25, 31)]]
 
 
 def test_unmasked_tokens_come_back_and_leave(jobs: list[Job]) -> None:
     jobs[1] = with_activations(jobs[1], (True, False, True))
     batch = pack(jobs)
     image = batch.image[:, :WIDTH]
-    same, untouched = batch.turn(batch.layout, image, 0)
+    same, _, untouched = batch.turn(batch.layout, batch.text, image, 0)
     assert same is batch.layout
     assert untouched is image
-    wide, turned = batch.turn(batch.layout, image, 1)
+    wide, text, turned = batch.turn(batch.layout, batch.text, image, 1)
+    assert text is batch.text
     assert wide.num_image == (5, 7, 7, 4)
     assert torch.equal(turned[5:12][::3], image[5:8])
     assert torch.equal(turned[5:12][1::3], OWN_ROWS.read(jobs[1], 1, 0)[0][1::3])
-    narrow, again = batch.turn(wide, turned, 2)
+    narrow, _, again = batch.turn(wide, text, turned, 2)
     assert narrow is batch.layout  # cached
     assert torch.equal(again, image)
     _, joint = batch.turn_joint(batch.layout, batch.layout.join(batch.text, image), 1)

@@ -10,6 +10,7 @@ from helpers.edits import make_edit
 from torch import nn
 
 from instgenie.cli import EXIT_BAD_INPUT, main
+from instgenie.cluster.config import process_config, resolve
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
@@ -169,6 +170,14 @@ def test_a_device_without_fp8_is_refused() -> None:
     with pytest.raises(ConfigError, match="quantization is 'fp8': it needs a GPU, and the device is cpu"):
         read_config({"quantization": "fp8", "device": "cpu"}, {})
     assert read_config({"device": "cpu"}, {}).cluster.quantization is None
+
+
+def test_the_option_reaches_the_workers() -> None:
+    config = read_config({"device": "cuda"}, {"INSTGENIE_QUANTIZATION": "fp8"}).cluster
+    assert config.quantization == "fp8"
+    assert process_config(resolve(config, 2**30), "a", "cuda", "").quantization == "fp8"
+    with pytest.raises(ConfigError, match="quantization"):
+        read_config({"quantization": "int8", "device": "cuda"}, {})
 
 
 def test_the_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
