@@ -20,11 +20,7 @@ from training.data import BACKGROUND_CAPTIONS, NUM_VARIANTS, caption_variants, r
 from training.views import Draw, outline_view, view
 
 PARTS = {"recoloured": 0.07, "pets": 0.08, "flowers": 0.08, "garments": 0.08, "removal": 0.12}  # the rest is plain
-PASTED = {
-    "pets": (0.4, 1.0),
-    "flowers": (0.4, 1.0),
-    "garments": (0.5, 1.1),
-}  # smallest and largest size of a photograph
+PASTED = {"pets": (0.4, 1.0), "flowers": (0.4, 1.0), "garments": (0.5, 1.1)}  # smallest and largest size
 CAPTION_DROPOUT, FULL_CAPTION_DROPOUT = 0.06, 0.1
 KINDS = ("full", "box", "ellipse", "outline", "shape", "stroke", "thin", "scattered", "none", "background")
 KIND_SHARES = (0.26, 0.12, 0.07, 0.17, 0.05, 0.1, 0.05, 0.05, 0.02, 0.11)

@@ -14,9 +14,10 @@ def seconds_left(group: Sequence[EditEntry], load: WorkerLoad) -> float | None:
         return None
     waiting = [entry for entry in group if entry.is_waiting]
     predicted = load.seconds_of_steps([entry.id for entry in group], wait=bool(waiting))
-    num_preparing = sum(entry.stage == "prepare" for entry in group)
-    preparing = num_preparing * load.side_seconds.get("prepare", 0.0)
-    finishing = len(group) * load.side_seconds.get("finish", 0.0)
+    prepare = load.side_seconds.get("prepare", 0.0)
+    finish = load.side_seconds.get("finish", prepare)  # before the first one, decoding is taken to be like encoding
+    preparing = prepare * sum(entry.stage == "prepare" for entry in group)
+    finishing = finish * len(group)
     return preparing + max(predicted, observed_seconds(group, load.max_batch_size)) + finishing
 
 

@@ -55,7 +55,7 @@ def test_remaining_steps_take_at_least_what_the_last_ones_took() -> None:
     for number, seconds in zip((1, 2, 3, 4), left, strict=True):
         assert seconds is not None
         assert seconds >= 3.0 * (4 - number)
-    assert left[-1] == pytest.approx(0)
+    assert left[-1] == pytest.approx(0.1)  # no picture was finished yet: it is taken to last as long as preparing
 
 
 def test_variants_that_wait_for_room_and_pictures_to_finish_are_counted() -> None:

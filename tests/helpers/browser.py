@@ -20,7 +20,8 @@ EXECUTABLE = next((found for name in NAMES if (found := shutil.which(name))), No
 
 PAGE_SIZE = (96, 128)  # (height, width) of the picture that is edited
 PAGE_PICTURE = {"name": "photo.png", "mimeType": "image/png", "buffer": png(picture(3, PAGE_SIZE))}
-WAIT = 30_000  # milliseconds
+WAIT = 120_000  # milliseconds that a busy machine may take for a run
+expect.set_options(timeout=30_000)
 
 KEEP_FORMS = """
 window.sentForms = [];
@@ -103,7 +104,7 @@ def drag(page: Page, *points: tuple[float, float]) -> None:
 
 
 def masked_percent(page: Page) -> int:
-    found = re.search(r"(\d+) % masked", page.locator("#under").inner_text())
+    found = re.search(r"(\d+) % painted", page.locator("#under").inner_text())
     return int(found[1]) if found else 0
 
 

@@ -73,7 +73,14 @@ def saved_mask(page: Page, size: tuple[int, int] = SIZE) -> PixelMask:
     return np.asarray(read_mask(saved_file(page), size))
 
 
+def press_tool(page: Page, tool: str) -> None:
+    """Press a button of the toolbar, in its menu if the window is narrow."""
+    if not page.is_visible(tool):
+        page.click("#more-tools")
+    page.click(tool)
+
+
 def saved_file(page: Page) -> bytes:
     with page.expect_download() as download:
-        page.click("#save-mask")
+        press_tool(page, "#save-mask")
     return Path(download.value.path()).read_bytes()

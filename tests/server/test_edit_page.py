@@ -52,7 +52,7 @@ def test_facts_beside_the_result(visitor: Visitor) -> None:
     drag(page, (0.45, 0.4), (0.55, 0.5))
     fill_settings(page, count="2")
     page.click("#run")
-    expect(page.locator("#facts")).to_contain_text("tokens at each step", timeout=WAIT)
+    expect(page.locator("#facts")).to_contain_text("tokens at each step; the mask touches", timeout=WAIT)
     expect(page.locator("#facts")).to_contain_text("Seed7")
     expect(page.locator("#strip button")).to_have_count(2)
     page.click("#strip button >> nth=1")
@@ -191,14 +191,30 @@ def test_chips_suggest_prompts(visitor: Visitor) -> None:
 
 def test_a_phone(visitor: Visitor) -> None:
     page = visitor.open(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    expect(page.get_by_text("drop one here")).to_be_hidden()
     open_picture_on(page)
+    expect(page.locator("#under")).to_contain_text("tap an object")
     box = page.locator("#board").bounding_box()
     assert box
+    shown = [group.bounding_box() for group in page.locator("#tools > :visible").all()]
+    assert len({round(group["y"] + group["height"] / 2) for group in shown if group}) == 2  # rows of tools
     page.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    expect(page.locator("#under")).to_contain_text("% masked")
+    expect(page.locator("#under")).to_contain_text("% painted")
+    page.tap("#more-tools")
+    page.tap("#grow")
+    page.tap("#clear")  # closes the menu
+    expect(page.locator("#rest")).to_be_hidden()
+    page.tap("#undo")
     fill_settings(page)
+    page.evaluate("scrollTo(0, 0)")
+    page.focus("#guidance")
+    field, bar = (page.locator(name).bounding_box() for name in ("#guidance", "#run"))
+    assert field
+    assert bar
+    assert field["y"] + field["height"] <= bar["y"]  # the button stays in sight and covers no field in use
     page.tap("#run")
     expect(page.locator("#result")).to_be_visible(timeout=WAIT)
+    expect(page.locator("#view")).to_be_in_viewport(ratio=0.99)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     engine = visitor.open("/engine", viewport={"width": 360, "height": 740}, is_mobile=True)
     expect(engine.locator(".worker")).to_be_visible()

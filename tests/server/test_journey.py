@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("playwright", reason="playwright is not installed")
 
 from helpers.browser import WAIT, Visitor, masked_percent
-from helpers.scene import BALL, await_strokes, middle, open_scene, overlap, place, saved_mask, truth
+from helpers.scene import BALL, await_strokes, middle, open_scene, overlap, place, press_tool, saved_mask, truth
 from playwright.sync_api import Page, expect
 
 DEVICES: dict[str, dict[str, Any]] = {
@@ -23,7 +23,7 @@ def test_from_the_file_to_the_last_result(visitor: Visitor, device: str) -> None
     page = open_scene(visitor, **DEVICES[device])
     press = page.tap if "has_touch" in DEVICES[device] else page.click
     select_the_ball(page, press)
-    press("#grow")
+    press_tool(page, "#grow")
     await_strokes(page, 2)
     masked = masked_percent(page)
     page.fill("#prompt", "a red cat")

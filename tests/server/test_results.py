@@ -3,16 +3,26 @@
 import base64
 import io
 import json
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.serving import ALICE, Running, running_server
+from helpers.relay import relayed
+from helpers.serving import ALICE, Running
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 
-from helpers.browser import WAIT, Visitor, drag, fill_settings, masked_percent, open_picture_on, sent_forms
+from helpers.browser import (
+    WAIT,
+    Visitor,
+    drag,
+    fill_settings,
+    masked_percent,
+    open_picture_on,
+    record_progress,
+    sent_forms,
+)
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
@@ -40,17 +50,39 @@ def board(page: Page) -> Pixels:
     return np.asarray(Image.open(io.BytesIO(content)).convert("RGBA"))
 
 
-def test_four_variants_stand_side_by_side(visitor: Visitor) -> None:
-    page = painted(visitor, count="4")
-    run(page)
+def test_four_variants_stand_side_by_side_and_nothing_moves(visitor: Visitor) -> None:
+    page = visitor.open()
+    open_picture_on(page)
+    place = page.locator("#board").bounding_box()
+    page.keyboard.press("s")
+    assert page.locator("#board").bounding_box() == place
+    page.keyboard.press("b")
+    drag(page, (0.45, 0.4), (0.55, 0.5), (0.45, 0.6))
+    assert page.locator("#board").bounding_box() == place
+    fill_settings(page, steps=1)
+    page.click("#count")
+    page.keyboard.type("4")  # takes the place of the 1
+    record_progress(page)
+    page.click("#run")
+    expect(page.locator("#progress")).to_be_visible()
+    assert page.locator("#board").bounding_box() == place
+    expect(page.locator("#result")).to_be_visible(timeout=WAIT)
+    assert "Receiving 4 of 4" in page.evaluate("window.told")
+    assert page.locator("#board").bounding_box() == place
     cells = page.locator("#grid .cell")
     expect(cells).to_have_count(4)
     expect(page.locator("#view")).to_have_attribute("data-mode", "grid")
     boxes = [cell.bounding_box() for cell in cells.all()]
     assert len({box["x"] for box in boxes if box}) == len({box["y"] for box in boxes if box}) == 2
+    frame, caption = (cells.nth(0).locator(part).bounding_box() for part in ("canvas", ".caption"))
+    assert frame
+    assert caption
+    assert frame["y"] + frame["height"] <= caption["y"]  # no text over the picture
     cells.nth(2).click()
     expect(page.locator("#view")).to_have_attribute("data-mode", "compare")
+    assert page.locator("#board").bounding_box() == place
     expect(page.locator("#facts")).to_contain_text("Seed9")
+    expect(page.locator("#facts")).to_contain_text(f"Painted{masked_percent(page)} %")  # one figure in both places
     page.get_by_label("All").check()
     expect(cells.nth(2)).to_have_attribute("aria-pressed", "true")
 
@@ -137,7 +169,7 @@ def test_seed_settings_and_mask_of_a_result_are_used_again(visitor: Visitor) -> 
     page.click("#modes label >> nth=0")
     page.click("#clear")
     page.click("#again")
-    expect(page.locator("#under")).to_contain_text(f"{masked} % masked")
+    expect(page.locator("#under")).to_contain_text(f"{masked} % painted")
     assert [page.input_value(f"#{name}") for name in ("prompt", "guidance", "steps")] == ["a red cat", "3", "1"]
     run(page)
     expect(page.locator("#strip button")).to_have_count(2)
@@ -162,7 +194,7 @@ def test_settings_travel_in_the_file_and_in_the_address(visitor: Visitor, tmp_pa
     assert download.value.suggested_filename == "photo-7.jpg"
     with Image.open(download.value.path()) as opened:
         assert (opened.format, opened.size) == ("JPEG", (128, 96))
-    page.wait_for_function("location.hash.includes('steps=1')")
+    expect(page).to_have_url(re.compile(r"#.*steps=1"))
     other = visitor.open(page.url.removeprefix(visitor.url))
     expect(other.locator("#prompt")).to_have_value("a red cat")
     expect(other.locator("#seed")).to_have_value("7")
@@ -184,7 +216,7 @@ def test_a_reload_loses_nothing(visitor: Visitor) -> None:
     expect(page.locator("#prompt")).to_have_value("a red cat")
     page.click("#strip button >> nth=1")
     expect(page.locator("#facts")).to_contain_text("Seed8")
-    page.click(".chip:has-text('recent')")
+    page.click("#recent")
     expect(page.locator("#suggestions li")).to_have_text(["a red cat"])
     page.keyboard.press("Escape")
     run(page)  # and go on
@@ -231,13 +263,19 @@ def test_a_word_about_an_empty_mask_goes_when_something_is_painted(visitor: Visi
     expect(page.locator("#error")).to_be_empty()
 
 
+def test_an_unknown_word_is_named_and_nothing_moves(visitor: Visitor) -> None:
+    page = painted(visitor)
+    before = page.locator("#steps").bounding_box()
+    page.fill("#prompt", "a cat with a zeppelin")
+    expect(page.locator("#unknown")).to_have_text("The model does not know “zeppelin”.")
+    assert page.locator("#steps").bounding_box() == before
+    page.fill("#prompt", "a cat")
+    expect(page.locator("#unknown")).to_be_empty()
+
+
 def test_a_slow_link_says_that_it_receives(visitor: Visitor) -> None:
     page = painted(visitor)
-    page.evaluate("""() => {
-        window.told = [];
-        const place = document.getElementById("stage-name");
-        new MutationObserver(() => window.told.push(place.textContent)).observe(place, {childList: true});
-    }""")
+    record_progress(page)
     link = page.context.new_cdp_session(page)
     link.send("Network.enable")
     slow = {"offline": False, "latency": 50, "downloadThroughput": 30_000, "uploadThroughput": 200_000}
@@ -246,27 +284,19 @@ def test_a_slow_link_says_that_it_receives(visitor: Visitor) -> None:
     assert "Receiving" in page.evaluate("window.told")
 
 
-@pytest.fixture(scope="module")
-def mortal(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_server(tmp_path_factory.mktemp("mortal"), str(folders["sd_fill"])) as running:
-        yield running
-
-
-def test_a_dead_server_is_said_and_a_new_one_is_found(
-    mortal: Running, browser: Browser, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    visitor = Visitor(browser, mortal.url)
-    page = painted(visitor, steps=400)
-    page.click("#run")
-    expect(page.locator("#stage-name")).to_contain_text("of 400", timeout=WAIT)
-    mortal.process.kill()
-    expect(page.locator("#error")).to_contain_text("The server stopped answering", timeout=WAIT)
-    expect(page.locator("#server")).to_have_attribute("data-state", "error")
-    assert masked_percent(page) > 0
-    port = mortal.url.rsplit(":", 1)[1]
-    with running_server(tmp_path, str(folders["sd_fill"]), "--port", port):
+def test_a_dead_server_is_said_and_a_new_one_is_found(server: Running, browser: Browser) -> None:
+    with relayed(server.url) as relay:
+        visitor = Visitor(browser, relay.url, ALICE)
+        page = painted(visitor, steps=400)
+        page.click("#run")
+        expect(page.locator("#stage-name")).to_contain_text("of 400", timeout=WAIT)
+        relay.cut()
+        expect(page.locator("#error")).to_contain_text("The server stopped answering", timeout=WAIT)
+        expect(page.locator("#server")).to_have_attribute("data-state", "error")
+        assert masked_percent(page) > 0
+        relay.listen()
         expect(page.locator("#server")).to_have_attribute("data-state", "ready", timeout=WAIT)
         expect(page.locator("#notice")).to_have_text("The server is back.")
         page.fill("#steps", "1")
         run(page)
-    visitor.close()
+        visitor.close()

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.serving import Running, running_server, wait_for
+from helpers.serving import MASK, PICTURE, Running, running_server, wait_for
 
 from instgenie.pictures.examples import EXAMPLES
 from instgenie.server.routes.suggestions import suggested_examples
 from instgenie.server.vocabulary import Vocabulary, read_vocabulary
+
+FIELDS = {"stream": "true", "stream_progress": "true"}
 
 
 @pytest.fixture(scope="module")
@@ -23,25 +25,34 @@ def test_the_first_edit_of_an_example_finds_its_activations(builtin: Running) ->
     files = {name: (EXAMPLES / first[key]).read_bytes() for name, key in (("image", "picture"), ("mask", "mask"))}
     with builtin.http(None) as client:
         wait_for(lambda: any(one["state"] == "ready" for one in client.get("/v1/templates").json()["data"]))
-        fields = {"prompt": f"{first['prompts'][0]} with a zeppelin", "stream": "true", "stream_progress": "true"}
-        answer = client.post("/v1/images/edits", files=files, data=fields)
         assert client.get("/page/facts").json()["warmed"]["num"] == len(suggested_examples())
+        assert builtin.metric("instgenie:cache_hits_total") == 0
+        with client.stream("POST", "/v1/images/edits", files=files, data=FIELDS | {"prompt": "a cat"}) as answer:
+            next(line for line in answer.iter_lines() if "instgenie.step" in line)  # the rest would be more of the same
+    assert builtin.metric("instgenie:cache_hits_total") == 1
+
+
+def test_a_stream_tells_the_time_left_the_bytes_to_come_and_unknown_words(server: Running) -> None:
+    with server.http() as client:
+        fields = FIELDS | {"prompt": "a cat with a zeppelin", "num_inference_steps": "4"}
+        answer = client.post("/v1/images/edits", files={"image": PICTURE, "mask": MASK}, data=fields)
     data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
     events = [json.loads(line) for line in data]
     *_, sending, done = events
-    assert done["cache_tier"] is not None
     assert sending["type"] == "instgenie.sending"
     assert sending["num_bytes"] > len(done["b64_json"])
     left = [event["seconds_left"] for event in events if event["type"] == "instgenie.step"]
-    assert left
+    assert len(left) == 4
     assert all(seconds > 0 for seconds in left[:-1])
     assert left[0] > left[-1]
-    assert "The model does not know 'zeppelin': the prompt was drawn without." in done["notes"]
+    [unknown] = [note for note in done["notes"] if note.startswith("The model does not know")]
+    assert "'zeppelin'" in unknown
 
 
 def test_unknown_words() -> None:
     words = read_vocabulary("builtin")
     assert words.unknown("A photo of a Siamese cat, with a Zeppelin and a zeppelin!") == ["zeppelin"]
+    assert words.notes("a cat with a zeppelin") == ["The model does not know 'zeppelin': the prompt was drawn without."]
     assert Vocabulary(None).unknown("anything") == []
     [note] = words.notes("qa qb qc qd qe qf qg")
     assert note.startswith("The model does not know 'qa', 'qb', 'qc', 'qd', 'qe' and 2 more")

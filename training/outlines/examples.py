@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.outlines.network import SIDE
-from training.outlines.shapes import blobs, log_uniform, thin, uniform, waves, windows
+from training.outlines.shapes import blobs, log_uniform, ramps, thin, uniform, waves, windows
 
 PLAIN = 0.45  # share of photographs as they are
 SOLID = 0.35  # share of patches that have one colour
@@ -48,8 +48,7 @@ def recoloured(images: Tensor) -> Tensor:
 
 def shaded(images: Tensor) -> Tensor:
     """Light that comes from one side."""
-    ramp = F.interpolate(torch.rand(len(images), 1, 2, 2), size=SIDE, mode="bilinear", align_corners=True)
-    return images * (1 + uniform(len(images), 0, 0.8)[:, None, None, None] * (ramp - 0.5))
+    return images * (1 + uniform(len(images), 0, 0.8)[:, None, None, None] * (ramps(len(images), 1) - 0.5))
 
 
 def plain(sources: Sources, count: int) -> tuple[Tensor, Tensor]:
@@ -83,10 +82,9 @@ def cut_out(sources: Sources, count: int) -> tuple[Tensor, Tensor]:
 def patch(sources: Sources, count: int) -> tuple[Tensor, Tensor]:
     """Cut shapes out of any picture, or out of one colour."""
     texture = background(sources, count)
-    ramp = F.interpolate(torch.rand(count, 3, 2, 2), size=SIDE, mode="bilinear", align_corners=True)
     flat = (
         torch.rand(count, 3, 1, 1)
-        + 0.35 * (ramp - 0.5)
+        + 0.35 * (ramps(count, 3) - 0.5)
         + uniform(count, 0, 0.08)[:, None, None, None] * waves(count, 9)
     )
     texture = torch.where(torch.rand(count, 1, 1, 1) < SOLID, flat + 0.02 * torch.randn_like(texture), texture)
@@ -115,8 +113,8 @@ def composed(sources: Sources, count: int) -> tuple[Tensor, Tensor]:
 
 def with_shadow(pictures: Tensor, alpha: Tensor) -> Tensor:
     """Half of the things throw a soft shadow beside them."""
-    reach = int(torch.randint(1, 6, ()))
-    right, down = (int(by) for by in torch.randint(-2 * reach, 2 * reach + 1, (2,)))
+    reach = int(torch.randint(1, 6, (), device="cpu"))  # known without waiting for the device
+    right, down = torch.randint(-2 * reach, 2 * reach + 1, (2,), device="cpu").tolist()
     shadow = F.avg_pool2d(torch.roll(alpha, (down, right), (2, 3)), 2 * reach + 1, 1, reach)
     depth = uniform(len(alpha), -0.5, 0.5).clamp(min=0)[:, None, None, None]
     return pictures * (1 - depth * shadow)

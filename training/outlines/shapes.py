@@ -31,6 +31,10 @@ def waves(count: int, cells: int) -> Tensor:  # [B, 1, SIDE, SIDE]
     return F.interpolate(torch.randn(count, 1, cells, cells), size=SIDE, mode="bicubic", align_corners=True)
 
 
+def ramps(count: int, planes: int) -> Tensor:  # [B, planes, SIDE, SIDE]
+    return F.interpolate(torch.rand(count, planes, 2, 2), size=SIDE, mode="bilinear", align_corners=True)
+
+
 def blobs(count: int) -> Tensor:
     """Shapes between an ellipse and a rectangle, with waves in their edges."""
     size = log_uniform(count, 0.07, 0.75)

@@ -1,7 +1,7 @@
-"""Trains the network of outlines in twenty minutes, on CPU cores or on a small share of a GPU:
+"""Trains the network of outlines, in a few minutes on a GPU or half an hour on CPU cores:
 
-python -m training.outlines.train PHOTOS OUT.safetensors --minutes 20 --threads 8 --workers 7
-python -m training.outlines.train PHOTOS OUT.safetensors --minutes 20 --workers 9 --device cuda --share 0.2
+python -m training.outlines.train PHOTOS OUT.safetensors --minutes 4 --device cuda --batch 64
+python -m training.outlines.train PHOTOS OUT.safetensors --minutes 30 --threads 8 --workers 7
 """
 
 import argparse
@@ -30,19 +30,18 @@ AVERAGE = 0.005  # share of the newest weights in the average that is kept
 NUM_CALIBRATION = 8  # batches
 FIXED = 0.25  # share of the time at the end in which the statistics of the normalisations are fixed, as on the page
 LOG_EVERY = 50  # batches
-LONGEST = 0.2  # seconds of a batch that are rested for: the first one also waits for the first pictures
 NUM_GARMENTS = 1200  # photographs of garments that are shown as they are: their outlines are found by colour, so rough
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # pictures, targets, first clicks, hints
 
 
-def load_sources(folder: Path, limit: int | None = None) -> Sources:
+def load_sources(folder: Path, device: str = "cpu", limit: int | None = None) -> Sources:
     """Read the photographs of the training split; what is cut out or put behind is read at half its size."""
-    photos = load_photos(folder, "train", limit)
+    photos = load_photos(folder, "train", limit).to(device)
     is_pet = photos.outlines.flatten(1).any(1)
-    cutouts = Cutouts(photos, Draw(Generator().manual_seed(0)))
+    cutouts = Cutouts(photos, Draw(Generator(device).manual_seed(0)))
     shown = torch.cat([is_pet.nonzero()[:, 0], cutouts.garments[:NUM_GARMENTS]])
     cut = torch.cat([cutouts.pets, cutouts.garments, cutouts.flowers])
-    scenes = load_scenes(folder / "scenes", "train", limit)
+    scenes = load_scenes(folder / "scenes", "train", limit).to(device)
     return Sources(
         pictures=photos.pictures[shown],
         outlines=cutouts.outlines[shown],
@@ -57,7 +56,7 @@ def halved(images: Tensor) -> Tensor:
 
 
 class Batches(IterableDataset[Batch]):
-    """Endless batches, made in processes of their own."""
+    """Endless batches."""
 
     def __init__(self, sources: Sources, size: int) -> None:
         self.sources, self.size = sources, size
@@ -80,35 +79,14 @@ def overlap_of(logits: Tensor, targets: Tensor) -> Tensor:
     return ((found & wanted).sum((1, 2, 3)) / (found | wanted).sum((1, 2, 3)).clamp(min=1)).mean()
 
 
-def train(network: OutlineNetwork, batches: Iterator[Batch], seconds: float, share: float, out: Path) -> None:
+def train(network: OutlineNetwork, batches: Iterator[Batch], seconds: float, out: Path) -> None:
     average = torch.optim.swa_utils.AveragedModel(network, avg_fn=lambda old, new, _: old + AVERAGE * (new - old))
-    rest = Rest(next(network.parameters()).device, share)
-
-    def after() -> None:
-        average.update_parameters(network)
-        rest()
-
-    learn(network.train(), batches, seconds * (1 - FIXED), RATE, after)
+    learn(network.train(), batches, seconds * (1 - FIXED), RATE, lambda: average.update_parameters(network))
     network.load_state_dict(average.module.state_dict())
     calibrate(network, batches)
     save(network, out)  # a run that is stopped from here on leaves good weights
-    learn(network.eval(), batches, seconds * FIXED, RATE * 0.3, rest)
+    learn(network.eval(), batches, seconds * FIXED, RATE * 0.3, lambda: None)
     save(network, out)
-
-
-class Rest:
-    """Sleeps after each batch, so that a device that others use as well is busy for a share of the time."""
-
-    def __init__(self, device: torch.device, share: float) -> None:
-        self.device, self.share, self.start = device, share, time.monotonic()
-
-    def __call__(self) -> None:
-        if self.share < 1:
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize(self.device)
-            busy = min(time.monotonic() - self.start, LONGEST)
-            time.sleep(busy * (1 / self.share - 1))
-        self.start = time.monotonic()
 
 
 def save(network: OutlineNetwork, out: Path) -> None:
@@ -141,16 +119,13 @@ def learn(
 
 
 def clicked(network: OutlineNetwork, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits and targets after the first click, and after each further one in the middle of what is wrong. A
-    further click sees the outline before it."""
+    """Yield logits and targets after the first click, and after each further one in the middle of what is wrong."""
     device = next(network.parameters()).device
     pictures, targets, clicks, hint = (part.to(device, non_blocking=True) for part in batch)
-    previous = torch.zeros_like(targets)
     for _ in range(ROUNDS):
-        inputs = inputs_of(pictures, clicks, hint, previous)
+        inputs = inputs_of(pictures, clicks, hint)
         logits = network(inputs.contiguous(memory_format=torch.channels_last))
         yield logits, targets
-        previous = (logits.detach() > 0).float()
         clicks = torch.cat([clicks, next_clicks(logits.detach(), targets)], 1)
 
 
@@ -176,8 +151,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=48, help="examples per batch")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the network")
     parser.add_argument("--workers", type=int, default=1, help="processes that make batches, one thread each")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--share", type=float, default=1, help="share of the time in which the device is used")
+    parser.add_argument("--device", default="cpu", help="another device than the CPU also makes the batches")
     parser.add_argument("--limit", type=int, help="photographs to read at most, for a trial")
     parser.add_argument("--init", type=Path, help="trained weights to continue from")
     given = parser.parse_args()
@@ -188,10 +162,15 @@ def main() -> None:
     network = OutlineNetwork()
     if given.init:
         network.load_state_dict(load_file(given.init))
-    dataset = Batches(load_sources(given.photos, given.limit), given.batch)
-    batches = iter(DataLoader(dataset, batch_size=None, num_workers=given.workers, prefetch_factor=4))
+    sources = load_sources(given.photos, given.device, given.limit)
+    dataset = Batches(sources, given.batch)
+    if given.device == "cpu":
+        batches = iter(DataLoader(dataset, batch_size=None, num_workers=given.workers, prefetch_factor=4))
+    else:
+        torch.set_default_device(given.device)
+        batches = iter(dataset)
     network.to(given.device).to(memory_format=torch.channels_last)
-    train(network, batches, given.minutes * 60, given.share, given.out)
+    train(network, batches, given.minutes * 60, given.out)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ export class Board {
   drawLabel(text, left) {
     const { context, view } = this;
     const width = this.labelWidth(text);
-    const top = Math.max(view.y, 0) + 10;
+    const top = Math.min(view.y + this.picture.height * view.scale, view.window.height) - 32;
     context.fillStyle = "rgb(0 0 0 / 0.6)";
     context.beginPath();
     context.roundRect(left, top, width, 22, 11);

@@ -2,6 +2,9 @@
 
 export const find = (id) => document.getElementById(id);
 
+// What people do to a thing on the screen.
+export const press = matchMedia("(pointer: coarse)").matches ? "tap" : "click";
+
 export function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);

@@ -1,7 +1,7 @@
 // The edit page: connects the server, the picture, the mask, the settings, the run and the results.
 import { ask } from "./api.js";
 import { Board } from "./board.js";
-import { bytes, element, find, percent } from "./dom.js";
+import { bytes, element, find, percent, press } from "./dom.js";
 import { BoardInput } from "./input.js";
 import { Mask } from "./mask.js";
 import { openPicture, PictureError } from "./picture.js";
@@ -15,11 +15,10 @@ import { Select } from "./select/select.js";
 import { ZoomField } from "./select/zoom.js";
 import { Settings } from "./settings.js";
 import { Stage } from "./stage.js";
+import { Toolbar } from "./toolbar.js";
 
 const SECONDS_BETWEEN_LOOKS = 1.5;
 const MS_BEFORE_KEEPING = 400;
-const TOOL_KEYS = { s: "select", b: "brush", e: "eraser", r: "box", l: "lasso", h: "hand" };
-const DIRECT_KEYS = { i: "invert", "+": "zoom-in", "=": "zoom-in", "-": "zoom-out", 0: "fit", o: "open" };
 const ZOOM = 1.4;
 const REMOVAL = "an empty background"; // the prompt of a removal where the model suggests none
 
@@ -28,6 +27,7 @@ const input = new BoardInput(board, painted, () => stage.showSplit());
 const select = new Select(board, input, { change, say: describe, complain });
 const zoomField = new ZoomField(find("zoom"), board);
 const stage = new Stage(board, showResult);
+const toolbar = new Toolbar(input, useTool);
 const results = new Results({ onChoose: showResult, onForget: ({ id }) => saved.forget(id), say });
 const prompts = new Prompts(find("prompt"), find("suggestions"), find("chips"));
 const settings = new Settings(later(keepSettings));
@@ -67,6 +67,7 @@ async function connect() {
   if (!isFirst) return;
   prompts.learn(facts);
   find("examples").replaceChildren(...facts.examples.map(exampleButton));
+  find("or-example").hidden = !facts.examples.length;
   started();
 }
 
@@ -132,8 +133,8 @@ function describe(message) {
   const { mask, picture } = board;
   const share = mask.share;
   const size = `${picture.name}, ${picture.width} × ${picture.height}`;
-  const state = share ? `${percent(share)} masked` : "nothing painted yet: paint, or select an object by a click";
-  find("under").textContent = message || `${size}, ${state}`;
+  const state = share ? `${percent(share)} painted` : `Nothing painted yet: paint, or ${press} an object with Select`;
+  find("under").textContent = find("under").title = message || `${state} · ${size}`;
 }
 
 function change(act) {
@@ -143,19 +144,9 @@ function change(act) {
   painted();
 }
 
-function setTool(tool) {
-  input.tool = tool;
-  input.hideCursor();
-  find("board").dataset.tool = tool;
-  document.querySelector(`[name=tool][value=${tool}]`).checked = true;
-  find("size").disabled = !input.paints;
+function useTool(tool) {
   select.use(tool === "select");
   if (stage.mode !== "mask" && stage.mode !== "partial" && tool !== "hand" && board.picture) stage.setMode("mask");
-}
-
-function setSize(value) {
-  find("size").value = Math.min(Math.max(value, 1), 50);
-  input.brush = find("size").value / 100;
 }
 
 function zoom(factor) {
@@ -246,6 +237,7 @@ async function run() {
   const mistake = findMistake(values);
   if (mistake) return complain(...mistake);
   const count = Number(values.n ?? 1);
+  const { share } = mask;
   const before = { result: stage.result, mode: stage.mode };
   const made = [];
   const at = Date.now();
@@ -264,8 +256,9 @@ async function run() {
       received: (event) => progress.received(event),
       partial: (event) => stage.result || stage.showPartial(event, count),
       completed: (one) => {
+        progress.numReceived++;
         if (count > 1 && !stage.result) stage.showPartial({ ...one, index: one.facts.index }, count);
-        made.push({ id: `${at}-${one.facts.index}`, at, ...one, file: signed(one, values), picture, mask, maskFile, values, variants: made });
+        made.push({ id: `${at}-${one.facts.index}`, at, ...one, file: signed(one, values), picture, mask, maskFile, share, values, variants: made });
       },
     }, running.signal);
   } catch (error) {
@@ -321,6 +314,7 @@ function setRunning(controller) {
   find("tools").inert = Boolean(controller);
   document.body.classList.toggle("running", Boolean(controller));
   if (!controller) return;
+  find("view").scrollIntoView({ block: "nearest" }); // on a phone the button is below the picture
   stage.result = null; // choosing a result during the run sets it, and the run goes on unseen
   results.show(null);
 }
@@ -345,8 +339,6 @@ const ON_CLICK = {
 };
 for (const [id, act] of Object.entries(ON_CLICK)) find(id).addEventListener("click", act);
 
-find("tools").addEventListener("change", ({ target }) => target.name === "tool" && setTool(target.value));
-find("size").addEventListener("input", ({ target }) => setSize(target.value));
 find("form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (!running) run();
@@ -370,14 +362,10 @@ document.addEventListener("keyup", ({ key }) => key === "\\" && stage.holdOrigin
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey) return withControl(event);
   if (event.altKey || event.target.matches("input:not([type=radio], [type=range]), textarea, select")) return;
-  const key = event.key.toLowerCase();
-  if (key === "\\") stage.holdOriginal(true);
+  if (event.key === "\\") stage.holdOriginal(true);
   if (!board.picture || running) return;
-  if (key in TOOL_KEYS) setTool(TOOL_KEYS[key]);
-  else if (key in DIRECT_KEYS) find(DIRECT_KEYS[key]).click();
-  else if (key === "g") find(event.shiftKey ? "shrink" : "grow").click();
-  else if (key === "1") zoomField.set(1);
-  else if (key === "[" || key === "]") setSize(Number(find("size").value) + (key === "]" ? 2 : -2));
+  if (event.key === "1") zoomField.set(1);
+  else toolbar.key(event);
 });
 
 function withControl(event) {
@@ -391,7 +379,6 @@ function withControl(event) {
   }
 }
 
-setTool("brush");
 let started;
 const connected = new Promise((resolve) => (started = resolve)); // then the server's limits are known
 connect();

@@ -3,12 +3,13 @@ import { percent, seconds, terms } from "./dom.js";
 
 const TIERS = { gpu: "GPU memory", host: "host memory", disk: "disk", remote: "remote store" };
 
-export function showFacts(list, facts) {
+export function showFacts(list, { facts, share }) {
+  const masked = Math.round(facts.masked_share * facts.num_tokens);
   const { queue, prepare, denoise, finish } = facts.seconds;
   list.replaceChildren(
     ...terms([
-      ["Masked", percent(facts.masked_share), "of the picture's tokens"],
-      ["Computed", `${facts.num_computed_tokens} of ${facts.num_tokens}`, "tokens at each step"],
+      ...(share ? [["Painted", percent(share), "of the picture's pixels"]] : []),
+      ["Computed", `${facts.num_computed_tokens} of ${facts.num_tokens}`, `tokens at each step; the mask touches ${masked}`],
       ["Cache", ...cacheOf(facts)],
       ["Steps took", seconds(denoise), ...savedOf(facts)],
       ["Other time", seconds(queue + prepare + finish), `of which ${seconds(queue)} waiting`],

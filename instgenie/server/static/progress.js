@@ -4,6 +4,7 @@ import { bytes, find, percent } from "./dom.js";
 export class Progress {
   constructor(count) {
     this.steps = Array(count).fill(0); // the share of each edit's steps that it has taken
+    this.numReceived = 0; // pictures
     this.show("Sending");
   }
 
@@ -28,7 +29,9 @@ export class Progress {
 
   received({ share, num_bytes }) {
     this.bytes = num_bytes ?? this.bytes;
-    if (this.steps.every((one) => one === 1)) this.show("Receiving", `${percent(share)} of ${bytes(this.bytes)}`, share);
+    if (!this.steps.every((one) => one === 1)) return;
+    const which = this.steps.length > 1 ? ` ${this.numReceived + 1} of ${this.steps.length}` : "";
+    this.show(`Receiving${which}`, `${percent(share)} of ${bytes(this.bytes)}`, share);
   }
 }
 

@@ -15,17 +15,14 @@ export class Prompts {
     field.addEventListener("input", () => this.check());
     field.addEventListener("blur", () => this.hide());
     field.addEventListener("keydown", (event) => this.key(event));
+    find("recent").addEventListener("click", () => this.offer(this.recent));
     list.addEventListener("pointerdown", (event) => event.preventDefault()); // the field keeps the focus
     list.addEventListener("click", (event) => this.choose(event.target.closest("li")?.textContent));
   }
 
   learn({ prompts, colours }) {
     this.all = Object.values(prompts).flatMap((group) => group.flatMap((prompt) => coloured(prompt, colours)));
-    const recent = element("button", { type: "button", className: "chip", textContent: "recent", onclick: () => this.offer(this.recent) });
-    this.recentChip = recent;
-    recent.hidden = !this.recent.length;
     this.chips.replaceChildren(
-      recent,
       ...Object.entries(prompts).map(([name, group]) =>
         element("button", {
           type: "button",
@@ -39,7 +36,7 @@ export class Prompts {
 
   remember(...prompts) {
     this.recent = [...new Set([...prompts, ...this.recent])].slice(0, MAX_RECENT);
-    this.recentChip.hidden = !this.recent.length;
+    find("recent").hidden = !this.recent.length;
   }
 
   // Says which words of the prompt the model does not know.
@@ -47,9 +44,8 @@ export class Prompts {
     this.words = words ? new Set(words) : null;
     const unknown = this.words ? wordsOf(this.field.value).filter((word) => !this.words.has(word)) : [];
     const notice = find("unknown");
-    notice.hidden = !unknown.length;
     const quoted = [...new Set(unknown)].map((word) => `“${word}”`).join(", ");
-    notice.textContent = `The model does not know ${quoted}: it draws the prompt without ${unknown.length > 1 ? "these words" : "this word"}.`;
+    notice.textContent = notice.title = unknown.length ? `The model does not know ${quoted}.` : "";
   }
 
   offer(prompts) {

@@ -55,7 +55,7 @@ export class Results {
     find("result").hidden = find("actions").hidden = !result;
     if (!result) return;
     find("result-name").textContent = result.values.prompt || "Result";
-    showFacts(find("facts"), result.facts);
+    showFacts(find("facts"), result);
     result.url ??= URL.createObjectURL(result.file);
     Object.assign(find("download"), { href: result.url, download: nameOf(result, "png") });
   }

@@ -9,7 +9,10 @@ export class Settings {
     for (const place of document.querySelectorAll("[data-fields]")) {
       place.append(...FIELDS.filter((field) => field.place === place.dataset.fields).flatMap(controlOf));
     }
-    for (const field of FIELDS) find(field.id).addEventListener("input", () => this.changed(field));
+    for (const field of FIELDS) {
+      find(field.id).addEventListener("input", () => this.changed(field));
+      if (field.kind === "number") selectAtFocus(find(field.id));
+    }
     this.write({});
   }
 
@@ -78,6 +81,14 @@ const MAKERS = {
   switch: ({ id }) => element("input", { id, type: "checkbox", role: "switch" }),
   text: ({ id }) => element("textarea", { id, rows: 1, spellcheck: false }),
 };
+
+// What is typed first replaces the number. The click that gives the focus would put the cursor into it.
+function selectAtFocus(control) {
+  control.addEventListener("focus", () => {
+    control.select();
+    control.addEventListener("click", () => control.select(), { once: true });
+  });
+}
 
 const optionsOf = (choices) => Object.entries(choices).map(([value, textContent]) => element("option", { value, textContent }));
 

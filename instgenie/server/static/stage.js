@@ -22,6 +22,7 @@ export class Stage {
   open(picture, mask) {
     find("empty").hidden = true;
     find("tools").hidden = find("board").hidden = false;
+    document.body.classList.add("has-picture");
     this.result = null;
     this.board.open(picture, mask);
     this.board.resize();
@@ -63,7 +64,7 @@ export class Stage {
   fillGrid(result) {
     this.makeCells(result.variants.length);
     result.variants.forEach((variant, at) => {
-      this.fillCell(at, variant.bitmap, `Variant ${at + 1}, seed ${variant.facts.seed}`);
+      this.fillCell(at, variant.bitmap, `seed ${variant.facts.seed}`);
       this.cells[at].ariaPressed = String(variant === result);
       this.cells[at].onclick = () => this.onChoose(variant);
     });
@@ -72,20 +73,22 @@ export class Stage {
   // Prepares for a run of several variants; they appear as they come.
   makeCells(count) {
     this.cells = Array.from({ length: count }, (_, at) =>
-      element("button", { type: "button", className: "cell", ariaLabel: `Variant ${at + 1}` }, element("span", { className: "waiting" })),
+      element("button", { type: "button", className: "cell", ariaLabel: `Variant ${at + 1}` }, element("span", { className: "frame waiting" }), element("span", { className: "caption", textContent: `Variant ${at + 1}` })),
     );
     find("grid").style.setProperty("--columns", Math.ceil(Math.sqrt(count)));
     find("grid").replaceChildren(...this.cells);
   }
 
-  fillCell(at, bitmap, label) {
-    this.cells[at].replaceChildren(contained(bitmap, 768), element("span", { className: "tag", textContent: label }));
-    this.cells[at].ariaLabel = label;
+  fillCell(at, bitmap, about = "") {
+    const name = `Variant ${at + 1}`;
+    const caption = element("span", { className: "caption", textContent: name }, element("span", { className: "quiet", textContent: about }));
+    this.cells[at].replaceChildren(element("span", { className: "frame" }, contained(bitmap, 768)), caption);
+    this.cells[at].ariaLabel = about ? `${name}, ${about}` : name;
   }
 
   showPartial({ index, bitmap }, count) {
     if (count > 1) {
-      this.fillCell(index, bitmap, `Variant ${index + 1}`);
+      this.fillCell(index, bitmap);
       if (this.mode !== "grid") this.setMode("grid");
       return;
     }

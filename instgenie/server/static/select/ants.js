@@ -12,7 +12,8 @@ export class Ants {
     const { view, mask, mode } = this.board;
     const last = mask?.strokes.at(-1);
     const isShown = mode === "mask" && mask;
-    this.draw("selected", isShown && last?.kind === "outline" ? last.path : "");
+    const isSelected = last?.kind === "outline" && !last.erase;
+    this.draw("selected", isShown && isSelected ? last.path : "");
     this.draw("preview", (isShown && this.preview) || "");
     this.svg.firstElementChild.setAttribute("transform", `translate(${view.x} ${view.y}) scale(${view.scale})`);
   }

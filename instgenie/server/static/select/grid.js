@@ -3,19 +3,32 @@
 // Scales with linear interpolation between the middles of cells.
 export function scaled({ width, height, data }, wide, high) {
   const made = new Float32Array(wide * high);
-  for (let y = 0; y < high; y++) {
-    const v = Math.min(Math.max(((y + 0.5) * height) / high - 0.5, 0), height - 1);
-    const [top, below] = [Math.floor(v), Math.min(Math.floor(v) + 1, height - 1)];
-    for (let x = 0; x < wide; x++) {
-      const u = Math.min(Math.max(((x + 0.5) * width) / wide - 0.5, 0), width - 1);
-      const left = Math.floor(u);
-      const right = Math.min(left + 1, width - 1);
-      const upper = data[top * width + left] * (1 - u + left) + data[top * width + right] * (u - left);
-      const lower = data[below * width + left] * (1 - u + left) + data[below * width + right] * (u - left);
-      made[y * wide + x] = upper * (1 - v + top) + lower * (v - top);
+  const columns = between(width, wide);
+  const rows = between(height, high);
+  for (let y = 0, to = 0; y < high; y++) {
+    const [top, bottom, down] = [rows.first[y] * width, rows.second[y] * width, rows.share[y]];
+    for (let x = 0; x < wide; x++, to++) {
+      const left = columns.first[x];
+      const right = columns.second[x];
+      const across = columns.share[x];
+      const upper = data[top + left] + across * (data[top + right] - data[top + left]);
+      const lower = data[bottom + left] + across * (data[bottom + right] - data[bottom + left]);
+      made[to] = upper + down * (lower - upper);
     }
   }
   return { width: wide, height: high, data: made };
+}
+
+// For each of `count` new cells: the two old ones between whose middles its own lies, and how far it is from the first.
+function between(length, count) {
+  const [first, second, share] = [new Int32Array(count), new Int32Array(count), new Float32Array(count)];
+  for (let at = 0; at < count; at++) {
+    const place = Math.min(Math.max(((at + 0.5) * length) / count - 0.5, 0), length - 1);
+    first[at] = Math.floor(place);
+    second[at] = Math.min(first[at] + 1, length - 1);
+    share[at] = place - first[at];
+  }
+  return { first, second, share };
 }
 
 // The mean of each cell's square neighbourhood, cut off at the border.
@@ -28,44 +41,53 @@ function lines(data, length, count, step, stride, radius) {
   const made = new Float32Array(data.length);
   for (let line = 0; line < count; line++) {
     const start = line * stride;
-    let [sum, cells] = [0, 0];
+    let sum = 0;
+    let cells = 0;
     for (let at = 0; at < Math.min(radius, length); at++, cells++) sum += data[start + at * step];
     for (let at = 0; at < length; at++) {
-      if (at + radius < length) [sum, cells] = [sum + data[start + (at + radius) * step], cells + 1];
-      if (at > radius) [sum, cells] = [sum - data[start + (at - radius - 1) * step], cells - 1];
+      if (at + radius < length) {
+        sum += data[start + (at + radius) * step];
+        cells++;
+      }
+      if (at > radius) {
+        sum -= data[start + (at - radius - 1) * step];
+        cells--;
+      }
       made[start + at * step] = sum / cells;
     }
   }
   return made;
 }
 
+// The cells that are connected with the first one. `enters` says whether a neighbour joins them, and says so once.
+export function connected(first, { width, height }, enters) {
+  const found = [first];
+  for (let next = 0; next < found.length; next++) {
+    const at = found[next];
+    const x = at % width;
+    if (x > 0 && enters(at - 1)) found.push(at - 1);
+    if (x < width - 1 && enters(at + 1)) found.push(at + 1);
+    if (at >= width && enters(at - width)) found.push(at - width);
+    if (at < width * (height - 1) && enters(at + width)) found.push(at + width);
+  }
+  return found;
+}
+
 // Numbers connected regions of equal values: {labels, sizes, values}, by label.
-export function regions({ width, height, data }) {
-  const labels = new Int32Array(width * height).fill(-1);
+export function regions(grid) {
+  const { data } = grid;
+  const labels = new Int32Array(data.length).fill(-1);
   const [sizes, values] = [[], []];
-  const stack = new Int32Array(width * height);
   for (let first = 0; first < labels.length; first++) {
     if (labels[first] >= 0) continue;
     const label = sizes.length;
-    let [depth, size] = [1, 0];
-    stack[0] = first;
     labels[first] = label;
-    const visit = (next) => {
-      if (labels[next] < 0 && data[next] === data[first]) {
-        labels[next] = label;
-        stack[depth++] = next;
-      }
+    const enters = (at) => {
+      if (labels[at] >= 0 || data[at] !== data[first]) return false;
+      labels[at] = label;
+      return true;
     };
-    while (depth) {
-      const at = stack[--depth];
-      size++;
-      const x = at % width;
-      if (x > 0) visit(at - 1);
-      if (x < width - 1) visit(at + 1);
-      if (at >= width) visit(at - width);
-      if (at < width * (height - 1)) visit(at + width);
-    }
-    sizes.push(size);
+    sizes.push(connected(first, grid, enters).length);
     values.push(data[first]);
   }
   return { labels, sizes, values };

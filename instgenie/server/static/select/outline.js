@@ -1,7 +1,9 @@
 // Finds the outline of an object from clicks and a rough box or loop: looks at the whole picture, then closer, then
 // follows the edges of the picture. Pure: runs in a worker of the page and under Node.
+import { alongEdges } from "./edges.js";
 import { blurred, bounds, regions, scaled } from "./grid.js";
 import { INPUTS, run } from "./network.js";
+import { refined } from "./refine.js";
 
 const SIDE = 96; // longer side of what the network sees
 const NEAR = 3; // cells: radius of a click
@@ -14,48 +16,55 @@ const FINE = 512; // longer side of the outline's grid
 const MARGIN = 0.3; // around the object, as a share of its size, when looking closer
 const CLOSER = 0.6; // looks closer if that shows at most this share of the picture
 const SMALLEST = 0.1; // share of the picture's side that is looked at
-const RADIUS = 5; // cells of the coarse grid in which colours tell inside from outside
-const EVENNESS = 1e-3; // variance of colours below which there is no edge
 const STRAY = 0.08; // regions below this share of the largest one are dropped, holes of that size filled
 
 export class Outliner {
   // `picture` is {width, height, data} with four bytes per pixel, as of a canvas.
   constructor(layers, picture) {
     Object.assign(this, { layers, picture });
+    this.whole = { x: 0, y: 0, width: picture.width, height: picture.height };
+    this.overview = this.sample(this.whole, ...sidesOf(this.whole, SIDE, 16)); // every first look begins with it
   }
 
   // Returns {window, width, height, data}: data is 1 inside, window is where the grid lies in the picture.
-  // `clicks` are [{x, y, inside}] and `hint` a polygon [[x, y], ...] or null, in pixels of the picture.
-  find(clicks, hint = null) {
-    const { width, height } = this.picture;
-    let window = { x: 0, y: 0, width, height };
-    let shares = this.look(window, clicks, hint);
-    const closer = this.closeUp(cleaned(shares, window, clicks), window, clicks);
-    if (closer.width * closer.height < CLOSER * width * height) {
-      window = closer;
-      shares = this.look(window, clicks, hint);
-    }
-    const fine = this.fitted(shares, window);
-    return { window, ...cleaned(fine, window, clicks) };
+  // `clicks` are [{x, y, inside}] and `hint` a polygon [[x, y], ...] or null, in pixels of the picture. `before` is what
+  // was returned for all clicks but the last one; the outline changes around the last click only.
+  find(clicks, hint = null, before = null) {
+    if (before) return this.further(clicks, hint, before);
+    const start = hint ? this.around(boxOf(hint), clicks) : this.whole;
+    const seen = this.look(start, clicks, hint);
+    const first = { window: start, ...cleaned(seen, start, clicks) };
+    const box = boxIn(first);
+    const closer = box ? this.around(box, clicks) : start;
+    const isCloser = closer.width * closer.height < start.width * start.height;
+    const [window, shares] = isCloser ? [closer, this.look(closer, clicks, hint)] : [start, seen];
+    return { window, ...cleaned(this.fitted(shares, window), window, clicks) };
   }
 
-  // The share of the object in each cell. A click that adds never takes away, and the other way round.
+  // The outline before, changed around the last click. An earlier click that a later one overruled no longer counts.
+  further(clicks, hint, before) {
+    const last = clicks.at(-1);
+    const counted = clicks.filter((click) => click === last || agrees(click, before));
+    const window = this.around(boxIn(before) ?? before.window, counted);
+    const shares = this.fitted(this.look(window, counted, hint), window);
+    const same = drawn(before, window, shares.width, shares.height);
+    const made = refined(shares, same, { cell: cellOf(last, window, shares), inside: last.inside });
+    return { window, ...cleaned(made, window, counted.filter((click) => agrees(click, { window, ...made }))) };
+  }
+
+  // The share of the object in each cell.
   look(window, clicks, hint) {
-    const first = this.share(window, clicks.slice(0, 1), hint);
-    for (let count = 2; count <= clicks.length; count++) {
-      const { data } = this.share(window, clicks.slice(0, count), hint);
-      const choose = clicks[count - 1].inside ? Math.max : Math.min;
-      first.data.forEach((share, at) => (first.data[at] = choose(share, data[at])));
-    }
-    return first;
+    const { width, height, data, touches } = this.logits(window, clicks, hint);
+    clicks.forEach(({ inside }, i) => obey(data, inside ? SURE : -SURE, touches[i]));
+    return { width, height, data: data.map((logit) => 1 / (1 + Math.exp(-logit))) };
   }
 
-  // The share of the object in each cell, by the network.
-  share(window, clicks, hint) {
+  // What the network says of each cell, and which cells go with each click.
+  logits(window, clicks, hint) {
     const [width, height] = sidesOf(window, SIDE, 16);
     const size = width * height;
     const inputs = new Float32Array(INPUTS * size);
-    const colours = this.sample(window, width, height);
+    const colours = window === this.whole ? this.overview : this.sample(window, width, height);
     colours.forEach(({ data }, plane) => inputs.set(data.map((value) => value - 0.5), plane * size));
     const smooth = colours.map((plane) => blurred(plane, 1).data);
     const touches = clicks.map((click) => {
@@ -64,60 +73,85 @@ export class Outliner {
       return drawClick(planes, x, y, colours.map(({ data }) => data), smooth, width, height);
     });
     if (hint) inputs.set(filled(hint, window, width, height), 9 * size);
-    const { data } = scaled(run(this.layers, inputs, width, height), width, height);
-    clicks.forEach(({ inside }, i) => obey(data, inside ? SURE : -SURE, touches[i]));
-    return { width, height, data: data.map((logit) => 1 / (1 + Math.exp(-logit))) };
+    return { ...scaled(run(this.layers, inputs, width, height), width, height), touches };
   }
 
   // Red, green and blue of the window in cells of a grid, from 0 to 1: the mean of the pixels of each cell.
   sample(window, width, height) {
     const { data, width: row } = this.picture;
     const planes = [0, 1, 2].map(() => ({ width, height, data: new Float32Array(width * height) }));
-    const [columns, lines] = [edgesOf(window.x, window.width, width, row), edgesOf(window.y, window.height, height, this.picture.height)];
+    const [reds, greens, blues] = planes.map((plane) => plane.data);
+    const columns = edgesOf(window.x, window.width, width, row);
+    const lines = edgesOf(window.y, window.height, height, this.picture.height);
     for (let y = 0, at = 0; y < height; y++) {
+      const [top, bottom] = [lines.first[y], lines.last[y]];
       for (let x = 0; x < width; x++, at++) {
-        let [red, green, blue, count] = [0, 0, 0, 0];
-        for (let line = lines[y][0]; line < lines[y][1]; line++) {
-          for (let column = columns[x][0]; column < columns[x][1]; column++, count++) {
-            const pixel = 4 * (line * row + column);
+        const [left, right] = [columns.first[x], columns.last[x]];
+        let red = 0;
+        let green = 0;
+        let blue = 0;
+        for (let line = top; line < bottom; line++) {
+          for (let pixel = 4 * (line * row + left), end = 4 * (line * row + right); pixel < end; pixel += 4) {
             red += data[pixel];
             green += data[pixel + 1];
             blue += data[pixel + 2];
           }
         }
-        [planes[0].data[at], planes[1].data[at], planes[2].data[at]] = [red / count / 255, green / count / 255, blue / count / 255];
+        const count = 255 * (bottom - top) * (right - left);
+        reds[at] = red / count;
+        greens[at] = green / count;
+        blues[at] = blue / count;
       }
     }
     return planes;
   }
 
-  // The object's rectangle with a margin, or the window itself if there is no object.
-  closeUp(mask, window, clicks) {
-    const found = bounds(mask);
-    if (!found) return window;
-    const box = insideOf(found, window);
+  // A box and all clicks inside, with a margin; the whole picture if that is not much larger.
+  around(box, clicks) {
+    const { width: wide, height: high } = this.picture;
     const points = clicks.filter(({ inside }) => inside);
     const left = Math.min(box.x, ...points.map(({ x }) => x));
     const top = Math.min(box.y, ...points.map(({ y }) => y));
     const right = Math.max(box.x + box.width, ...points.map(({ x }) => x));
     const bottom = Math.max(box.y + box.height, ...points.map(({ y }) => y));
-    const [x, width] = spread(left, right, this.picture.width);
-    const [y, height] = spread(top, bottom, this.picture.height);
-    return { x, y, width, height };
+    const [x, width] = spread(left, right, wide);
+    const [y, height] = spread(top, bottom, high);
+    return width * height < CLOSER * wide * high ? { x, y, width, height } : this.whole;
   }
 
-  // Follows the edges of the picture: in each neighbourhood the share is a linear function of the colour (a guided filter,
-  // He, Sun and Tang), fitted on a coarse grid and evaluated on a fine one.
+  // The shares in the cells of a fine grid, along the edges of the picture.
   fitted(shares, window) {
     const [wide, high] = sidesOf(window, COARSE, 1);
-    const guide = this.sample(window, wide, high);
-    const factors = linear(guide, scaled(shares, wide, high));
     const [width, height] = sidesOf(window, FINE, 1);
-    const [red, green, blue] = this.sample(window, width, height);
-    const [a, b, c, d] = factors.map((factor) => scaled(blurred(factor, RADIUS), width, height).data);
-    const data = d.map((value, at) => value + a[at] * red.data[at] + b[at] * green.data[at] + c[at] * blue.data[at]);
-    return { width, height, data };
+    return alongEdges(scaled(shares, wide, high), this.sample(window, wide, high), this.sample(window, width, height));
   }
+}
+
+// The number of the cell at a point of the picture, -1 outside of the window.
+function cellOf({ x, y }, window, { width, height }) {
+  const column = Math.floor(((x - window.x) / window.width) * width);
+  const row = Math.floor(((y - window.y) / window.height) * height);
+  return column < 0 || row < 0 || column >= width || row >= height ? -1 : row * width + column;
+}
+
+// Does a click lie inside the outline if it is to, and outside if it is not to?
+function agrees(click, { window, width, height, data }) {
+  const at = cellOf(click, window, { width, height });
+  return (at >= 0 && data[at] === 1) === click.inside;
+}
+
+// An outline in the cells of another window.
+function drawn({ window: from, width, height, data }, window, wide, high) {
+  const middles = (start, length, count) => Array.from({ length: count }, (_, at) => start + ((at + 0.5) * length) / count);
+  const xs = middles(window.x, window.width, wide);
+  const made = new Uint8Array(wide * high);
+  middles(window.y, window.height, high).forEach((y, row) => {
+    xs.forEach((x, column) => {
+      const at = cellOf({ x, y }, from, { width, height });
+      made[row * wide + column] = at >= 0 ? data[at] : 0;
+    });
+  });
+  return { width: wide, height: high, data: made };
 }
 
 function sidesOf({ width, height }, longest, multiple) {
@@ -125,20 +159,30 @@ function sidesOf({ width, height }, longest, multiple) {
   return [width, height].map((side) => Math.max(Math.round((side * scale) / multiple), 1) * multiple);
 }
 
-// First and last pixel of each cell; at least one pixel.
+// First pixel of each cell and the one after its last; at least one pixel.
 function edgesOf(start, length, count, limit) {
-  return Array.from({ length: count }, (_, at) => {
-    const first = Math.min(Math.max(Math.floor(start + (at * length) / count), 0), limit - 1);
-    return [first, Math.min(Math.max(Math.floor(start + ((at + 1) * length) / count), first + 1), limit)];
-  });
+  const [first, last] = [new Int32Array(count), new Int32Array(count)];
+  for (let at = 0; at < count; at++) {
+    first[at] = Math.min(Math.max(Math.floor(start + (at * length) / count), 0), limit - 1);
+    last[at] = Math.min(Math.max(Math.floor(start + ((at + 1) * length) / count), first[at] + 1), limit);
+  }
+  return { first, last };
 }
 
-const insideOf = (box, window) => ({
-  x: window.x + box.x * window.width,
-  y: window.y + box.y * window.height,
-  width: box.width * window.width,
-  height: box.height * window.height,
-});
+// The rectangle of an outline in pixels of the picture; null if the outline is empty.
+function boxIn({ window, ...mask }) {
+  const box = bounds(mask);
+  if (!box) return null;
+  const { x, y, width, height } = window;
+  return { x: x + box.x * width, y: y + box.y * height, width: box.width * width, height: box.height * height };
+}
+
+// The rectangle of a polygon.
+function boxOf(points) {
+  const [xs, ys] = [points.map(([x]) => x), points.map(([, y]) => y)];
+  const [x, y] = [Math.min(...xs), Math.min(...ys)];
+  return { x, y, width: Math.max(...xs) - x, height: Math.max(...ys) - y };
+}
 
 function spread(first, last, limit) {
   const length = Math.min(Math.max((last - first) * (1 + 2 * MARGIN), SMALLEST * limit), limit);
@@ -190,59 +234,23 @@ function filled(points, window, width, height) {
   return made;
 }
 
-// The factors of red, green and blue, and the constant, that fit the shares best around each cell.
-function linear(guide, shares) {
-  const { width, height } = shares;
-  const mean = (values) => blurred({ width, height, data: values }, RADIUS).data;
-  const times = (one, other) => one.map((value, at) => value * other[at]);
-  const planes = guide.map(({ data }) => data);
-  const means = planes.map(mean);
-  const share = mean(shares.data);
-  const pairs = [[0, 0], [0, 1], [0, 2], [1, 1], [1, 2], [2, 2]].map(([i, j]) => {
-    const product = mean(times(planes[i], planes[j]));
-    return product.map((value, at) => value - means[i][at] * means[j][at] + (i === j ? EVENNESS : 0));
-  });
-  const together = planes.map((plane, i) => mean(times(plane, shares.data)).map((value, at) => value - means[i][at] * share[at]));
-  const made = [0, 1, 2, 3].map(() => ({ width, height, data: new Float32Array(width * height) }));
-  for (let at = 0; at < width * height; at++) {
-    const solution = solved(pairs.map((pair) => pair[at]), together.map((plane) => plane[at]));
-    let constant = share[at];
-    solution.forEach((factor, i) => {
-      made[i].data[at] = factor;
-      constant -= factor * means[i][at];
-    });
-    made[3].data[at] = constant;
-  }
-  return made;
-}
-
-// Solves a symmetric system of three equations.
-function solved([a, b, c, d, e, f], [x, y, z]) {
-  const [m, n, o] = [d * f - e * e, c * e - b * f, b * e - c * d];
-  const [p, q, r] = [a * f - c * c, b * c - a * e, a * d - b * b];
-  const determinant = a * m + b * n + c * o;
-  return [(m * x + n * y + o * z) / determinant, (n * x + p * y + q * z) / determinant, (o * x + q * y + r * z) / determinant];
-}
-
 // Cells inside: more than half, and at each click inside. Drops stray regions without a click and fills small holes.
 function cleaned({ width, height, data }, window, clicks) {
-  const cellOf = ({ x, y }) => {
-    const [column, row] = [((x - window.x) / window.width) * width, ((y - window.y) / window.height) * height];
-    if (column < 0 || row < 0 || column >= width || row >= height) return -1;
-    return Math.floor(row) * width + Math.floor(column);
-  };
-  const wanted = clicks.filter(({ inside }) => inside).map(cellOf).filter((at) => at >= 0);
-  const unwanted = clicks.filter(({ inside }) => !inside).map(cellOf).filter((at) => at >= 0);
-  const mask = { width, height, data: Uint8Array.from(data, (share) => (share > 0.5 ? 1 : 0)) };
+  const cellsOf = (some) => some.map((click) => cellOf(click, window, { width, height })).filter((at) => at >= 0);
+  const wanted = cellsOf(clicks.filter(({ inside }) => inside));
+  const unwanted = cellsOf(clicks.filter(({ inside }) => !inside));
+  const mask = { width, height, data: new Uint8Array(width * height) };
+  for (let at = 0; at < data.length; at++) mask.data[at] = data[at] > 0.5 ? 1 : 0;
   for (const at of wanted) mask.data[at] = 1;
   const { labels, sizes, values } = regions(mask);
-  const largest = Math.max(...sizes.map((size, label) => size * values[label]));
+  const largest = sizes.reduce((most, size, label) => Math.max(most, size * values[label]), 0);
   const kept = new Set(wanted.map((at) => labels[at]));
   const open = new Set(unwanted.map((at) => labels[at]));
-  const isInside = sizes.map((size, label) => {
+  const isInside = Uint8Array.from(sizes, (size, label) => {
     if (kept.has(label)) return 1;
     if (open.has(label)) return 0;
     return size >= STRAY * largest ? values[label] : 1 - values[label];
   });
-  return { width, height, data: Uint8Array.from(labels, (label) => isInside[label]) };
+  for (let at = 0; at < labels.length; at++) mask.data[at] = isInside[labels[at]];
+  return mask;
 }

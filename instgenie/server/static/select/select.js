@@ -51,7 +51,8 @@ export class Select {
     const erase = isOutside && !goesOn;
     const clicks = goesOn ? [...last.clicks, click] : isHint ? [] : [{ ...click, inside: true }];
     const hint = goesOn ? last.hint : isHint ? points : null;
-    const found = await this.work("Finding the outline", () => this.ask("find", { clicks, hint }));
+    const before = goesOn ? { window: last.window, width: last.width, height: last.height, data: last.data } : null;
+    const found = await this.work("Finding the outline", () => this.ask("find", { clicks, hint, before }));
     if (!found || !this.isSame(picture, mask, last)) return;
     if (!found.data.includes(1)) return this.say("No object was found there: click on it, or draw a box around it.");
     this.change(() => mask.add({ kind: "outline", session: goesOn ? last.session : ++this.sessions, clicks, hint, erase, ...found }));
@@ -79,7 +80,7 @@ export class Select {
     if (this.helper.isBusy) return this.hover(point); // looks again a moment later
     const wanted = this.resting;
     const clicks = [{ x: point[0], y: point[1], inside: true }];
-    const found = await this.ask("find", { clicks, hint: null }).catch(() => null);
+    const found = await this.ask("find", { clicks, hint: null, before: null }).catch(() => null);
     if (found && wanted === this.resting) this.showPreview(found.path);
   }
 

@@ -17,13 +17,14 @@ const ACTS = {
     return opened.then(() => true);
   },
 
-  // The outline of the object at the clicks, and its border as the path of an SVG; in pixels of the picture.
-  async find({ clicks, hint }) {
+  // The outline of the object at the clicks, and its border as the path of an SVG; in pixels of the picture. `before` is
+  // the outline without the last click.
+  async find({ clicks, hint, before }) {
     const { outliner, scale } = await opened;
     const small = clicks.map(({ x, y, inside }) => ({ x: x * scale, y: y * scale, inside }));
-    const found = outliner.find(small, hint && hint.map(([x, y]) => [x * scale, y * scale]));
-    const { x, y, width, height } = found.window;
-    const window = { x: x / scale, y: y / scale, width: width / scale, height: height / scale };
+    const loop = hint && hint.map(([x, y]) => [x * scale, y * scale]);
+    const found = outliner.find(small, loop, before && { ...before, window: times(before.window, scale) });
+    const window = times(found.window, 1 / scale);
     return { ...found, window, path: traced(found, window) };
   },
 
@@ -44,6 +45,8 @@ const ACTS = {
     return { width, height, data: Uint8Array.from({ length: width * height }, isMasked) };
   },
 };
+
+const times = ({ x, y, width, height }, scale) => ({ x: x * scale, y: y * scale, width: width * scale, height: height * scale });
 
 async function pixelsOf(file) {
   const full = await createImageBitmap(file);
