@@ -99,10 +99,11 @@ class Front:
         if is_alone:
             load = load.only(())
         elif terms.deadline != NO_DEADLINE or terms.priority:
-            now, process = time.monotonic(), worker.denoiser
-            rank = worker.policy.rank(Standing(terms, self.predictor.predict(total_work(works), load.only(()))), now)
+            work, process = total_work(works), worker.denoiser
             mine = [entry for entry in self.edits.entries.values() if entry.worker == worker.index]
-            before = [entry.id for entry in mine if worker.policy.rank(process.claim_of(entry), now) < rank]
+            own = Standing(terms, self.predictor.predict(work, load.only(())), work=load.added_seconds(work))
+            ranks = worker.policy.ranks([*map(process.claim_of, mine), own], time.monotonic())
+            before = [entry.id for entry, rank in zip(mine, ranks, strict=False) if rank < ranks[-1]]
             load = load.only(before)
         return self.predictor.predict(total_work(works), load)
 

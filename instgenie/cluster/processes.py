@@ -12,7 +12,8 @@ from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
 from instgenie.cluster.launch import LaunchedProcess
 from instgenie.cluster.status import ProcessState, ProcessStatus
 from instgenie.scheduling.pace import Pace
-from instgenie.scheduling.policy import Policy, make_policy
+from instgenie.scheduling.policies import make_policy
+from instgenie.scheduling.policy import Policy
 from instgenie.scheduling.router import SideStage, WorkerLoad
 from instgenie.scheduling.terms import Standing
 from instgenie.types import TierName
@@ -160,23 +161,22 @@ class Process:
         policy = self.policy
         if policy is None or len(self.queue) < 2:
             return self.queue
-        held = (entry.terms.tenant for entry in (*self.queue, *self.held.values()) if isinstance(entry, EditEntry))
-        policy.meet(held)
-        now = time.monotonic()
-        return sorted(self.queue, key=lambda entry: policy.rank(self.claim_of(entry), now))
+        entries = [*self.queue, *self.held.values()]
+        policy.meet(entry.terms.tenant for entry in entries if isinstance(entry, EditEntry))
+        ranks = policy.ranks([self.claim_of(entry) for entry in entries], time.monotonic())
+        return [self.queue[index] for index in sorted(range(len(self.queue)), key=ranks.__getitem__)]
 
     def claim_of(self, entry: Entry) -> Standing:
-        return Standing(entry.terms, self.load.alone_seconds(entry.id) if self.load else 0.0, entry.num_overtaken)
+        seconds, work = (self.load.alone_seconds(entry.id), self.load.shared_seconds(entry.id)) if self.load else (0, 0)
+        return Standing(entry.terms, seconds, entry.num_overtaken, work)
 
     def is_urgent(self, entry: EditEntry, held: Sequence[EditEntry]) -> bool:
         """True if an edit goes before many of those that the step loop holds, so that it finds room beyond the usual:
         else none of them could make room for it in the batch."""
         if self.policy is None or self.role != "denoise":
             return False
-        now = time.monotonic()
-        rank = self.policy.rank(self.claim_of(entry), now)
-        num_behind = sum(self.policy.rank(self.claim_of(other), now) > rank for other in held)
-        return num_behind >= self.max_held // 2
+        rank, *others = self.policy.ranks([self.claim_of(one) for one in (entry, *held)], time.monotonic())
+        return sum(other > rank for other in others) >= self.max_held // 2
 
     def has_room(self, entry: Entry) -> bool:
         """True if an entry may be sent. Templates need no room. Long edits get at most half of it."""

@@ -5,49 +5,29 @@ cluster's queues, the router and the simulator ask the same object. It is arithm
     edf         the earliest deadline first
     slack       PatchedServe's Algorithm 1: the least slack first; a job joins if the running ones still meet their
                 deadlines and the batch gains enough; those that cannot meet their own any more come last
-    preemptive  the least slack first within fair shares and priorities; running jobs with slack leave between two steps
-                for one without; nobody is overtaken without end
+    preemptive  within fair shares and priorities, as many jobs in time as possible; running jobs with slack leave
+                between two steps for one without; nobody is overtaken without end (see `preemptive`)
 
 The slack of a job is the time that is left until its deadline beyond what its remaining steps take.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from instgenie.cost.table import StepCosts
-from instgenie.scheduling.names import Batching, Scheduling
 from instgenie.scheduling.pace import Pace
-from instgenie.scheduling.scheduler import (
-    SCHEDULERS,
-    Decision,
-    FirstCome,
-    Scheduler,
-    Split,
-    WaitingGroup,
-    pays,
-)
+from instgenie.scheduling.scheduler import Decision, Scheduler, Split, WaitingGroup
 from instgenie.scheduling.shares import Shares
-from instgenie.scheduling.terms import PricedJob, Standing, Terms
+from instgenie.scheduling.terms import PricedJob, Standing
 
 MAX_OVERTAKEN = 16  # younger jobs of its tenant that go before another one; then it is overdue: all others go after it
-MAX_OVERTAKEN_LATE = 64  # the same for one that misses its deadline anyway
 BENEFIT = 1.0  # slack: jobs per second of the larger batch, as a multiple of those before, from which on it grows
 
 Rank = tuple[float, ...]  # lower goes first
 
 
-class RankedGroup(WaitingGroup, Protocol):
-    @property
-    def terms(self) -> Terms:
-        """Those of each of its jobs."""
-
-    @property
-    def num_own_overtaken(self) -> int:
-        """Younger jobs of its tenant that joined before it."""
-
-
-Group = TypeVar("Group", bound=RankedGroup)
+Group = TypeVar("Group", bound=WaitingGroup)
 
 
 class Situation(NamedTuple):
@@ -67,7 +47,7 @@ class Policy:
     pace: Pace = field(default_factory=Pace)  # of the worker; measured steps correct it
     shares: Shares = field(default_factory=Shares)
 
-    def rank(self, claim: Standing, now: float) -> Rank:
+    def _rank(self, claim: Standing, now: float) -> Rank:
         return (claim.terms.number,)
 
     def meet(self, tenants: Iterable[str]) -> None:
@@ -76,14 +56,29 @@ class Policy:
     def charge(self, tenants: Iterable[str], seconds: float) -> None:
         """Note a step of jobs of these tenants, which are named once per job."""
 
-    def order(self, waiting: Iterable[Group], costs: StepCosts, now: float) -> list[Group]:
+    def ranks(self, claims: Sequence[Standing], now: float) -> list[Rank]:
+        """The rank of each of those that want the same worker."""
+        return [self._rank(claim, now) for claim in claims]
+
+    def order(self, waiting: Sequence[Group], situation: Situation) -> list[Group]:
         """The queue, those that go first in front."""
-        return sorted(waiting, key=lambda group: self.rank(self.claim_of(group, costs), now))
+        claims = self.claims([group.priced(situation.costs) for group in waiting], situation)
+        ranks = self.ranks(claims, situation.now)
+        return [waiting[index] for index in sorted(range(len(waiting)), key=ranks.__getitem__)]
 
-    def claim_of(self, group: RankedGroup, costs: StepCosts) -> Standing:
-        return Standing(group.terms, self.seconds(group.priced(costs), costs), group.num_own_overtaken)
+    def claims(self, waiting: Sequence[Sequence[PricedJob]], situation: Situation) -> list[Standing]:
+        """The claims of the waiting groups, then those of the running jobs."""
+        groups = [*waiting, *([job] for job in situation.running)]
+        num_sharing = min(sum(map(len, groups)), situation.max_jobs)
+        return [self._claim(group, num_sharing, situation.costs) for group in groups]
 
-    def decide(self, waiting: Sequence[RankedGroup], num_ready: int, situation: Situation) -> Decision:
+    def _claim(self, group: Sequence[PricedJob], num_sharing: int, costs: StepCosts) -> Standing:
+        num_steps = sum(job.num_steps for job in group) / num_sharing
+        compute, load = (sum(job.num_steps * job.price[stream] for job in group) for stream in (0, 1))
+        work = self.pace.seconds(num_steps, costs.total_seconds(num_steps, compute, load))
+        return Standing(group[0].terms, self.seconds(group, costs), group[0].num_overtaken, work)
+
+    def decide(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation) -> Decision:
         """Decide who joins and who leaves. `waiting` is in the order of `order`."""
         running, max_jobs, costs, _ = situation
         return self.scheduler.decide(waiting, num_ready, running, max_jobs, costs)
@@ -111,18 +106,18 @@ class Policy:
 
 
 class EarliestDeadline(Policy):
-    def rank(self, claim: Standing, now: float) -> Rank:
+    def _rank(self, claim: Standing, now: float) -> Rank:
         return claim.terms.priority, claim.terms.deadline, claim.terms.number
 
 
 class LeastSlack(Policy):
     """PatchedServe's Algorithm 1. Nothing that was accepted is discarded: the hopeless wait until nobody else does."""
 
-    def rank(self, claim: Standing, now: float) -> Rank:
+    def _rank(self, claim: Standing, now: float) -> Rank:
         slack = claim.terms.deadline - now - claim.seconds
         return slack < 0, claim.terms.priority, slack, claim.terms.number
 
-    def decide(self, waiting: Sequence[RankedGroup], num_ready: int, situation: Situation) -> Decision:
+    def decide(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation) -> Decision:
         running, max_jobs, costs, now = situation
         batch, joining, split = list(running), list[int](), None
         for index, group in enumerate(waiting):
@@ -142,100 +137,9 @@ class LeastSlack(Policy):
         return Decision(joining, split)
 
 
-class Preemptive(Policy):
-    """Ranks, from the strongest reason to the weakest: within the tenant's share, overdue, priority, not yet late,
-    least slack, first come. The batch is formed as if first come, except that nobody joins who makes a running job
-    late."""
-
-    def rank(self, claim: Standing, now: float) -> Rank:
-        terms, slack = claim.terms, claim.terms.deadline - now - claim.seconds
-        is_over, is_late = self.shares.is_over(terms.tenant), slack < 0
-        if claim.num_overtaken >= (MAX_OVERTAKEN_LATE if is_late else MAX_OVERTAKEN):
-            return is_over, 0, terms.number
-        return is_over, 1, terms.priority, is_late, slack, terms.number
-
-    def meet(self, tenants: Iterable[str]) -> None:
-        self.shares.meet(tenants)
-
-    def charge(self, tenants: Iterable[str], seconds: float) -> None:
-        self.shares.charge(tenants, seconds)
-
-    def decide(self, waiting: Sequence[RankedGroup], num_ready: int, situation: Situation) -> Decision:
-        decision = self._join(waiting, num_ready, situation, is_strict=True)
-        first = next((index for index, group in enumerate(waiting) if group.is_ready), None)
-        if first is None or first in decision.joining or not situation.running:
-            return decision
-        victims = self._victims(waiting[first], situation)
-        for num_leaving in range(1, len(victims) + 1):
-            leaving = sorted(victims[:num_leaving])
-            staying = [job for index, job in enumerate(situation.running) if index not in leaving]
-            decision = self._join(waiting, num_ready, situation._replace(running=staying), is_strict=True)
-            if first in decision.joining:
-                return decision._replace(leaving=leaving)
-        return self._join(waiting, num_ready, situation, is_strict=False)
-
-    def _join(self, waiting: Sequence[RankedGroup], num_ready: int, situation: Situation, is_strict: bool) -> Decision:
-        """Let groups join. If `is_strict`, none does that would be late in this batch and not in one of its own."""
-
-        def admit(group: Sequence[PricedJob], batch: Sequence[PricedJob], num_waiting: int, costs: StepCosts) -> bool:
-            is_kept = self.keeps_deadlines(batch, group, costs, situation.now)
-            if is_strict:
-                is_kept = is_kept and self.keeps_deadlines(group, batch, costs, situation.now)
-            return is_kept and pays(group, batch, num_waiting, costs)
-
-        running, max_jobs, costs, _ = situation
-        return FirstCome(admit, keeps_room=True).decide(waiting, num_ready, running, max_jobs, costs)
-
-    def _victims(self, group: RankedGroup, situation: Situation) -> list[int]:
-        """Positions of the running jobs that may leave for a group, those that can best afford it first."""
-        running, _, costs, now = situation
-        claim = self.claim_of(group, costs)
-        rank = self.rank(claim, now)
-        ranked = []
-        for index, job in enumerate(running):
-            own = self._running_rank(job, situation)
-            if own[:3] > rank[:3] or (own[:3] == rank[:3] and self._can_wait(job, claim, situation)):
-                ranked.append((own, index))
-        return [index for _, index in sorted(ranked, reverse=True)]
-
-    def _running_rank(self, job: PricedJob, situation: Situation) -> Rank:
-        running, _, costs, now = situation
-        seconds = job.terms.deadline - now - self.slack(job, running, costs, now) if job.has_deadline else 0.0
-        return self.rank(Standing(job.terms, seconds, job.num_overtaken), now)
-
-    def _can_wait(self, job: PricedJob, claim: Standing, situation: Situation) -> bool:
-        """Return whether a running job may leave for one of its own class: the other is late if it waits for the first
-        running job to end, and this one is not late if it waits for the other, or is late anyway."""
-        running, _, costs, now = situation
-        slack = claim.terms.deadline - now - claim.seconds
-        num_steps = min(one.num_steps for one in running)
-        first_end = self.pace.seconds(num_steps, num_steps * costs.step_seconds(one.price for one in running))
-        own = self.slack(job, running, costs, now)
-        return 0 <= slack < first_end and (own < 0 or own > claim.seconds)
-
-
 def benefit(batch: Sequence[PricedJob], joining: Sequence[PricedJob], costs: StepCosts) -> float:
     """How many times as many job steps per second a larger batch takes."""
     if not batch:
         return BENEFIT
     before, together = (costs.step_seconds(job.price for job in jobs) for jobs in (batch, (*batch, *joining)))
     return (len(batch) + len(joining)) / len(batch) * before / together
-
-
-POLICIES: Mapping[Scheduling, Callable[[Scheduler, Pace, Shares], Policy]] = {
-    "fcfs": Policy,
-    "edf": EarliestDeadline,
-    "slack": LeastSlack,
-    "preemptive": Preemptive,
-}
-
-
-def make_policy(
-    scheduling: Scheduling,
-    batching: Batching = "continuous",
-    pace: Pace | None = None,
-    weights: Mapping[str, float] | None = None,
-) -> Policy:
-    """The policy of one worker. Ways of batching that exist to compare with are first come, first served."""
-    kind = POLICIES[scheduling] if batching == "continuous" else Policy
-    return kind(SCHEDULERS[batching], pace or Pace(), Shares(weights))

@@ -99,12 +99,20 @@ class WorkerLoad:
 
     def alone_seconds(self, edit: str) -> float:
         """Seconds of the remaining steps of an edit if no other shares them."""
-        if not (rest := self._remaining.get(edit)):
-            return 0.0
-        predicted = self.costs.total_seconds(
-            rest.num_steps, rest.num_steps * rest.price.compute, rest.num_steps * rest.price.load
-        )
-        return self.pace.seconds(rest.num_steps, predicted)
+        return self._seconds_of(edit, num_sharing=1)
+
+    def shared_seconds(self, edit: str) -> float:
+        """Seconds of the worker that they take if the other edits share them."""
+        return self._seconds_of(edit, num_sharing=max(min(self.num_edits, self.max_batch_size), 1))
+
+    def _seconds_of(self, edit: str, num_sharing: int) -> float:
+        rest = self._remaining.get(edit)
+        return self._seconds(rest.num_steps, rest.price, num_sharing) if rest else 0.0
+
+    def _seconds(self, num_steps: int, price: Price, num_sharing: int) -> float:
+        compute, load = price.times(num_steps)
+        own_steps = num_steps / num_sharing
+        return self.pace.seconds(own_steps, self.costs.total_seconds(own_steps, compute, load))
 
     def remove(self, edit: str) -> None:
         self._finishing.discard(edit)
@@ -162,6 +170,11 @@ class WorkerLoad:
         if tier is None:
             return self.costs.own_price(work.num_tokens, work.num_masked_tokens, work.own_share)
         return self.costs.price(work.num_tokens, work.num_masked_tokens, tier)
+
+    def added_seconds(self, work: Work) -> float:
+        """Seconds of the worker that this work takes if the other edits share its steps."""
+        num_sharing = max(min(self.num_edits, self.max_batch_size), 1)
+        return self._seconds(work.num_steps, self.price_of(work), num_sharing)
 
     def registration_compute(self, work: Work) -> float:
         """Seconds of computing before its edits may start: a dense pass over every step of the template, once for all

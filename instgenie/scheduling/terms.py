@@ -37,3 +37,4 @@ class Standing(NamedTuple):
     terms: Terms
     seconds: float  # that its remaining steps take if it is alone
     num_overtaken: int = 0  # younger edits of its tenant that went before it
+    work: float = 0.0  # seconds of its worker that they take if it shares every step with others

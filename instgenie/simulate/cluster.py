@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from instgenie.jobs.quality import SETTINGS, Quality
 from instgenie.scheduling.names import Batching, RoutingPolicy, Scheduling
 from instgenie.scheduling.pace import Pace
-from instgenie.scheduling.policy import make_policy
+from instgenie.scheduling.policies import make_policy
 from instgenie.scheduling.router import Router, SideStage, Work, WorkerLoad
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service

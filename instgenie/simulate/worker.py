@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from instgenie.cost.table import Price, StepCosts
 from instgenie.scheduling.names import ONE_PROCESS, Batching
-from instgenie.scheduling.policy import Policy, Situation, make_policy
+from instgenie.scheduling.policies import make_policy
+from instgenie.scheduling.policy import Policy, Situation
 from instgenie.scheduling.router import Work, WorkerLoad
 from instgenie.scheduling.terms import NO_DEADLINE, PricedJob, Terms
 from instgenie.simulate.clock import Clock
@@ -38,14 +39,16 @@ class SimulatedJob:
     finished: float = 0.0
     num_finished: int = 0
     deadline: float = NO_DEADLINE
+    due: float = NO_DEADLINE  # time at which its last step should be taken
     tenant: str = ""
     number: int = 0
     num_own_overtaken: int = 0
     num_preemptions: int = 0
+    _priced: PricedJob | None = None  # at its current step
 
     @property
     def terms(self) -> Terms:
-        return Terms(self.deadline, 0, self.tenant, self.number)
+        return Terms(self.due, 0, self.tenant, self.number)
 
     @property
     def latency(self) -> float:
@@ -74,11 +77,16 @@ class SimulatedJob:
 
     def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
         num_left = self.work.num_steps - self.step
+        if self._priced and self._priced.num_steps == num_left:
+            if self._priced.num_overtaken != self.num_own_overtaken:
+                self._priced = self._priced._replace(num_overtaken=self.num_own_overtaken)
+            return [self._priced]
         num_dense = max(self.num_dense_steps - self.step, 0) if self.is_cached else num_left
         if not self.is_cached and self.own_steps:
             num_dense = sum(step >= self.step for step in self.own_steps)
         price = costs.mean_price(self.work.num_tokens, self.work.num_masked_tokens, "host", num_dense, num_left)
-        return [PricedJob(price, num_left, self.terms, self.num_own_overtaken)]
+        self._priced = PricedJob(price, num_left, self.terms, self.num_own_overtaken)
+        return [self._priced]
 
 
 @dataclass
@@ -126,6 +134,7 @@ class SimulatedWorker:
         job.worker = self.load.worker
         self.num_accepted += 1
         job.number = self.num_accepted
+        job.due = job.deadline - self.service.side.finish_seconds(job.work.num_masked_tokens)
         self.load.add(job.id, job.work.num_steps, self.load.tokens_of(job.work), self.load.price_of(job.work))
         if self.memory and job.work.template:
             job.fetched_at = self.memory.use(job.work.template, self.clock.now)
@@ -191,10 +200,11 @@ class SimulatedWorker:
         running = [priced for job in self.running for priced in job.priced(self.load.costs)]
         num_waiting, max_jobs = len(self.waiting), self.load.max_batch_size
         policy, costs, now = self.policy, self.load.costs, self.clock.now
-        if num_waiting > 1 and type(policy) is not Policy:
-            self.waiting = deque(policy.order(self.waiting, costs, now))
+        situation = Situation(running, max_jobs, costs, now)
         policy.meet(job.tenant for job in (*self.waiting, *self.running))
-        decision = policy.decide(self.waiting, num_waiting, Situation(running, max_jobs, costs, now))
+        if num_waiting > 1 and type(policy) is not Policy:
+            self.waiting = deque(policy.order(self.waiting, situation))
+        decision = policy.decide(self.waiting, num_waiting, situation)
         joining = [self.waiting[position] for position in decision.joining]
         for job in [self.running[position] for position in decision.leaving]:
             self.running.remove(job)
@@ -202,8 +212,9 @@ class SimulatedWorker:
             job.num_preemptions += 1
         for job in self.waiting if len(joining) < num_waiting else ():
             if job not in joining:
-                younger = sum(other.number > job.number and other.tenant == job.tenant for other in joining)
-                job.num_own_overtaken += younger
+                job.num_own_overtaken += sum(
+                    other.number > job.number and other.tenant == job.tenant and not other.step for other in joining
+                )
         for job in joining:
             self.waiting.remove(job)
             job.joined = job.joined or self.clock.now

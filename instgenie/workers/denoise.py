@@ -45,7 +45,8 @@ from instgenie.jobs.job import Job
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.scheduling.names import ONE_PROCESS
-from instgenie.scheduling.policy import Situation, make_policy
+from instgenie.scheduling.policies import make_policy
+from instgenie.scheduling.policy import Situation
 from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
 from instgenie.workers.keys import Keys
@@ -172,15 +173,15 @@ class Denoiser:
     def join(self) -> None:
         """Let waiting groups join the batch, and running jobs leave it for them, as the policy decides."""
         self.policy.meet(job.terms.tenant for job in (*self.queue.jobs, *self.running.values()))
-        self.queue.sort(self.policy, self.costs)
+        tracked_jobs = [self.running[job] for job in self.engine.jobs]
+        running = [tracked.priced(self.costs) for tracked in tracked_jobs]
+        situation = Situation(running, self.engine.max_jobs, self.costs, time.monotonic())
+        self.queue.sort(self.policy, situation)
         self.queue.settle()
         self.queue.grant_own_room(self.engine.jobs)
         num_ready = self.queue.num_ready
         if not num_ready:
             return
-        tracked_jobs = [self.running[job] for job in self.engine.jobs]
-        running = [tracked.priced(self.costs) for tracked in tracked_jobs]
-        situation = Situation(running, self.engine.max_jobs, self.costs, time.monotonic())
         decision = self.policy.decide(self.queue.groups, num_ready, situation)
         if decision.split:
             self.queue.split(decision.split)

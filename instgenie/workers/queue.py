@@ -24,7 +24,7 @@ from instgenie.engine.register import make_activations, reuse
 from instgenie.jobs.activations import Key
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
-from instgenie.scheduling.policy import MAX_OVERTAKEN, Policy
+from instgenie.scheduling.policy import MAX_OVERTAKEN, Policy, Situation
 from instgenie.scheduling.scheduler import Split
 from instgenie.scheduling.terms import NO_TERMS, PricedJob, Terms
 from instgenie.workers.fetching import Fetching, FetchOutcome
@@ -73,14 +73,6 @@ class JobGroup:
     num_overtaken: int = 0  # younger jobs that joined before it
     needs_room: bool = False  # True if it has waited too long for room in memory
     has_own_room: bool = True  # False while there is no room for what its jobs keep for themselves
-
-    @property
-    def terms(self) -> Terms:
-        return self.jobs[0].terms
-
-    @property
-    def num_own_overtaken(self) -> int:
-        return self.jobs[0].num_own_overtaken
 
     @property
     def is_preempted(self) -> bool:
@@ -194,10 +186,10 @@ class WaitingQueue:
                 self.release(tracked)
         self.drop_empty()
 
-    def sort(self, policy: Policy, costs: StepCosts) -> None:
+    def sort(self, policy: Policy, situation: Situation) -> None:
         """Bring those to the front that go first."""
         if len(self.groups) > 1:
-            self.groups = deque(policy.order(self.groups, costs, time.monotonic()))
+            self.groups = deque(policy.order(self.groups, situation))
 
     def give_back(self, tracked: TrackedJob) -> None:
         """Let a job wait that left the batch. It keeps its activations, until another group needs the room."""
@@ -210,9 +202,9 @@ class WaitingQueue:
         self.groups.insert(split.position, replace(group, jobs=group.jobs[: split.num_first]))
 
     def take(self, positions: Sequence[int]) -> list[JobGroup]:
-        """Remove groups from the queue."""
+        """Remove groups from the queue, and count whom they overtake; jobs that go on have been counted before."""
         taken = [self.groups[position] for position in positions]
-        joining = [tracked for group in taken for tracked in group.jobs]
+        joining = [tracked for group in taken for tracked in group.jobs if not tracked.job.step]
         for group in self.groups:
             if group not in taken:
                 younger = [one for one in joining if one.arrived > group.jobs[-1].arrived]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from instgenie.cost.table import Price, StepCosts, linear_costs
 from instgenie.scheduling.names import Scheduling
 from instgenie.scheduling.pace import Pace
-from instgenie.scheduling.policy import MAX_OVERTAKEN, POLICIES, Policy, Situation, make_policy
+from instgenie.scheduling.policies import POLICIES, make_policy
+from instgenie.scheduling.policy import MAX_OVERTAKEN, Policy, Situation
 from instgenie.scheduling.terms import NO_DEADLINE, PricedJob, Standing, Terms
 
 COSTS = linear_costs(per_step=0.5, per_token=0.0)
@@ -38,6 +39,7 @@ class Waiter:
     num_own_overtaken: int = 0
     num_jobs: int = 1
     num_waited: int = 0  # steps
+    is_new: bool = True  # False once it has taken a step
 
     @property
     def job(self) -> PricedJob:
@@ -67,8 +69,8 @@ class Loop:
 
     def step(self) -> None:
         self.policy.meet(one.terms.tenant for one in (*self.waiting, *self.running))
-        self.waiting = self.policy.order(self.waiting, COSTS, self.now)
         situation = Situation([one.job for one in self.running], self.max_jobs, COSTS, self.now)
+        self.waiting = self.policy.order(self.waiting, situation)
         decision = self.policy.decide(self.waiting, sum(one.is_ready for one in self.waiting), situation)
         leaving = [self.running[index] for index in decision.leaving]
         joining = [self.waiting[index] for index in decision.joining]
@@ -76,7 +78,7 @@ class Loop:
         self.running = [one for one in self.running if one not in leaving] + joining
         self.waiting = [one for one in self.waiting if one not in joining] + leaving
         for one in self.waiting:
-            younger = [other for other in joining if other.terms.number > one.terms.number]
+            younger = [other for other in joining if other.is_new and other.terms.number > one.terms.number]
             one.num_own_overtaken += sum(other.terms.tenant == one.terms.tenant for other in younger)
             one.num_waited += 1
         if not self.running:
@@ -87,6 +89,7 @@ class Loop:
         self.steps.append("".join(sorted(one.name for one in self.running)))
         for one in self.running:
             one.num_steps -= 1
+            one.is_new = False
         self.running = [one for one in self.running if one.num_steps]
 
     def run(self) -> list[str]:
@@ -101,8 +104,8 @@ def make_loop(scheduling: Scheduling, max_jobs: int = 2) -> Loop:
 
 def first_name(scheduling: Scheduling, *terms: Terms, seconds: float = 1.0) -> int:
     """The number of the claim that goes first."""
-    policy = make_policy(scheduling, pace=TruePace())
-    return min((Standing(one, seconds) for one in terms), key=lambda claim: policy.rank(claim, 0.0)).terms.number
+    ranks = make_policy(scheduling, pace=TruePace()).ranks([Standing(one, seconds, work=seconds) for one in terms], 0.0)
+    return terms[ranks.index(min(ranks))].number
 
 
 def test_who_goes_first() -> None:
@@ -228,8 +231,8 @@ def test_every_job_ends_within_a_bound_and_no_step_is_wasted(
 ) -> None:
     """A job waits for those before it, for those that may overtake it and for one batch, each of which takes up to
     three steps. The policies `edf` and `slack` promise no bound beyond all the work there is."""
-    monkeypatch.setattr("instgenie.scheduling.policy.MAX_OVERTAKEN", 2)
-    monkeypatch.setattr("instgenie.scheduling.policy.MAX_OVERTAKEN_LATE", 4)
+    monkeypatch.setattr("instgenie.scheduling.preemptive.MAX_OVERTAKEN", 2)
+    monkeypatch.setattr("instgenie.scheduling.preemptive.MAX_OVERTAKEN_LATE", 4)
     loop = make_loop(scheduling, max_jobs)
     arriving = sorted(drawn, key=lambda one: one[3])
     made: list[tuple[Waiter, int]] = []
