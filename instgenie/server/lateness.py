@@ -1,8 +1,8 @@
 """Deadlines of requests, and what becomes of edits that are predicted to miss theirs. Knows orders and predictions.
 
-A request's own deadline is a promise to the client: an edit that misses it is given up with status 408, unless the
-client says `on_late=run`. The server's default deadline is an aim: edits are scheduled by it, and finished if they miss
-it.
+A deadline is an aim: edits are scheduled by it, and finished if they miss it. A client that has no use for a late
+picture says `on_late=reject`: it is told at once if the edit is predicted to be late, and the edit is given up at its
+deadline if the prediction was wrong. With `on_late=degrade` an edit that would be late is made cheaper.
 """
 
 import time
@@ -44,7 +44,7 @@ def with_deadline(
     elif config.slo_scale is not None:
         deadline = start + config.slo_scale * service.cluster.predict(orders, is_alone=True)
     given = [replace(order, deadline=deadline, priority=fields.priority) for order in orders]
-    if deadline == NO_DEADLINE or fields.on_late not in ("reject", "degrade"):
+    if deadline == NO_DEADLINE or fields.on_late == "run":
         return given
     left, predicted = deadline - time.monotonic(), service.cluster.predict(given)
     if predicted <= left:

@@ -150,8 +150,8 @@ def trace_of(request: Request) -> str:
 
 
 def deadline_of(request: Request, fields: ImageFields) -> Deadline | None:
-    """The time at which an edit is given up; None: it is not."""
-    if fields.deadline_ms is None or fields.on_late == "run":
+    """The time at which an edit is given up; None: it is not. Only clients that want no late picture give up."""
+    if fields.deadline_ms is None or fields.on_late != "reject":
         return None
     return Deadline(request.scope["start"], fields.deadline_ms)
 

@@ -21,6 +21,10 @@ def shared(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         yield running
 
 
+def num_steps(server: Running) -> float:
+    return server.metric("instgenie:step_time_seconds_count")
+
+
 def test_an_answer_says_what_was_predicted_and_whether_it_was_in_time(shared: Running) -> None:
     [picture] = edit(shared).data
     assert picture.predicted_ms > 0
@@ -29,18 +33,31 @@ def test_an_answer_says_what_was_predicted_and_whether_it_was_in_time(shared: Ru
 
 
 def test_a_hopeless_edit_is_refused_at_once_with_the_prediction(shared: Running) -> None:
-    num_steps = shared.metric("instgenie:step_time_seconds_count")
+    before = num_steps(shared)
     with pytest.raises(openai.APIStatusError, match=r"predicted to take \d+ ms, but \d+ ms of its deadline") as refused:
         edit(shared, extra_body={"num_inference_steps": 999, "deadline_ms": 200, "on_late": "reject"})
     assert (refused.value.status_code, refused.value.code) == (408, "deadline_unreachable")
-    assert shared.metric("instgenie:step_time_seconds_count") == num_steps
+    assert num_steps(shared) == before
     assert edit(shared, extra_body={"deadline_ms": 60_000, "on_late": "reject"}).data[0].in_time
 
 
-def test_a_late_edit_runs_if_the_client_wants_that(shared: Running) -> None:
-    [picture] = edit(shared, extra_body={"deadline_ms": 1, "on_late": "run"}).data
-    assert picture.in_time is False
-    assert picture.b64_json
+def test_an_edit_that_would_be_late_is_finished_in_full_unless_the_client_wants_otherwise(shared: Running) -> None:
+    for given in ({}, {"on_late": "run"}):
+        before = num_steps(shared)
+        answer = edit(shared, extra_body={"deadline_ms": 1, "num_inference_steps": 8} | given)
+        [picture] = answer.data
+        assert (picture.in_time, num_steps(shared) - before) == (False, 8)
+        assert picture.b64_json
+        assert not any("late" in note for note in answer.notes)
+
+
+def test_an_edit_that_would_be_late_is_made_cheaper_and_the_answer_says_so(shared: Running) -> None:
+    before = num_steps(shared)
+    answer = edit(shared, extra_body={"deadline_ms": 1, "num_inference_steps": 48, "on_late": "degrade"})
+    [picture] = answer.data
+    assert (picture.in_time, num_steps(shared) - before) == (False, 16)
+    [note] = [note for note in answer.notes if "late" in note]
+    assert "16 of 48 steps" in note
 
 
 def test_a_key_has_its_own_part_of_the_queue(shared: Running) -> None:
