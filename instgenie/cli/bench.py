@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from instgenie.cli.arguments import add_model, add_quantization, add_text_padding, positive, rate, ratio
 from instgenie.cli.claims import add_bench_table
-from instgenie.cli.evaluate import add_bench_engine, add_bench_reproduce, add_bench_simulate
+from instgenie.cli.evaluate import add_bench_deadlines, add_bench_engine, add_bench_reproduce, add_bench_simulate
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
 from instgenie.types import CacheDtype, PlanPolicy, Quantization
@@ -292,6 +292,11 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
         add_bench_simulate,
         "a simulated cluster",
         "Simulate a cluster of any size under a workload, with the real router and planner.",
+    ),
+    "deadlines": (
+        add_bench_deadlines,
+        "edits in time, by policy",
+        "Simulate clusters with every scheduling policy, and print how many edits meet their deadlines.",
     ),
     "router": (
         add_bench_router,

@@ -1,6 +1,7 @@
-"""`instgenie bench engine`, `reproduce` and `simulate`: their arguments."""
+"""`instgenie bench engine`, `reproduce`, `simulate` and `deadlines`: their arguments."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -168,3 +169,45 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
     policies = tuple(options.policy or get_args(RoutingPolicy))
     schedulings = tuple(options.scheduling or ("fcfs",))
     bench_simulate(title, workload, shape, policies, setup, options.json, schedulings, options.slo_scale)
+
+
+def add_bench_deadlines(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_deadlines)
+    several = "; may be given several times"
+
+    def add(name: str, kind: Callable[[str], object], metavar: str, about: str) -> None:
+        parser.add_argument(name, action="append", type=kind, metavar=metavar, help=about + several)
+
+    add("--workload", str, "NAME", "sizes, production, inpaint or retouch (default all)")
+    add("--workers", positive, "N", "workers of the cluster (default 1)")
+    add("--load", rate, "X", "arrivals, as a share of what full batches reach (default .3 to .9)")
+    add("--neighbour", rate, "X", "also a quiet tenant beside a noisy one of this load")
+    about_scheduling = f"policy (default all){several}"
+    parser.add_argument("--scheduling", action="append", choices=get_args(Scheduling), help=about_scheduling)
+    parser.add_argument("--seconds", type=rate, default=1200.0, metavar="S", help="simulated load (default 1200)")
+    about_slo = "deadline, as a multiple of what an edit takes alone (default 5)"
+    parser.add_argument("--slo-scale", type=rate, default=5.0, metavar="FACTOR", help=about_slo)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the workloads (default 0)")
+    parser.add_argument("--model", default="dummy:flux.1-dev", help="model whose steps are simulated")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the charts into this folder")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+
+
+def run_bench_deadlines(options: argparse.Namespace) -> None:
+    from instgenie.bench.deadlines import DeadlineStudy, bench_deadlines  # imports torch and diffusers
+    from instgenie.bench.simulate import Setup
+
+    hide_loading_bars()
+    default = DeadlineStudy()
+    study = DeadlineStudy(
+        workloads=tuple(options.workload or default.workloads),
+        workers=tuple(options.workers or default.workers),
+        loads=tuple(options.load or default.loads),
+        policies=tuple(options.scheduling or default.policies),
+        seconds=options.seconds,
+        slo_scale=options.slo_scale,
+        seed=options.seed,
+        neighbours=tuple(options.neighbour or ()),
+    )
+    setup = Setup(options.model, "cuda", None, "exact", False, SideSeconds(prepare=0.05, decode=0.05))
+    bench_deadlines(setup, study, options.out, options.json)
