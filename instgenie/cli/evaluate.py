@@ -1,4 +1,4 @@
-"""`instgenie bench engine`, `reproduce`, `simulate` and `deadlines`: their arguments."""
+"""`instgenie bench engine`, `reproduce`, `simulate`, `deadlines` and `predictors`: their arguments."""
 
 import argparse
 from collections.abc import Callable
@@ -211,3 +211,18 @@ def run_bench_deadlines(options: argparse.Namespace) -> None:
     )
     setup = Setup(options.model, "cuda", None, "exact", False, SideSeconds(prepare=0.05, decode=0.05))
     bench_deadlines(setup, study, options.out, options.json)
+
+
+def add_bench_predictors(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_predictors)
+    parser.add_argument("--mixes", type=positive, default=300, metavar="N", help="batches to measure (default 300)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the mixes (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser)
+
+
+def run_bench_predictors(options: argparse.Namespace) -> None:
+    from instgenie.bench.predictors import bench_predictors  # imports torch and diffusers
+
+    hide_loading_bars()
+    bench_predictors(options.model, options.device, options.size, options.mixes, options.seed, options.json)

@@ -214,10 +214,10 @@ jobs = st.lists(
         st.integers(1, 3),  # steps
         st.sampled_from([NO_DEADLINE, 2.0, 30.0]),  # seconds to its deadline
         st.integers(-1, 1),  # priority
-        st.integers(0, 60),  # arrives before this step
+        st.integers(0, 12),  # arrives before this step
         st.sampled_from([0.01, 1.0]),  # price
     ),
-    max_size=60,
+    max_size=40,
 )
 
 
@@ -250,6 +250,32 @@ def test_every_job_ends_within_a_bound_and_no_step_is_wasted(
         assert len(loop.running) <= max_jobs
         step += 1
     assert all(one.num_waited <= bound for one, bound in made)
+
+
+flood = st.lists(
+    st.tuples(
+        st.integers(1, 3), st.sampled_from([NO_DEADLINE, 4.0, 30.0]), st.integers(-1, 0), st.sampled_from([0.01, 1.0])
+    ),
+    min_size=24,
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(flood, st.integers(1, 2), st.sampled_from([NO_DEADLINE, 2.0, 1000.0]))
+def test_no_flood_starves_a_job_beyond_the_bound(
+    monkeypatch: pytest.MonkeyPatch, drawn: list[tuple[int, float, int, float]], max_jobs: int, left: float
+) -> None:
+    """One job of low priority, with or without a deadline, then one of higher priority at every step. The first waits
+    for at most four others and for a batch, each of up to three steps."""
+    monkeypatch.setattr("instgenie.scheduling.preemptive.MAX_OVERTAKEN", 2)
+    monkeypatch.setattr("instgenie.scheduling.preemptive.MAX_OVERTAKEN_LATE", 4)
+    loop = make_loop("preemptive", max_jobs)
+    poor = loop.add("p", 3, deadline=left, priority=1, number=0)
+    for number, (num_steps, flood_left, priority, price) in enumerate(drawn, 1):
+        loop.add("f", num_steps, price, deadline=loop.now + flood_left, priority=priority, number=number)
+        loop.step()
+    assert poor.num_waited <= 3 * (4 + max_jobs)
 
 
 def test_nobody_is_starved_by_a_flood_of_higher_priority() -> None:
