@@ -55,13 +55,14 @@ class OutOfMemoryError(InstGenieError):
 
 
 class QueueFullError(InstGenieError):
-    def __init__(self, num_waiting: int, limit: int, retry_after: float) -> None:
+    def __init__(self, num_waiting: int, limit: int, retry_after: float, is_own: bool = False) -> None:
         super().__init__(
             f"{num_waiting} edits are waiting: at most {limit} are accepted; try again in {retry_after:.0f} s"
         )
         self.num_waiting = num_waiting
         self.limit = limit
         self.retry_after = retry_after  # seconds
+        self.is_own = is_own  # True if the limit is that of the tenant, and the edits are its own
 
 
 class TemplatesFullError(InstGenieError):

@@ -3,6 +3,8 @@
 The deadline of an edit is `slo_scale` times the latency of an edit on the idle server, measured before the load begins.
 With `--compare` three servers take turns: ours; one that computes every token and prepares, denoises and finishes batch
 after batch; and one that computes every token, lets edits join at every step, and prepares and finishes between steps.
+With `--scheduling` a server of each policy takes its turn, and requests have deadlines: `slo_scale` times the latency
+of an edit of the same mask and steps on an idle server, measured once for all policies.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -28,6 +30,7 @@ from instgenie.bench.latencies import Latencies
 from instgenie.bench.pictures import make_mask, make_picture
 from instgenie.bench.workload import Arrival
 from instgenie.errors import ServeError
+from instgenie.scheduling.names import Scheduling
 from instgenie.telemetry.progress import Progress, show_status
 
 NUM_ALONE = 3
@@ -41,6 +44,13 @@ SYSTEMS = {  # flags of the servers that --compare starts
 }
 
 
+Kind = tuple[int | None, float]  # steps and mask ratio of an edit
+
+
+def kind_of(arrival: Arrival) -> Kind:
+    return arrival.steps, round(arrival.mask_ratio, 2)
+
+
 @dataclass(frozen=True)
 class ServeStudy:
     """The workload and its limits, the same for every server."""
@@ -49,6 +59,7 @@ class ServeStudy:
     workload: tuple[Arrival, ...]
     max_concurrency: int
     slo_scale: float
+    deadlines: Mapping[Kind, float] | None = None  # seconds that requests give; None: they give none
 
     @property
     def templates(self) -> list[Arrival]:
@@ -64,6 +75,7 @@ class EditAnswer:
     latency: float
     mask_ratio: float
     error: str  # empty: none
+    deadline: float | None = None  # seconds; None: the same for all edits
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,29 @@ def compare(study: ServeStudy, model: str, device: str, json_path: Path | None) 
         with started(model, device, len(study.workload), flags) as base_url:
             rows.append(asyncio.run(measure(system, study, base_url, None)))
     report(rows, study, json_path)
+
+
+def compare_scheduling(
+    study: ServeStudy, schedulings: Sequence[Scheduling], model: str, device: str, json_path: Path | None
+) -> None:
+    check_folder(json_path)
+    rows = []
+    for scheduling in schedulings:
+        with started(model, device, len(study.workload), ["--scheduling", scheduling]) as base_url:
+            if study.deadlines is None:
+                study = replace(study, deadlines=asyncio.run(measure_deadlines(study, base_url)))
+            rows.append(asyncio.run(measure(scheduling, study, base_url, None)))
+    report(rows, study, json_path)
+
+
+async def measure_deadlines(study: ServeStudy, base_url: str) -> dict[Kind, float]:
+    """Seconds within which edits of each kind should be done."""
+    first = {kind_of(arrival): arrival for arrival in study.workload}
+    async with httpx.AsyncClient(base_url=base_url, timeout=TIMEOUT, trust_env=False) as client:
+        sender = LoadClient(client, study)
+        for template in study.templates:
+            await sender.register(template)
+        return {kind: study.slo_scale * await sender.alone([arrival], arrival) for kind, arrival in first.items()}
 
 
 @contextmanager
@@ -192,9 +227,9 @@ class LoadClient:
                 return
             await asyncio.sleep(0.1)
 
-    async def alone(self, templates: Sequence[Arrival]) -> float:
-        """Return the mean latency of edits on the idle server."""
-        ratio = statistics.median(arrival.mask_ratio for arrival in self.study.workload)
+    async def alone(self, templates: Sequence[Arrival], like: Arrival | None = None) -> float:
+        """Return the mean latency of edits on the idle server, with the mask of one edit or with an average mask."""
+        ratio = like.mask_ratio if like else statistics.median(arrival.mask_ratio for arrival in self.study.workload)
         chosen = (templates[index % len(templates)] for index in range(NUM_ALONE + 1))
         arrivals = [replace(arrival, mask_ratio=ratio) for arrival in chosen]
         answers = [await self.edit(arrival) for arrival in arrivals]
@@ -228,12 +263,17 @@ class LoadClient:
         }
         fields = fields_of(arrival) | {"prompt": "a photo of a flower", "seed": str(arrival.seed)}
         start = time.perf_counter() if arrived is None else arrived
+        deadline = (self.study.deadlines or {}).get(kind_of(arrival))
+        if deadline is not None and arrived is not None:
+            fields["deadline_ms"] = str(max(round(1000 * deadline), 1))
         try:
             answer = await self.client.post("/v1/images/edits", files=files, data=fields)
         except httpx.TransportError as failed:
-            return EditAnswer(time.perf_counter() - start, arrival.mask_ratio, str(failed) or type(failed).__name__)
+            return EditAnswer(
+                time.perf_counter() - start, arrival.mask_ratio, str(failed) or type(failed).__name__, deadline
+            )
         error = "" if answer.status_code == 200 else f"{answer.status_code} {error_text(answer)}"
-        return EditAnswer(time.perf_counter() - start, arrival.mask_ratio, error)
+        return EditAnswer(time.perf_counter() - start, arrival.mask_ratio, error, deadline)
 
 
 def fields_of(arrival: Arrival) -> dict[str, str]:
@@ -250,7 +290,7 @@ def error_text(answer: httpx.Response) -> str:
 def make_row(system: str, answers: Sequence[EditAnswer], duration: float, alone: float, slo_scale: float) -> ServeRow:
     finished = [answer for answer in answers if not answer.error]
     latencies = [answer.latency for answer in finished] or [float("nan")]
-    in_time = sum(answer.latency <= slo_scale * alone for answer in finished)
+    in_time = sum(answer.latency <= (answer.deadline or slo_scale * alone) for answer in finished)
     return ServeRow(
         system=system,
         num_finished=len(finished),

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,8 @@ from instgenie.jobs.quality import DEFAULT, SETTINGS
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.resizing import working_size
-from instgenie.scheduling.names import RoutingPolicy
+from instgenie.scheduling.names import RoutingPolicy, Scheduling
+from instgenie.scheduling.terms import NO_DEADLINE
 from instgenie.simulate.cluster import ClusterShape, make_job, simulate
 from instgenie.simulate.service import PlannedService, SideSeconds
 from instgenie.simulate.worker import SimulatedJob
@@ -51,6 +53,7 @@ class Setup:
 @dataclass(frozen=True)
 class SimulatedRow:
     policy: str
+    scheduling: str
     throughput: float  # edits per second
     mean_s: float
     median_s: float
@@ -58,6 +61,8 @@ class SimulatedRow:
     p95_s: float
     p99_s: float
     waiting_s: float  # mean, from prepared to the first step
+    attainment: float | None  # share of edits that met their deadline; None: they had none
+    num_preemptions: int
     hit_rate: float  # share of edits whose template is in the worker's memory when they arrive
     simulated_in_s: float
 
@@ -69,6 +74,8 @@ def bench_simulate(
     policies: Sequence[RoutingPolicy],
     setup: Setup,
     json_path: Path | None,
+    schedulings: Sequence[Scheduling] = ("fcfs",),
+    slo_scale: float | None = None,
 ) -> None:
     check_folder(json_path)
     with show_status("loading the model"):
@@ -79,12 +86,14 @@ def bench_simulate(
         shape = fit_memory(shape, setup.cache_gib, template_bytes)
     rows = []
     with Progress(transient=True) as progress:
-        for policy in policies:
-            task = progress.add(policy, len(workload))
+        for policy, scheduling in product(policies, schedulings):
+            task = progress.add(f"{policy}, {scheduling}", len(workload))
             jobs = make_jobs(model, workload)
+            if slo_scale is not None:
+                set_deadlines(jobs, slo_scale, shape, service)
             start = time.perf_counter()
-            simulate(replace(shape, policy=policy), service, jobs, task.advance)
-            rows.append(make_row(policy, jobs, time.perf_counter() - start))
+            simulate(replace(shape, policy=policy, scheduling=scheduling), service, jobs, task.advance)
+            rows.append(make_row(policy, scheduling, jobs, time.perf_counter() - start))
     in_memory = "all" if shape.max_templates is None else f"{shape.max_templates:,}"
     kept = f"{decimal(round(template_bytes))} a template, {in_memory} in memory"
     print_rows(rows, f"{shape.num_workers:,} workers, {setup.model}, {title}; {kept}")
@@ -134,24 +143,48 @@ def make_jobs(model: Model, workload: Sequence[Arrival]) -> list[SimulatedJob]:
     return jobs
 
 
-def make_row(policy: str, jobs: Sequence[SimulatedJob], seconds: float) -> SimulatedRow:
+def set_deadlines(jobs: Sequence[SimulatedJob], scale: float, shape: ClusterShape, service: PlannedService) -> None:
+    """Give each edit `scale` times what it takes alone, on a worker that has nothing else to do."""
+    alone = replace(shape, num_workers=1, max_templates=None)
+    for job in jobs:
+        [done] = simulate(alone, service, [make_job(0, 0.0, *edit_of(job))])
+        job.deadline = job.arrived + scale * done.latency
+
+
+def edit_of(job: SimulatedJob) -> tuple[int, int, int, str, int]:
+    work = job.work
+    return work.num_steps, work.num_tokens, work.num_masked_tokens, work.template or "", job.num_dense_steps
+
+
+def make_row(policy: str, scheduling: str, jobs: Sequence[SimulatedJob], seconds: float) -> SimulatedRow:
     duration = max(job.finished for job in jobs) - jobs[0].arrived
     return SimulatedRow(
         policy=policy,
+        scheduling=scheduling,
         throughput=round(len(jobs) / duration, 3),
         **Latencies.of([job.latency for job in jobs]).figures,
         waiting_s=round(statistics.fmean(job.joined - job.prepared for job in jobs), 3),
+        attainment=attainment(jobs),
+        num_preemptions=sum(job.num_preemptions for job in jobs),
         hit_rate=round(statistics.fmean(job.fetched_at <= job.arrived for job in jobs), 4),
         simulated_in_s=round(seconds, 2),
     )
 
 
+def attainment(jobs: Sequence[SimulatedJob]) -> float | None:
+    if any(job.deadline == NO_DEADLINE for job in jobs):
+        return None
+    return round(statistics.fmean(job.finished <= job.deadline for job in jobs), 4)
+
+
 def print_rows(rows: Sequence[SimulatedRow], title: str) -> None:
     table = Table(title=title)
     table.add_column("policy")
-    for heading in ("edits/s", "mean s", "median", "P90", "P95", "P99", "waiting s", "hit rate", "simulated in s"):
+    table.add_column("scheduling")
+    headings = "edits/s,mean s,median,P90,P95,P99,waiting s,in time,preempted,hit rate,simulated in s"
+    for heading in headings.split(","):
         table.add_column(heading, justify="right")
     for row in rows:
-        _, *figures = asdict(row).values()
-        table.add_row(row.policy, *(f"{figure:.2f}" for figure in figures))
+        _, _, *figures = asdict(row).values()
+        table.add_row(row.policy, row.scheduling, *("–" if one is None else f"{one:.4g}" for one in figures))
     Console(width=max(Console().width, TABLE_WIDTH)).print(table)

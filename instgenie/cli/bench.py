@@ -8,9 +8,16 @@ from typing import Any, get_args
 
 from instgenie.cli.arguments import add_model, add_quantization, add_text_padding, positive, rate, ratio
 from instgenie.cli.claims import add_bench_table
-from instgenie.cli.evaluate import add_bench_engine, add_bench_reproduce, add_bench_simulate
+from instgenie.cli.evaluate import (
+    add_bench_deadlines,
+    add_bench_engine,
+    add_bench_predictors,
+    add_bench_reproduce,
+    add_bench_simulate,
+)
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
+from instgenie.scheduling.names import Scheduling
 from instgenie.types import CacheDtype, PlanPolicy, Quantization
 
 
@@ -175,6 +182,8 @@ def add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="key that the server asks for")
     about_compare = "start three servers in turn: ours, and static and naive batches that compute every token"
     parser.add_argument("--compare", action="store_true", help=about_compare)
+    about_scheduling = "start a server with this policy; may be given several times: they take turns"
+    parser.add_argument("--scheduling", action="append", choices=get_args(Scheduling), help=about_scheduling)
     about_concurrency = "limit of unanswered edits (default 256)"
     parser.add_argument("--max-concurrency", type=positive, default=256, metavar="N", help=about_concurrency)
     about_slo = "deadline of an edit, as a multiple of its latency on an idle server (default 2)"
@@ -185,11 +194,13 @@ def add_bench_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench_serve(options: argparse.Namespace) -> None:
-    from instgenie.bench.serve import ServeStudy, bench_serve, compare
+    from instgenie.bench.serve import ServeStudy, bench_serve, compare, compare_scheduling
 
     title, workload = make_workload(options)
     study = ServeStudy(title, workload, options.max_concurrency, options.slo_scale)
-    if options.compare:
+    if options.scheduling:
+        compare_scheduling(study, options.scheduling, options.model, options.device, options.json)
+    elif options.compare:
         compare(study, options.model, options.device, options.json)
     else:
         bench_serve(study, options.base_url, options.api_key, options.json)
@@ -352,6 +363,16 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
         add_bench_scale,
         "clusters of 1 to 20,000 workers",
         "Simulate clusters with several fronts, views of bounded age, and network links, and show what is full first.",
+    ),
+    "deadlines": (
+        add_bench_deadlines,
+        "edits in time, by policy",
+        "Simulate clusters with every scheduling policy, and print how many edits meet their deadlines.",
+    ),
+    "predictors": (
+        add_bench_predictors,
+        "predicted step times",
+        "Measure random mixes of jobs, and compare the planner's predictions with support vector regression.",
     ),
     "router": (
         add_bench_router,

@@ -1,6 +1,7 @@
-"""`instgenie bench engine`, `reproduce` and `simulate`: their arguments."""
+"""`instgenie bench engine`, `reproduce`, `simulate`, `deadlines` and `predictors`: their arguments."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -8,7 +9,7 @@ from instgenie.cli.arguments import add_model, add_text_padding, gib, positive, 
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
 from instgenie.cost.planner import POLICIES
-from instgenie.scheduling.names import Batching, RoutingPolicy
+from instgenie.scheduling.names import Batching, RoutingPolicy, Scheduling
 from instgenie.simulate.cluster import ClusterShape
 from instgenie.simulate.service import SideSeconds
 from instgenie.types import CacheDtype
@@ -86,6 +87,12 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batching", choices=get_args(Batching), default="continuous", help="way of batching (default continuous)"
     )
+    about_scheduling = "who goes first; may be given several times (default fcfs)"
+    parser.add_argument("--scheduling", action="append", choices=get_args(Scheduling), help=about_scheduling)
+    about_slo = "deadline of an edit, as a multiple of what it takes alone (default: none)"
+    parser.add_argument("--slo-scale", type=rate, metavar="FACTOR", help=about_slo)
+    about_between = "seconds from the end of a step to the begin of the next (default 0)"
+    parser.add_argument("--between", type=rate, default=0.0, metavar="S", help=about_between)
     parser.add_argument("--no-reuse", action="store_true", help="no edit finds a template")
     about_own = "edits without a template read what the dense steps of this quality leave behind (default: none do)"
     parser.add_argument("--own", choices=("fast", "balanced"), help=about_own)
@@ -152,6 +159,7 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
             decode=options.finish,
             decode_token=options.finish_token,
             finish_thread=options.finish_thread,
+            between=options.between,
         ),
         cache_dtype=options.cache_dtype,
         cache_stride=options.cache_stride,
@@ -159,4 +167,62 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
         cache_gib=options.cache_gib,
     )
     policies = tuple(options.policy or get_args(RoutingPolicy))
-    bench_simulate(title, workload, shape, policies, setup, options.json)
+    schedulings = tuple(options.scheduling or ("fcfs",))
+    bench_simulate(title, workload, shape, policies, setup, options.json, schedulings, options.slo_scale)
+
+
+def add_bench_deadlines(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_deadlines)
+    several = "; may be given several times"
+
+    def add(name: str, kind: Callable[[str], object], metavar: str, about: str) -> None:
+        parser.add_argument(name, action="append", type=kind, metavar=metavar, help=about + several)
+
+    add("--workload", str, "NAME", "sizes, production, inpaint or retouch (default all)")
+    add("--workers", positive, "N", "workers of the cluster (default 1)")
+    add("--load", rate, "X", "arrivals, as a share of what full batches reach (default .3 to .9)")
+    add("--neighbour", rate, "X", "also a quiet tenant beside a noisy one of this load")
+    about_scheduling = f"policy (default all){several}"
+    parser.add_argument("--scheduling", action="append", choices=get_args(Scheduling), help=about_scheduling)
+    parser.add_argument("--seconds", type=rate, default=1200.0, metavar="S", help="simulated load (default 1200)")
+    about_slo = "deadline, as a multiple of what an edit takes alone (default 5)"
+    parser.add_argument("--slo-scale", type=rate, default=5.0, metavar="FACTOR", help=about_slo)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the workloads (default 0)")
+    parser.add_argument("--model", default="dummy:flux.1-dev", help="model whose steps are simulated")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the charts into this folder")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+
+
+def run_bench_deadlines(options: argparse.Namespace) -> None:
+    from instgenie.bench.deadlines import DeadlineStudy, bench_deadlines  # imports torch and diffusers
+    from instgenie.bench.simulate import Setup
+
+    hide_loading_bars()
+    default = DeadlineStudy()
+    study = DeadlineStudy(
+        workloads=tuple(options.workload or default.workloads),
+        workers=tuple(options.workers or default.workers),
+        loads=tuple(options.load or default.loads),
+        policies=tuple(options.scheduling or default.policies),
+        seconds=options.seconds,
+        slo_scale=options.slo_scale,
+        seed=options.seed,
+        neighbours=tuple(options.neighbour or ()),
+    )
+    setup = Setup(options.model, "cuda", None, "exact", False, SideSeconds(prepare=0.05, decode=0.05))
+    bench_deadlines(setup, study, options.out, options.json)
+
+
+def add_bench_predictors(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_predictors)
+    parser.add_argument("--mixes", type=positive, default=300, metavar="N", help="batches to measure (default 300)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the mixes (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser)
+
+
+def run_bench_predictors(options: argparse.Namespace) -> None:
+    from instgenie.bench.predictors import bench_predictors  # imports torch and diffusers
+
+    hide_loading_bars()
+    bench_predictors(options.model, options.device, options.size, options.mixes, options.seed, options.json)

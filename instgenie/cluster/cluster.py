@@ -43,6 +43,8 @@ class Cluster:
         self.deposits = self._coordinator.deposits
         self._coordinator.placement.on_placed = self.clerk.placed
         self.forgetting = self._coordinator.library.forgetting
+        self.predict = self._coordinator.front.predict
+        self.predictor = self._coordinator.front.predictor
         self._is_open = False
         self.nodes: tuple[NodeStatus, ...] = ()  # as the launcher knows them
         self.fronts: tuple[str, ...] = ()
@@ -119,10 +121,10 @@ class Cluster:
 
     # edits
 
-    def reserve(self, num_edits: int) -> Place:
+    def reserve(self, num_edits: int, tenant: str = "") -> Place:
         """Take places in the queue for edits that will be submitted soon. Raises if there are too few."""
         self._check_open()
-        return self._coordinator.front.reserve(num_edits)
+        return self._coordinator.front.reserve(num_edits, tenant)
 
     def submit(self, orders: Sequence[Order], place: Place | None = None) -> list[Ticket]:
         """Accept the edits of one request, in the places reserved for them if there are any; they share a worker and a
@@ -213,7 +215,7 @@ class Cluster:
             num_fronts=worker.num_fronts,
             state=worker.state,
             processes=tuple(process.status for process in worker.processes.values()),
-            running=tuple(entry.status for entry in entries if entry.is_running),
+            running=tuple(entry.status(worker.load.alone_seconds(entry.id)) for entry in entries if entry.is_running),
             num_waiting=sum(entry.is_waiting for entry in entries),
             steps_per_second=worker.steps_per_second,
             last_step_seconds=worker.last_step_seconds,

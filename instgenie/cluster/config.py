@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from instgenie.scheduling.names import ONE_PROCESS, Batching, RoutingPolicy
+from instgenie.scheduling.names import DEFAULT_SCHEDULING, ONE_PROCESS, Batching, RoutingPolicy, Scheduling
 from instgenie.types import CacheDtype, PlanPolicy, Quantization, TextPadding
 
 Role = Literal["prepare", "denoise", "finish"]
@@ -59,11 +59,14 @@ class ClusterConfig:
     quantization: Quantization | None = None  # of the network's products
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
+    max_queue_per_tenant: int | None = None  # of these, edits of one tenant; None: as many
     max_templates: int = 1000  # that one tenant may ask for
     picture_bytes: int = 2**30  # for pictures of templates that no client asked for, in the cluster's own memory
     cache: CacheConfig = CacheConfig()
     policy: RoutingPolicy = "mask_aware"  # of the router
     batching: Batching = "continuous"
+    scheduling: Scheduling = DEFAULT_SCHEDULING  # who goes first, with continuous batching
+    weights: tuple[tuple[str, float], ...] = ()  # of the tenants' shares, where they are not 1
     graphs: bool = True  # capture passes as CUDA graphs, on devices that have them
     plan: PlanPolicy = "cached"  # for edits that reuse activations; with any other, pictures depend on the load
     reuse: bool = True  # register templates; False: every edit computes every token
@@ -103,6 +106,8 @@ class ProcessConfig:
     quantization: Quantization | None = None
     plan: PlanPolicy = "cached"
     graphs: bool = True
+    scheduling: Scheduling = DEFAULT_SCHEDULING
+    weights: tuple[tuple[str, float], ...] = ()
     num_workers: int = 1  # of the cluster
     num_sharing: int = 1  # workers on the same device, this one among them
     peer_address: str = ""  # ZeroMQ address, maybe with a wildcard port, to serve templates to peers; empty: none
@@ -145,6 +150,8 @@ def process_config(
         quantization=config.quantization,
         plan=config.plan,
         graphs=config.graphs,
+        scheduling=config.scheduling,
+        weights=config.weights,
         num_workers=len(config.devices),
         num_sharing=config.devices.count(device) if num_sharing is None else num_sharing,
         hold_bytes=config.hold_bytes,

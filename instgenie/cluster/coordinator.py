@@ -58,6 +58,7 @@ class Coordinator:
         self.neighbours = Neighbours(self.library, self.archive)
         self.edits = Edits(self.placement, self.library, self.reporter)
         self.front = Front(config, self.placement, self.library, self.edits, self.reporter, send)
+        self.edits.on_finished = self.front.predictor.learn
         self.unasked = Unasked(config, self.library)
         self.stages = Stages(self.placement, self.library, self.unasked, self.edits, self.reporter, send)
         self.recovery = Recovery(self.placement, self.library, self.archive, self.edits)
@@ -71,6 +72,7 @@ class Coordinator:
             wire.TierFound: self.stages.on_found,
             wire.Missing: self.stages.on_missing,
             wire.Joined: self.stages.on_joined,
+            wire.Preempted: self.stages.on_preempted,
             wire.BatchStepped: self.stages.on_stepped,
             wire.Glimpsed: self.stages.on_glimpsed,
             wire.Denoised: self.stages.on_denoised,
@@ -122,8 +124,8 @@ class Coordinator:
 
     def handle(self, process: Process, message: wire.AnyMessage, frames: list[wire.Frame]) -> None:
         self._handlers[type(message)](process, message, frames)
-        if not isinstance(message, wire.BatchStepped):  # the most frequent one: it changes neither queues nor places
-            process.touch()
+        if not isinstance(message, wire.BatchStepped) or process.queue:
+            process.touch()  # after a step, the most frequent message, only the order of what waits may be another
         self.pump()
 
     def ready(self, process: Process, facts: wire.ModelFacts, digest: str) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
 from instgenie.cluster.library import Library
@@ -21,6 +22,7 @@ class Edits:
         self.reporter = reporter
         self.entries: dict[str, EditEntry] = {}
         self._num_in_batches = 0
+        self.on_finished: Callable[[float, float], None] = lambda predicted, seconds: None
 
     @property
     def num_waiting(self) -> int:
@@ -60,6 +62,7 @@ class Edits:
 
     def finish(self, entry: EditEntry, picture: bytes, facts: Facts, seconds: float) -> None:
         log.info("finished", extra=names_of(entry) | {"seconds": round(seconds, 3), "worker": entry.worker})
+        self.on_finished(entry.predicted, seconds)
         self.reporter.finished(facts, seconds)
         self._answer(entry, Finished(picture, facts))
 

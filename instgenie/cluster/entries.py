@@ -2,7 +2,6 @@
 is answered. Knows stages; no process and no socket."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from instgenie.cluster.status import JobStatus
 from instgenie.cluster.wire import Denoised, Frame, Prepared
 from instgenie.scheduling.router import Work
 from instgenie.scheduling.scheduler import LONG
+from instgenie.scheduling.terms import NO_DEADLINE, Terms
 from instgenie.types import TierName
 
 StageName = Literal["prepare", "gather", "park", "denoise", "finish"]
@@ -44,6 +44,20 @@ class DenoisedJob(NamedTuple):
     latents: Sequence[Frame]
 
 
+class Numbers:
+    """Rising numbers that tell the age of entries, also beside those of other fronts: microseconds of the clock."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def next(self) -> int:
+        self._last = max(self._last + 1, time.time_ns() // 1000)
+        return self._last
+
+
+next_number = Numbers().next
+
+
 @dataclass(eq=False, kw_only=True)
 class Entry:
     """The common part of edits and templates."""
@@ -54,7 +68,12 @@ class Entry:
     attempt: int = 1
     num_deaths: int = 0  # of processes that held it at this stage
     prepared: PreparedJob | None = None
-    number: int = field(default_factory=itertools.count().__next__)  # older entries have lower numbers
+    num_overtaken: int = 0  # younger entries of its tenant that were sent before it
+    number: int = field(default_factory=next_number)  # older entries have lower numbers
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(number=self.number)
 
     @property
     def request_id(self) -> str:
@@ -103,9 +122,15 @@ class EditEntry(Entry):
     step: int = 0
     plan: tuple[bool, ...] = ()  # known once it has joined a batch
     denoised: DenoisedJob | None = None
+    predicted: float = 0.0  # seconds from acceptance to the picture
+    num_preemptions: int = 0
     accepted_at: float = field(default_factory=time.monotonic)
     waits_from: float = field(default_factory=time.monotonic)  # when it began to wait for its stage
     events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)  # None ends the stream
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.order.deadline, self.order.priority, self.order.tenant, self.number)
 
     @property
     def request_id(self) -> str:
@@ -149,8 +174,8 @@ class EditEntry(Entry):
             return round(self.num_masked_tokens + self.work.own_share * (self.num_tokens - self.num_masked_tokens))
         return self.num_masked_tokens if self.mode is ComputeMode.CACHED else self.num_tokens
 
-    @property
-    def status(self) -> JobStatus:
+    def status(self, seconds_left: float = 0.0) -> JobStatus:
+        """Describe it, given the predicted seconds of its remaining steps."""
         return JobStatus(
             id=self.id,
             step=self.step,
@@ -159,6 +184,8 @@ class EditEntry(Entry):
             num_masked_tokens=self.num_masked_tokens,
             num_computed_tokens=self.num_computed_tokens,
             plan=self.plan,
+            slack=None if self.order.deadline == NO_DEADLINE else self.order.deadline - time.monotonic() - seconds_left,
+            num_preemptions=self.num_preemptions,
         )
 
     @property

@@ -1,7 +1,10 @@
 """The cluster's front: it accepts edits, chooses their worker, and decides whether they reuse activations."""
 
 import logging
+import sys
+import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,12 +15,14 @@ from instgenie.cluster.entries import ComputeMode, EditEntry
 from instgenie.cluster.library import Library
 from instgenie.cluster.messages import Send
 from instgenie.cluster.orders import Order
-from instgenie.cluster.placement import Placement
+from instgenie.cluster.placement import Placement, total_work
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.reporter import Reporter
 from instgenie.cluster.templates import TemplateRecord
 from instgenie.errors import ClosedError, QueueFullError
+from instgenie.scheduling.predictor import Predictor
 from instgenie.scheduling.router import Work
+from instgenie.scheduling.terms import NO_DEADLINE, Standing, Terms
 from instgenie.telemetry.logs import names_of
 
 log = logging.getLogger(__name__)
@@ -26,10 +31,11 @@ log = logging.getLogger(__name__)
 class Place:
     """Places in the queue, taken for edits that are not yet submitted."""
 
-    def __init__(self, front: "Front", num_edits: int) -> None:
+    def __init__(self, front: "Front", num_edits: int, tenant: str) -> None:
         self._front = front
         self._num_edits = num_edits
-        front.num_reserved += num_edits
+        self._tenant = tenant
+        front.reserved[tenant] += num_edits
 
     @property
     def is_held(self) -> bool:
@@ -37,7 +43,7 @@ class Place:
 
     def release(self) -> None:
         """Give the places back; a second call does nothing."""
-        self._front.num_reserved -= self._num_edits
+        self._front.reserved[self._tenant] -= self._num_edits
         self._num_edits = 0
 
 
@@ -57,20 +63,54 @@ class Front:
         self.edits = edits
         self.reporter = reporter
         self.send = send
-        self.num_reserved = 0
+        self.reserved: Counter[str] = Counter()  # places of edits that are not yet submitted, by tenant
+        self.predictor = Predictor()
 
-    def reserve(self, num_edits: int) -> Place:
+    @property
+    def num_reserved(self) -> int:
+        return self.reserved.total()
+
+    def reserve(self, num_edits: int, tenant: str = "") -> Place:
         """Take places for edits that will be submitted soon. Every accepted edit that is not in a batch counts, from
         here until it is answered."""
         num_waiting = self.num_reserved + self.edits.num_outside_batches
         if num_edits and num_waiting + num_edits > self.config.max_queue:
             raise QueueFullError(num_waiting, self.config.max_queue, self.retry_after)
-        return Place(self, num_edits)
+        limit = self.config.max_queue_per_tenant
+        if limit is not None and num_edits:
+            entries = self.edits.entries.values()
+            own = sum(not entry.is_running and entry.order.tenant == tenant for entry in entries)
+            own += self.reserved[tenant]
+            if own + num_edits > limit:
+                raise QueueFullError(own, limit, self.retry_after, is_own=True)
+        return Place(self, num_edits, tenant)
+
+    def predict(self, orders: Sequence[Order], is_alone: bool = False) -> float:
+        """Seconds until the edits of one request would be done, beside what is accepted or on an idle worker."""
+        works = [self._checked(*pair) for pair in zip(orders, self.library.naming.works_of(orders), strict=True)]
+        worker = self.placement.choose(works, self.library.holders(works[0].template))
+        return self._predict(orders[0], works, worker, is_alone)
+
+    def _predict(self, order: Order, works: Sequence[Work], worker: Worker, is_alone: bool = False) -> float:
+        """The same on one worker. Only edits that the policy lets go first are in the way of those with terms of their
+        own; the others are taken to wait for all."""
+        load = worker.load
+        terms = Terms(order.deadline, order.priority, order.tenant, sys.maxsize)
+        if is_alone:
+            load = load.idle
+        elif terms.deadline != NO_DEADLINE or terms.priority:
+            work, process = total_work(works), worker.denoiser
+            mine = list(worker.edits.values())
+            own = Standing(terms, self.predictor.predict(work, load.idle), work=load.added_seconds(work))
+            ranks = worker.policy.ranks([*map(process.claim_of, mine), own], time.monotonic())
+            before = [entry.id for entry, rank in zip(mine, ranks, strict=False) if rank < ranks[-1]]
+            load = load.only(before)
+        return self.predictor.predict(total_work(works), load)
 
     def accept(self, orders: Sequence[Order], place: Place | None = None) -> list[EditEntry]:
         """Queue the edits of one request; they share a worker, and a batch if it has room. They take the place
         of the request, if one was reserved."""
-        place = place or self.reserve(len(orders))
+        place = place or self.reserve(len(orders), orders[0].tenant)
         place.release()
         group: list[EditEntry] = []
         works = [self._checked(*pair) for pair in zip(orders, self.library.naming.works_of(orders), strict=True)]
@@ -88,9 +128,11 @@ class Front:
         worker = self.placement.home_of(orders[0]) or self.placement.choose(
             works, self.library.holders(works[0].template)
         )
+        predicted = self._predict(orders[0], works, worker)
         entries = list(group)
         for entry in entries:
             log.info("accepted", extra=names_of(entry) | {"worker": worker.index})
+            entry.predicted = predicted
             self.reporter.accepted(entry)
             self._decide(entry, worker)
             self.edits.entries[entry.id] = entry

@@ -1,5 +1,6 @@
 """The message and the frames that send an entry to the process of its stage."""
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,7 +20,12 @@ def prepare_message(entry: EditEntry) -> tuple[wire.Prepare, list[wire.Frame]]:
     return message, wire.picture_frames(order.picture, order.mask)
 
 
-def denoising(entry: EditEntry, template: wire.TemplateHead | None, peers: tuple[str, ...] = ()) -> wire.Denoising:
+def denoising(
+    entry: EditEntry,
+    template: wire.TemplateHead | None,
+    peers: tuple[str, ...] = (),
+    finish_seconds: float = 0.0,
+) -> wire.Denoising:
     assert entry.prepared is not None
     return wire.Denoising(
         id=entry.id,
@@ -34,6 +40,11 @@ def denoising(entry: EditEntry, template: wire.TemplateHead | None, peers: tuple
         request_id=entry.request_id,
         key=entry.order.key,
         peers=peers,
+        seconds_left=entry.order.deadline - time.monotonic() - finish_seconds,
+        priority=entry.order.priority,
+        tenant=entry.order.tenant,
+        number=entry.number,
+        num_overtaken=entry.num_overtaken,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import DEFAULT, SETTINGS
 from instgenie.pictures.digest import masked_share
+from instgenie.scheduling.terms import NO_DEADLINE
 from instgenie.telemetry.logs import request_id
 from instgenie.types import Box, PixelMask, Pixels, ReuseFound, Source, TierName, Whole
 
@@ -30,6 +31,8 @@ class Order:
     output_compression: int = 100
     num_partials: int = 0  # pictures to send before the final one
     may_store: bool = True  # False: the picture does not become a template
+    deadline: float = NO_DEADLINE  # of `time.monotonic`
+    priority: int = 0  # lower goes first
     trace: str = ""  # traceparent; empty: not traced
     request_id: str = field(default_factory=request_id.get)  # of the request that is being answered
     key: str = ""  # orders with the same one are the same order, also at other fronts; empty: it is like no other
@@ -94,6 +97,7 @@ def template_id(tenant: str, steps: int, guidance: float, digest: str) -> str:
 class Queued:
     position: int  # edits of other requests ahead of it
     seconds_left: float | None = field(default=None, compare=False)  # until its request is answered; None: unknown
+    predicted_seconds: float = field(default=0.0, compare=False)  # from acceptance to the picture
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,9 @@ class Facts:
     why_dense: str = ""  # why no template's activations were used, as a clause; empty if they were
     reuse: ReuseFound = "none"  # whose activations were read
     crop: Box | None = None  # the part of the picture that was edited; None: all of it
+    predicted_seconds: float = 0.0  # from acceptance to the picture, as predicted when it was accepted
+    num_preemptions: int = 0  # times that it left a batch for another edit
+    in_time: bool | None = None  # whether it met its deadline; None: it had none
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,17 +38,9 @@ class Placement:
         """Choose one worker for all of the works: a ready one, or else one that may become ready. `holders` are workers
         that have the template's activations in memory."""
         loads = self.ready_loads or self._hopeful_loads()
-        total = Work(
-            num_steps=max(work.num_steps for work in works),
-            num_tokens=sum(work.num_tokens for work in works),
-            num_masked_tokens=sum(work.num_masked_tokens for work in works),
-            template=works[0].template,
-            num_edits=len(works),
-            must_reuse=works[0].must_reuse,
-            own_share=works[0].own_share,
-        )
         drawn = (self.workers[index] for index in self.router.sample(holders))
-        return self.workers[self.router.choose(total, loads, [worker.load for worker in drawn if worker.takes_edits])]
+        holding = [worker.load for worker in drawn if worker.takes_edits]
+        return self.workers[self.router.choose(total_work(works), loads, holding)]
 
     def home_of(self, order: Order) -> Worker | None:
         """The worker that may have begun an order with the same key, if it can go on with it."""
@@ -102,3 +94,16 @@ class Placement:
         role: Role = entry.stage if entry.stage in ("prepare", "finish") else "denoise"
         processes = self.workers[entry.worker].processes
         return processes.get(role, processes["denoise"])
+
+
+def total_work(works: Sequence[Work]) -> Work:
+    """The edits of one request as one piece of work."""
+    return Work(
+        num_steps=max(work.num_steps for work in works),
+        num_tokens=sum(work.num_tokens for work in works),
+        num_masked_tokens=sum(work.num_masked_tokens for work in works),
+        template=works[0].template,
+        num_edits=len(works),
+        must_reuse=works[0].must_reuse,
+        own_share=works[0].own_share,
+    )

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
-from instgenie.cluster.entries import EditEntry, Entry, TemplateEntry
+from instgenie.cluster.entries import EditEntry, Entry
+from instgenie.cluster.holdings import Holdings
 from instgenie.cluster.launch import LaunchedProcess
 from instgenie.cluster.status import ProcessState, ProcessStatus
 from instgenie.scheduling.backlog import SideStage
 from instgenie.scheduling.fetches import FetchRates, NodeLink, PeerMap
 from instgenie.scheduling.pace import Pace
+from instgenie.scheduling.policies import make_policy
+from instgenie.scheduling.policy import Policy
 from instgenie.scheduling.router import WorkerLoad
 from instgenie.types import TierName
 
@@ -33,13 +36,9 @@ class Changes:
 
 
 @dataclass(eq=False)
-class Process:
+class Process(Holdings):
     """One role of one worker, across all its starts."""
 
-    worker: int
-    role: Role
-    device: str
-    max_held: int  # edits that it holds at once
     changes: Changes = field(default_factory=Changes)  # shared by the processes of a cluster
     message: str = ""  # why it is down
     num_starts: int = 0
@@ -52,9 +51,6 @@ class Process:
     heard_at: float = 0.0
     peer_address: str = ""  # at which its current start serves templates to other workers; empty: it serves none
     launched: LaunchedProcess | None = None
-    queue: list[Entry] = field(default_factory=list)  # to be sent, the oldest first
-    held: dict[str, Entry] = field(default_factory=dict)  # sent and not yet answered
-    leaving: set[str] = field(default_factory=set)  # ids of entries that it was told to drop, and may still work on
     _state: ProcessState = "starting"
 
     @property
@@ -99,10 +95,6 @@ class Process:
         pid = self.launched.pid if self.launched is not None and self.is_alive else None
         return ProcessStatus(self.role, pid, self.state, self.num_starts, self.message)
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.queue or self.held or self.leaving)
-
     # starts
 
     def begin(self) -> None:
@@ -143,20 +135,6 @@ class Process:
         insort(self.queue, entry, key=lambda entry: entry.number)
         self.touch()
 
-    def remove(self, entry: Entry) -> None:
-        self.held.pop(entry.id, None)
-        if entry in self.queue:
-            self.queue.remove(entry)
-
-    def abandon(self, entry: Entry) -> bool:
-        """Remove an entry that was cancelled. Return whether the process has to be told to drop it; until it has, the
-        entry takes its room."""
-        is_held = entry.id in self.held
-        if is_held:
-            self.leaving.add(entry.id)
-        self.remove(entry)
-        return is_held
-
     def take(self) -> Iterator[list[Entry]]:
         """Yield what may be sent now: entries one by one, a group at once, a suspect only to a process that holds
         nothing."""
@@ -164,59 +142,11 @@ class Process:
             together = [head] if head.is_suspect or head.stage != "denoise" else self.companions(head)
             for entry in together:
                 self.queue.remove(entry)
+            for waiting in self.queue:
+                same = waiting.terms.tenant == head.terms.tenant
+                waiting.num_overtaken += len(together) if same and waiting.number < head.number else 0
             self.held |= {entry.id: entry for entry in together}
             yield together
-
-    def next(self) -> Entry | None:
-        """The entry to send next: the first one. Long edits that find no room let others go first, and all edits that
-        find none let prepared templates go first."""
-        is_full = False
-        for entry in self.queue:
-            may_go = not is_full or (isinstance(entry, TemplateEntry) and entry.stage == "denoise")
-            if may_go and self.has_room(entry):
-                return entry
-            if entry.is_suspect:
-                break
-            is_full |= not (isinstance(entry, EditEntry) and entry.is_long)
-        return None
-
-    def has_room(self, entry: Entry) -> bool:
-        """True if an entry may be sent. Templates need no room. Long edits get at most half of it."""
-        if entry.is_suspect or any(held.is_suspect for held in self.held.values()):
-            return not (self.held or self.leaving)
-        if not isinstance(entry, EditEntry):
-            return True
-        edits = [held for held in self.held.values() if isinstance(held, EditEntry)]
-        num_long, max_long = sum(held.is_long for held in edits), max(self.max_held // 2, 1)
-        if entry.is_long and num_long >= max_long:
-            return False
-        num_beyond = max(num_long - max_long, 0)  # a group may have gone beyond the half
-        return len(edits) + len(self.leaving) - num_beyond < self.max_held
-
-    def companions(self, head: Entry) -> list[Entry]:
-        """The queued entries that are sent together with the first one, which is among them."""
-        if not isinstance(head, EditEntry):
-            return [head]
-        return [
-            entry for entry in self.queue if entry in head.group and entry.stage == head.stage and not entry.is_suspect
-        ]
-
-    def holding(self, id: str, attempt: int) -> Entry | None:
-        """The entry it works on, unless that attempt was abandoned."""
-        entry = self.held.get(id)
-        return entry if entry and entry.attempt == attempt else None
-
-    def take_back(self, id: str, attempt: int) -> Entry | None:
-        """The entry it has answered, which it no longer holds; None if that attempt was abandoned."""
-        if entry := self.holding(id, attempt):
-            del self.held[id]
-        return entry
-
-    def empty(self) -> tuple[list[Entry], list[Entry]]:
-        """Remove all entries, and return those it held and those in its queue."""
-        held, queue = list(self.held.values()), self.queue
-        self.held, self.queue, self.leaving = {}, [], set()
-        return held, queue
 
 
 @dataclass(eq=False)
@@ -227,6 +157,7 @@ class Worker:
     device: str
     processes: dict[Role, Process]
     load: WorkerLoad
+    policy: Policy = field(default_factory=lambda: make_policy("fcfs"))
     node: str = ""  # its name; empty: this machine, or none yet
     host: str = ""  # the machine whose disk it sees; empty: this one
     edits: dict[str, EditEntry] = field(default_factory=dict)  # those that belong to it, by id
@@ -290,8 +221,8 @@ class Worker:
             return None
         return hashlib.sha256(" ".join(self.digests[role] for role in roles).encode()).hexdigest()
 
-    def step(self, seconds: float, predicted: float) -> None:
-        """Record one measured step."""
+    def step(self, seconds: float, predicted: float, between: float = 0.0) -> None:
+        """Record one measured step, and the time since the step before."""
         now = time.monotonic()
         rate = 1 / max(now - self._stepped_at, 1e-6)
         is_first = now - self._stepped_at > 10 * max(seconds, 0.1)  # after a pause there is no rate yet
@@ -299,7 +230,7 @@ class Worker:
         self._stepped_at = now
         self.last_step_seconds = seconds
         self.num_steps += 1
-        self.load.pace.measure(predicted, seconds)
+        self.load.pace.measure(predicted, seconds + between)
 
 
 def are_broken(workers: Iterable[Worker]) -> bool:
@@ -328,20 +259,21 @@ def make_workers(config: ClusterConfig) -> list[Worker]:
         "denoise": 2 * config.max_batch_size,
         "finish": NUM_AHEAD + NUM_ENCODERS,
     }
-    return [
-        Worker(
-            index=index,
-            device=device,
-            processes={role: Process(index, role, device, max_held[role], changes) for role in config.roles},
-            load=WorkerLoad(
-                index,
-                config.max_batch_size,
-                pace=Pace(common),
-                peers=peers,
-                fetch_rates=FetchRates(common_rates),
-                side_seconds=side_seconds,
-                link=link,
-            ),
+    workers = []
+    for index, device in enumerate(config.devices):
+        load = WorkerLoad(
+            index,
+            config.max_batch_size,
+            pace=Pace(common),
+            peers=peers,
+            fetch_rates=FetchRates(common_rates),
+            side_seconds=side_seconds,
+            link=link,
         )
-        for index, device in enumerate(config.devices)
-    ]
+        policy = make_policy(config.scheduling, config.batching, load.pace, dict(config.weights))
+        processes = {
+            role: Process(index, role, device, max_held[role], policy=policy, load=load, changes=changes)
+            for role in config.roles
+        }
+        workers.append(Worker(index=index, device=device, processes=processes, load=load, policy=policy))
+    return workers

@@ -48,11 +48,15 @@ class Reporter:
 
     def joined(self, entry: EditEntry) -> None:
         for observer in self.observers:
-            observer.joined(entry.worker, entry.status)
+            observer.joined(entry.worker, entry.status())
 
     def left(self, entry: EditEntry) -> None:
         for observer in self.observers:
             observer.left(entry.worker, entry.id)
+
+    def preempted(self, entry: EditEntry, by: str) -> None:
+        for observer in self.observers:
+            observer.preempted(entry.worker, entry.id, by)
 
     def batch_stepped(self, worker: int, seconds: float, batch_size: int) -> None:
         for observer in self.observers:
@@ -76,7 +80,7 @@ class Reporter:
                 num_own[id(entry.group)] += 1
                 if self._positions.get(entry.id) != position:
                     self._positions[entry.id] = position
-                    entry.events.put_nowait(Queued(position, left(entry)))
+                    entry.events.put_nowait(Queued(position, left(entry), entry.predicted))
 
     def finished(self, facts: Facts, seconds: float) -> None:
         self.counts["finished"] += 1

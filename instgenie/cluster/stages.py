@@ -20,6 +20,7 @@ from instgenie.cluster.placement import Placement
 from instgenie.cluster.processes import Process, Worker
 from instgenie.cluster.reporter import Reporter
 from instgenie.cluster.unasked import Unasked
+from instgenie.scheduling.terms import NO_DEADLINE
 from instgenie.types import ReuseFound
 
 
@@ -75,7 +76,10 @@ class Stages:
         if going := [entry for entry in entries if entry.id in process.held]:
             frames = [frame for entry in going if entry.prepared for frame in entry.prepared.tensors]
             head, peers = self.library.naming.head, self.library.peers.addresses
-            jobs = tuple(denoising(entry, head(entry), peers(entry.template, entry.worker)) for entry in going)
+            finish_seconds = self.workers[process.worker].load.side_seconds.get("finish", 0.0)
+            jobs = tuple(
+                denoising(entry, head(entry), peers(entry.template, entry.worker), finish_seconds) for entry in going
+            )
             self.send(process, wire.Denoise(jobs), frames)
 
     def _wait_for_template(self, entry: EditEntry) -> None:
@@ -144,15 +148,26 @@ class Stages:
             if entry := held_edit(process, told.id, told.attempt):
                 self.edits.join_batch(entry, plan)
 
+    def on_preempted(self, process: Process, message: wire.Preempted, frames: list[wire.Frame]) -> None:
+        for told in message.jobs:
+            if entry := held_edit(process, told.id, told.attempt):
+                self.edits.leave_batch(entry)
+                entry.num_preemptions += 1
+                entry.waits_from = time.monotonic()
+                self.reporter.preempted(entry, message.by)
+
     def on_stepped(self, process: Process, message: wire.BatchStepped, frames: list[wire.Frame]) -> None:
         worker = self.workers[process.worker]
-        worker.step(message.seconds, message.predicted_seconds)
+        worker.step(message.seconds, message.predicted_seconds, message.between_seconds)
         worker.num_interruptions, worker.num_joined = message.num_interruptions, message.num_joined
-        self.reporter.batch_stepped(worker.index, message.seconds, len(message.jobs) + message.num_others)
+        batch_size = len(message.jobs) + message.num_others
+        self.reporter.batch_stepped(worker.index, message.seconds, batch_size)
         stepped = [(told.step, entry) for told in message.jobs if (entry := held_edit(process, told.id, told.attempt))]
         for step, entry in stepped:
             entry.step = step
             worker.load.step(entry.id)
+        own_seconds = message.seconds * len(stepped) / max(batch_size, 1)
+        worker.policy.charge([entry.order.tenant for _, entry in stepped], own_seconds)
         for _, entry in stepped:
             self.reporter.stepped(entry, self.seconds_left(entry))
 
@@ -241,4 +256,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
         dense_seconds=denoised.seconds + num_saved * worker.load.seconds_per_token,
         finish_seconds=finish_seconds,
         finish_thread_seconds=painted.thread_seconds,
+        predicted_seconds=entry.predicted,
+        num_preemptions=entry.num_preemptions,
+        in_time=None if entry.order.deadline == NO_DEADLINE else time.monotonic() <= entry.order.deadline,
     )

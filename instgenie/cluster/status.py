@@ -18,6 +18,8 @@ class JobStatus:
     num_masked_tokens: int
     num_computed_tokens: int  # per step
     plan: tuple[bool, ...]  # per block, True if it is cached; empty: no block is
+    slack: float | None = None  # seconds that are left beyond its remaining steps; None: it has no deadline
+    num_preemptions: int = 0  # times that it left the batch for another
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,9 @@ class Observer:
 
     def left(self, worker: int, job: str) -> None:
         """A job left the batch, finished or not."""
+
+    def preempted(self, worker: int, job: str, by: str) -> None:
+        """A job left the batch for another, and waits again."""
 
     def accepted(self, mask_ratio: float) -> None:
         """An edit was accepted."""

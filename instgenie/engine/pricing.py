@@ -15,7 +15,7 @@ from instgenie.jobs.job import Job
 from instgenie.jobs.tokens import text_bucket
 from instgenie.machine.device import device_name
 from instgenie.models.model import Model
-from instgenie.scheduling.scheduler import PricedJob
+from instgenie.scheduling.terms import NO_TERMS, PricedJob, Terms
 from instgenie.types import CacheDtype, Edit, PlanPolicy, TierName
 
 NO_PICTURE, NO_MASK = np.empty((0, 0, 3), np.uint8), np.empty((0, 0), np.bool_)
@@ -52,11 +52,11 @@ def price_of(job: Job, costs: StepCosts) -> Price:
     return costs.price(len(job.masked), num_computed(job, tier), tier)
 
 
-def priced(job: Job, costs: StepCosts) -> PricedJob:
+def priced(job: Job, costs: StepCosts, terms: Terms = NO_TERMS, num_overtaken: int = 0) -> PricedJob:
     """The job as the scheduler sees it, with the mean price of its remaining steps."""
     tier, num_left = tier_of(job), job.num_steps - job.step
     price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, job.num_dense_left, num_left)
-    return PricedJob(price, num_left)
+    return PricedJob(price, num_left, terms, num_overtaken)
 
 
 @dataclass(frozen=True, eq=False)

@@ -119,6 +119,29 @@ class Backlog:
         self.loading += change.loading
         self._drop_rounding()
 
+    def alone_seconds(self, edit: str) -> float:
+        """Seconds of the remaining steps of an edit if no other shares them."""
+        return self._seconds_of(edit, num_sharing=1)
+
+    def shared_seconds(self, edit: str) -> float:
+        """Seconds of the worker that they take if the other edits share them."""
+        return self._seconds_of(edit, self.num_sharing)
+
+    @property
+    def num_sharing(self) -> int:
+        """Edits that share a step, one more or less."""
+        return max(min(self.num_edits, self.max_batch_size), 1)
+
+    def _seconds_of(self, edit: str, num_sharing: int) -> float:
+        rest = self._remaining.get(edit)
+        return self.part_seconds(rest.num_steps, rest.price, num_sharing) if rest else 0.0
+
+    def part_seconds(self, num_steps: int, price: Price, num_sharing: int) -> float:
+        """Seconds of steps at a price that each of so many edits pays a part of."""
+        compute, load = price.times(num_steps)
+        own_steps = num_steps / num_sharing
+        return self.pace.seconds(own_steps, self.costs.total_seconds(own_steps, compute, load))
+
     def remove(self, edit: str) -> None:
         self._finishing.discard(edit)
         if rest := self._remaining.pop(edit, None):

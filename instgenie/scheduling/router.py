@@ -6,13 +6,13 @@ finished one by one, beside the steps; where these side stages take longer than 
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from instgenie.cost.table import Price
-from instgenie.scheduling.backlog import Backlog
-from instgenie.scheduling.fetches import FetchRates, PeerMap
+from instgenie.scheduling.backlog import NO_LOAD, Backlog
+from instgenie.scheduling.fetches import FetchRates, NodeLink, PeerMap
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.types import TierName
 
@@ -78,6 +78,28 @@ class WorkerLoad(Backlog):
         if tier is None:
             return self.costs.own_price(work.num_tokens, work.num_masked_tokens, work.own_share)
         return self.costs.price(work.num_tokens, work.num_masked_tokens, tier)
+
+    def added_seconds(self, work: Work) -> float:
+        """Seconds of the worker that this work takes if the other edits share its steps."""
+        return self.part_seconds(work.num_steps, self.price_of(work), self.num_sharing)
+
+    @property
+    def idle(self) -> "WorkerLoad":
+        """The worker without any work, to which nothing is on its way."""
+        return replace(
+            self, num_edits=0, num_steps=0, num_token_steps=0, compute=0.0, loading=0.0, foreign=NO_LOAD,
+            link=NodeLink(), _remaining={}, _finishing=set(),
+        )  # fmt: skip
+
+    def only(self, edits: Collection[str]) -> "WorkerLoad":
+        """The part of the load that some of its edits are, beside the work of other fronts, whose order is not known
+        here."""
+        part = replace(self.idle, link=self.link)
+        part.share(self.foreign)
+        for edit, rest in self._remaining.items():
+            if edit in edits:
+                part.add(edit, *rest)
+        return part
 
     def registration_compute(self, work: Work) -> float:
         """Seconds of computing before its edits may start: a dense pass over every kept step of the template, once

@@ -11,26 +11,19 @@ A joining job amortises the step's fixed cost but lengthens the step for the oth
 as long together as one after the other, except that the first one ends later. So a batch grows while that pays, and it
 pays more the longer the queue is.
 
-No scheduler preempts running jobs. To add preemption, give `Decision` a field with the running jobs that leave, and
-let the step loop (`Denoiser.join`) apply it before the joins.
+A scheduler only lets jobs join; `policy` sorts the queue before it and says which running jobs leave.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from instgenie.cost.table import Price, StepCosts
+from instgenie.cost.table import StepCosts
 from instgenie.scheduling.names import Batching
+from instgenie.scheduling.terms import PricedJob
 
 PATIENCE = 0.35  # weight of a running job's loss against a waiting job's gain
 LONG = 100  # a job with more steps left than this is long
-
-
-class PricedJob(NamedTuple):
-    """A job as the scheduler sees it, running or waiting."""
-
-    price: Price  # mean over the remaining steps
-    num_steps: int  # remaining
 
 
 class WaitingGroup(Protocol):
@@ -63,6 +56,7 @@ class Decision(NamedTuple):
 
     joining: Sequence[int] = ()  # positions in the queue, after the split; all others wait
     split: Split | None = None
+    leaving: Sequence[int] = ()  # positions in the batch of running jobs that leave it before the others join
 
 
 class Scheduler(Protocol):
@@ -117,10 +111,10 @@ class FirstCome:
             else:
                 part, fits = jobs, not batch or len(jobs) <= room
                 if not fits:
-                    if joining or not waits_too_long(jobs, running, room):
+                    if joining or not (group.is_overdue or waits_too_long(jobs, running, room)):
                         break
                     split, part = Split(position, room), jobs[:room]
-                if batch and not self.admit(part, batch, num_ready, costs):
+                if batch and not group.is_overdue and not self.admit(part, batch, num_ready, costs):
                     break
             batch += part
             joining.append(position)

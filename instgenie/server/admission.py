@@ -81,16 +81,16 @@ class Admission:
         self.budget = ByteBudget(max_bytes, num_decoders)
         self.threads = ThreadPoolExecutor(num_decoders, thread_name_prefix="decode")
 
-    def admit(self, num_edits: int) -> "Admitted":
+    def admit(self, num_edits: int, tenant: str = "") -> "Admitted":
         """Take places for the edits of a request. Raise 429 if there are none."""
         try:
-            return Admitted(self, self.cluster.reserve(num_edits))
+            return Admitted(self, self.cluster.reserve(num_edits, tenant))
         except QueueFullError as full:
-            message = (
-                f"The queue is full: {full.num_waiting} edits are waiting, {full.limit} are allowed, "
-                f"and the request has {num_edits}."
-            )
-            raise busy(message, full.retry_after, "queue_full") from None
+            message = f"The queue is full: {full.num_waiting} edits are waiting, {full.limit} are allowed, "
+            if full.is_own:
+                message = f"The queue has {full.num_waiting} edits of this API key, {full.limit} are allowed, "
+            message += f"and the request has {num_edits}."
+            raise busy(message, full.retry_after, "key_queue_full" if full.is_own else "queue_full") from None
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)

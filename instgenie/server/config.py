@@ -16,7 +16,7 @@ from instgenie.errors import ConfigError
 from instgenie.machine.memory import available_memory
 from instgenie.pictures.decode import MAX_PIXELS
 from instgenie.pictures.picture import MAX_STEPS
-from instgenie.scheduling.names import Batching, RoutingPolicy
+from instgenie.scheduling.names import DEFAULT_SCHEDULING, Batching, RoutingPolicy, Scheduling
 from instgenie.server.bodies.fields import MAX_EDITS
 from instgenie.server.guard.hosts import ANY, HOST
 from instgenie.server.guard.keys import ApiKey, check_keys, parse_key_file
@@ -52,6 +52,8 @@ class HttpConfig:
     max_pixels: int
     max_steps: int
     max_n: int
+    default_deadline: float | None  # seconds; of requests that give none
+    slo_scale: float | None  # the same, as a multiple of what the edit takes alone
     register_examples: bool
     decode_threads: int
     max_decoded_bytes: int
@@ -74,6 +76,17 @@ def host_name(given: str) -> str:
     if given != ANY and (parts is None or parts[2]):
         raise ValueError("a host name without scheme and port is expected, or *")
     return given
+
+
+def weight(given: str) -> tuple[str, float]:
+    name, _, value = given.partition("=")
+    try:
+        share = float(value)
+    except ValueError:
+        share = 0.0
+    if not name or not 0.01 <= share <= 100:
+        raise ValueError("NAME=WEIGHT with a weight from 0.01 to 100 is expected")
+    return name, share
 
 
 OPTIONS = (
@@ -118,6 +131,8 @@ OPTIONS = (
     Option("worker-timeout", number(1, 86400), 120.0, "seconds without a sign of life after which a worker is killed"),
     Option("max-batch-size", whole_number(1, 256), 8, "largest number of edits in one batch of a worker"),
     Option("max-queue", whole_number(1, 100_000), 64, "number of edits that may wait; further ones are refused"),
+    Option("max-queue-per-key", whole_number(1, 100_000), None,
+           "number of edits of one API key that may wait; further ones are refused", default_text="--max-queue"),
     Option("max-templates", whole_number(1, 1_000_000), 1000, "number of templates that each API key may register"),
     Option("picture-cache-gib", auto_or(number(0, 65536)), AUTO,
            "main memory for the pictures of templates that no client asked for; the least recently used go first",
@@ -125,6 +140,19 @@ OPTIONS = (
     Option("batching", one_of(*get_args(Batching)), "continuous",
            "continuous: edits join and leave between steps; for comparison: static and static-pipelined run one batch "
            "after the other, naive does all other work between steps", "HOW"),
+    Option("scheduling", one_of(*get_args(Scheduling)), DEFAULT_SCHEDULING,
+           "who goes first: preemptive = the least slack, within fair shares and priorities, and running edits wait "
+           "for urgent ones; slack = the least slack, nobody leaves a batch; edf = the earliest deadline; fcfs = the "
+           "oldest", "HOW"),
+    Option("default-deadline", number(0.001, 86400), None,
+           "seconds within which edits whose requests give no deadline should be done; later ones are finished all the "
+           "same", "SECONDS", default_text="none"),
+    Option("slo-scale", number(1, 1000), None,
+           "the same as a multiple of what the edit is predicted to take on an idle worker", "FACTOR",
+           default_text="none"),
+    Option("tenant-weight", weight, (),
+           "share of the steps that the keys of a name get beside others, NAME=2 for twice as much; repeatable",
+           "NAME=WEIGHT", default_text="1 each", repeatable=True),
     Option("graphs", flag, True, "run small batches as CUDA graphs, on devices that support them"),
     Option("routing", one_of(*get_args(RoutingPolicy)), "mask_aware",
            f"how the worker of an edit is chosen: {', '.join(get_args(RoutingPolicy))}", "HOW"),
@@ -193,6 +221,9 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         max_templates=values["max_templates"],
         picture_bytes=share_of_memory(values["picture_cache_gib"], 16),
         batching=values["batching"],
+        scheduling=values["scheduling"],
+        weights=values["tenant_weight"],
+        max_queue_per_tenant=values["max_queue_per_key"],
         graphs=values["graphs"],
         plan=values["plan"],
         reuse=values["reuse"],
@@ -217,6 +248,8 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
             max_pixels=round(values["max_megapixels"] * 1e6),
             max_steps=values["max_steps"],
             max_n=values["max_n"],
+            default_deadline=values["default_deadline"],
+            slo_scale=values["slo_scale"],
             register_examples=values["register_examples"],
             decode_threads=min(4, os.cpu_count() or 1),
             max_decoded_bytes=share_of_memory(values["max_decoded_gib"], 8),

@@ -85,6 +85,14 @@ def late(milliseconds: int) -> ApiError:
     return ApiError(408, f"The deadline of {milliseconds} ms has passed.", "deadline_exceeded", "deadline_ms", NO_RETRY)
 
 
+def hopeless(predicted: float, left: float, deadline: float) -> ApiError:
+    message = (
+        f"The edit is predicted to take {1000 * predicted:.0f} ms, but {1000 * max(left, 0):.0f} ms of its deadline of "
+        f"{1000 * deadline:.0f} ms are left."
+    )
+    return ApiError(408, message, "deadline_unreachable", "deadline_ms", NO_RETRY)
+
+
 def retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, min(120, round(seconds))))}
 

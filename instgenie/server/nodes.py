@@ -16,7 +16,7 @@ MAX_SLOTS = 20_000
 SECONDS_TO_LINGER = 120.0  # workers outlive the last front that died, so that a new one finds them
 AGREED = (  # by all fronts
     "dtype", "quantization", "max_batch_size", "batching", "graphs", "plan", "worker_timeout", "hold_seconds",
-    "register_after", "register_window",
+    "register_after", "register_window", "scheduling", "weights",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from instgenie.cluster.wire import ModelFacts
 from instgenie.errors import ClosedError
 from instgenie.server.admission import Admission, Admitted
 from instgenie.server.bodies.body import Intake
+from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
 from instgenie.server.errors import SECONDS_TO_RECOVER, ApiError, bad, closed, echo, not_found
@@ -75,7 +76,7 @@ class HttpService:
     def admit(self, request: Request, num_edits: int) -> Admitted:
         """Take places in the queue for the edits of a request, until it is answered or its client is gone."""
         try:
-            admitted = self.admission.admit(num_edits)
+            admitted = self.admission.admit(num_edits, tenant_of(request))
         except ClosedError:
             raise self.unavailable() from None
         request.scope["on_end"].callback(admitted.leave)
@@ -163,8 +164,11 @@ def trace_of(request: Request) -> str:
     return str(request.scope["trace"])
 
 
-def deadline_of(request: Request, milliseconds: int | None) -> Deadline | None:
-    return None if milliseconds is None else Deadline(request.scope["start"], milliseconds)
+def deadline_of(request: Request, fields: ImageFields) -> Deadline | None:
+    """The time at which an edit is given up; None: it is not. Only clients that want no late picture give up."""
+    if fields.deadline_ms is None or fields.on_late != "reject":
+        return None
+    return Deadline(request.scope["start"], fields.deadline_ms)
 
 
 def draw_seed() -> int:

@@ -8,8 +8,9 @@ from msgspec.structs import replace
 
 from instgenie.jobs.quality import SETTINGS, Quality
 from instgenie.scheduling.backlog import SideStage
-from instgenie.scheduling.names import Batching, RoutingPolicy
+from instgenie.scheduling.names import Batching, RoutingPolicy, Scheduling
 from instgenie.scheduling.pace import Pace
+from instgenie.scheduling.policies import make_policy
 from instgenie.scheduling.router import Router, Work, WorkerLoad
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service
@@ -23,6 +24,7 @@ class ClusterShape:
     max_batch_size: int = 8
     policy: RoutingPolicy = "mask_aware"
     batching: Batching = "continuous"
+    scheduling: Scheduling = "fcfs"
     reuse: bool = True  # True if all templates have activations, which every worker can fetch
     own: Quality | None = None  # edits without a template read what the dense steps of this quality leave; None: none
     max_templates: int | None = None  # templates that fit into a worker's memory; None: all
@@ -59,7 +61,17 @@ def simulate(
             templates=memory.tiers if memory else shared,
             side_seconds=side_seconds,
         )
-        workers.append(SimulatedWorker(load, service, clock, finish, shape.batching, memory))
+        workers.append(
+            SimulatedWorker(
+                load,
+                service,
+                clock,
+                finish,
+                shape.batching,
+                memory,
+                make_policy(shape.scheduling, shape.batching, load.pace),
+            )
+        )
     loads = [worker.load for worker in workers]
     known: set[str] = set()  # templates that have activations
 

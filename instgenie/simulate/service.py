@@ -28,6 +28,7 @@ class SideSeconds:
     prepare: float = 0.0
     decode: float = 0.0
     decode_token: float = 0.0  # added per masked token: only the masked part, with its surroundings, is decoded
+    between: float = 0.0  # from the end of a step to the begin of the next
     finish_thread: float = 0.0  # after decoding, in a thread, while the next edit can be decoded
 
     def decode_seconds(self, num_masked: int) -> float:

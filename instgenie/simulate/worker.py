@@ -12,8 +12,10 @@ from typing import Protocol
 
 from instgenie.cost.table import Price, StepCosts
 from instgenie.scheduling.names import ONE_PROCESS, Batching
+from instgenie.scheduling.policies import make_policy
+from instgenie.scheduling.policy import Policy, Situation
 from instgenie.scheduling.router import Work, WorkerLoad
-from instgenie.scheduling.scheduler import SCHEDULERS, PricedJob
+from instgenie.scheduling.terms import NO_DEADLINE, PricedJob, Terms
 from instgenie.simulate.clock import Clock
 from instgenie.simulate.service import Service, Sums
 from instgenie.types import TierName
@@ -38,6 +40,17 @@ class SimulatedJob:
     denoised: float = 0.0
     finished: float = 0.0
     num_finished: int = 0
+    deadline: float = NO_DEADLINE
+    due: float = NO_DEADLINE  # time at which its last step should be taken
+    tenant: str = ""
+    number: int = 0
+    num_own_overtaken: int = 0
+    num_preemptions: int = 0
+    _priced: PricedJob | None = None  # at its current step
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.due, 0, self.tenant, self.number)
 
     @property
     def latency(self) -> float:
@@ -66,11 +79,16 @@ class SimulatedJob:
 
     def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
         num_left = self.work.num_steps - self.step
+        if self._priced and self._priced.num_steps == num_left:
+            if self._priced.num_overtaken != self.num_own_overtaken:
+                self._priced = self._priced._replace(num_overtaken=self.num_own_overtaken)
+            return [self._priced]
         num_dense = max(self.num_dense_steps - self.step, 0) if self.is_cached else num_left
         if not self.is_cached and self.own_steps:
             num_dense = sum(step >= self.step for step in self.own_steps)
         price = costs.mean_price(self.work.num_tokens, self.work.num_masked_tokens, "host", num_dense, num_left)
-        return [PricedJob(price, num_left)]
+        self._priced = PricedJob(price, num_left, self.terms, self.num_own_overtaken)
+        return [self._priced]
 
 
 class Memory(Protocol):
@@ -106,6 +124,8 @@ class SimulatedWorker:
     on_finished: Callable[[SimulatedJob], None]
     batching: Batching = "continuous"
     memory: Memory | None = None
+    policy: Policy = field(default_factory=lambda: make_policy("fcfs"))
+    num_accepted: int = 0
     waiting: deque[SimulatedJob] = field(default_factory=deque)
     running: list[SimulatedJob] = field(default_factory=list)
     to_prepare: deque[SimulatedJob] = field(default_factory=deque)  # used by workers of one process
@@ -119,6 +139,9 @@ class SimulatedWorker:
 
     def accept(self, job: SimulatedJob) -> None:
         job.worker = self.load.worker
+        self.num_accepted += 1
+        job.number = self.num_accepted
+        job.due = job.deadline - self.service.side.finish_seconds(job.work.num_masked_tokens)
         self.load.add(job.id, job.work.num_steps, self.load.tokens_of(job.work), self.load.price_of(job.work))
         if self.memory and job.work.template:
             job.fetched_at = self.memory.use(job.work.template, self.clock.now)
@@ -151,6 +174,7 @@ class SimulatedWorker:
         if self.has_changed:
             self.has_changed = False
             self.seconds = self.service.step(sums_of(self.running))
+            self.seconds += self.service.side.between
             self.predicted = self.load.costs.step_seconds(self.price_of(job) for job in self.running)
         self.clock.at(self.clock.now + self.seconds, self.stepped, None)
 
@@ -182,16 +206,31 @@ class SimulatedWorker:
             return
         running = [priced for job in self.running for priced in job.priced(self.load.costs)]
         num_waiting, max_jobs = len(self.waiting), self.load.max_batch_size
-        decision = SCHEDULERS[self.batching].decide(self.waiting, num_waiting, running, max_jobs, self.load.costs)
+        policy, costs, now = self.policy, self.load.costs, self.clock.now
+        situation = Situation(running, max_jobs, costs, now)
+        policy.meet(job.tenant for job in (*self.waiting, *self.running))
+        if num_waiting > 1 and type(policy) is not Policy:
+            self.waiting = deque(policy.order(self.waiting, situation))
+        decision = policy.decide(self.waiting, num_waiting, situation)
         joining = [self.waiting[position] for position in decision.joining]
+        for job in [self.running[position] for position in decision.leaving]:
+            self.running.remove(job)
+            self.waiting.append(job)
+            job.num_preemptions += 1
+        for job in self.waiting if len(joining) < num_waiting else ():
+            if job not in joining:
+                job.num_own_overtaken += sum(
+                    other.number > job.number and other.tenant == job.tenant and not other.step for other in joining
+                )
         for job in joining:
             self.waiting.remove(job)
-            job.joined = self.clock.now
+            job.joined = job.joined or self.clock.now
             self.running.append(job)
             self.has_changed = True
 
     def stepped(self, _: None) -> None:
         self.load.pace.measure(self.predicted, self.seconds)
+        self.policy.charge([job.tenant for job in self.running], self.seconds)
         step_load = self.load.step
         done = []
         for job in self.running:

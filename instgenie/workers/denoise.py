@@ -1,7 +1,8 @@
 """The denoise process of a worker: takes steps, and registers templates in between. Knows no picture and no prompt.
 
-Before every step finished jobs leave and waiting jobs join, as the scheduler decides. A job whose activations are
-still loading lets others go first; the loop never waits for one. Other ways of batching exist to compare with:
+Before every step finished jobs leave, and the policy decides which waiting jobs join and which running ones wait for
+them. A job whose activations are still loading lets others go first; the loop never waits for one. Other ways of
+batching exist to compare with:
 
     static            one batch after the other, each prepared, denoised and finished by this one process
     static-pipelined  one batch after the other, prepared and finished by processes of their own
@@ -41,13 +42,14 @@ from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import make_planning
-from instgenie.engine.pricing import price_of, price_steps, priced
+from instgenie.engine.pricing import price_of, price_steps
 from instgenie.engine.warm import warm_up_finishing, warm_up_preparing, warm_up_steps
 from instgenie.jobs.job import Job
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.scheduling.names import ONE_PROCESS
-from instgenie.scheduling.scheduler import SCHEDULERS
+from instgenie.scheduling.policies import make_policy
+from instgenie.scheduling.policy import Situation
 from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
 from instgenie.workers.keyed import KeyedJobs
@@ -56,7 +58,7 @@ from instgenie.workers.line import Line
 from instgenie.workers.mailbox import Handler, Mailbox
 from instgenie.workers.own_room import OwnRoom
 from instgenie.workers.process import await_begin, run_process, say_ready
-from instgenie.workers.queue import TrackedJob, WaitingQueue
+from instgenie.workers.queue import JobGroup, TrackedJob, WaitingQueue
 from instgenie.workers.registrar import PendingTemplate, Registrar
 from instgenie.workers.templates import Templates, open_store, serve_peers
 
@@ -69,7 +71,7 @@ class Denoiser:
     def __init__(self, config: ProcessConfig, model: Model, line: Line) -> None:
         self.model = model
         self.line = line
-        self.scheduler = SCHEDULERS[config.batching]
+        self.policy = make_policy(config.scheduling, config.batching, weights=dict(config.weights))
         name = calibrated_name(config.model, config.quantization)
         form = config.cache.dtype, config.cache.stride, config.cache.keeps_text
         self.costs = price_steps(model, name, config.plan, *form)
@@ -92,6 +94,7 @@ class Denoiser:
         self.mailbox = Mailbox(line, self.handlers(does_side_work=config.batching in ONE_PROCESS))
         self.num_interruptions = 0
         self.num_joined = 0
+        self.stepped_at: float | None = None  # end of the last step; None: other work came since
         self.is_stopped = False
 
     def handlers(self, does_side_work: bool) -> dict[type, Handler]:
@@ -188,27 +191,44 @@ class Denoiser:
     # steps
 
     def join(self) -> None:
-        """Let waiting groups join the batch, as the scheduler decides."""
+        """Let waiting groups join the batch, and running jobs leave it for them, as the policy decides."""
+        self.policy.meet(job.terms.tenant for job in (*self.queue.jobs, *self.running.values()))
+        tracked_jobs = [self.running[job] for job in self.engine.jobs]
+        running = [tracked.priced(self.costs) for tracked in tracked_jobs]
+        situation = Situation(running, self.engine.max_jobs, self.costs, time.monotonic())
+        self.queue.sort(self.policy, situation)
         self.queue.settle()
         self.queue.grant_own_room(self.engine.jobs)
         num_ready = self.queue.num_ready
         if not num_ready:
             return
-        running = [priced(job, self.costs) for job in self.engine.jobs]
-        decision = self.scheduler.decide(self.queue, num_ready, running, self.engine.max_jobs, self.costs)
+        decision = self.policy.decide(self.queue.groups, num_ready, situation)
         if decision.split:
             self.queue.split(decision.split)
-        for group in self.queue.take(decision.joining):
+        groups = self.queue.take(decision.joining)
+        self.preempt([tracked_jobs[index] for index in decision.leaving], groups)
+        for group in groups:
             for tracked in group.jobs:
-                tracked.joined_at = time.perf_counter()
+                tracked.joined_at, tracked.is_preempted = time.perf_counter(), False
                 self.running[tracked.job] = tracked
                 self.engine.join(tracked.job)
             self.num_joined += group.num_jobs
             self.mailbox.report_joined(group)
 
+    def preempt(self, leaving: Sequence[TrackedJob], joining: Sequence[JobGroup]) -> None:
+        """Let running jobs wait for others. They go on later with the latents they have."""
+        for tracked in leaving:
+            self.engine.leave(tracked.job)
+            del self.running[tracked.job]
+            tracked.run_seconds += time.perf_counter() - tracked.joined_at
+            self.queue.give_back(tracked)
+        if leaving:
+            self.mailbox.report_preempted(leaving, by=joining[0].jobs[0])
+
     def step(self) -> None:
         """Take a step and report on it. Its seconds include the device's work, but not loads for the next step."""
         if not self.engine.jobs:
+            self.stepped_at = None
             return
         jobs = self.engine.pick()
         before = {job: job.latents for job in jobs if job.step + 1 in self.running[job].partials}
@@ -217,12 +237,17 @@ class Denoiser:
         result = self.engine.step(isolate_failures=True)
         self.synchronize()
         seconds = time.perf_counter() - start
+        between = 0.0 if self.stepped_at is None else start - self.stepped_at
+        self.stepped_at = start + seconds
+        self.policy.pace.measure(predicted, seconds + between)
+        self.policy.charge([self.running[job].terms.tenant for job in jobs], seconds)
         for job, error in result.failed.items():
             self.mailbox.report_failure(self.running[job], error)
             self.leave(self.running[job])
         self.registrar.stepped(seconds)
         stepped = [self.running[job] for job in jobs if job not in result.failed]
-        self.mailbox.report_step(stepped, seconds, predicted, self.num_interruptions, self.num_joined)
+        counts = self.num_interruptions, self.num_joined
+        self.mailbox.report_step(stepped, seconds, predicted, *counts, between)
         for job, latents in before.items():
             if job not in result.failed:
                 self.mailbox.send_partial(self.running[job], latents)
@@ -254,6 +279,7 @@ class Denoiser:
         if pending := self.next_template():
             self.interrupt()
             self.registrar.advance(pending)
+            self.stepped_at = None
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:

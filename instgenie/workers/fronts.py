@@ -48,6 +48,7 @@ from instgenie.cluster.wire import (
     Message,
     Missing,
     Painted,
+    Preempted,
     Prepared,
     Priced,
     Ready,
@@ -180,6 +181,8 @@ class SharedLine(Line):
             case Joined():
                 plans = dict(zip(message.jobs, message.plans, strict=True))
                 self._send_split(message.jobs, lambda _, jobs: Joined(jobs, tuple(plans[job] for job in jobs)))
+            case Preempted(_, by):
+                self._send_split(message.jobs, lambda _, jobs: Preempted(jobs, by))
             case Dropped() | EditCounted():
                 if self._latest:
                     self._latest.send(message)

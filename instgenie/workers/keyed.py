@@ -24,8 +24,9 @@ from instgenie.cluster.wire import (
     TierFound,
     split_frames,
 )
+from instgenie.scheduling.terms import Terms
 from instgenie.workers.line import Line
-from instgenie.workers.queue import TrackedJob
+from instgenie.workers.queue import TrackedJob, terms_of
 
 AnswerT = TypeVar("AnswerT", TierFound, Denoised)
 
@@ -86,9 +87,10 @@ class KeyedJobs:
 
     def _follow(self, tracked: TrackedJob, given: Denoising) -> None:
         tracked.followers.append(given)
+        tracked.terms = shared_terms(tracked.terms, terms_of(given), time.monotonic())
         if tracked.found:
             self.line.send(addressed(tracked.found, given))
-        if tracked.joined_at:
+        if tracked.joined_at and not tracked.is_preempted:
             self.line.send(Joined((JobStep(given.id, given.attempt, tracked.job.step),), (tracked.job.plan,)))
 
     def _hand_out(self, held: HeldLatents, given: Denoising) -> None:
@@ -139,6 +141,13 @@ class KeyedJobs:
                         tracked.id, tracked.attempt = follower.id, follower.attempt
                     return True
         return False
+
+
+def shared_terms(one: Terms, other: Terms, now: float) -> Terms:
+    """The terms of a job that two ask for: the more urgent ones. A deadline that has passed does not count."""
+    deadlines = one.deadline, other.deadline
+    deadline = min((deadline for deadline in deadlines if deadline > now), default=max(deadlines))
+    return one._replace(deadline=deadline, priority=min(one.priority, other.priority))
 
 
 def is_same(one: JobHead, other: JobHead) -> bool:

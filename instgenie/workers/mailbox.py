@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from instgenie.cluster.wire import BatchStepped, Denoised, Frame, Glimpsed, Joined
+from instgenie.cluster.wire import BatchStepped, Denoised, Frame, Glimpsed, Joined, Preempted
 from instgenie.engine.own import reuse_found
 from instgenie.telemetry import traces
 from instgenie.workers.frames import tensor_frame, tensor_head
@@ -33,11 +33,21 @@ class Mailbox:
         told = [(step, tracked.job.plan) for tracked in group.jobs for step in tracked.progress]
         self.line.send(Joined(tuple(step for step, _ in told), tuple(plan for _, plan in told)))
 
+    def report_preempted(self, jobs: Sequence[TrackedJob], by: TrackedJob) -> None:
+        self.line.send(Preempted(tuple(step for tracked in jobs for step in tracked.progress), by.id))
+
     def report_step(
-        self, jobs: Sequence[TrackedJob], seconds: float, predicted: float, num_interruptions: int, num_joined: int
+        self,
+        jobs: Sequence[TrackedJob],
+        seconds: float,
+        predicted: float,
+        num_interruptions: int,
+        num_joined: int = 0,
+        between: float = 0.0,
     ) -> None:
         steps = tuple(step for tracked in jobs for step in tracked.progress)
-        self.line.send(BatchStepped(seconds, predicted, num_interruptions, steps, num_joined=num_joined))
+        stepped = BatchStepped(seconds, predicted, num_interruptions, steps, 0, num_joined, between)
+        self.line.send(stepped)
 
     def report_failure(self, tracked: TrackedJob, error: Exception) -> None:
         for asker in tracked.askers:
@@ -56,7 +66,7 @@ class Mailbox:
 
     def send_latents(self, tracked: TrackedJob) -> tuple[Denoised, Frame]:
         """Hand over a job that has taken all its steps. Returns what was sent."""
-        job, seconds = tracked.job, time.perf_counter() - tracked.joined_at
+        job, seconds = tracked.job, tracked.run_seconds + time.perf_counter() - tracked.joined_at
         head = tensor_head(job.latents)
         frame = tensor_frame(job.latents)
         for asker in tracked.askers:

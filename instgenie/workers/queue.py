@@ -1,6 +1,7 @@
 """The queue of a worker: groups of jobs that wait to join the batch while the activations of their templates load."""
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,15 +24,15 @@ from instgenie.engine.register import make_activations, reuse
 from instgenie.jobs.activations import Key
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
-from instgenie.scheduling.scheduler import PricedJob, Split
+from instgenie.scheduling.policy import MAX_OVERTAKEN, Policy, Situation
+from instgenie.scheduling.scheduler import Split
+from instgenie.scheduling.terms import NO_TERMS, PricedJob, Terms
 from instgenie.workers.fetching import Fetching, FetchOutcome
 from instgenie.workers.frames import read_job
 from instgenie.workers.line import Line
 from instgenie.workers.own_room import OwnRoom
 from instgenie.workers.process import failure
 from instgenie.workers.templates import Templates
-
-MAX_OVERTAKEN = 16  # jobs that overtake a group before it is overdue
 
 
 @dataclass(eq=False)
@@ -49,6 +50,12 @@ class TrackedJob:
     activations: Key | None = None  # those it uses
     found: TierFound | None = None  # what was said about its activations
     joined_at: float = 0.0
+    run_seconds: float = 0.0  # in the batch, before it was preempted
+    terms: Terms = NO_TERMS  # its deadline is on the clock `time.monotonic` of this process
+    arrived: int = 0  # in the order of arrival
+    num_own_overtaken: int = 0  # younger jobs of its tenant that joined before it
+    is_let_go: bool = False  # True if its activations were unpinned while it waited
+    is_preempted: bool = False  # True while it waits after it was in the batch
     trace: str = ""
     request_id: str = ""
     key: str = ""  # idempotency key
@@ -63,15 +70,22 @@ class TrackedJob:
     def progress(self) -> list[JobStep]:
         return [JobStep(asker.id, asker.attempt, self.job.step) for asker in self.askers]
 
+    def priced(self, costs: StepCosts) -> PricedJob:
+        return priced(self.job, costs, self.terms, self.num_own_overtaken)
+
 
 @dataclass(eq=False)
 class JobGroup:
     """Waiting jobs that join together."""
 
     jobs: list[TrackedJob]
-    num_overtaken: int = 0  # jobs of younger groups that joined before it
+    num_overtaken: int = 0  # younger jobs that joined before it
     needs_room: bool = False  # True if it has waited too long for room in memory
     has_own_room: bool = True  # False while there is no room for what its jobs keep for themselves
+
+    @property
+    def is_preempted(self) -> bool:
+        return self.jobs[0].is_preempted
 
     @property
     def is_ready(self) -> bool:
@@ -96,19 +110,24 @@ class JobGroup:
         return len(self.jobs)
 
     def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
-        return [priced(tracked.job, costs) for tracked in self.jobs]
+        return [tracked.priced(costs) for tracked in self.jobs]
 
 
 class WaitingQueue:
     def __init__(self, model: Model, templates: Templates, line: Line, own_room: OwnRoom | None = None) -> None:
         self.model, self.templates, self.line = model, templates, line
         self.own_room = own_room or OwnRoom(model, sys.maxsize)
-        self.groups: deque[JobGroup] = deque()  # in the order of arrival
+        self.groups: deque[JobGroup] = deque()  # in the order of arrival, or that of a policy
+        self.num_accepted = 0
         self.is_holding_back = False  # True if the jobs that come now get no activations yet
         self.on_leave: Callable[[TrackedJob], None] = lambda tracked: None  # called when a job ends, however it does
 
     def __iter__(self) -> Iterator[JobGroup]:
         return iter(self.groups)
+
+    @property
+    def jobs(self) -> Iterator[TrackedJob]:
+        return (tracked for group in self.groups for tracked in group.jobs)
 
     @property
     def num_jobs(self) -> int:
@@ -142,6 +161,7 @@ class WaitingQueue:
             self.line.send(failure(given, error))
             return None
         partials = partial_steps(job.num_steps, given.num_partials)
+        self.num_accepted += 1
         return TrackedJob(
             id=given.id,
             attempt=given.attempt,
@@ -154,6 +174,9 @@ class WaitingQueue:
             trace=given.trace,
             request_id=given.request_id,
             key=given.key,
+            terms=terms_of(given),
+            arrived=self.num_accepted,
+            num_own_overtaken=given.num_overtaken,
         )
 
     def fetch(self, key: Key) -> Fetching:
@@ -175,20 +198,31 @@ class WaitingQueue:
                 self.release(tracked)
         self.drop_empty()
 
+    def sort(self, policy: Policy, situation: Situation) -> None:
+        """Bring those to the front that go first."""
+        if len(self.groups) > 1:
+            self.groups = deque(policy.order(self.groups, situation))
+
+    def give_back(self, tracked: TrackedJob) -> None:
+        """Let a job wait that left the batch. It keeps its activations, until another group needs the room."""
+        tracked.is_preempted = True
+        self.groups.append(JobGroup([tracked]))
+
     def split(self, split: Split) -> None:
         group = self.groups[split.position]
         self.groups[split.position] = replace(group, jobs=group.jobs[split.num_first :])
         self.groups.insert(split.position, replace(group, jobs=group.jobs[: split.num_first]))
 
     def take(self, positions: Sequence[int]) -> list[JobGroup]:
-        """Remove groups from the queue."""
+        """Remove groups from the queue, and count whom they overtake; jobs that go on have been counted before."""
         taken = [self.groups[position] for position in positions]
-        num_overtaking = 0
-        for group in reversed(self.groups):
-            if group in taken:
-                num_overtaking += group.num_jobs
-            else:
-                group.num_overtaken += num_overtaking
+        joining = [tracked for group in taken for tracked in group.jobs if not tracked.job.step]
+        for group in self.groups:
+            if group not in taken:
+                younger = [one for one in joining if one.arrived > group.jobs[-1].arrived]
+                group.num_overtaken += len(younger)
+                for tracked in group.jobs:
+                    tracked.num_own_overtaken += sum(one.terms.tenant == tracked.terms.tenant for one in younger)
         self.groups = deque(group for group in self.groups if group not in taken)
         return taken
 
@@ -204,7 +238,17 @@ class WaitingQueue:
                     self.settle_one(tracked, group)
             group.note_refusal()
             self.is_holding_back |= group.holds_others_back
+        if self.is_holding_back:
+            self.let_go_preempted()
         self.drop_empty()
+
+    def let_go_preempted(self) -> None:
+        """Unpin the templates of preempted jobs, which fetch them again before they go on. What a job's own dense steps
+        left stays: without it the job would end with another picture."""
+        for tracked in [tracked for group in self.groups for tracked in group.jobs if tracked.is_preempted]:
+            if key := self.unpin(tracked):
+                tracked.fetching, tracked.is_let_go = Fetching(key), True
+                tracked.fetching.put_off()
 
     def hold_back(self, tracked: TrackedJob) -> None:
         assert tracked.fetching
@@ -219,7 +263,8 @@ class WaitingQueue:
         if outcome is FetchOutcome.REFUSED and self.may_find_room(tracked.fetching):
             return
         tracked.fetching = None
-        if outcome is FetchOutcome.ABSENT and tracked.must_reuse:
+        is_lost = outcome is FetchOutcome.ABSENT and tracked.must_reuse
+        if is_lost or (tracked.is_let_go and isinstance(outcome, FetchOutcome)):
             self.tell(tracked, lambda id, attempt: Missing(id, attempt, self.templates.keys.id(key)))
             group.jobs.remove(tracked)
         elif isinstance(outcome, FetchOutcome) and tracked.fails_dense:
@@ -248,8 +293,10 @@ class WaitingQueue:
 
     def grant_own_room(self, running: Sequence[Job]) -> None:
         """Let groups join for which there is room beside the running jobs."""
-        waiting = ([tracked.job for tracked in group.jobs] for group in self.groups)
-        for group, granted in zip(self.groups, self.own_room.grant(waiting, running), strict=True):
+        holding = [tracked.job for group in self.groups if group.is_preempted for tracked in group.jobs]
+        waiting = ([] if group.is_preempted else [tracked.job for tracked in group.jobs] for group in self.groups)
+        granting = self.own_room.grant(waiting, [*running, *holding])
+        for group, granted in zip(self.groups, granting, strict=True):
             group.has_own_room = granted
 
     def may_find_room(self, fetching: Fetching) -> bool:
@@ -260,12 +307,23 @@ class WaitingQueue:
 
     def release(self, tracked: TrackedJob) -> None:
         """Unpin the activations of a job that leaves."""
-        if tracked.activations is not None:
-            self.templates.fetcher.unpin(tracked.activations)
+        self.unpin(tracked)
         self.on_leave(tracked)
+
+    def unpin(self, tracked: TrackedJob) -> Key | None:
+        """Let go of the activations that a job uses, if it uses any. Returns their key."""
+        key, tracked.activations = tracked.activations, None
+        if key is not None:
+            self.templates.fetcher.unpin(key)
+        return key
 
     def drop_empty(self) -> None:
         self.groups = deque(group for group in self.groups if group.jobs)
+
+
+def terms_of(given: Denoising) -> Terms:
+    """Its terms, with the deadline on the clock of this process."""
+    return Terms(time.monotonic() + given.seconds_left, given.priority, given.tenant, given.number)
 
 
 def partial_steps(num_steps: int, num_partials: int) -> tuple[int, ...]:

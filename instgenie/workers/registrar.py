@@ -1,7 +1,8 @@
 """The registrar of a worker: registers templates between steps, a few steps of one template at a time.
 
-It works while no job runs, or while a job waits for the template. A registration that has waited through many steps is
-given a share of the time beside the running jobs, so that a busy worker fills its cache too.
+It works while no job runs, or while a job waits for the template. A registration that a client asked for has a share of
+the time beside the running jobs, and any other one that has waited through many steps a smaller one, so that a busy
+worker fills its cache too.
 """
 
 import time
@@ -24,6 +25,7 @@ from instgenie.workers.templates import Templates
 
 MAX_STEPS_WAITED = 200  # steps of the running jobs after which a registration waits for no idle moment
 SHARE = 0.2  # of the time, for registrations that have waited so long
+ASKED_SHARE = 0.35  # of the time, for registrations that a client asked for, from their first step on
 
 
 class TemplateAttempt(NamedTuple):
@@ -105,8 +107,11 @@ class Registrar:
 
     def _overdue(self, known: Sequence[PendingTemplate]) -> Iterator[PendingTemplate]:
         """Yield those that may take time from the running jobs."""
-        if self._span_seconds * (1 - SHARE) <= self._step_seconds * SHARE:
-            yield from (pending for pending in known if self.num_steps - pending.since >= MAX_STEPS_WAITED)
+        for pending in known:
+            share = ASKED_SHARE if pending.is_asked_for else SHARE
+            is_due = pending.is_asked_for or self.num_steps - pending.since >= MAX_STEPS_WAITED
+            if is_due and self._span_seconds * (1 - share) <= self._step_seconds * share:
+                yield pending
 
     def has_room(self, pending: PendingTemplate) -> bool:
         """Return False while memory is full of templates that are about to be written. While one registration waits for

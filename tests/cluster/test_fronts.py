@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,26 @@ def test_a_picture_that_comes_back_to_another_front_is_registered(run: Run, fron
         )
 
     assert [event.facts.cache_tier for event in run(play())] == [None, None, "host"]
+
+
+def test_an_urgent_edit_of_one_front_overtakes_those_of_the_other(run: Run, fronts: list[Cluster]) -> None:
+    """A batch has room for four, and all are of the first front. Each front hears of its own edits alone."""
+    one, other = fronts
+
+    async def play() -> None:
+        orders = [make_order(seed, steps=40, reuse="own") for seed in range(4)]
+        quiet = await edit(one, *orders)
+        following = asyncio.create_task(edit(one, *orders))
+        await until(lambda: sum(job.step > 0 for job in one.status().workers[0].running) == 4)
+        [event] = await edit(other, replace(make_order(9, steps=2, reuse="own"), priority=-1))
+        assert isinstance(event, Finished)
+        assert event.facts.num_preemptions == 0
+        assert not following.done()
+        disturbed = await following
+        assert sum(event.facts.num_preemptions for event in disturbed if isinstance(event, Finished)) == 1
+        assert are_equal(pictures(disturbed), pictures(quiet))
+
+    run(play())
 
 
 def count(joins: Path, prompt: str) -> int:

@@ -1,11 +1,14 @@
 """Workers that this front shares with others: what it tells them, what it learns from them."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
+import pytest
 from helpers.fake_cluster import FakeCluster, make_order
 
 from instgenie.cluster import wire
+from instgenie.cluster.entries import Numbers
 from instgenie.cluster.sharing import STALE_SECONDS
 from instgenie.scheduling.backlog import NO_LOAD, LoadSums
 
@@ -129,3 +132,25 @@ def test_templates_of_other_fronts_are_taken_up_and_dropped() -> None:
         assert cluster.workers[0].load.templates == {}
 
     played(play)
+
+
+def test_a_front_charges_its_tenants_for_their_part_of_a_step() -> None:
+    cluster = FakeCluster(scheduling="preemptive")
+    cluster.open()
+    cluster.accept(make_order())
+    cluster.prepare()
+    [job] = [job for sent in cluster.take("denoise") if isinstance(sent, wire.Denoise) for job in sent.jobs]
+    stepped = wire.BatchStepped(2.0, 2.0, 0, (wire.JobStep(job.id, job.attempt, 1),), num_others=3)
+    cluster.answer("denoise", 0, stepped)
+    shares = cluster.workers[0].policy.shares
+    assert shares._used == {"me": pytest.approx(0.5)}
+
+
+def test_edits_of_several_fronts_are_ordered_by_their_age() -> None:
+    """Fronts number their edits by the clock, so that a worker can tell which of two is older."""
+    one, other = Numbers(), Numbers()
+    numbers = [front.next() for front in (one, other, other, one) for _ in range(3)]
+    assert numbers[:3] == sorted(set(numbers[:3]))
+    time.sleep(0.001)
+    assert other.next() > max(numbers)
+    assert one.next() > max(numbers)

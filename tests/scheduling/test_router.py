@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from instgenie.cost.table import linear_costs
+from instgenie.scheduling.backlog import LoadSums
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.scheduling.pace import NUM_KNOWN, Pace
 from instgenie.scheduling.router import MAX_SCANNED, Router, Work, WorkerLoad
@@ -186,3 +187,15 @@ def test_an_edit_without_a_template_costs_its_dense_steps() -> None:
     assert load.price_of(own).compute == pytest.approx(36)
     load.templates["cat"] = "host"
     assert load.tokens_of(replace(own, template="cat")) == 20
+
+
+def test_parts_of_a_load_are_beside_the_work_of_other_fronts() -> None:
+    """Which of its own edits go before another, a front knows; those of others may all do."""
+    load = make_load(0, (10, 1000), (4, 100))
+    load.share(LoadSums(num_edits=2, num_finishing=1, num_steps=20, num_token_steps=2000, compute=3.0, fetching=1.5))
+    none, first = load.only(()), load.only(("0-0",))
+    assert (none.num_edits, none.num_steps, none.compute) == (2, 20, 3.0)
+    assert (first.num_edits, first.num_steps) == (3, 30)
+    assert first.fetch_from("disk", WORK) == load.fetch_from("disk", WORK)
+    assert (load.idle.num_edits, load.idle.num_steps, load.idle.num_unfinished, load.idle.link.seconds) == (0, 0, 0, 0)
+    assert (load.num_edits, load.num_steps, load.link.seconds) == (4, 34, 1.5)

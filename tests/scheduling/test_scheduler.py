@@ -8,7 +8,8 @@ import pytest
 
 from instgenie.cost.table import Price, StepCosts, linear_costs
 from instgenie.scheduling.names import Batching
-from instgenie.scheduling.scheduler import LONG, PATIENCE, SCHEDULERS, Decision, PricedJob, Split, pays
+from instgenie.scheduling.scheduler import LONG, PATIENCE, SCHEDULERS, Decision, Split, pays
+from instgenie.scheduling.terms import PricedJob
 
 SHARED = linear_costs(per_step=1.0, per_token=0.0)  # a step takes as long, however many jobs share it
 FREE = PricedJob(Price(0.0, 0.0), 4)

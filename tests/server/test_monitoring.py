@@ -22,7 +22,8 @@ def test_metrics(server: Running, edited: Any) -> None:
         "edits": "counter", "cache_fetched_bytes": "counter", "cache_fetch_seconds": "counter",
         "cache_usage_bytes": "gauge", "http_requests": "counter", "step_loop_interruptions": "counter",
         "worker_state": "gauge", "worker_restarts": "counter", "worker_running": "gauge", "worker_jobs": "counter",
-        "worker_predicted_seconds": "gauge", "worker_cache_bytes": "gauge",
+        "worker_predicted_seconds": "gauge", "worker_cache_bytes": "gauge", "deadlines": "counter",
+        "preemptions": "counter", "prediction_error_ratio": "gauge",
     }  # fmt: skip
 
     def labels(name: str, label: str) -> set[str]:

@@ -70,13 +70,14 @@ def test_a_strict_server_refuses_other_models(narrow: Running) -> None:
     assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
 
 
-def test_a_deadline_that_passes(server: Running) -> None:
+def test_a_deadline_that_cannot_be_met(server: Running) -> None:
+    hopeless = {"num_inference_steps": 999, "deadline_ms": 100, "on_late": "reject"}
     with pytest.raises(openai.APIStatusError) as refused:
-        edit(server, extra_body={"num_inference_steps": 999, "deadline_ms": 100})
-    assert (refused.value.status_code, refused.value.code) == (408, "deadline_exceeded")
+        edit(server, extra_body=hopeless)
+    assert (refused.value.status_code, refused.value.code) == (408, "deadline_unreachable")
     assert refused.value.response.headers["x-should-retry"] == "false"
     with pytest.raises(openai.APIError, match="deadline"):
-        list(edit(server, stream=True, extra_body={"num_inference_steps": 999, "deadline_ms": 100}))
+        list(edit(server, stream=True, extra_body=hopeless))
 
 
 def test_progress_needs_a_stream(server: Running) -> None:

@@ -146,7 +146,7 @@ def streamed(service: Any) -> list[dict[str, Any]]:
 
 
 def test_a_slow_upload_counts_towards_the_deadline(server: Running) -> None:
-    fields = {"prompt": "a cat", "num_inference_steps": "1", "deadline_ms": "1000"}
+    fields = {"prompt": "a cat", "num_inference_steps": "1", "deadline_ms": "1000", "on_late": "reject"}
     built = httpx.Request("POST", server.url, files={"image": PICTURE, "mask": MASK}, data=fields)
     body = built.read()
     place = urlsplit(server.url)

@@ -133,6 +133,19 @@ def test_answers_go_to_the_front_that_asked(stage: Stage) -> None:
     assert isinstance(denoised, wire.Denoised)
 
 
+def test_a_front_hears_of_its_own_jobs_that_were_preempted(stage: Stage) -> None:
+    stage.one.send(denoise("a"))
+    stage.other.send(denoise("b"))
+    stage.hear()
+    first, second = (wire.JobStep(job, 1, 3) for job in "ab")
+    stage.line.send(wire.Preempted((first, second), by="c"))
+    stage.line.send(wire.Preempted((second,), by="a"))
+    assert stage.told() == (
+        [wire.Preempted((first,), by="c")],
+        [wire.Preempted((second,), by="c"), wire.Preempted((second,), by="a")],
+    )
+
+
 def test_the_count_of_a_pictures_edits_goes_to_the_front_that_asked(stage: Stage) -> None:
     asking = wire.CountEdit("t", "request")
     stage.other.send(asking)

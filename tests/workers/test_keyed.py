@@ -3,12 +3,14 @@
 from typing import Any
 
 import msgspec
+import pytest
 from helpers.workers import Tape, batches, jobs, make_denoiser
 
 from instgenie.cluster import wire
 from instgenie.models.model import Model
+from instgenie.scheduling.terms import NO_DEADLINE, Terms
 from instgenie.workers.denoise import Denoiser
-from instgenie.workers.keyed import KeyedJobs
+from instgenie.workers.keyed import KeyedJobs, shared_terms
 from instgenie.workers.locker import Locker
 
 
@@ -110,3 +112,18 @@ def test_answers_are_kept_up_to_a_number_of_bytes_and_seconds() -> None:
     now[0] = 85.0
     assert locker.get("c") is None
     assert locker.get("b") == [b"1"]
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "expected"),
+    [
+        ((50.0, 30.0), 30.0),  # whoever is served first
+        ((5.0, 30.0), 30.0),  # the first asker's has passed
+        ((5.0, 8.0), 8.0),  # both have
+        ((NO_DEADLINE, 30.0), 30.0),
+    ],
+)
+def test_a_job_that_two_ask_for_has_the_more_urgent_terms(deadlines: tuple[float, float], expected: float) -> None:
+    one, other = (Terms(deadline, priority, "me", priority) for priority, deadline in enumerate(deadlines))
+    assert shared_terms(one, other, now=10.0) == Terms(expected, 0, "me", 0)
+    assert shared_terms(other, one, now=10.0).priority == 0

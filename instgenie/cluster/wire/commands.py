@@ -8,6 +8,7 @@ from instgenie.cluster.orders import OutputFormat
 from instgenie.cluster.wire.heads import JobHead, Message, TemplateHead, TensorHead
 from instgenie.cluster.wish import Wish
 from instgenie.scheduling.backlog import LoadSums
+from instgenie.scheduling.terms import NO_DEADLINE
 
 # to any process
 
@@ -79,6 +80,11 @@ class Denoising(Struct, frozen=True):
     request_id: str = ""
     peers: tuple[str, ...] = ()  # addresses of workers that have the template in memory
     key: str = ""  # idempotency key: jobs with the same one are the same job; empty: none
+    seconds_left: float = NO_DEADLINE  # until its last step should be taken, when the message is sent
+    priority: int = 0  # lower goes first
+    tenant: str = ""
+    number: int = 0  # older edits have lower numbers, as far as the clocks of fronts agree
+    num_overtaken: int = 0  # younger edits of its tenant that were sent before it
 
 
 class Denoise(Message, frozen=True):

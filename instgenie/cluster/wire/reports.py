@@ -94,6 +94,13 @@ class Joined(Message, frozen=True):
     plans: tuple[tuple[bool, ...], ...]  # one per job
 
 
+class Preempted(Message, frozen=True):
+    """Jobs left the batch between two steps and wait again; they go on where they were."""
+
+    jobs: tuple[JobStep, ...]
+    by: str  # id of the job that joins instead
+
+
 class BatchStepped(Message, frozen=True):
     """A batch took one step."""
 
@@ -103,6 +110,7 @@ class BatchStepped(Message, frozen=True):
     jobs: tuple[JobStep, ...]
     num_others: int = 0  # jobs of other fronts in the batch
     num_joined: int = 0  # jobs that have joined a batch, of all fronts, since the process started
+    between_seconds: float = 0.0  # from the last step to this one, if jobs were running all the time
 
 
 class Glimpsed(Message, frozen=True):
@@ -239,7 +247,7 @@ class Painted(Message, frozen=True):
 
 
 Report: TypeAlias = (
-    Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | BatchStepped
-    | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Fetched | Forgotten | Announced | EditCounted
-    | Listed | Recalled | Painted | Collected
+    Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | Preempted
+    | BatchStepped | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Fetched | Forgotten | Announced
+    | EditCounted | Listed | Recalled | Painted | Collected
 )  # fmt: skip

@@ -55,6 +55,9 @@ class EditSummary(AnswerBody):
     num_attempts: int
     seconds: Seconds
     predicted_dense_seconds: float  # predicted denoising time if every token were computed
+    predicted_ms: int  # from acceptance to the picture, as predicted when the edit was accepted
+    in_time: bool | None  # whether the edit met its deadline; None: it had none
+    num_preemptions: int  # times that the edit left a batch for another
 
 
 class PictureAnswer(EditSummary):
@@ -221,6 +224,9 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
             finish=round(facts.finish_seconds, 4),
         ),
         predicted_dense_seconds=round(facts.dense_seconds, 4),
+        predicted_ms=round(1000 * facts.predicted_seconds),
+        in_time=facts.in_time,
+        num_preemptions=facts.num_preemptions,
     ).model_dump()
 
 

@@ -147,9 +147,16 @@ class ImageFields(Fields):
     store: bool = Field(True, description="False: the picture is not kept to speed up later edits of it.")
     deadline_ms: int | None = Field(
         None, ge=1, le=MAX_DEADLINE_MS,
-        description="An edit that is not done so many milliseconds after its request began to arrive is cancelled, "
-        "with status 408.",
+        description="Milliseconds, from the first byte of the request, within which the edit should be done. "
+        "Edits are scheduled by it; on_late says what becomes of one that misses it.",
     )  # fmt: skip
+    priority: int = Field(0, ge=-1000, le=1000, description="Among the edits of one API key, lower goes first.")
+    on_late: Annotated[Literal["run", "reject", "degrade"], AnyCase] = Field(
+        "run",
+        description="What becomes of an edit that misses its deadline. run: it is finished all the same; reject: if "
+        "that is predicted it is refused at once, before any work, and otherwise given up at its deadline, both with "
+        "status 408; degrade: if that is predicted it is made with a lower quality, then with fewer steps.",
+    )
     idempotency_key: str | None = Field(
         None, min_length=1, max_length=MAX_KEY,
         description="Requests with the same key run once; also the header Idempotency-Key. The edit then runs to its "

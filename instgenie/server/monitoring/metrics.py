@@ -49,6 +49,8 @@ class Metrics(Observer):
         self.mask_ratio = histogram("mask_ratio", "Masked share of an edit's pixels.", RATIOS)
         self.success = counter("request_success_total", "Edits that ended.", "finished_reason")
         self.edits = counter("edits_total", "Finished edits, by whose activations they read.", "reuse")
+        self.deadlines = counter("deadlines_total", "Finished edits that had a deadline.", "met")
+        self.preemptions = counter("preemptions_total", "Times that an edit left a batch for another.")
         self.cache_queries = counter("cache_queries_total", "Lookups of a template's activations.")
         self.cache_hits = counter("cache_hits_total", "Lookups that found the activations.", "tier")
         self.fetched_bytes = counter("cache_fetched_bytes_total", "Bytes of activations brought into memory.", "tier")
@@ -56,6 +58,8 @@ class Metrics(Observer):
         self.http = counter("http_requests_total", "Answered HTTP requests.", "method", "route", "status")
         for reason in REASONS:
             self.success.labels(reason)
+        for met in ("yes", "no"):
+            self.deadlines.labels(met)
         for reuse in get_args(ReuseFound):
             self.edits.labels(reuse)
         for tier in get_args(TierName):
@@ -84,6 +88,11 @@ class Metrics(Observer):
         self.queue_time.observe(facts.queue_seconds)
         self.success.labels("stop").inc()
         self.edits.labels(facts.reuse).inc()
+        if facts.in_time is not None:
+            self.deadlines.labels("yes" if facts.in_time else "no").inc()
+
+    def preempted(self, worker: int, job: str, by: str) -> None:
+        self.preemptions.inc()
 
     def failed(self, kind: FailureKind) -> None:
         self.success.labels("error").inc()
@@ -110,6 +119,8 @@ class ClusterCollector(Collector):
         yield gauge("num_requests_waiting", "Edits waiting for a worker.", status.num_waiting)
         about = "Registrations of templates waiting for their turn."
         yield gauge("num_registrations_waiting", about, status.num_registrations_waiting)
+        about = "Mean relative error of the latencies that were predicted for recent edits."
+        yield gauge("prediction_error_ratio", about, self.cluster.predictor.error)
         usage = GaugeMetricFamily("instgenie:cache_usage_bytes", "Cached activations of all workers.", labels=["tier"])
         for tier in KEPT_IN:
             per_worker = [worker.tier_bytes.get(tier, 0) for worker in status.workers]

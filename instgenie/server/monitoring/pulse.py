@@ -16,6 +16,7 @@ WINDOW = 30.0  # seconds shown in the timeline
 RECENT = 300.0  # seconds covered by percentiles and mask ratios
 MAX_REMEMBERED = 2000  # entries per kind
 NUM_BINS = 10
+MAX_PREEMPTIONS = 8  # shown
 
 
 @dataclass
@@ -35,6 +36,16 @@ class StepRecord:
     batch_size: int
 
 
+@dataclass(frozen=True)
+class Preemption:
+    """A job left a batch for another."""
+
+    at: float
+    worker: int
+    job: str
+    by: str
+
+
 class Pulse(Observer):
     def __init__(self, cluster: Cluster, model_name: str) -> None:
         self.cluster = cluster
@@ -43,6 +54,8 @@ class Pulse(Observer):
         self.steps: dict[int, deque[StepRecord]] = defaultdict(lambda: deque(maxlen=MAX_REMEMBERED))
         self.latencies: deque[tuple[float, float]] = deque(maxlen=MAX_REMEMBERED)
         self.mask_ratios: deque[tuple[float, float]] = deque(maxlen=MAX_REMEMBERED)
+        self.met: deque[tuple[float, float]] = deque(maxlen=MAX_REMEMBERED)  # 1 for a deadline that was met, else 0
+        self.preemptions: deque[Preemption] = deque(maxlen=MAX_PREEMPTIONS)
         cluster.observe(self)
 
     def step(self, worker: int, seconds: float, batch_size: int) -> None:
@@ -61,6 +74,11 @@ class Pulse(Observer):
 
     def finished(self, facts: Facts, seconds: float) -> None:
         self.latencies.append((time.monotonic(), seconds))
+        if facts.in_time is not None:
+            self.met.append((time.monotonic(), float(facts.in_time)))
+
+    def preempted(self, worker: int, job: str, by: str) -> None:
+        self.preemptions.append(Preemption(time.monotonic(), worker, job, by))
 
     def snapshot(self, since: float) -> dict[str, Any]:
         """Return the whole state to show, with only those steps that ended after `since`."""
@@ -83,6 +101,11 @@ class Pulse(Observer):
             "num_restarts": status.num_restarts,
             "requests_per_second": sum(now - at < 60 for at, _ in self.latencies) / 60,
             "latency": {name: percentile(seconds, share) for name, share in PERCENTILES.items()},
+            "attainment": sum(met) / len(met) if (met := recent(self.met, now)) else None,
+            "num_deadlines": len(met),
+            "prediction_error": self.cluster.predictor.error,
+            "scheduling": config.scheduling,
+            "preemptions": [asdict(one) for one in self.preemptions],
             "mask_ratios": histogram(recent(self.mask_ratios, now)),
             "num_cache_queries": status.num_cache_queries,
             "cache_hits": status.cache_hits,

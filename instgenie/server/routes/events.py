@@ -47,7 +47,7 @@ class Submission:
 
     def watch(self) -> AbstractAsyncContextManager[EditWatch]:
         """Submit the edits and watch them until the request's deadline."""
-        deadline = deadline_of(self.request, self.fields.deadline_ms)
+        deadline = deadline_of(self.request, self.fields)
         return self.service.watch(self.orders, deadline, self.admitted, self.run)
 
     def size(self, index: int) -> tuple[int, int]:
@@ -67,7 +67,7 @@ class Repetition:
     prefix: EventPrefix
 
     def watch(self) -> AbstractAsyncContextManager[EditWatch]:
-        deadline = deadline_of(self.request, self.fields.deadline_ms)
+        deadline = deadline_of(self.request, self.fields)
         return self.service.follow(self.run.tickets, deadline)
 
     def size(self, index: int) -> tuple[int, int]:
@@ -118,8 +118,9 @@ class EventStream(Response):
                 return partial_event(given.prefix, index, happened.index, happened.picture, size, given.fields)
             case Finished():
                 return completed_event(given.prefix, index, happened, given.fields, given.notes)
-            case Queued(position, left) if given.fields.stream_progress:
-                return event("instgenie.queued", {"index": index, "position": position} | time_left(left))
+            case Queued(position, left, predicted) if given.fields.stream_progress:
+                queued = {"index": index, "position": position, "predicted_ms": round(1000 * predicted)}
+                return event("instgenie.queued", queued | time_left(left))
             case Stepped(step, num_steps, left) if given.fields.stream_progress:
                 done = {"step": step, "num_steps": num_steps}
                 return event("instgenie.step", {"index": index} | done | time_left(left))

@@ -31,6 +31,7 @@ from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, d
 from instgenie.server.bodies.schema import EARLIER, EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
 from instgenie.server.idempotency import digest, fingerprint_of, key_of, sent_fields
+from instgenie.server.lateness import with_deadline
 from instgenie.server.routes.events import EventStream, Repetition, Submission, answer_headers
 from instgenie.server.routes.sending import LargeResponse
 from instgenie.server.runs import DepositedRequest, EditRun
@@ -91,7 +92,7 @@ async def run_edit(
             fields = fields.seeded(run.seed)
         admitted = service.admit(request, fields.n)
         opening = open_edit(service, tenant_of(request), edit, admitted)
-        photo, mask = await unless_gone(request, in_time(deadline_of(request, fields.deadline_ms), opening))
+        photo, mask = await unless_gone(request, in_time(deadline_of(request, fields), opening))
     if edit.mask is None and mask.all():
         fields = fields.for_whole_picture(service.model_facts, edit.notes)
     notes = edit.notes
@@ -102,6 +103,7 @@ async def run_edit(
     orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
+    orders = with_deadline(service, request, orders, fields, notes)
     return await answer(Submission(request, service, admitted, orders, fields, notes, "image_edit", run))
 
 
@@ -128,7 +130,7 @@ async def run_generation(
     admitted = service.admit(request, fields.n)
     admitted.keep(kept_bytes(Header(width, height), None))
     blank, mask = await service.decoder.run(blank_edit, (height, width))
-    orders = make_orders(request, blank, mask, fields)
+    orders = with_deadline(service, request, make_orders(request, blank, mask, fields), fields, notes)
     return await answer(Submission(request, service, admitted, orders, fields, notes, "image_generation", run))
 
 

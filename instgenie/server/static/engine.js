@@ -47,6 +47,10 @@ function showTiles(snapshot) {
   const registering = snapshot.num_registrations_waiting;
   write("waiting", `${snapshot.num_waiting} waiting, at most ${snapshot.max_queue}`);
   find("registering").textContent = registering ? `${registering} ${registering === 1 ? "picture is" : "pictures are"} being registered` : "";
+  write("met", snapshot.attainment === null ? "–" : percent(snapshot.attainment));
+  write("predicted", `of ${snapshot.num_deadlines} recent edits; latencies predicted within ${percent(snapshot.prediction_error)}`);
+  const left = snapshot.preemptions.map(({ job, by }) => `${job.slice(0, 8)} waited for ${by.slice(0, 8)}`);
+  write("preempted", left.length ? `Left the batch for a more urgent edit: ${left.join(", ")}` : "");
   write("hits", queries ? percent(hits / queries) : "–");
   write("queries", `${hits} of ${queries} edits`);
 }
@@ -126,9 +130,15 @@ function jobRow(job, worker, { model }) {
     {},
     element("code", { textContent: job.id.slice(0, 8) }),
     element("progress", { max: job.num_steps, value: job.step, ariaLabel: `Steps of job ${job.id.slice(0, 8)}` }),
-    element("span", { textContent: `step ${job.step} of ${job.num_steps}` }),
+    element("span", { textContent: `step ${job.step} of ${job.num_steps}${slackText(job)}` }),
     element("div", { className: "plan" }, blocks, element("span", { textContent: planText(job, plan, worker) })),
   );
+}
+
+// How much time a job has beyond what it still needs, if it has a deadline.
+function slackText({ slack, num_preemptions: waited }) {
+  const time = slack === null ? "" : slack < 0 ? `, late by ${seconds(-slack)}` : `, ${seconds(slack)} to spare`;
+  return waited ? `${time}, left the batch ${waited} ${waited === 1 ? "time" : "times"}` : time;
 }
 
 // Shows the times the router predicts: a line fitted to the steps measured so far.

@@ -46,6 +46,10 @@ export const FIELDS = [
     help: "What the engine reads in the place of what is not masked: what it has registered of the picture, or else what a few whole steps of this edit left behind. All but the first give the same result before and after a registration.",
   },
   {
+    name: "deadline_ms", id: "deadline", label: "Done within", kind: "number", place: "more", hint: "no limit", unit: "ms",
+    help: "How many milliseconds the edit may take. Urgent edits go before others that can wait; one that is not done in time is given up.",
+  },
+  {
     name: "negative_prompt", id: "negative", label: "What should not be there?", kind: "text", place: "more", wide: true,
     help: "The result is steered away from these words.",
   },

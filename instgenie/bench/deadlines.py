@@ -1,0 +1,242 @@
+"""How many edits are in time, by policy: simulated clusters against the arrival rate, the number of workers and a noisy
+neighbour. Beside the policies stands the most that any order could reach."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+
+from instgenie.bench.bound import Window, most_in_time
+from instgenie.bench.files import check_folder, write_json, write_text
+from instgenie.bench.plots import Axis, Chart, Series
+from instgenie.bench.reproduce.axes import doubling
+from instgenie.bench.simulate import Setup, edit_of, make_service
+from instgenie.bench.workload import WorkloadRecipe, draw_workload
+from instgenie.jobs.quality import DEFAULT, SETTINGS
+from instgenie.models.loading.load import load
+from instgenie.models.model import Model
+from instgenie.scheduling.names import Scheduling
+from instgenie.simulate.cluster import ClusterShape, make_job, simulate
+from instgenie.simulate.service import PlannedService
+from instgenie.simulate.worker import SimulatedJob
+
+SIZES = (0.5, 0.75, 1.0)  # sides of the pictures, as shares of the model's own: as 512, 768 and 1024
+GRAIN = 16  # masked tokens are rounded to this many, so that equal edits are simulated alone once
+BASELINE: Scheduling = "fcfs"
+BOUND = "any order (bound)"
+LOW_LOAD, GOAL, START = 0.3, 0.99, 0.7
+
+
+@dataclass(frozen=True)
+class DeadlineStudy:
+    workloads: tuple[str, ...] = ("sizes", "production", "inpaint", "retouch")
+    workers: tuple[int, ...] = (1,)
+    loads: tuple[float, ...] = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)  # shares of what full batches reach
+    policies: tuple[Scheduling, ...] = ("fcfs", "edf", "slack", "preemptive")
+    seconds: float = 1200.0
+    slo_scale: float = 5.0  # deadline, as a multiple of what the edit takes alone
+    seed: int = 0
+    neighbours: tuple[float, ...] = ()  # loads of a tenant beside one with a fifth of the capacity
+
+
+@dataclass(frozen=True)
+class DeadlinePoint:
+    workload: str
+    workers: int
+    load: float
+    policy: str
+    rate: float  # edits per second
+    attainment: float
+    mean_s: float | None = None
+    num_preemptions: int = 0
+
+
+class DeadlineLab:
+    """Draws workloads and simulates them."""
+
+    def __init__(self, model: Model, service: PlannedService, study: DeadlineStudy) -> None:
+        self.model, self.service, self.study = model, service, study
+        self.alone = lru_cache(maxsize=None)(self._alone)
+
+    def _alone(self, edit: tuple[int, int, int, str, int]) -> float:
+        [done] = simulate(ClusterShape(1), self.service, [make_job(0, 0.0, *edit)])
+        return done.latency
+
+    def jobs(self, workload: str, rate: float, tenant: str = "", seed: int = 0) -> list[SimulatedJob]:
+        masks = "production" if workload == "sizes" else workload
+        recipe = WorkloadRecipe(max(round(rate * self.study.seconds), 1), rate, mask_ratios=masks, num_templates=50)
+        jobs = []
+        for index, one in enumerate(draw_workload(replace(recipe, seed=self.study.seed + seed))):
+            share = SIZES[one.seed % len(SIZES)] if workload == "sizes" else 1.0
+            num_tokens = round(share * self.model.own_size / self.model.patch) ** 2
+            num_masked = max(round(one.mask_ratio * num_tokens / GRAIN), 1) * GRAIN
+            steps = self.model.steps
+            num_dense = SETTINGS[DEFAULT].dense_steps(steps)
+            job = make_job(index, one.at, steps, num_tokens, num_masked, str(one.template), num_dense)
+            job.id, job.tenant = f"{tenant}{index}", tenant
+            job.deadline = job.arrived + self.study.slo_scale * self.alone((*edit_of(job)[:3], "one", num_dense))
+            jobs.append(job)
+        return jobs
+
+    def work(self, job: SimulatedJob) -> float:
+        """Seconds of a worker that an edit takes in a full batch of its like."""
+        num = ClusterShape(1).max_batch_size
+        tokens, masked, num_dense = job.work.num_tokens, job.work.num_masked_tokens, job.num_dense_steps
+        cached, dense = ((tokens, num, num * masked, 0),), ((tokens, 0, 0, num),)
+        num_cached = job.work.num_steps - num_dense
+        return (num_cached * self.service.step(cached) + num_dense * self.service.step(dense)) / num
+
+    def capacity(self, workload: str) -> float:
+        """Edits per second of one worker whose batches are full."""
+        return 1 / statistics.fmean(self.work(job) for job in self.jobs(workload, 500 / self.study.seconds))
+
+    def bound(self, jobs: Sequence[SimulatedJob], num_workers: int) -> float:
+        side = self.service.side
+        return most_in_time(
+            [
+                Window(job.arrived + side.prepare, job.deadline - side.decode, self.work(job) / num_workers)
+                for job in jobs
+            ]
+        )
+
+    def points(self, workload: str, num_workers: int, load: float) -> list[DeadlinePoint]:
+        rate = load * num_workers * self.capacity(workload)
+        jobs = self.jobs(workload, rate)
+        found = [DeadlinePoint(workload, num_workers, load, BOUND, rate, round(self.bound(jobs, num_workers), 4))]
+        for policy in self.study.policies:
+            jobs = self.jobs(workload, rate)
+            simulate(ClusterShape(num_workers, scheduling=policy), self.service, jobs)
+            mean = statistics.fmean(job.latency for job in jobs)
+            num = sum(job.num_preemptions for job in jobs)
+            found.append(DeadlinePoint(workload, num_workers, load, policy, rate, in_time(jobs), round(mean, 3), num))
+        return found
+
+    def neighbour(self, load: float) -> list[DeadlinePoint]:
+        """A quiet tenant with a fifth of the capacity, beside one that loads the worker as much as given."""
+        most, found = self.capacity("production"), []
+        for policy in self.study.policies:
+            quiet = self.jobs("production", 0.2 * most, "quiet")
+            noisy = self.jobs("production", load * most, "noisy", seed=1)
+            jobs = sorted((*quiet, *noisy), key=lambda job: job.arrived)
+            simulate(ClusterShape(1, scheduling=policy), self.service, jobs)
+            mean = statistics.fmean(job.latency for job in quiet)
+            point = DeadlinePoint("neighbour", 1, load, policy, load * most, in_time(quiet), round(mean, 3))
+            found.append(point)
+        return found
+
+
+def in_time(jobs: Sequence[SimulatedJob]) -> float:
+    return round(statistics.fmean(job.finished <= job.deadline for job in jobs), 4)
+
+
+def bench_deadlines(setup: Setup, study: DeadlineStudy, out: Path | None, json_path: Path | None) -> None:
+    check_folder(json_path)
+    model = load(setup.model, "cpu", weights=frozenset())
+    lab = DeadlineLab(model, make_service(model, setup), study)
+    print_line, points = Console(width=120, highlight=False).print, list[DeadlinePoint]()
+    for workload in study.workloads:
+        for num_workers in study.workers:
+            for load_share in study.loads:
+                new = lab.points(workload, num_workers, load_share)
+                points += new
+                print_line(line_of(f"{workload}, {num_workers:,} workers, load {load_share:.0%}", new))
+            own = [point for point in points if (point.workload, point.workers) == (workload, num_workers)]
+            for sentence in summary(own):
+                print_line(f"  {sentence}")
+    for load_share in study.neighbours:
+        new = lab.neighbour(load_share)
+        points += new
+        print_line(line_of(f"quiet beside a neighbour of load {load_share:.0%}", new))
+    if json_path:
+        write_json({"study": asdict(study), "points": [asdict(point) for point in points]}, json_path)
+    for name, chart in charts(points).items() if out else ():
+        write_text(chart.svg(), Path(out or ".") / f"{name}.svg")
+
+
+def line_of(what: str, points: Iterable[DeadlinePoint]) -> str:
+    cells = [
+        f"{point.policy} {point.attainment:.1%}" + (f" ({point.mean_s:.2f} s)" if point.mean_s else "")
+        for point in points
+    ]
+    return f"{what}: {', '.join(cells)}"
+
+
+def summary(points: Sequence[DeadlinePoint]) -> list[str]:
+    """What the policies reach where first come, first served reaches 70 %, and the rates at which they reach 99 %."""
+    curves = {name: curve(points, name) for name in dict.fromkeys(point.policy for point in points)}
+    said = []
+    if BASELINE in curves and (start := crossing(curves[BASELINE], START)):
+        reached = ", ".join(f"{name} {value_at(line, start):.1%}" for name, line in curves.items())
+        said.append(f"where {BASELINE} reaches {START:.0%} (load {start:.1%}): {reached}")
+    loads = {name: crossing(line, GOAL) for name, line in curves.items()}
+    if first := loads.get(BASELINE):
+        rates = ", ".join(f"{name} {one / first:.2f}x" if one else f"{name} beyond" for name, one in loads.items())
+        said.append(f"rate at {GOAL:.0%} in time, of that of {BASELINE}: {rates}")
+    means = {point.policy: point.mean_s for point in points if point.load <= LOW_LOAD and point.mean_s}
+    if base := means.get(BASELINE):
+        slower = ", ".join(f"{name} {mean / base - 1:+.1%}" for name, mean in means.items())
+        said.append(f"mean latency at low load, against {BASELINE}: {slower}")
+    return said
+
+
+def curve(points: Iterable[DeadlinePoint], policy: str) -> list[tuple[float, float]]:
+    return sorted((point.load, point.attainment) for point in points if point.policy == policy)
+
+
+def crossing(curve: Sequence[tuple[float, float]], level: float) -> float | None:
+    """The load at which a falling curve reaches a level; None if it does not."""
+    for (low, value), (high, next_value) in pairwise(curve):
+        if value >= level > next_value:
+            return low + (value - level) / (value - next_value) * (high - low)
+    return None
+
+
+def value_at(curve: Sequence[tuple[float, float]], load: float) -> float:
+    for (low, value), (high, next_value) in pairwise(curve):
+        if low <= load <= high:
+            return value + (load - low) / (high - low) * (next_value - value)
+    return curve[-1][1]
+
+
+SHARE = Axis("share of edits in time", (0, 0.2, 0.4, 0.6, 0.8, 1), 0, 1.02, form="{:.0%}")
+
+
+def charts(points: Sequence[DeadlinePoint]) -> dict[str, Chart]:
+    drawn = {}
+    swept = [point for point in points if point.workload != "neighbour"]
+    for workload, num in dict.fromkeys((point.workload, point.workers) for point in swept):
+        own = [point for point in swept if (point.workload, point.workers) == (workload, num)]
+        if len({point.load for point in own}) > 1:
+            title = f"Edits in time against load: {workload}, {num:,} worker{'s' if num > 1 else ''}"
+            drawn[f"deadlines-{workload}-{num}"] = chart(title, "load, as a share of full batches", own, by_load)
+    for workload, load_share in dict.fromkeys((point.workload, point.load) for point in swept):
+        own = [point for point in swept if (point.workload, point.load) == (workload, load_share)]
+        if len({point.workers for point in own}) > 2:
+            title = f"Edits in time against workers: {workload}, load {load_share:.0%}"
+            drawn[f"deadlines-{workload}-workers"] = chart(title, "workers", own, by_workers)
+    if beside := [point for point in points if point.workload == "neighbour"]:
+        title = "Edits in time of a quiet tenant (load 20 %) beside a noisy one"
+        drawn["deadlines-neighbour"] = chart(title, "load of the noisy tenant", beside, by_load)
+    return drawn
+
+
+def by_load(point: DeadlinePoint) -> float:
+    return point.load
+
+
+def by_workers(point: DeadlinePoint) -> float:
+    return point.workers
+
+
+def chart(title: str, name: str, points: Sequence[DeadlinePoint], place: Callable[[DeadlinePoint], float]) -> Chart:
+    values = sorted({place(point) for point in points})
+    axis = doubling(name, values) if place is by_workers else replace(doubling(name, values), log=False, form="{:.0%}")
+    series = [
+        Series(policy, sorted((place(point), point.attainment) for point in points if point.policy == policy))
+        for policy in dict.fromkeys(point.policy for point in points)
+    ]
+    return Chart(title, axis, SHARE, series)

@@ -1,0 +1,118 @@
+"""The default policy: as many jobs in time as possible, within fair shares and priorities, and nobody waits for ever.
+
+Jobs that can meet their deadlines together go in the order of these; where not all can, those with the most work are
+given up first and wait until the others are served. Running jobs leave between two steps if that saves a deadline.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from instgenie.cost.table import StepCosts
+from instgenie.scheduling.policy import MAX_OVERTAKEN, Policy, Rank, Situation
+from instgenie.scheduling.savable import hopeless, num_in_time
+from instgenie.scheduling.scheduler import Decision, FirstCome, WaitingGroup, pays
+from instgenie.scheduling.terms import NO_DEADLINE, PricedJob, Standing, Terms
+
+MAX_OVERTAKEN_LATE = 256  # as `MAX_OVERTAKEN`, for a job that has a deadline: its deadline protects it until it is late
+RESERVE = 0.3  # of an average job: the slack that jobs keep when others join, for those that arrive meanwhile
+OVERDUE, DUE = 0, 1
+SAVABLE, HOPELESS = 0, 1
+
+
+class Judged(NamedTuple):
+    """The waiting groups and the running jobs, in this order, beside each other."""
+
+    claims: Sequence[Standing]
+    ranks: Sequence[Rank]
+    num_waiting: int
+    savable: frozenset[Terms]  # of those that have a deadline and can meet it
+    reserve: float  # seconds
+
+    def class_of(self, index: int) -> Rank:
+        """Share, overdue, priority: what no deadline outweighs."""
+        return self.ranks[index][:3]
+
+
+class Preemptive(Policy):
+    """Ranks, from the strongest reason to the weakest: within the tenant's share, overdue, priority, not hopeless,
+    earliest deadline, first come. The batch is formed as if first come, except that nobody joins who takes the slack
+    of a job that can be in time."""
+
+    def meet(self, tenants: Iterable[str]) -> None:
+        self.shares.meet(tenants)
+
+    def charge(self, tenants: Iterable[str], seconds: float) -> None:
+        self.shares.charge(tenants, seconds)
+
+    def ranks(self, claims: Sequence[Standing], now: float) -> list[Rank]:
+        classes: dict[Rank, list[int]] = {}
+        for index, claim in enumerate(claims):
+            classes.setdefault(self._class_of(claim), []).append(index)
+        ranks: list[Rank] = [()] * len(claims)
+        busy = 0.0
+        for kind, members in sorted(classes.items()):
+            is_overdue = kind[1] == OVERDUE
+            given_up = set() if is_overdue else hopeless(claims, members, now, busy)
+            for index in members:
+                terms = claims[index].terms
+                is_last = is_overdue or index in given_up
+                place = NO_DEADLINE if is_last else terms.deadline
+                ranks[index] = (*kind, HOPELESS if index in given_up else SAVABLE, place, terms.number)
+            busy += sum(claims[index].work for index in members)
+        return ranks
+
+    def _class_of(self, claim: Standing) -> Rank:
+        is_over = self.shares.is_over(claim.terms.tenant)
+        limit = MAX_OVERTAKEN if claim.terms.deadline == NO_DEADLINE else MAX_OVERTAKEN_LATE
+        return (is_over, OVERDUE, 0) if claim.num_overtaken >= limit else (is_over, DUE, claim.terms.priority)
+
+    def decide(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation) -> Decision:
+        judged = self._judge(waiting, situation)
+        decision = self._join(waiting, num_ready, situation, judged)
+        first = next((index for index, group in enumerate(waiting) if group.is_ready), None)
+        if first is None or first in decision.joining or not situation.running:
+            return decision
+        victims = self._victims(first, situation, judged)
+        for num_leaving in range(1, len(victims) + 1):
+            leaving = sorted(victims[:num_leaving])
+            staying = [job for index, job in enumerate(situation.running) if index not in leaving]
+            after = self._join(waiting, num_ready, situation._replace(running=staying), judged)
+            if first in after.joining:
+                return after._replace(leaving=leaving)
+        return decision
+
+    def _judge(self, waiting: Sequence[WaitingGroup], situation: Situation) -> Judged:
+        claims = self.claims([group.priced(situation.costs) for group in waiting], situation)
+        ranks = self.ranks(claims, situation.now)
+        savable = frozenset(
+            claim.terms
+            for claim, rank in zip(claims, ranks, strict=True)
+            if claim.terms.deadline != NO_DEADLINE and rank[3] == SAVABLE
+        )
+        reserve = RESERVE * sum(claim.work for claim in claims) / max(len(claims), 1)
+        return Judged(claims, ranks, len(waiting), savable, reserve)
+
+    def _join(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation, judged: Judged) -> Decision:
+        """Let groups join, unless a job that can be in time would have too little slack left."""
+        running, max_jobs, costs, now = situation
+
+        def admit(group: Sequence[PricedJob], batch: Sequence[PricedJob], num_waiting: int, costs: StepCosts) -> bool:
+            together = (*batch, *group)
+            careful = (job for job in together if job.terms in judged.savable)
+            has_slack = all(self.slack(job, together, costs, now) >= judged.reserve for job in careful)
+            return has_slack and pays(group, batch, num_waiting, costs)
+
+        return FirstCome(admit, keeps_room=True).decide(waiting, num_ready, running, max_jobs, costs)
+
+    def _victims(self, first: int, situation: Situation, judged: Judged) -> list[int]:
+        """Positions of the running jobs that may leave for a waiting group, those that go last in front. Jobs of its
+        own class leave only if more deadlines are met than if the group waits for the batch."""
+        before, ranks = judged.num_waiting, judged.ranks
+        running = range(before, len(ranks))
+        later = sorted((one for one in running if ranks[one] > ranks[first]), key=ranks.__getitem__, reverse=True)
+        by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)
+        if_waiting = sorted(by_rank, key=lambda one: one < before)  # the running ones end first
+        met, met_if_waiting = (num_in_time(judged.claims, order, situation.now) for order in (by_rank, if_waiting))
+        if met <= met_if_waiting:
+            later = [one for one in later if judged.class_of(one) > judged.class_of(first)]
+        return [one - before for one in later]

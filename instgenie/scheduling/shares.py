@@ -1,0 +1,41 @@
+"""Weighted fair shares of the time of steps, per tenant.
+
+Each tenant has an account of the seconds that steps spent on its jobs, divided by its weight. A tenant whose account is
+ahead of the least served one that has work is over its share, and goes behind those that are not. A tenant that used
+less than its share keeps that as credit, up to a limit, so that one who sends an edit now and then is served at once
+beside one who sends without pause.
+"""
+
+from collections.abc import Iterable, Mapping
+
+CREDIT = 10.0  # seconds that a tenant may lag behind; a longer absence earns nothing
+QUANTUM = 1.0  # seconds by which an account is ahead before its tenant is over its share
+
+
+class Shares:
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self.weights = dict(weights or {})
+        self._used: dict[str, float] = {}  # weighted seconds, of tenants that have work or lag less than the limit
+        self._least = 0.0  # of the tenants that have work
+
+    def charge(self, tenants: Iterable[str], seconds: float) -> None:
+        """Divide the seconds of a step among the tenants of its jobs, which are named once per job."""
+        named = list(tenants)
+        for tenant in named:
+            used = self._used.get(tenant, self._least)
+            self._used[tenant] = used + seconds / len(named) / self.weights.get(tenant, 1.0)
+
+    def meet(self, tenants: Iterable[str]) -> None:
+        """Note who has work now."""
+        active = set(tenants)
+        if not active:
+            return
+        floor = max(self._used.values(), default=0.0) - CREDIT
+        self._used = {tenant: used for tenant, used in self._used.items() if tenant in active or used > floor}
+        for tenant in active:
+            self._used[tenant] = max(self._used.get(tenant, floor), floor)
+        self._least = min(self._used[tenant] for tenant in active)
+
+    def is_over(self, tenant: str) -> bool:
+        """True if others that have work were served less than this tenant."""
+        return self._used.get(tenant, self._least) > self._least + QUANTUM
