@@ -52,13 +52,16 @@ class StepCosts(Struct, frozen=True):
     def price(self, num_tokens: float, num_masked: float, tier: TierName | None) -> Price:
         """Price of a step of a job whose activations are in a tier; None if it has none. Activations below memory are
         fetched into main memory first, so they are priced as if they were there."""
+        scale = num_tokens / self.num_tokens
         if tier is None or not num_tokens:
-            return self.dense.times(num_tokens / self.num_tokens)
-        column = self.gpu if tier == "gpu" else self.host
-        ratio = min(num_masked / num_tokens, 1.0)
-        above = bisect_right(self.ratios, ratio, 1, len(self.ratios) - 1)
-        low, high = self.ratios[above - 1], self.ratios[above]
-        return mix(column[above], column[above - 1], (ratio - low) / (high - low)).times(num_tokens / self.num_tokens)
+            return self.dense.times(scale)
+        column, ratios = self.gpu if tier == "gpu" else self.host, self.ratios
+        ratio = num_masked / num_tokens if num_masked < num_tokens else 1.0
+        above = bisect_right(ratios, ratio, 1, len(ratios) - 1)
+        low = ratios[above - 1]
+        share = scale * (ratio - low) / (ratios[above] - low)
+        (compute, load), (compute_below, load_below), rest = column[above], column[above - 1], scale - share
+        return Price(share * compute + rest * compute_below, share * load + rest * load_below)
 
     def mean_price(
         self, num_tokens: float, num_masked: float, tier: TierName | None, num_dense: int, num_steps: int
@@ -70,7 +73,9 @@ class StepCosts(Struct, frozen=True):
     def own_price(self, num_tokens: float, num_masked: float, own_share: float) -> Price:
         """Mean price per step of a job that computes every token at a share of its steps, and at the others reads what
         these left in the memory of the device."""
-        return mix(self.price(num_tokens, 0, None), self.price(num_tokens, num_masked, "gpu"), own_share)
+        (dense, dense_load), (cached, cached_load) = self.dense, self.price(num_tokens, num_masked, "gpu")
+        share, rest = own_share * num_tokens / self.num_tokens, 1 - own_share
+        return Price(share * dense + rest * cached, share * dense_load + rest * cached_load)
 
     def step_seconds(self, prices: Iterable[Price]) -> float:
         """Seconds of one step of these jobs together."""

@@ -7,6 +7,7 @@ their names, and fronts report twice a second.
 
 import asyncio
 import logging
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,7 +64,8 @@ class Controller:
         self.autoscaler = Autoscaler(self.settings.scaling)
         self.fronts: dict[str, KnownFront] = {}
         self.slots: dict[int, WorkerSlot] = {}
-        self.alone_since = self.started_at = time.monotonic()
+        self.alone_since = self.started_at = self.looked_at = time.monotonic()
+        self.parent = os.getppid()
         self._tasks = {asyncio.create_task(self._govern())}
 
     # fronts
@@ -111,6 +113,8 @@ class Controller:
         found = await asyncio.to_thread(find_slots)
         self.slots |= {index: WorkerSlot(index, actor) for index, actor in found.items()}
         while True:
+            if os.getppid() != self.parent:  # the node is gone for Ray, which has started another controller
+                os._exit(1)
             try:
                 await self._look()
             except Exception:
@@ -119,6 +123,7 @@ class Controller:
 
     async def _look(self) -> None:
         now = time.monotonic()
+        self._forgive(now)
         await self._drop_silent(now)
         for slot in self.slots.values():
             if slot.asking is None or slot.asking.done():
@@ -130,6 +135,15 @@ class Controller:
         self.alone_since = now
         await self._scale(now)
         self._end_drained()
+
+    def _forgive(self, now: float) -> None:
+        """Do not count time in which this process itself was held up. A controller that comes back from a pause, maybe
+        beside the one that Ray has started in its place, would else think that all fronts are gone, and end what its
+        successor governs."""
+        late = max(now - self.looked_at - 4 * SECONDS_BETWEEN_LOOKS, 0.0)
+        self.looked_at, self.alone_since = now, min(self.alone_since + late, now)
+        for front in self.fronts.values():
+            front.heard_at = min(front.heard_at + late, now)
 
     async def _drop_silent(self, now: float) -> None:
         for front in list(self.fronts.values()):
