@@ -1,4 +1,4 @@
-"""The controller's own clock: a pause of its process says nothing about fronts. It governs nothing here."""
+"""Pauses of the controller's own process, which say nothing about fronts. It governs nothing here."""
 
 import asyncio
 from typing import Any
@@ -39,6 +39,7 @@ async def govern(clock: Clock, monkeypatch: pytest.MonkeyPatch, *pauses: float) 
     async def end_all(self: Controller, timeout: float) -> None:
         ended.append(timeout)
 
+    monkeypatch.setattr(module, "find_slots", dict)
     for name, method in {"_govern": idle, "_scale": idle, "_end_all": end_all}.items():
         monkeypatch.setattr(Controller, name, method)
     controller: Any = object.__new__(Controller)
