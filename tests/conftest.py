@@ -22,6 +22,7 @@ from helpers.names import FAMILIES
 from helpers.serving import ALICE, BOB, Running, running_server
 
 import instgenie
+from instgenie.cluster import nursery
 
 if TYPE_CHECKING:
     from instgenie.models.model import Model
@@ -94,6 +95,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_nursery() -> None:
+    """Clusters of all tests share a nursery: the variable that names the test does not matter to it."""
+    nursery.LATE.add("PYTEST_CURRENT_TEST")
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from helpers.families import save_folders
@@ -140,12 +147,18 @@ def make_run() -> Iterator[Run]:
         yield runner.run
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder on the path of worker processes, the same for all clusters, so that one nursery forks them."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "sitecustomize.py").write_text(textwrap.dedent(FAULTS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(faults: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(faults), prepend=os.pathsep)
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
 

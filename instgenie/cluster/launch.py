@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ import msgspec
 
 from instgenie.cluster.config import ProcessConfig, Role
 from instgenie.cluster.environment import process_environment, seen_device
+from instgenie.cluster.nursery import can_fork, nurseries
 from instgenie.machine.memory import available_memory
 
 FOLDER_PREFIX = "instgenie-"
@@ -88,7 +90,7 @@ class Launcher(Protocol):
         ...
 
 
-class LocalProcess:
+class SpawnedProcess:
     def __init__(self, child: asyncio.subprocess.Process) -> None:
         self._child = child
 
@@ -128,16 +130,12 @@ class LocalLauncher:
     def endpoint(self, bound: str) -> str:
         return bound
 
-    async def start(self, worker: int, role: Role, config: ProcessConfig) -> LocalProcess:
+    async def start(self, worker: int, role: Role, config: ProcessConfig) -> LaunchedProcess:
         device = seen_device(config.device, os.environ).name
         peers = f"{config.endpoint}-{config.name}" if role == "denoise" and config.num_workers > 1 else ""
         told = replace(config, parent=os.getpid(), device=device, peer_address=peers)
-        child = await asyncio.create_subprocess_exec(
-            *process_command(role, told),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=process_environment(config),
-        )
-        return LocalProcess(child)
+        with open(os.devnull) as nothing:
+            return await start_process(role, told, process_environment(config), nothing.fileno())
 
     def release(self) -> bool:
         return False
@@ -168,6 +166,19 @@ def lock(path: Path, flags: int = 0) -> int:
         os.close(file)
         raise
     return file
+
+
+async def start_process(
+    role: Role, config: ProcessConfig, environment: Mapping[str, str], stdin: int
+) -> LaunchedProcess:
+    """Start a process that ends with this one: it is forked where that is possible, else it imports everything
+    itself."""
+    if can_fork(config.device) and (nursery := nurseries.choose(environment)).is_fit:
+        forked = await nursery.fork(role, config, environment, stdin)
+        if forked:
+            return forked
+    command = process_command(role, config)
+    return SpawnedProcess(await asyncio.create_subprocess_exec(*command, stdin=stdin, env=environment))
 
 
 def process_command(role: Role, config: ProcessConfig) -> list[str]:

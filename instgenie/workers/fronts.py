@@ -255,6 +255,7 @@ class SharedLine(Line):
         if not self._readable:
             self._poll(wait)
         if self._is_ended:
+            self._is_ended = False  # it is said once: those who read all messages come to their end
             return Stop(), []
         while self._readable:
             link = self._readable.popleft()

@@ -2,12 +2,15 @@
 
 import asyncio
 import io
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from helpers.clusters import (
     Run,
@@ -22,6 +25,7 @@ from helpers.clusters import (
     make_order,
     open_encoded,
     pictures,
+    pid_of,
     register,
     submit_all,
     until,
@@ -238,7 +242,8 @@ def mixed(tenant: str) -> list[Order]:
 
 
 def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
-    """Each role is killed once; cached and dense edits come out as in the undisturbed run."""
+    """Each role is killed once, and then all at once, with their nursery; cached and dense edits come out as in the
+    undisturbed run."""
 
     async def play(tenant: str, roles: Sequence[str]) -> list[Event]:
         orders = mixed(tenant)
@@ -250,10 +255,14 @@ def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
             "prepare": lambda: True,
             "denoise": lambda: cluster.status().workers[0].running,
             "finish": lambda: cluster.status().num_finished > num_before,
+            "nursery": lambda: cluster.status().workers[0].running,
         }
         for role in roles:
             await until(moments[role])
-            kill(cluster, role)
+            if role == "nursery":
+                os.kill(psutil.Process(pid_of(cluster, "denoise")).ppid(), signal.SIGKILL)
+            else:
+                kill(cluster, role)
         events = await collecting
         await until(lambda: cluster.ready)
         return events
@@ -262,11 +271,15 @@ def test_killed_processes_cost_no_edit(run: Run, cluster: Cluster) -> None:
     num_restarts = cluster.status().num_restarts
     disturbed = run(play("disturbed", ["prepare", "denoise", "finish"]))
     assert cluster.status().num_restarts == num_restarts + 3
+    without_nursery = run(play("without nursery", ["nursery"]))
+    assert cluster.status().num_restarts == num_restarts + 6
     assert are_equal(pictures(disturbed), pictures(undisturbed))
-    tiers = [[event.facts.cache_tier for event in events] for events in (undisturbed, disturbed)]
-    assert tiers[0] == tiers[1]
+    assert are_equal(pictures(without_nursery), pictures(undisturbed))
+    tiers = [[event.facts.cache_tier for event in events] for events in (undisturbed, disturbed, without_nursery)]
+    assert tiers[0] == tiers[1] == tiers[2]
     assert set(tiers[0]) == {None, "host"}
-    assert max(event.facts.num_attempts for event in disturbed) > 1
+    for events in (disturbed, without_nursery):
+        assert max(event.facts.num_attempts for event in events) > 1
 
 
 @pytest.mark.parametrize(("batching", "first_picture"), [("naive", 80), ("static", 200)])

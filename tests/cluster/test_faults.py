@@ -149,7 +149,7 @@ def test_an_edit_that_kills_every_process_fails_alone(run: Run, cluster: Cluster
 SLOW_DISK = """
     import sys, time
 
-    if "instgenie.workers.denoise" in " ".join(sys.orig_argv):
+    if "instgenie.workers" in " ".join(sys.orig_argv):
         from instgenie.cache import disk
 
         write = disk.write_file

@@ -18,7 +18,7 @@ from instgenie.scheduling.backlog import NO_LOAD
 COUNTING = """
     import os, sys
 
-    if "instgenie.workers.denoise" in " ".join(sys.orig_argv):
+    if "instgenie.workers" in " ".join(sys.orig_argv):
         from instgenie.engine import loop
 
         join = loop.Engine.join
@@ -45,10 +45,10 @@ def joins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def nodes(joins: Path) -> Iterator[Nodes]:
+def nodes(run: Run, joins: Path) -> Iterator[Nodes]:
     nodes = Nodes()
     yield nodes
-    nodes.close()
+    run(nodes.close())
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """Clusters of real processes, on tiny models. Faults come from a `sitecustomize` module on the path of the worker
-processes; the package itself has no switch for them."""
+processes and of their nursery, where it runs before anything is forked; the package itself has no switch for them."""
 
 import asyncio
 import io

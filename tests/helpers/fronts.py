@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from instgenie.cluster.config import ProcessConfig, Role
 from instgenie.cluster.control import Attach, ControlOrder, Detach, encode_order
 from instgenie.cluster.environment import process_environment
-from instgenie.cluster.launch import process_command
+from instgenie.cluster.launch import LaunchedProcess, start_process
 
 GIB = 2**30
 
@@ -18,7 +17,7 @@ GIB = 2**30
 class SharedProcess:
     """A process as one front sees it."""
 
-    def __init__(self, child: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, child: LaunchedProcess) -> None:
         self.child = child
         self.is_released = False
 
@@ -28,12 +27,12 @@ class SharedProcess:
 
     @property
     def is_alive(self) -> bool:
-        return not self.is_released and self.child.poll() is None
+        return not self.is_released and self.child.is_alive
 
     async def wait(self) -> int:
         while self.is_alive:
             await asyncio.sleep(0.01)
-        return self.child.returncode or 0
+        return 0 if self.child.is_alive else await self.child.wait()
 
     def kill(self) -> None:
         if not self.is_released:
@@ -44,35 +43,38 @@ class Nodes:
     """The processes of all workers. Each is started once, by the front that asks first, and serves all fronts."""
 
     def __init__(self) -> None:
-        self.children: dict[tuple[int, Role], subprocess.Popen[bytes]] = {}
+        self.children: dict[tuple[int, Role], LaunchedProcess] = {}
+        self._orders: dict[tuple[int, Role], int] = {}  # the pipes to their standard inputs
+        self._starting = asyncio.Lock()
 
-    def start(self, worker: int, role: Role, config: ProcessConfig) -> SharedProcess:
-        child = self.children.get((worker, role))
-        if child is not None and child.poll() is None:
-            self.order(child, Attach(config.front, config.endpoint, config.name))
+    async def start(self, worker: int, role: Role, config: ProcessConfig) -> SharedProcess:
+        async with self._starting:
+            child = self.children.get((worker, role))
+            if child is not None and child.is_alive:
+                self.order(worker, role, Attach(config.front, config.endpoint, config.name))
+                return SharedProcess(child)
+            told = replace(config, has_control=True, parent=os.getpid())
+            reading, self._orders[worker, role] = os.pipe()
+            with os.fdopen(reading) as stdin:
+                child = await start_process(role, told, process_environment(config), stdin.fileno())
+            self.children[worker, role] = child
             return SharedProcess(child)
-        command = process_command(role, replace(config, has_control=True, parent=os.getpid()))
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, env=process_environment(config))
-        self.children[worker, role] = child
-        return SharedProcess(child)
 
-    def order(self, child: "subprocess.Popen[bytes]", order: ControlOrder) -> None:
-        assert child.stdin
-        child.stdin.write(encode_order(order))
-        child.stdin.flush()
+    def order(self, worker: int, role: Role, order: ControlOrder) -> None:
+        os.write(self._orders[worker, role], encode_order(order))
 
     def detach(self, front: str) -> None:
         """Say that a front is gone."""
-        for child in self.children.values():
-            if child.poll() is None:
-                self.order(child, Detach(front))
+        for (worker, role), child in self.children.items():
+            if child.is_alive:
+                self.order(worker, role, Detach(front))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for child in self.children.values():
             child.kill()
-            child.wait()
-            if child.stdin:
-                child.stdin.close()
+            await child.wait()
+        for pipe in self._orders.values():
+            os.close(pipe)
 
 
 class SharedLauncher:
@@ -96,7 +98,7 @@ class SharedLauncher:
         return bound
 
     async def start(self, worker: int, role: Role, config: ProcessConfig) -> SharedProcess:
-        process = self.nodes.start(worker, role, replace(config, front=self.front))
+        process = await self.nodes.start(worker, role, replace(config, front=self.front))
         self.processes.append(process)
         return process
 

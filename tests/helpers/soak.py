@@ -103,7 +103,7 @@ def memory_of(server: Running) -> dict[str, float]:
     """MiB of resident memory, by role and worker."""
     found = {"http": resident(psutil.Process(server.process.pid))}
     counts: Counter[str] = Counter()
-    for child in sorted(psutil.Process(server.process.pid).children(), key=lambda child: child.pid):
+    for child in sorted(psutil.Process(server.process.pid).children(recursive=True), key=lambda child: child.pid):
         role = role_of(child)
         found[f"{role}{counts[role]}"] = resident(child)
         counts[role] += 1
@@ -111,7 +111,7 @@ def memory_of(server: Running) -> dict[str, float]:
 
 
 def role_of(process: psutil.Process) -> str:
-    return next((word.rpartition(".")[2] for word in process.cmdline() if word.startswith("instgenie.workers.")), "?")
+    return process.name().removeprefix("genie-")
 
 
 def resident(process: psutil.Process) -> float:

@@ -233,6 +233,7 @@ def test_a_front_that_stops_leaves_the_process_to_the_others(stage: Stage) -> No
     assert list(stage.line.links) == ["other"]
     stage.starter.order(End())
     assert stage.hear(1) == [wire.Stop()]
+    assert stage.line.receive(wait=False) is None  # it is said once, so that a reader of all messages ends
 
 
 def test_each_front_is_told_what_the_others_have_given(stage: Stage) -> None:

@@ -5,7 +5,6 @@ its children die; if its node dies, Ray starts it again on another one, without 
 
 import asyncio
 import os
-import signal
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ import ray
 from instgenie.cluster.config import ProcessConfig, Role
 from instgenie.cluster.control import Attach, ControlOrder, Detach, End, encode_order
 from instgenie.cluster.environment import process_environment, seen_device
-from instgenie.cluster.launch import process_command
+from instgenie.cluster.launch import LaunchedProcess, start_process
 from instgenie.cluster.ray.names import NodeFacts
 from instgenie.machine.cores import available_cores
 from instgenie.machine.curve import SECRET
@@ -30,22 +29,24 @@ def node_facts() -> NodeFacts:
     return NodeFacts(node, address, available_memory(), available_cores())
 
 
+async def open_writer(pipe: int) -> asyncio.StreamWriter:
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(pipe, "wb", 0))
+    return asyncio.StreamWriter(transport, protocol, None, loop)
+
+
 class SlotProcess:
     """A child."""
 
-    def __init__(self, child: asyncio.subprocess.Process) -> None:
+    def __init__(self, child: LaunchedProcess, orders: asyncio.StreamWriter) -> None:
         self.child = child
         self.fronts: set[str] = set()
-
-    @property
-    def is_alive(self) -> bool:
-        return self.child.returncode is None
+        self._orders = orders
 
     async def tell(self, order: ControlOrder) -> None:
-        assert self.child.stdin
         with suppress(OSError):  # it is about to end
-            self.child.stdin.write(encode_order(order))
-            await self.child.stdin.drain()
+            self._orders.write(encode_order(order))
+            await self._orders.drain()
 
 
 class NodeActor:
@@ -67,23 +68,28 @@ class NodeActor:
         config = msgspec.json.decode(encoded, type=ProcessConfig)
         async with self._starting:
             process = self._processes.get(role)
-            if process is not None and process.is_alive:
+            if process is not None and process.child.is_alive:
                 await process.tell(Attach(config.front, config.endpoint, config.name))
             else:
-                process = self._processes[role] = SlotProcess(await self._spawn(role, config))
+                process = self._processes[role] = await self._spawn(role, config)
         process.fronts.add(config.front)
         return process.child.pid
 
-    async def _spawn(self, role: Role, config: ProcessConfig) -> asyncio.subprocess.Process:
+    async def _spawn(self, role: Role, config: ProcessConfig) -> SlotProcess:
         device = seen_device(config.device, os.environ).name
         peers = f"tcp://{ray.util.get_node_ip_address()}:*" if role == "denoise" else ""
         own = replace(config, parent=os.getpid(), device=device, peer_address=peers)
         variables = process_environment(config) | self._variables | {NODE: node_facts().name}
         if THREADS not in self._variables and self._num_threads:
             variables[THREADS] = str(self._num_threads)  # Ray has set another number for this actor
-        return await asyncio.create_subprocess_exec(
-            *process_command(role, own), stdin=asyncio.subprocess.PIPE, env=variables
-        )
+        reading, writing = os.pipe()
+        orders = await open_writer(writing)
+        try:
+            with os.fdopen(reading) as stdin:
+                return SlotProcess(await start_process(role, own, variables, stdin.fileno()), orders)
+        except BaseException:
+            orders.close()
+            raise
 
     async def wait(self, role: Role, pid: int) -> int | None:
         """Wait for the end of a process, and return its exit code; None if this actor has never started it."""
@@ -92,26 +98,26 @@ class NodeActor:
 
     async def kill(self, role: Role, pid: int) -> None:
         process = self._processes.get(role)
-        if process is not None and process.child.pid == pid and process.is_alive:
-            process.child.send_signal(signal.SIGKILL)
+        if process is not None and process.child.pid == pid and process.child.is_alive:
+            process.child.kill()
 
     async def detach(self, front: str) -> None:
         """Have all processes drop a front and its jobs."""
         for process in self._processes.values():
-            if process.is_alive and front in process.fronts:
+            if process.child.is_alive and front in process.fronts:
                 process.fronts.discard(front)
                 await process.tell(Detach(front))
 
     async def end(self, timeout: float) -> None:
         """Let all processes write what is worth keeping and exit; kill those that take longer than the timeout."""
         self._is_ending = True
-        alive = [process for process in self._processes.values() if process.is_alive]
+        alive = [process for process in self._processes.values() if process.child.is_alive]
         for process in alive:
             await process.tell(End())
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await asyncio.gather(*(process.child.wait() for process in alive))
         for process in alive:
-            if process.is_alive:
+            if process.child.is_alive:
                 process.child.kill()
                 await process.child.wait()
