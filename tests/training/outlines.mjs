@@ -7,12 +7,12 @@ import { refined } from "../../instgenie/server/static/select/refine.js";
 const { act, ...given } = JSON.parse(readFileSync(process.argv[2], "utf8"));
 
 const ACTS = {
-  // What the network says of a picture.
-  logits({ weights, picture, width, height, clicks, hint }) {
+  // What the network says of a picture of 128 pixels.
+  logits({ weights, picture, width, height, clicks, hint, before }) {
     const layers = readLayers(Uint8Array.from(weights).buffer);
     const window = { x: 0, y: 0, width, height };
     const outliner = new Outliner(layers, { width, height, data: Uint8Array.from(picture) });
-    return Array.from(outliner.logits(window, clicks, hint).data);
+    return Array.from(outliner.logits(window, clicks, hint, before && { window, width, height, data: before }).data);
   },
 
   refined({ shares, before, width, height, click }) {

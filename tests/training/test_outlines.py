@@ -14,6 +14,7 @@ from training.outlines.clicks import first_clicks, next_clicks
 from training.outlines.examples import Sources, batch_of
 from training.outlines.network import SIDE, OutlineNetwork, inputs_of
 from training.outlines.shapes import thin
+from training.outlines.train import ROUNDS, clicked
 from training.outlines.weights import packed
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
@@ -42,14 +43,16 @@ def network() -> OutlineNetwork:
 @needs_node
 @torch.no_grad()
 def test_the_page_runs_the_same_network_on_the_same_inputs(tmp_path: Path) -> None:
-    height, width = 64, SIDE
+    height, width = 96, SIDE
     torch.manual_seed(2)
     picture = torch.randint(256, (3, height, width))
-    clicks = [(40.0, 50.0, 1), (80.0, 20.0, -1), (15.0, 60.0, 1)]
+    before = torch.zeros(height, width)
+    before[20:60, 30:70] = 1
+    clicks = [(40.0, 50.0, 1), (90.0, 20.0, -1), (15.0, 70.0, 1)]
     hint = torch.zeros(height, width)
-    hint[10:50, 20:70] = 1
+    hint[10:80, 20:90] = 1
     made = network()
-    inputs = inputs_of(picture[None].float() / 255, torch.tensor(clicks)[None], hint[None, None])
+    inputs = inputs_of(picture[None].float() / 255, torch.tensor(clicks)[None], hint[None, None], before[None, None])
     found = ask(
         tmp_path,
         "logits",
@@ -58,10 +61,13 @@ def test_the_page_runs_the_same_network_on_the_same_inputs(tmp_path: Path) -> No
         width=width,
         height=height,
         clicks=[{"x": x + 0.5, "y": y + 0.5, "inside": sign > 0} for x, y, sign in clicks],
-        hint=[[20, 10], [70, 10], [70, 50], [20, 50]],
+        hint=[[20, 10], [90, 10], [90, 80], [20, 80]],
+        before=before.int().flatten().tolist(),
     )
     wanted = made(inputs).flatten()
     assert (torch.tensor(found) - wanted).abs().max() < 0.03 * wanted.abs().max()  # weights have eight bits
+    without = made(inputs * torch.tensor([1.0] * 10 + [0.0])[None, :, None, None]).flatten()
+    assert (without - wanted).abs().max() > 0.1 * wanted.abs().max()  # the outline before counts
 
 
 def refine(folder: Path, shares: Tensor, before: Tensor, x: int, y: int, *, inside: bool) -> Tensor:
@@ -171,3 +177,22 @@ def test_a_further_click_lies_in_what_is_wrong() -> None:
         signs.add((one, other))
     assert (1, -1) in signs
     assert {one for one, _ in signs} <= {0, 1}
+
+
+def test_each_click_sees_the_outline_before_it() -> None:
+    seen: list[Tensor] = []
+
+    class Watched(OutlineNetwork):
+        def forward(self, inputs: Tensor) -> Tensor:
+            seen.append(inputs[:, -1:])
+            return super().forward(inputs)
+
+    targets = torch.zeros(2, 1, SIDE, SIDE)
+    targets[:, :, 30:90, 30:90] = 1
+    batch = torch.rand(2, 3, SIDE, SIDE), targets, *first_clicks(targets)
+    with torch.no_grad():
+        logits = [logits for logits, _ in clicked(Watched(), batch)]
+    assert len(seen) == ROUNDS
+    assert not seen[0].any()
+    for before, after in zip(logits[:-1], seen[1:], strict=True):
+        assert torch.equal(after, (before > 0).float())

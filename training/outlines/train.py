@@ -119,13 +119,16 @@ def learn(
 
 
 def clicked(network: OutlineNetwork, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits and targets after the first click, and after each further one in the middle of what is wrong."""
+    """Yield logits and targets after the first click, and after each further one in the middle of what is wrong. A
+    further click sees the outline before it."""
     device = next(network.parameters()).device
     pictures, targets, clicks, hint = (part.to(device, non_blocking=True) for part in batch)
+    previous = torch.zeros_like(targets)
     for _ in range(ROUNDS):
-        inputs = inputs_of(pictures, clicks, hint)
+        inputs = inputs_of(pictures, clicks, hint, previous)
         logits = network(inputs.contiguous(memory_format=torch.channels_last))
         yield logits, targets
+        previous = (logits.detach() > 0).float()
         clicks = torch.cat([clicks, next_clicks(logits.detach(), targets)], 1)
 
 

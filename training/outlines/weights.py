@@ -1,6 +1,6 @@
 """Writes the weights of a trained network for the page, eight bits each:
 
-python -m training.outlines.weights TRAINED.pt instgenie/server/static/select/outline.weights.gz
+python -m training.outlines.weights TRAINED.safetensors instgenie/server/static/select/outline.weights.gz
 """
 
 import argparse
@@ -17,7 +17,7 @@ from training.outlines.network import OutlineNetwork
 
 def layers_of(network: OutlineNetwork) -> list[tuple[Tensor, Tensor]]:
     """Return kernel and bias of each convolution, with the normalisation after it folded in."""
-    units = [module for module in network.modules() if isinstance(module, (nn.Conv2d, nn.BatchNorm2d))]
+    units = network.layers()
     layers = []
     for conv, norm in zip(units[0:-1:2], units[1:-1:2], strict=True):
         assert isinstance(conv, nn.Conv2d)
@@ -33,13 +33,18 @@ def layers_of(network: OutlineNetwork) -> list[tuple[Tensor, Tensor]]:
 
 
 def packed(network: OutlineNetwork) -> bytes:
-    """Return, for each layer, one scale and one bias per output (float32) and the kernels (int8)."""
+    """Return, for each layer, one scale and one bias per output (bfloat16) and the kernels (int8)."""
     parts = []
     for kernel, bias in layers_of(network):
-        scale = kernel.abs().amax((1, 2, 3)).clamp(min=1e-8) / 127
-        whole = (kernel / scale[:, None, None, None]).round().to(torch.int8)
-        parts += [scale.numpy().astype("<f4"), bias.numpy().astype("<f4"), whole.numpy()]
+        scale = (kernel.abs().amax((1, 2, 3)).clamp(min=1e-8) / 126).bfloat16()  # 127 may not fit after rounding
+        whole = (kernel / scale.float()[:, None, None, None]).round().clamp(-127, 127).to(torch.int8)
+        parts += [half_floats(scale), half_floats(bias), whole.numpy()]
     return b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
+
+
+def half_floats(values: Tensor) -> np.ndarray:
+    """Return the upper half of each float32."""
+    return values.bfloat16().view(torch.int16).numpy().astype("<i2")
 
 
 def main() -> None:

@@ -5,11 +5,11 @@ import { blurred, bounds, regions, scaled } from "./grid.js";
 import { INPUTS, run } from "./network.js";
 import { refined } from "./refine.js";
 
-const SIDE = 96; // longer side of what the network sees
-const NEAR = 3; // cells: radius of a click
-const FAR = 24; // cells: reach of a click
+const SIDE = 128; // longer side of what the network sees
+const NEAR = 4; // cells: radius of a click
+const FAR = 32; // cells: reach of a click
 const COLOUR = 0.12; // distance of colours that are alike
-const REACH = 9; // cells around a click that go with it
+const REACH = 12; // cells around a click that go with it
 const SURE = 1; // logit of a click's own cell at least
 const COARSE = 192; // longer side of the grid on which edges are fitted
 const FINE = 512; // longer side of the outline's grid
@@ -32,12 +32,12 @@ export class Outliner {
   find(clicks, hint = null, before = null) {
     if (before) return this.further(clicks, hint, before);
     const start = hint ? this.around(boxOf(hint), clicks) : this.whole;
-    const seen = this.look(start, clicks, hint);
+    const seen = this.look(start, clicks, hint, null);
     const first = { window: start, ...cleaned(seen, start, clicks) };
     const box = boxIn(first);
     const closer = box ? this.around(box, clicks) : start;
     const isCloser = closer.width * closer.height < start.width * start.height;
-    const [window, shares] = isCloser ? [closer, this.look(closer, clicks, hint)] : [start, seen];
+    const [window, shares] = isCloser ? [closer, this.look(closer, clicks, hint, first)] : [start, seen];
     return { window, ...cleaned(this.fitted(shares, window), window, clicks) };
   }
 
@@ -46,21 +46,21 @@ export class Outliner {
     const last = clicks.at(-1);
     const counted = clicks.filter((click) => click === last || agrees(click, before));
     const window = this.around(boxIn(before) ?? before.window, counted);
-    const shares = this.fitted(this.look(window, counted, hint), window);
+    const shares = this.fitted(this.look(window, counted, hint, before), window);
     const same = drawn(before, window, shares.width, shares.height);
     const made = refined(shares, same, { cell: cellOf(last, window, shares), inside: last.inside });
     return { window, ...cleaned(made, window, counted.filter((click) => agrees(click, { window, ...made }))) };
   }
 
   // The share of the object in each cell.
-  look(window, clicks, hint) {
-    const { width, height, data, touches } = this.logits(window, clicks, hint);
+  look(window, clicks, hint, before) {
+    const { width, height, data, touches } = this.logits(window, clicks, hint, before);
     clicks.forEach(({ inside }, i) => obey(data, inside ? SURE : -SURE, touches[i]));
     return { width, height, data: data.map((logit) => 1 / (1 + Math.exp(-logit))) };
   }
 
   // What the network says of each cell, and which cells go with each click.
-  logits(window, clicks, hint) {
+  logits(window, clicks, hint, before) {
     const [width, height] = sidesOf(window, SIDE, 16);
     const size = width * height;
     const inputs = new Float32Array(INPUTS * size);
@@ -73,6 +73,7 @@ export class Outliner {
       return drawClick(planes, x, y, colours.map(({ data }) => data), smooth, width, height);
     });
     if (hint) inputs.set(filled(hint, window, width, height), 9 * size);
+    if (before) inputs.set(drawn(before, window, width, height).data, 10 * size);
     return { ...scaled(run(this.layers, inputs, width, height), width, height), touches };
   }
 
