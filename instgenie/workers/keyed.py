@@ -99,12 +99,16 @@ class KeyedJobs:
 
     def leave(self, tracked: TrackedJob) -> None:
         """Note that a job ended or was cancelled."""
-        if tracked.key and self.running.get(tracked.key, (None, None))[1] is tracked:
+        if self._is_first(tracked):
             del self.running[tracked.key]
+
+    def _is_first(self, tracked: TrackedJob) -> bool:
+        """True if the jobs with its key follow this one, and not another job that has come with the same key."""
+        return self.running.get(tracked.key, (None, None))[1] is tracked
 
     def hold(self, tracked: TrackedJob, denoised: Denoised, frame: Frame) -> None:
         """Keep the latents of a job for whoever asks with its key."""
-        if tracked.key not in self.running:
+        if not self._is_first(tracked):
             return
         job = tracked.job
         held = HeldLatents(

@@ -77,6 +77,16 @@ def test_another_job_with_the_same_key_is_run(small: Model) -> None:
     assert batches(tape) == ["a", "a", "b", "b", "b"]
 
 
+def test_the_latents_of_one_job_are_not_held_for_another_with_the_same_key(small: Model) -> None:
+    """Both are there at once, and the second is cancelled after the first has ended."""
+    denoiser, tape = make(small)
+    both = [keyed(jobs(small, ("a", 2)), "key"), keyed(jobs(small, ("b", 5)), "key")]
+    tape.rounds.extend([both, [], [], [(wire.Cancel("b"), [])], [keyed(jobs(small, ("c", 5)), "key")]])
+    denoiser.run()
+    assert list(latents(tape)) == ["a", "c"]
+    assert "".join(batches(tape)).count("c") == 5
+
+
 def test_latents_are_held_up_to_a_number_of_bytes_and_seconds(small: Model) -> None:
     denoiser, tape = make(small)
     now = [0.0]
