@@ -8,6 +8,7 @@ their names, and fronts report twice a second.
 import asyncio
 import logging
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,28 +63,41 @@ class Controller:
         self.environment = environment
         self.autoscaler = Autoscaler(self.settings.scaling)
         self.fronts: dict[str, KnownFront] = {}
-        self.slots: dict[int, WorkerSlot] = {}
+        found = await asyncio.to_thread(find_slots)
+        self.slots = {index: WorkerSlot(index, actor) for index, actor in found.items()}
+        self.num_expected = 0  # fronts that have joined and not yet reported
+        self.may_have_forgotten = bool(found)  # True if an earlier controller knew fronts which have yet to report
+        self.is_ending = False
         self.alone_since = self.started_at = time.monotonic()
         self._tasks = {asyncio.create_task(self._govern())}
 
     # fronts
 
     async def join(self, settings: bytes) -> tuple[list[str], str]:
-        """What keeps a front with these settings from joining, and the cluster's secret."""
+        """What keeps a front with these settings from joining, and the cluster's secret. Raises while the cluster ends:
+        a front that tries again makes the next one."""
+        if self.is_ending:
+            raise RuntimeError("the cluster is about to end")
         differences = self.settings.differences(msgspec.json.decode(settings, type=ClusterSettings))
+        if not differences:
+            self.num_expected += 1
+            self.alone_since = time.monotonic()
         return differences, "" if differences else self.secret
 
     async def report(self, encoded: bytes) -> bytes:
         report = msgspec.json.decode(encoded, type=FrontReport)
         is_known = report.front in self.fronts or time.monotonic() - self.started_at < SECONDS_TO_REMEMBER
+        if report.front not in self.fronts:
+            self.num_expected = max(self.num_expected - 1, 0)
         self.fronts[report.front] = KnownFront(report, time.monotonic())
         return msgspec.json.encode(self._directive(is_known))
 
     async def leave(self, front: str, timeout: float) -> None:
-        """Let a front go. The last one takes the workers with it."""
+        """Let a front go. The last one takes the workers with it; if others may be about to report, they have time
+        for that."""
         self.fronts.pop(front, None)
-        if self.fronts:
-            await self._detach(front)
+        if self.fronts or self.num_expected or self.may_have_forgotten:
+            self._detach(front)
         else:
             await self._end_all(timeout)
 
@@ -92,13 +106,13 @@ class Controller:
         return msgspec.json.encode(self._directive(is_known=True))
 
     def _directive(self, is_known: bool) -> Directive:
-        nodes = [slot.facts.node for slot in self.slots.values() if slot.facts]
+        num_slots = Counter(slot.facts.node for slot in self.slots.values() if slot.facts)
         infos = tuple(
             SlotInfo(
                 slot.index,
                 slot.state,
                 slot.facts,
-                nodes.count(slot.facts.node) if slot.facts else 1,
+                num_slots[slot.facts.node] if slot.facts else 1,
                 slot.num_drains,
             )
             for slot in sorted(self.slots.values(), key=lambda slot: slot.index)
@@ -108,8 +122,6 @@ class Controller:
     # slots
 
     async def _govern(self) -> None:
-        found = await asyncio.to_thread(find_slots)
-        self.slots |= {index: WorkerSlot(index, actor) for index, actor in found.items()}
         while True:
             try:
                 await self._look()
@@ -118,8 +130,11 @@ class Controller:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
 
     async def _look(self) -> None:
+        if self.is_ending:
+            return
         now = time.monotonic()
-        await self._drop_silent(now)
+        self.may_have_forgotten &= now - self.started_at < SECONDS_TO_REMEMBER
+        self._drop_silent(now)
         for slot in self.slots.values():
             if slot.asking is None or slot.asking.done():
                 slot.asking = asyncio.create_task(self._ask(slot))
@@ -131,14 +146,14 @@ class Controller:
         await self._scale(now)
         self._end_drained()
 
-    async def _drop_silent(self, now: float) -> None:
+    def _drop_silent(self, now: float) -> None:
         for front in list(self.fronts.values()):
             if now - front.heard_at > self.settings.front_timeout:
                 log.warning("front is gone", extra={"front": front.report.front})
                 del self.fronts[front.report.front]
-                await self._detach(front.report.front)
+                self._detach(front.report.front)
 
-    async def _detach(self, front: str) -> None:
+    def _detach(self, front: str) -> None:
         for slot in self.slots.values():
             slot.actor.detach.remote(front)
 
@@ -201,6 +216,7 @@ class Controller:
 
     async def _end_all(self, timeout: float) -> None:
         """End all workers, and then this actor."""
+        self.is_ending = True
         await asyncio.gather(*(self._end(slot, timeout) for slot in list(self.slots.values())))
         asyncio.get_running_loop().call_later(SECONDS_TO_ANSWER, end_this_actor)
 
