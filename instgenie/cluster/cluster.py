@@ -82,8 +82,8 @@ class Cluster:
     @property
     def has_failed(self) -> bool:
         """True if no worker will ever start."""
-        placed = [worker for worker in self.workers if not worker.is_waiting]
-        return not self._supervisor.is_running or (bool(placed) and all(worker.state == "failed" for worker in placed))
+        have_failed = (worker.state == "failed" for worker in self.workers if not worker.is_waiting)
+        return not self._supervisor.is_running or (next(have_failed, False) and all(have_failed))
 
     @property
     def failure(self) -> str:

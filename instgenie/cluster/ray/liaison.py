@@ -29,13 +29,15 @@ class Liaison:
         launcher.silence = self._silence
         self._is_away = False
         self._leaving: dict[int, int] = {}  # slots that drain, and how often they have begun to
+        self._reporting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._reporting = asyncio.create_task(self._run())
 
     async def stop(self, timeout: float) -> None:
         """Leave the cluster, and then Ray."""
-        self._reporting.cancel()
+        if self._reporting:
+            self._reporting.cancel()
         await self.launcher.leave(timeout)
         await asyncio.to_thread(ray.shutdown)
 
