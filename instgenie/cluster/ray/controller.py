@@ -84,6 +84,9 @@ class Controller:
             self.alone_since = time.monotonic()
         return differences, "" if differences else self.secret
 
+    async def max_workers(self) -> int:
+        return self.settings.scaling.max_workers
+
     async def report(self, encoded: bytes) -> bytes:
         report = msgspec.json.decode(encoded, type=FrontReport)
         is_known = report.front in self.fronts or time.monotonic() - self.started_at < SECONDS_TO_REMEMBER

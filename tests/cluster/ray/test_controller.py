@@ -76,6 +76,13 @@ async def enter(controller: Controller, front: str) -> Directive:
     return await report(controller, front)
 
 
+def test_a_front_can_ask_for_the_number_of_workers(found: dict[int, PlayedActor]) -> None:
+    async def play() -> int:
+        return await (await start()).max_workers()
+
+    assert asyncio.run(play()) == 3
+
+
 def test_a_slot_knows_how_many_share_its_node(found: dict[int, PlayedActor]) -> None:
     async def play() -> Directive:
         return await enter(await start(), "a")
