@@ -47,6 +47,7 @@ from instgenie.workers.comparisons import SideTask, SideWork
 from instgenie.workers.keyed import KeyedJobs
 from instgenie.workers.keys import Keys
 from instgenie.workers.line import Line
+from instgenie.workers.locker import Locker
 from instgenie.workers.mailbox import Handler, Mailbox
 from instgenie.workers.process import await_begin, run_process, say_ready
 from instgenie.workers.queue import TrackedJob, WaitingQueue
@@ -71,7 +72,7 @@ class Denoiser:
         self.peer_server = serve_peers(store, config.peer_address, config.cache.peer_bytes_per_second)
         self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
         self.queue = WaitingQueue(model, self.templates, line)
-        self.keyed = KeyedJobs(line, config.hold_bytes, config.hold_seconds)
+        self.keyed = KeyedJobs(line, Locker(config.hold_bytes, config.hold_seconds))
         self.queue.on_leave = self.keyed.leave
         self.running: dict[Job, TrackedJob] = {}
         self.registrar = Registrar(model, self.templates, line)

@@ -40,12 +40,13 @@ class Starter:
 
 class PlayedFront:
     def __init__(self, context: "zmq.Context[Any]", folder: Path, name: str) -> None:
-        self.name = name
+        self.name, self.is_heard = name, True
         self.socket = context.socket(zmq.ROUTER)
         self.endpoint = f"ipc://{folder}/{name}"
         self.socket.bind(self.endpoint)
 
     def send(self, message: wire.Message) -> None:
+        self.is_heard = False
         self.socket.send_multipart([f"at {self.name}".encode(), wire.encode(message)])
 
     def received(self) -> list[wire.AnyMessage]:
@@ -88,7 +89,11 @@ class Stage:
         self.hear()
 
     def hear(self, num_rounds: int = 3) -> list[wire.AnyMessage]:
-        """Messages that reach the process."""
+        """Messages that reach the process, once those that were sent are there."""
+        for front in self.fronts:
+            if not front.is_heard and front.name in self.line.links:
+                self.line.links[front.name].socket.poll(60_000)
+            front.is_heard = True
         found = [self.line.receive(wait=True) for _ in range(num_rounds)]
         return [received[0] for received in found if received]
 
@@ -192,9 +197,6 @@ def test_a_job_is_read_with_the_signs_of_life_before_it(stage: Stage) -> None:
     stage.one.send(wire.Assigned(LOAD))
     stage.one.send(wire.Beat())
     stage.one.send(denoise("a"))
-    [link, _] = stage.line.links.values()
-    while not link.socket.poll(1000):
-        pass
     time.sleep(0.1)  # until all three are there
     assert stage.hear(1) == [denoise("a")]
 
