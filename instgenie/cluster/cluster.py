@@ -46,6 +46,7 @@ class Cluster:
         self._is_open = False
         self.nodes: tuple[NodeStatus, ...] = ()  # as the launcher knows them
         self.fronts: tuple[str, ...] = ()
+        self.is_abandoned = False  # True if whatever gives it workers has ended for good
 
     # life
 
@@ -77,7 +78,7 @@ class Cluster:
     @property
     def healthy(self) -> bool:
         """True if a worker is ready or may become ready soon."""
-        return self._supervisor.is_running and not are_broken(self.workers)
+        return self._supervisor.is_running and not self.is_abandoned and not are_broken(self.workers)
 
     @property
     def has_failed(self) -> bool:
@@ -99,6 +100,8 @@ class Cluster:
             f"{process.num_failed_starts} times in a row"
             for process in broken
         ]
+        if self.is_abandoned:
+            found.insert(0, "the controller of the cluster has ended: a server that is started anew makes another")
         return found if self._supervisor.is_running else ["the supervision of the workers has ended", *found]
 
     @property

@@ -2,12 +2,14 @@
 many slots there are. It lies on no path of an edit: while it is away, fronts and workers go on.
 
 It needs no memory of its own: settings and secret are the arguments that Ray starts it with again, slots are found by
-their names, and fronts report twice a second.
+their names, and fronts report twice a second. A controller whose node was cut off may wake up beside its successor: it
+counts the time that it has missed against nobody, and ends nothing.
 """
 
 import asyncio
 import logging
 import time
+import uuid
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from instgenie.scheduling.autoscaler import Autoscaler
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_WRITE = 600.0  # for the processes of a drained slot to write what is worth keeping
 SECONDS_TO_ANSWER = 0.2  # the last call, before the controller ends
+SECONDS_TO_CALL = 10.0  # itself
 SECONDS_TO_REMEMBER = 5.0  # after a restart, for the fronts to report, before anything is scaled down
 
 log = logging.getLogger(__name__)
@@ -63,12 +66,13 @@ class Controller:
         self.environment = environment
         self.autoscaler = Autoscaler(self.settings.scaling)
         self.fronts: dict[str, KnownFront] = {}
-        found = await asyncio.to_thread(find_slots)
+        self.id = uuid.uuid4().hex  # of this incarnation
+        found = await asyncio.to_thread(find_own_slots)
         self.slots = {index: WorkerSlot(index, actor) for index, actor in found.items()}
         self.num_expected = 0  # fronts that have joined and not yet reported
         self.may_have_forgotten = bool(found)  # True if an earlier controller knew fronts which have yet to report
         self.is_ending = False
-        self.alone_since = self.started_at = time.monotonic()
+        self.alone_since = self.started_at = self.awake_since = self.looked_at = time.monotonic()
         self._tasks = {asyncio.create_task(self._govern())}
 
     # fronts
@@ -83,6 +87,9 @@ class Controller:
             self.num_expected += 1
             self.alone_since = time.monotonic()
         return differences, "" if differences else self.secret
+
+    async def incarnation(self) -> str:
+        return self.id
 
     async def max_workers(self) -> int:
         return self.settings.scaling.max_workers
@@ -136,18 +143,28 @@ class Controller:
         if self.is_ending:
             return
         now = time.monotonic()
+        self._forgive(now)
         self.may_have_forgotten &= now - self.started_at < SECONDS_TO_REMEMBER
         self._drop_silent(now)
         for slot in self.slots.values():
             if slot.asking is None or slot.asking.done():
                 slot.asking = asyncio.create_task(self._ask(slot))
         if not self.fronts:
-            if now - self.alone_since > self.settings.linger:
+            if now - self.alone_since > self.settings.linger and await current_incarnation() == self.id:
                 await self._end_all(SECONDS_TO_WRITE)
             return
         self.alone_since = now
         await self._scale(now)
         self._end_drained()
+
+    def _forgive(self, now: float) -> None:
+        """Count the time in which this actor was held up, with its node or by a call, against no front."""
+        late = max(now - self.looked_at - 4 * SECONDS_BETWEEN_LOOKS, 0.0)
+        self.looked_at = now
+        if late:
+            self.alone_since, self.awake_since = self.alone_since + late, now
+            for front in self.fronts.values():
+                front.heard_at += late
 
     def _drop_silent(self, now: float) -> None:
         for front in list(self.fronts.values()):
@@ -177,7 +194,7 @@ class Controller:
         wanted = self.autoscaler.decide(now, seconds, num_edits, len(staying))
         if wanted > len(staying):
             await self._grow(wanted - len(staying))
-        elif wanted < len(staying) and now - self.started_at > SECONDS_TO_REMEMBER:
+        elif wanted < len(staying) and now - self.awake_since > SECONDS_TO_REMEMBER:
             # those without a node first, then those that came last
             staying.sort(key=lambda slot: (slot.facts is None, slot.index))
             for slot in staying[wanted:]:
@@ -222,6 +239,26 @@ class Controller:
         self.is_ending = True
         await asyncio.gather(*(self._end(slot, timeout) for slot in list(self.slots.values())))
         asyncio.get_running_loop().call_later(SECONDS_TO_ANSWER, end_this_actor)
+
+
+def find_own_slots() -> dict[int, Any]:
+    """The slots of an earlier incarnation. Those of a controller that is gone for good have another secret, and end."""
+    found = find_slots()
+    if not found or ray.get_runtime_context().was_current_actor_reconstructed:
+        return found
+    for index, actor in found.items():
+        remove_slot(index, actor)
+    return {}
+
+
+async def current_incarnation() -> str | None:
+    """That of the controller which Ray knows now; None: it does not answer."""
+    try:
+        async with asyncio.timeout(SECONDS_TO_CALL):
+            found: str = await ray.get_runtime_context().current_actor.incarnation.remote()
+            return found
+    except (RayError, TimeoutError):
+        return None
 
 
 def end_this_actor() -> None:

@@ -45,7 +45,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[int, PlayedActor]:
     """The slots that a controller finds when it starts."""
     slots: dict[int, PlayedActor] = {}
     patches: dict[str, Callable[..., Any]] = {
-        "find_slots": lambda: dict(slots),
+        "find_own_slots": lambda: dict(slots),
         "make_slot": lambda index, *_: PlayedActor(index),
         "remove_slot": lambda *_: None,
         "end_this_actor": lambda: None,
@@ -133,3 +133,39 @@ def test_a_controller_that_was_restarted_waits_for_fronts_that_have_not_yet_repo
         assert len((await report(controller, "b")).slots) == 3
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_current", [True, False])
+def test_workers_outlive_their_fronts_for_a_while(
+    found: dict[int, PlayedActor], is_current: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the front died; not if the controller slept for so long, or has a successor."""
+
+    async def play() -> None:
+        controller = await start()
+
+        async def incarnation() -> str:
+            return controller.id if is_current else "successor"
+
+        monkeypatch.setattr(controller_module, "current_incarnation", incarnation)
+        await enter(controller, "a")
+        for slot in controller.slots.values():
+            slot.actor.is_written.set()
+        shift(controller, 1000.0, is_asleep=True)
+        await asyncio.sleep(0.1)
+        assert list(controller.fronts) == ["a"]
+        assert len(controller.slots) == 3
+        shift(controller, 1000.0)
+        await asyncio.sleep(0.5)
+        assert controller.fronts == {}
+        assert len(controller.slots) == (0 if is_current else 3)
+
+    asyncio.run(play())
+
+
+def shift(controller: Controller, seconds: float, is_asleep: bool = False) -> None:
+    """Let time pass, with or without the controller's notice."""
+    controller.alone_since -= seconds
+    controller.looked_at -= seconds if is_asleep else 0.0
+    for front in controller.fronts.values():
+        front.heard_at -= seconds
