@@ -62,7 +62,7 @@ class Liaison:
             is_late = time.monotonic() - self._heard_at > SECONDS_TO_HOPE
             self.cluster.is_abandoned = isinstance(error, ActorDiedError) and is_late
             return
-        self._is_away, self._heard_at = False, time.monotonic()
+        self._is_away, self._heard_at, self.cluster.is_abandoned = False, time.monotonic(), False
         directive = msgspec.json.decode(answer, type=Directive)
         await self.launcher.take(directive)
         self._place(directive)
