@@ -63,7 +63,7 @@ def play_worker(endpoint: str, kind: Wire) -> None:
     config = ProcessConfig(NAME, endpoint, "", "cpu", "auto", BATCH_SIZE, "continuous", ResolvedCache(host_bytes=0))
     line = Line(config) if kind == "local" else SharedLine(replace(config, front="bench"), True)
     line.send(wire.Loaded())
-    latents, num_rounds = bytes(LATENT_BYTES), 0
+    latents, sending = bytes(LATENT_BYTES), 0  # nanoseconds
     while (received := line.receive(wait=True)) is None or not isinstance(received[0], wire.Stop):
         if received is None or not isinstance(received[0], wire.Denoise):
             continue
@@ -74,8 +74,8 @@ def play_worker(endpoint: str, kind: Wire) -> None:
         spent = time.thread_time() - start
         now = time.monotonic()
         start = time.thread_time()
-        line.send(wire.BatchStepped(now, spent, num_rounds, steps))
-        num_rounds = round(1e9 * (time.thread_time() - start))  # told with the next step
+        line.send(wire.BatchStepped(now, spent, sending, steps))  # whose fields carry what is measured here
+        sending = round(1e9 * (time.thread_time() - start))  # told with the next step
         for job in steps:
             line.send(wire.Denoised(job.id, job.attempt, LATENTS, 0, time.monotonic()), [latents])
     line.close()
@@ -126,7 +126,7 @@ async def exchange(socket: Any, kind: Wire, repeats: int) -> BoundaryTimes:
             match message:
                 case wire.Joined():
                     times[size].append(now - start)
-                case wire.BatchStepped(sent, spent, sending):
+                case wire.BatchStepped(sent, spent, sending):  # sending the step before took so long
                     times["step"].append(now - sent)
                     times["cpu"].append(looking + 1e-9 * sending)
                     looking = spent

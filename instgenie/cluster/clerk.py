@@ -3,6 +3,7 @@ to time, so that a ledger that has lost its memory learns them anew. A ledger th
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -12,6 +13,8 @@ from instgenie.cluster.ledger import KeyClaim, Ledger
 
 SECONDS_TO_ANSWER = 2.0
 SECONDS_BETWEEN_RENEWALS = 5.0
+SECONDS_TO_PLACE = 10.0  # for another front to give the edits of a key to a worker; it may have died before that
+SECONDS_BETWEEN_LOOKS = 0.1
 
 Out = TypeVar("Out")
 
@@ -19,9 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class Clerk:
-    def __init__(self, ledger: Ledger, seconds_between_renewals: float = SECONDS_BETWEEN_RENEWALS) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        seconds_between_renewals: float = SECONDS_BETWEEN_RENEWALS,
+        seconds_to_place: float = SECONDS_TO_PLACE,
+    ) -> None:
         self.ledger = ledger
-        self.seconds_between_renewals = seconds_between_renewals
+        self.seconds_between_renewals, self.seconds_to_place = seconds_between_renewals, seconds_to_place
         self.front = uuid.uuid4().hex
         self.claims: dict[str, KeyClaim] = {}  # of this front, by name
         self._is_away = False
@@ -29,9 +37,14 @@ class Clerk:
         self._renewing: asyncio.Task[None] | None = None
 
     async def claim(self, claim: KeyClaim) -> KeyClaim:
-        """Take a key. The answer is what is known of it, which may be of another front."""
+        """Take a key. The answer is what is known of it, which may be of another front; the edits of that one are then
+        with a worker, so that others can follow them there."""
         claim = replace(claim, front=self.front)
+        end = time.monotonic() + self.seconds_to_place
         known = await self._ask(self.ledger.claim(claim), claim)
+        while is_unplaced(known, claim) and time.monotonic() < end:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            known = await self._ask(self.ledger.claim(claim), claim)
         if known.fingerprint == claim.fingerprint:
             self.claims[claim.name] = known
             if self._renewing is None:
@@ -91,6 +104,11 @@ class Clerk:
             return otherwise
         self._is_away = False
         return answer
+
+
+def is_unplaced(known: KeyClaim, claim: KeyClaim) -> bool:
+    """True if another front has claimed the key for the same request and has not yet chosen a worker."""
+    return known.front != claim.front and known.fingerprint == claim.fingerprint and known.worker is None
 
 
 def order_key(name: str, index: int) -> str:

@@ -48,6 +48,7 @@ class Cluster:
         self._is_open = False
         self.nodes: tuple[NodeStatus, ...] = ()  # as the launcher knows them
         self.fronts: tuple[str, ...] = ()
+        self.is_abandoned = False  # True if whatever gives it workers has ended for good
 
     # life
 
@@ -79,13 +80,13 @@ class Cluster:
     @property
     def healthy(self) -> bool:
         """True if a worker is ready or may become ready soon."""
-        return self._supervisor.is_running and not are_broken(self.workers)
+        return self._supervisor.is_running and not self.is_abandoned and not are_broken(self.workers)
 
     @property
     def has_failed(self) -> bool:
         """True if no worker will ever start."""
-        placed = [worker for worker in self.workers if not worker.is_waiting]
-        return not self._supervisor.is_running or (bool(placed) and all(worker.state == "failed" for worker in placed))
+        have_failed = (worker.state == "failed" for worker in self.workers if not worker.is_waiting)
+        return not self._supervisor.is_running or (next(have_failed, False) and all(have_failed))
 
     @property
     def failure(self) -> str:
@@ -101,6 +102,8 @@ class Cluster:
             f"{process.num_failed_starts} times in a row"
             for process in broken
         ]
+        if self.is_abandoned:
+            found.insert(0, "the controller of the cluster has ended: a server that is started anew makes another")
         return found if self._supervisor.is_running else ["the supervision of the workers has ended", *found]
 
     @property

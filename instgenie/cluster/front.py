@@ -198,5 +198,6 @@ class Front:
 
     @property
     def retry_after(self) -> float:
-        """Seconds until the first worker has done all its work."""
-        return max(min(worker.load.seconds for worker in self.placement.workers), 1.0)
+        """Seconds until the first worker has done all its work; of many workers, the first of some."""
+        loads = self.placement.ready_loads or [worker.load for worker in self.placement.workers]
+        return max(min(load.seconds for load in self.placement.router.sample(loads)), 1.0)

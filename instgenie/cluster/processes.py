@@ -247,6 +247,7 @@ def place(workers: Sequence[Worker], nodes: Mapping[int, str]) -> None:
         worker.is_waiting = worker.index not in nodes
         if worker.node != nodes.get(worker.index, ""):
             worker.node = nodes.get(worker.index, "")
+            worker.load.link.drop(worker.index)
             worker.load.link = links.setdefault(worker.node, NodeLink()) if worker.node else NodeLink()
 
 

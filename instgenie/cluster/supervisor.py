@@ -36,6 +36,7 @@ class Supervisor:
         self._ending = asyncio.Event()
         self._supervisions: list[asyncio.Task[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._has_crashed = False  # True if the supervision of a process has ended by an error
 
     def start(self) -> None:
         """Bind the socket, and start all processes in the background."""
@@ -46,10 +47,14 @@ class Supervisor:
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)  # no limit: the edits that are accepted bound what is sent
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process may connect again before the loss is noticed here
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # else connections to nodes that are gone stay for ever
         secure_server(self._socket, secret)
         self._socket.bind(address)
         self._endpoint = self.launcher.endpoint(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._supervisions = [asyncio.create_task(self._supervise(process)) for process in self.processes]
+        for task in self._supervisions:
+            task.add_done_callback(self._note_crash)
         self._tasks = [asyncio.create_task(self._hear()), asyncio.create_task(self._watch())]
 
     async def stop(self, timeout: float) -> None:
@@ -78,9 +83,11 @@ class Supervisor:
 
     @property
     def is_running(self) -> bool:
-        """False once it ends, or if a task that must go on has stopped."""
-        has_crashed = any(map(is_crashed, self._supervisions)) or any(task.done() for task in self._tasks)
-        return not self._ending.is_set() and not has_crashed
+        """False once it ends, or if a task that must go on has stopped. Every request asks this."""
+        return not (self._ending.is_set() or self._has_crashed or any(task.done() for task in self._tasks))
+
+    def _note_crash(self, task: asyncio.Task[None]) -> None:
+        self._has_crashed |= not task.cancelled() and task.exception() is not None
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition, which is looked at after every message and every death."""
@@ -220,8 +227,3 @@ class Supervisor:
                     process.message = f"no sign of life for {limit:g} s"
                     log.error("process hangs", extra={"worker_process": process.name, "seconds": limit})
                     process.kill()
-
-
-def is_crashed(task: asyncio.Task[None]) -> bool:
-    """Return whether a task ended by raising an error."""
-    return task.done() and not task.cancelled() and task.exception() is not None

@@ -43,7 +43,9 @@ class Idempotency:
         self.cluster = cluster
         self.max_bytes, self.seconds, self.clock = max_bytes, seconds, clock
         self.num_repeated = 0
-        self._runs: OrderedDict[str, EditRun] = OrderedDict()  # by name, those that ended last at the end
+        self._runs: dict[str, EditRun] = {}  # by name
+        self._kept: OrderedDict[str, EditRun] = OrderedDict()  # those that have ended, the oldest first
+        self._num_bytes = 0  # of those
         self._names: dict[str, str] = {}  # by the name of the first request
 
     async def enter(self, request: Request, tenant: str, claim: KeyClaim) -> EditRun:
@@ -129,22 +131,22 @@ class Idempotency:
         self._keep(run)
 
     def _keep(self, run: EditRun) -> None:
+        if (known := self._runs.get(run.name)) and known is not run:
+            self._forget(known)
         run.until = self.clock() + self.seconds
-        self._runs[run.name] = run
-        self._runs.move_to_end(run.name)
+        self._runs[run.name] = self._kept[run.name] = run
+        self._num_bytes += run.num_bytes
         self._names[run.request_name] = run.name
         self._drop_old()
         asyncio.get_running_loop().call_later(self.seconds + 1, self._drop_old)
 
     def _drop_old(self) -> None:
-        now = self.clock()
-        ended = [run for run in self._runs.values() if run.is_ended]
-        num_bytes = sum(run.num_bytes for run in ended)
-        for run in ended:
-            if num_bytes > self.max_bytes or now >= run.until:
-                num_bytes -= run.num_bytes
-                self._forget(run)
-                self.cluster.clerk.forget(run.name)
+        while self._kept:
+            oldest = next(iter(self._kept.values()))
+            if self._num_bytes <= self.max_bytes and self.clock() < oldest.until:
+                return
+            self._forget(oldest)
+            self.cluster.clerk.forget(oldest.name)
 
     def _abandon(self, run: EditRun) -> None:
         """Free the key of a request that ended before its edits were submitted."""
@@ -157,6 +159,9 @@ class Idempotency:
         if self._runs.get(run.name) is run:
             del self._runs[run.name]
             self._names.pop(run.request_name, None)
+        if self._kept.get(run.name) is run:
+            del self._kept[run.name]
+            self._num_bytes -= run.num_bytes
 
 
 def key_of(request: Request, fields: ImageFields) -> str | None:

@@ -75,7 +75,8 @@ def choose_slots(values: Mapping[str, Any]) -> tuple[str, ...]:
     device = values["device"]
     if device == AUTO:
         device = "cuda" if connect.has_gpus() else "cpu"
-    _, most = limits(values, connect.count_slots(reserved(values, device)))
+    num_slots = connect.agreed_slots() or connect.count_slots(reserved(values, device))  # nodes may have come or gone
+    _, most = limits(values, num_slots)
     return ("cuda:0" if device == "cuda" else device,) * most  # a process sees its own GPU alone
 
 

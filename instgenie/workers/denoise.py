@@ -55,6 +55,7 @@ from instgenie.workers.comparisons import SideTask, SideWork
 from instgenie.workers.keyed import KeyedJobs
 from instgenie.workers.keys import Keys
 from instgenie.workers.line import Line
+from instgenie.workers.locker import Locker
 from instgenie.workers.mailbox import Handler, Mailbox
 from instgenie.workers.own_room import OwnRoom
 from instgenie.workers.process import await_begin, run_process, say_ready
@@ -85,7 +86,7 @@ class Denoiser:
         self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
         own_bytes = sys.maxsize if config.cache.own_bytes is None else config.cache.own_bytes
         self.queue = WaitingQueue(model, self.templates, line, OwnRoom(model, own_bytes, own.num_text))
-        self.keyed = KeyedJobs(line, config.hold_bytes, config.hold_seconds)
+        self.keyed = KeyedJobs(line, Locker(config.hold_bytes, config.hold_seconds))
         self.queue.on_leave = self.keyed.leave
         self.running: dict[Job, TrackedJob] = {}
         self.registrar = Registrar(model, self.templates, line)

@@ -167,7 +167,7 @@ def serve(config: ProcessConfig, model: Model, line: Line) -> None:
     run(finisher, Locker(config.hold_bytes, config.hold_seconds))
 
 
-def run(finisher: Finisher, locker: Locker | None = None) -> None:
+def run(finisher: Finisher, locker: Locker[list[Frame]] | None = None) -> None:
     """Finish pictures until the process is told to stop."""
     inbox = Inbox(finisher.line, finisher.cancel, locker)
     while not inbox.is_done:

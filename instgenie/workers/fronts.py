@@ -65,9 +65,9 @@ from instgenie.workers.control import ControlChannel
 from instgenie.workers.line import MS_BETWEEN_BEATS, Line, open_socket
 
 MS_BETWEEN_PUSHES = 100  # of the load to one front, at least
-FINAL = (Prepared, Denoised, JobFailed, Missing)  # after which a process has no more to say about an attempt
+FINAL = (Prepared, Denoised, Painted, JobFailed, Missing)  # a process has no more to say about an attempt
 
-Attempted: TypeAlias = tuple[str, int]  # id and attempt of a job or a registration
+Attempted: TypeAlias = tuple[str, int, int | None]  # id and attempt of a job or a registration; its partial picture
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class Senders:
 
     links: list[FrontLink] = field(default_factory=list)
     is_kept: bool = False  # True if it runs on without them
+    listing: Listing | None = None  # of the template that is being registered
 
 
 class SharedLine(Line):
@@ -203,7 +204,7 @@ class SharedLine(Line):
         """Tell each front about its own jobs."""
         by_link: dict[FrontLink, list[JobStep]] = {}
         for job in jobs:
-            for link in self._links_of((job.id, job.attempt)):
+            for link in self._links_of((job.id, job.attempt, None)):
                 by_link.setdefault(link, []).append(job)
         for link, own in by_link.items():
             link.send(make(link, tuple(own)))
@@ -213,20 +214,18 @@ class SharedLine(Line):
         return senders.links if senders else ()
 
     def _send_to_senders(self, attempted: Attempted, message: Message, frames: Sequence[Frame]) -> None:
-        links = self._links_of(attempted)
-        for link in links:
+        for link in self._links_of(attempted):
             link.send(message, frames)
-        if is_final(message):
-            self._senders.pop(attempted, None)
-            if isinstance(message, Registered):
-                self._announce(message.id, links)
+        if is_final(message) and (senders := self._senders.pop(attempted, None)) and isinstance(message, Registered):
+            self._announce(message.id, senders)
 
-    def _announce(self, template: str, links: Sequence[FrontLink]) -> None:
+    def _announce(self, template: str, senders: Senders) -> None:
         """Tell the other fronts of a template that is registered."""
-        if listing := self._templates.get(template):
+        if senders.listing:
+            self._templates[template] = senders.listing
             for link in self.links.values():
-                if link not in links:
-                    link.send(Announced((listing,)))
+                if link not in senders.links:
+                    link.send(Announced((senders.listing,)))
 
     def _answer(self, asked: tuple[type, str], message: Message, frames: Sequence[Frame]) -> None:
         for link in self._askers.pop(asked, ()):
@@ -252,12 +251,14 @@ class SharedLine(Line):
         if self._orphans:
             self._latest = None
             return Cancel(self._orphans.popleft()), []
-        if not self._readable:
-            self._poll(wait)
-        if self._is_ended:
-            self._is_ended = False  # it is said once: those who read all messages come to their end
-            return Stop(), []
-        while self._readable:
+        while True:
+            if not self._readable:
+                self._poll(wait)
+            if self._is_ended:
+                self._is_ended = False  # it is said once: those who read all messages come to their end
+                return Stop(), []
+            if not self._readable:
+                return None
             link = self._readable.popleft()
             if link.socket.closed:
                 continue
@@ -265,7 +266,7 @@ class SharedLine(Line):
             message = decode(head.buffer)
             if self._take_note(link, message):
                 return message, [frame.buffer for frame in frames]
-        return None
+            wait = False  # a job may come right behind a sign of life
 
     def _poll(self, wait: bool) -> None:
         timeout = MS_BETWEEN_PUSHES if self.pushes_load and self._has_news else MS_BETWEEN_BEATS
@@ -297,7 +298,7 @@ class SharedLine(Line):
                 return self._cancel(link, id)
             case Denoise(jobs):
                 for job in jobs:
-                    self._note_sender((job.id, job.attempt), link, bool(job.key))
+                    self._note_sender((job.id, job.attempt, None), link).is_kept = bool(job.key)
             case List(model):
                 self._askers.setdefault((Listed, model), []).append(link)
             case Recall(template):
@@ -305,15 +306,16 @@ class SharedLine(Line):
             case Collect(name):
                 self._askers.setdefault((Collected, name), []).append(link)
             case _ if (attempted := attempted_of(message)) is not None:
-                self._note_sender(attempted, link)
+                senders = self._note_sender(attempted, link)
                 if isinstance(message, Register):
-                    self._templates[message.id] = listing_of(message)
+                    senders.listing = listing_of(message)
         return True
 
-    def _note_sender(self, attempted: Attempted, link: FrontLink, is_kept: bool = False) -> None:
-        senders = self._senders.setdefault(attempted, Senders(is_kept=is_kept))
+    def _note_sender(self, attempted: Attempted, link: FrontLink) -> Senders:
+        senders = self._senders.setdefault(attempted, Senders())
         if link not in senders.links:
             senders.links.append(link)
+        return senders
 
     def _cancel(self, link: FrontLink, id: str) -> bool:
         """Note that a front no longer wants a job. Return whether no other front wants it."""
@@ -362,15 +364,13 @@ class SharedLine(Line):
 def attempted_of(message: Message) -> Attempted | None:
     """The attempt that a message is about; None: it is about no single attempt."""
     id, attempt = getattr(message, "id", None), getattr(message, "attempt", None)
-    return None if id is None or attempt is None else (id, attempt)
+    return None if id is None or attempt is None else (id, attempt, getattr(message, "partial", None))
 
 
 def is_final(message: Message) -> bool:
     match message:
         case Registered():
             return message.num_registered_steps == message.num_steps
-        case Painted():
-            return message.partial is None
         case _:
             return isinstance(message, FINAL)
 

@@ -14,11 +14,11 @@ MAX_PASSED = 8  # edits that go before a template
 
 class Inbox:
     def __init__(
-        self, line: Line, on_cancel: Callable[[str], None] = lambda id: None, locker: Locker | None = None
+        self, line: Line, on_cancel: Callable[[str], None] = lambda id: None, locker: Locker[list[Frame]] | None = None
     ) -> None:
         """`on_cancel` drops what the process keeps of a task that has begun; the locker keeps answers of fronts."""
         self.line = line
-        self.locker = locker or Locker(0, 0.0)
+        self.locker: Locker[list[Frame]] = locker or Locker(0, 0.0)
         self.on_cancel = on_cancel
         self.is_stopped = False
         self._edits: deque[tuple[Any, list[Frame]]] = deque()  # and templates that an edit waits for
@@ -52,7 +52,7 @@ class Inbox:
                 self.on_cancel(id)
                 self.line.send(Dropped(id))
             case Deposit(name):
-                self.locker.put(name, frames)
+                self.locker.put(name, frames, sum(map(len, frames)))
             case Collect(name):
                 kept = self.locker.get(name)
                 self.line.send(Collected(name, kept is not None), kept or ())

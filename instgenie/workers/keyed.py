@@ -1,13 +1,9 @@
 """Jobs with an idempotency key, in the step loop that runs them. A job whose key is known is not run a second time: it
 follows the one that runs, or gets its latents, which are held for a while after the last step. So an edit whose front
-died is denoised once, whichever front asks for it again.
-
-Latents are held up to a number of bytes and for a number of seconds; the oldest go first.
-"""
+died is denoised once, whichever front asks for it again."""
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +22,7 @@ from instgenie.cluster.wire import (
 )
 from instgenie.scheduling.terms import Terms
 from instgenie.workers.line import Line
+from instgenie.workers.locker import Locker
 from instgenie.workers.queue import TrackedJob, terms_of
 
 AnswerT = TypeVar("AnswerT", TierFound, Denoised)
@@ -41,19 +38,13 @@ class HeldLatents:
     num_steps: int
     denoised: Denoised
     frame: Frame
-    until: float  # of the clock
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.frame)
 
 
 class KeyedJobs:
-    def __init__(self, line: Line, max_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, line: Line, held: Locker[HeldLatents]) -> None:
         self.line = line
-        self.max_bytes, self.seconds, self.clock = max_bytes, seconds, clock
         self.running: dict[str, tuple[JobHead, TrackedJob]] = {}  # by key; they wait or take steps
-        self.held: OrderedDict[str, HeldLatents] = OrderedDict()  # by key
+        self.held = held  # by key
 
     def take_known(self, message: Denoise, frames: Sequence[Frame]) -> tuple[Denoise, Sequence[Frame]]:
         """Answer for the jobs whose keys are known, and return those that are to be run."""
@@ -74,7 +65,6 @@ class KeyedJobs:
 
     def _join(self, given: Denoising) -> bool:
         """Let a job follow the one with its key, unless it is another job after all."""
-        self._drop_old()
         if given.key in self.running:
             head, tracked = self.running[given.key]
             if is_same(head, given.job):
@@ -101,12 +91,16 @@ class KeyedJobs:
 
     def leave(self, tracked: TrackedJob) -> None:
         """Note that a job ended or was cancelled."""
-        if tracked.key and self.running.get(tracked.key, (None, None))[1] is tracked:
+        if self._is_first(tracked):
             del self.running[tracked.key]
+
+    def _is_first(self, tracked: TrackedJob) -> bool:
+        """True if the jobs with its key follow this one, and not another job that has come with the same key."""
+        return self.running.get(tracked.key, (None, None))[1] is tracked
 
     def hold(self, tracked: TrackedJob, denoised: Denoised, frame: Frame) -> None:
         """Keep the latents of a job for whoever asks with its key."""
-        if tracked.key not in self.running:
+        if not self._is_first(tracked):
             return
         job = tracked.job
         held = HeldLatents(
@@ -116,20 +110,8 @@ class KeyedJobs:
             num_steps=job.num_steps,
             denoised=denoised,
             frame=frame,
-            until=self.clock() + self.seconds,
         )
-        self.held.pop(tracked.key, None)
-        self.held[tracked.key] = held
-        self._drop_old()
-
-    def _drop_old(self) -> None:
-        now, num_bytes = self.clock(), sum(held.num_bytes for held in self.held.values())
-        while self.held:
-            key, oldest = next(iter(self.held.items()))
-            if num_bytes <= self.max_bytes and now < oldest.until:
-                break
-            num_bytes -= oldest.num_bytes
-            del self.held[key]
+        self.held.put(tracked.key, held, len(frame))
 
     def give_up(self, id: str) -> bool:
         """Note that an asker no longer wants its job. Return whether another still does: then the job runs on."""

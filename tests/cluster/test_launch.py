@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 from helpers.clusters import (
     TENANT,
     Run,
@@ -28,6 +29,7 @@ from helpers.clusters import (
     until,
 )
 
+from instgenie.cluster import wire
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ProcessConfig, Role
 from instgenie.cluster.environment import process_environment
@@ -158,6 +160,24 @@ def test_a_start_that_hangs_does_not_keep_a_cluster_from_stopping(run: Run, tmp_
 
     run(play())
     assert launcher.is_closed
+
+
+def test_a_process_that_connects_again_is_heard_before_its_first_connection_ends(run: Run, tmp_path: Path) -> None:
+    async def play() -> None:
+        cluster = Cluster(make_config(tmp_path), StuckLauncher())
+        await cluster.start()
+        denoiser = cluster.workers[0].denoiser
+        await until(lambda: denoiser.num_starts)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as first, context.socket(zmq.DEALER) as second:
+            for connection in (first, second):
+                connection.setsockopt_string(zmq.IDENTITY, denoiser.name)
+                connection.connect(cluster._supervisor._endpoint)
+                denoiser.is_loaded = False
+                connection.send(wire.encode(wire.Loaded()))
+                await until(lambda: denoiser.is_loaded)
+        await cluster.stop(0.1)
+
+    run(play())
 
 
 def test_a_cluster_whose_launcher_breaks_is_unhealthy(run: Run, tmp_path: Path) -> None:

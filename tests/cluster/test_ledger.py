@@ -14,7 +14,7 @@ def run(work: Any) -> Any:
 def test_of_two_claims_one_is_first() -> None:
     async def play() -> None:
         ledger = LocalLedger(60.0)
-        one, other = Clerk(ledger), Clerk(ledger)
+        one, other = (Clerk(ledger, seconds_to_place=0.0) for _ in range(2))
         mine = KeyClaim("name", "body", "request")
         first, second = await asyncio.gather(one.claim(mine), other.claim(mine))
         assert first.front == second.front == one.front
@@ -31,6 +31,26 @@ def test_of_two_claims_one_is_first() -> None:
         await asyncio.sleep(0.01)
         assert await ledger.find("name") is None
         assert await ledger.find("request") is None
+        one.close()
+        other.close()
+
+    run(play())
+
+
+def test_a_front_waits_until_the_first_one_has_chosen_a_worker_or_has_given_up() -> None:
+    async def play() -> None:
+        ledger = LocalLedger(60.0)
+        one, other = Clerk(ledger), Clerk(ledger)
+        for name in ("placed", "given up"):
+            await one.claim(KeyClaim(name, "body"))
+        waiting = [asyncio.create_task(other.claim(KeyClaim(name, "body"))) for name in ("placed", "given up")]
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in waiting)
+        one.placed(order_key("placed", 0), 7)
+        one.release("given up")
+        placed, given_up = await asyncio.gather(*waiting)
+        assert (placed.front, placed.worker) == (one.front, 7)
+        assert (given_up.front, given_up.worker) == (other.front, None)
         one.close()
         other.close()
 

@@ -1,11 +1,17 @@
 """Requests with an idempotency key: repeated ones run once."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from helpers.serving import ALICE, BOB, MASK, PICTURE, Running, picture, png, wait_for
+
+from instgenie.cluster.orders import Finished
+from instgenie.server.idempotency import Idempotency
+from instgenie.server.runs import EditRun, RunTicket
 
 FIELDS = {"prompt": "a red cat", "num_inference_steps": "2"}
 
@@ -156,3 +162,28 @@ def test_without_a_key_nothing_is_kept(server: Running) -> None:
     post(server, None)
     assert num_edits(server) == before + 2
     assert get(server, first.headers["x-request-id"]).status_code == 404
+
+
+def test_answers_are_kept_up_to_a_number_of_bytes_and_seconds() -> None:
+    now, forgotten = [0.0], list[str]()
+
+    async def play() -> None:
+        cluster: Any = SimpleNamespace(clerk=SimpleNamespace(forget=forgotten.append))
+        kept = Idempotency(cluster, 8, 60.0, lambda: now[0])
+        for name in ("a", "b", "b", "c"):
+            kept._keep(ended_run(name))
+            now[0] += 10
+        assert (list(kept._runs), list(kept._names), kept._num_bytes) == (["b", "c"], ["request b", "request c"], 8)
+        now[0] = 85.0
+        kept._drop_old()
+        assert (list(kept._runs), forgotten, kept._num_bytes) == (["c"], ["a", "b"], 4)
+
+    asyncio.run(play())
+
+
+def ended_run(name: str) -> EditRun:
+    run, facts = EditRun(name, "body", f"request {name}"), Any
+    run.tickets = [RunTicket(name)]
+    run.tickets[0].tell(Finished(b"1234", facts))  # type: ignore[arg-type]
+    run.tickets[0].tell(None)
+    return run

@@ -37,6 +37,20 @@ def test_a_cluster_without_nodes_has_one_worker() -> None:
     assert limits({"workers": AUTO, "min_workers": AUTO, "max_workers": AUTO}, 0) == (1, 1)
 
 
+@pytest.mark.parametrize(("agreed", "expected"), [(None, 3), (2, 2)])
+def test_a_front_that_leaves_the_number_open_takes_over_that_of_the_cluster(
+    agreed: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = pytest.importorskip("instgenie.cluster.ray.connect")
+    monkeypatch.setattr(connect, "join_ray", lambda address, cluster: None)
+    monkeypatch.setattr(connect, "agreed_slots", lambda: agreed)
+    monkeypatch.setattr(connect, "count_slots", lambda resources: 3)
+    config = read_config({"cluster": "ray", "device": "cpu"}, {})
+    assert config.ray
+    assert config.cluster.devices == ("cpu",) * expected
+    assert (config.ray.settings.scaling.min_workers, config.ray.settings.scaling.max_workers) == (expected, expected)
+
+
 def test_resources_are_a_list() -> None:
     assert resources("GPU=1, CPU=4,rack_b=0.5") == {"GPU": 1.0, "CPU": 4.0, "rack_b": 0.5}
     for wrong in ("", "GPU", "GPU=x", "GPU=0", "=1", "GPU=-1", "GPU=nan"):

@@ -91,5 +91,7 @@ def test_the_workers_of_a_node_share_its_link(on_nodes: HttpService) -> None:
     first, second, third, fourth = (worker.load.link for worker in on_nodes.cluster.workers)
     assert first is second
     assert len({id(link) for link in (first, third, fourth)}) == 3
+    first.fetching[0, "template"] = first.foreign[0] = 5.0
     place(on_nodes.cluster.workers, {0: NODES[1], 1: NODES[0], 2: NODES[1]})
+    assert first.seconds == 0  # nothing is on its way to where the worker was
     assert on_nodes.cluster.workers[0].load.link is third

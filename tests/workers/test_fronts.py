@@ -1,6 +1,7 @@
 """The line of a process that two fronts share, over real sockets; the test plays the fronts and the starter."""
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,12 +40,13 @@ class Starter:
 
 class PlayedFront:
     def __init__(self, context: "zmq.Context[Any]", folder: Path, name: str) -> None:
-        self.name = name
+        self.name, self.is_heard = name, True
         self.socket = context.socket(zmq.ROUTER)
         self.endpoint = f"ipc://{folder}/{name}"
         self.socket.bind(self.endpoint)
 
     def send(self, message: wire.Message) -> None:
+        self.is_heard = False
         self.socket.send_multipart([f"at {self.name}".encode(), wire.encode(message)])
 
     def received(self) -> list[wire.AnyMessage]:
@@ -87,7 +89,11 @@ class Stage:
         self.hear()
 
     def hear(self, num_rounds: int = 3) -> list[wire.AnyMessage]:
-        """Messages that reach the process."""
+        """Messages that reach the process, once those that were sent are there."""
+        for front in self.fronts:
+            if not front.is_heard and front.name in self.line.links:
+                self.line.links[front.name].socket.poll(60_000)
+            front.is_heard = True
         found = [self.line.receive(wait=True) for _ in range(num_rounds)]
         return [received[0] for received in found if received]
 
@@ -188,6 +194,43 @@ def test_a_registration_for_two_fronts_is_cancelled_by_the_last(stage: Stage) ->
     assert one[1:] == [wire.Announced((wire.Listing(head, (40, 48), 4, {}, True),))]
     assert other == [wire.Registered(head.id, 1, 4, 4, {})]
     assert head.id == template_id("me", 4, 0.0, "picture")
+
+
+def test_a_template_is_announced_once_it_is_registered(stage: Stage) -> None:
+    """A front that attaches meanwhile, or after the registration was given up, hears nothing of it."""
+    heads = [head_of(name) for name in ("given up", "registered")]
+    messages = [wire.Register(head.id, 1, head, JOB, False, None, size=(40, 48)) for head in heads]
+    for message in messages:
+        stage.one.send(message)
+    stage.one.send(wire.Cancel(heads[0].id))
+    assert stage.hear() == [*messages, wire.Cancel(heads[0].id)]
+    late = stage.play("late")
+    stage.attach(late)
+    assert late.received() == []
+    stage.line.send(wire.Registered(heads[1].id, 1, 4, 4, {}))
+    listed = [wire.Announced((wire.Listing(heads[1], (40, 48), 4, {}),))]
+    assert late.received() == listed
+    last = stage.play("last")
+    stage.attach(last)
+    assert last.received() == listed
+
+
+def test_a_job_is_read_with_the_signs_of_life_before_it(stage: Stage) -> None:
+    stage.one.send(wire.Assigned(LOAD))
+    stage.one.send(wire.Beat())
+    stage.one.send(denoise("a"))
+    time.sleep(0.1)  # until all three are there
+    assert stage.hear(1) == [denoise("a")]
+
+
+def test_nothing_is_kept_of_an_edit_that_only_had_partial_pictures(stage: Stage) -> None:
+    head = wire.TensorHead("float32", (1,))
+    stage.one.send(wire.Finish("a", 1, head, (4, 4), (32, 32), 0, "png", 100, 0))
+    assert len(stage.hear()) == 1
+    stage.line.send(wire.Painted("a", 1, 0, 0.1))
+    stage.line.send(wire.Painted("a", 1, None, 0.1))  # nobody asked for it here
+    assert [message.partial for message in stage.one.received()] == [0]  # type: ignore[union-attr]
+    assert stage.line._senders == {}
 
 
 def test_questions_are_answered_to_those_who_asked(stage: Stage) -> None:

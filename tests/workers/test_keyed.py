@@ -10,7 +10,7 @@ from instgenie.cluster import wire
 from instgenie.models.model import Model
 from instgenie.scheduling.terms import NO_DEADLINE, Terms
 from instgenie.workers.denoise import Denoiser
-from instgenie.workers.keyed import KeyedJobs, shared_terms
+from instgenie.workers.keyed import HeldLatents, shared_terms
 from instgenie.workers.locker import Locker
 
 
@@ -23,7 +23,7 @@ def keyed(message: tuple[wire.Message, list[wire.Frame]], key: str) -> tuple[wir
 
 def make(model: Model, max_bytes: int = 2**20, seconds: float = 60.0) -> tuple[Denoiser, Tape]:
     denoiser, tape = make_denoiser(model)
-    denoiser.keyed.max_bytes, denoiser.keyed.seconds = max_bytes, seconds
+    denoiser.keyed.held = Locker(max_bytes, seconds)
     return denoiser, tape
 
 
@@ -56,7 +56,7 @@ def test_without_a_key_each_job_is_run_and_nothing_is_held(small: Model) -> None
     tape.rounds.extend([[jobs(small, ("a", 2))], [], [], [jobs(small, ("b", 2))]])
     denoiser.run()
     assert batches(tape) == ["a", "a", "b", "b"]
-    assert not denoiser.keyed.held
+    assert not denoiser.keyed.held.names
 
 
 def test_one_asker_leaves_and_the_other_stays(small: Model) -> None:
@@ -79,36 +79,44 @@ def test_another_job_with_the_same_key_is_run(small: Model) -> None:
     assert batches(tape) == ["a", "a", "b", "b", "b"]
 
 
+def test_the_latents_of_one_job_are_not_held_for_another_with_the_same_key(small: Model) -> None:
+    """Both are there at once, and the second is cancelled after the first has ended."""
+    denoiser, tape = make(small)
+    both = [keyed(jobs(small, ("a", 2)), "key"), keyed(jobs(small, ("b", 5)), "key")]
+    tape.rounds.extend([both, [], [], [(wire.Cancel("b"), [])], [keyed(jobs(small, ("c", 5)), "key")]])
+    denoiser.run()
+    assert list(latents(tape)) == ["a", "c"]
+    assert "".join(batches(tape)).count("c") == 5
+
+
 def test_latents_are_held_up_to_a_number_of_bytes_and_seconds(small: Model) -> None:
     denoiser, tape = make(small)
     now = [0.0]
-    table = denoiser.keyed = KeyedJobs(tape, 0, 60.0, lambda: now[0])  # type: ignore[arg-type]
-    denoiser.queue.on_leave = table.leave
+    held = denoiser.keyed.held = Locker[HeldLatents](0, 60.0, lambda: now[0])
     tape.rounds.append([keyed(jobs(small, ("a", 1)), "a")])
     denoiser.run()
-    assert not table.held
+    assert not held.names
     [size] = map(len, latents(tape).values())
-    table.max_bytes = 2 * size
+    held.max_bytes = 2 * size
     for name in "bcd":
         denoiser.is_stopped = False
         tape.rounds.append([keyed(jobs(small, (name, 1)), name)])
         denoiser.run()
         now[0] += 20
-    assert list(table.held) == ["c", "d"]
+    assert held.names == ["c", "d"]
     now[0] = 85.0
-    table._drop_old()
-    assert list(table.held) == ["d"]
+    assert held.names == ["d"]
 
 
 def test_answers_are_kept_up_to_a_number_of_bytes_and_seconds() -> None:
     now = [0.0]
-    locker = Locker(10, 60.0, lambda: now[0])
+    locker = Locker[list[bytes]](10, 60.0, lambda: now[0])
     for name in "abc":
-        locker.put(name, [b"12", b"34"])
+        locker.put(name, [b"12", b"34"], 4)
         now[0] += 10
     assert locker.get("a") is None
     assert locker.get("b") == [b"12", b"34"]
-    locker.put("b", [b"1"])
+    locker.put("b", [b"1"], 1)
     now[0] = 85.0
     assert locker.get("c") is None
     assert locker.get("b") == [b"1"]

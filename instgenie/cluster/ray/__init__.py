@@ -11,6 +11,6 @@ to Ray lies on the path of an edit.
     names       names and data that they share
     local       a Ray cluster on this machine, for a trial
 
-A slot is the place of one worker, that is one device. There are as many slots as there may be workers; a slot without a
-node waits for one. Nothing but this package imports ray.
+A slot is the place of one worker, that is one device. There are as many slots as the load needs; a slot without a node
+waits for one. Nothing but this package imports ray.
 """

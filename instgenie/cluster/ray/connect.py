@@ -22,6 +22,7 @@ from instgenie.machine.curve import make_secret
 NUM_CALLS = 1000  # that the controller takes at once
 SECONDS_TO_JOIN = 60.0
 SECONDS_BETWEEN_TRIES = 0.5
+SECONDS_TO_ANSWER = 10.0
 PASSED = ("OMP_NUM_THREADS", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")  # to all workers
 STORAGE = "FSSPEC_"  # variables of this prefix, which configure remote caches, are passed to all workers, too
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
@@ -50,6 +51,15 @@ def connect(config: RayConfig) -> RayLauncher:
             "Use the same options, or another --cluster-name"
         )
     return RayLauncher(controller, secret, own_address(config.address), namespace(config.name))
+
+
+def agreed_slots() -> int | None:
+    """The most workers that the cluster which this process has joined may have; None: it is yet to be created."""
+    try:
+        controller: Any = ray.get_actor(CONTROLLER)
+        return int(ray.get(controller.max_workers.remote(), timeout=SECONDS_TO_ANSWER))
+    except (ValueError, RayError):
+        return None
 
 
 def count_slots(resources: Mapping[str, float]) -> int:

@@ -2,13 +2,16 @@
 many slots there are. It lies on no path of an edit: while it is away, fronts and workers go on.
 
 It needs no memory of its own: settings and secret are the arguments that Ray starts it with again, slots are found by
-their names, and fronts report twice a second.
+their names, and fronts report twice a second. A controller whose node was cut off may wake up beside its successor: it
+counts the time that it has missed against nobody, and ends nothing.
 """
 
 import asyncio
 import logging
 import os
 import time
+import uuid
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +27,7 @@ from instgenie.scheduling.autoscaler import Autoscaler
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_WRITE = 600.0  # for the processes of a drained slot to write what is worth keeping
 SECONDS_TO_ANSWER = 0.2  # the last call, before the controller ends
+SECONDS_TO_CALL = 10.0  # itself
 SECONDS_TO_REMEMBER = 5.0  # after a restart, for the fronts to report, before anything is scaled down
 
 log = logging.getLogger(__name__)
@@ -63,29 +67,49 @@ class Controller:
         self.environment = environment
         self.autoscaler = Autoscaler(self.settings.scaling)
         self.fronts: dict[str, KnownFront] = {}
-        self.slots: dict[int, WorkerSlot] = {}
-        self.alone_since = self.started_at = self.looked_at = time.monotonic()
+        self.id = uuid.uuid4().hex  # of this incarnation
+        found = await asyncio.to_thread(find_own_slots)
+        self.slots = {index: WorkerSlot(index, actor) for index, actor in found.items()}
+        self.num_expected = 0  # fronts that have joined and not yet reported
+        self.may_have_forgotten = bool(found)  # True if an earlier controller knew fronts which have yet to report
+        self.is_ending = False
+        self.alone_since = self.started_at = self.awake_since = self.looked_at = time.monotonic()
         self.parent = os.getppid()
         self._tasks = {asyncio.create_task(self._govern())}
 
     # fronts
 
     async def join(self, settings: bytes) -> tuple[list[str], str]:
-        """What keeps a front with these settings from joining, and the cluster's secret."""
+        """What keeps a front with these settings from joining, and the cluster's secret. Raises while the cluster ends:
+        a front that tries again makes the next one."""
+        if self.is_ending:
+            raise RuntimeError("the cluster is about to end")
         differences = self.settings.differences(msgspec.json.decode(settings, type=ClusterSettings))
+        if not differences:
+            self.num_expected += 1
+            self.alone_since = time.monotonic()
         return differences, "" if differences else self.secret
+
+    async def incarnation(self) -> str:
+        return self.id
+
+    async def max_workers(self) -> int:
+        return self.settings.scaling.max_workers
 
     async def report(self, encoded: bytes) -> bytes:
         report = msgspec.json.decode(encoded, type=FrontReport)
         is_known = report.front in self.fronts or time.monotonic() - self.started_at < SECONDS_TO_REMEMBER
+        if report.front not in self.fronts:
+            self.num_expected = max(self.num_expected - 1, 0)
         self.fronts[report.front] = KnownFront(report, time.monotonic())
         return msgspec.json.encode(self._directive(is_known))
 
     async def leave(self, front: str, timeout: float) -> None:
-        """Let a front go. The last one takes the workers with it."""
+        """Let a front go. The last one takes the workers with it; if others may be about to report, they have time
+        for that."""
         self.fronts.pop(front, None)
-        if self.fronts:
-            await self._detach(front)
+        if self.fronts or self.num_expected or self.may_have_forgotten:
+            self._detach(front)
         else:
             await self._end_all(timeout)
 
@@ -94,13 +118,13 @@ class Controller:
         return msgspec.json.encode(self._directive(is_known=True))
 
     def _directive(self, is_known: bool) -> Directive:
-        nodes = [slot.facts.node for slot in self.slots.values() if slot.facts]
+        num_slots = Counter(slot.facts.node for slot in self.slots.values() if slot.facts)
         infos = tuple(
             SlotInfo(
                 slot.index,
                 slot.state,
                 slot.facts,
-                nodes.count(slot.facts.node) if slot.facts else 1,
+                num_slots[slot.facts.node] if slot.facts else 1,
                 slot.num_drains,
             )
             for slot in sorted(self.slots.values(), key=lambda slot: slot.index)
@@ -110,8 +134,6 @@ class Controller:
     # slots
 
     async def _govern(self) -> None:
-        found = await asyncio.to_thread(find_slots)
-        self.slots |= {index: WorkerSlot(index, actor) for index, actor in found.items()}
         while True:
             if os.getppid() != self.parent:  # the node is gone for Ray, which has started another controller
                 os._exit(1)
@@ -122,14 +144,17 @@ class Controller:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
 
     async def _look(self) -> None:
+        if self.is_ending:
+            return
         now = time.monotonic()
         self._forgive(now)
-        await self._drop_silent(now)
+        self.may_have_forgotten &= now - self.started_at < SECONDS_TO_REMEMBER
+        self._drop_silent(now)
         for slot in self.slots.values():
             if slot.asking is None or slot.asking.done():
                 slot.asking = asyncio.create_task(self._ask(slot))
         if not self.fronts:
-            if now - self.alone_since > self.settings.linger:
+            if now - self.alone_since > self.settings.linger and await current_incarnation() == self.id:
                 await self._end_all(SECONDS_TO_WRITE)
             return
         self.alone_since = now
@@ -137,22 +162,22 @@ class Controller:
         self._end_drained()
 
     def _forgive(self, now: float) -> None:
-        """Do not count time in which this process itself was held up. A controller that comes back from a pause, maybe
-        beside the one that Ray has started in its place, would else think that all fronts are gone, and end what its
-        successor governs."""
+        """Count the time in which this actor was held up, with its node or by a call, against no front."""
         late = max(now - self.looked_at - 4 * SECONDS_BETWEEN_LOOKS, 0.0)
-        self.looked_at, self.alone_since = now, min(self.alone_since + late, now)
-        for front in self.fronts.values():
-            front.heard_at = min(front.heard_at + late, now)
+        self.looked_at = now
+        if late:
+            self.alone_since, self.awake_since = self.alone_since + late, now
+            for front in self.fronts.values():
+                front.heard_at += late
 
-    async def _drop_silent(self, now: float) -> None:
+    def _drop_silent(self, now: float) -> None:
         for front in list(self.fronts.values()):
             if now - front.heard_at > self.settings.front_timeout:
                 log.warning("front is gone", extra={"front": front.report.front})
                 del self.fronts[front.report.front]
-                await self._detach(front.report.front)
+                self._detach(front.report.front)
 
-    async def _detach(self, front: str) -> None:
+    def _detach(self, front: str) -> None:
         for slot in self.slots.values():
             slot.actor.detach.remote(front)
 
@@ -173,7 +198,7 @@ class Controller:
         wanted = self.autoscaler.decide(now, seconds, num_edits, len(staying))
         if wanted > len(staying):
             await self._grow(wanted - len(staying))
-        elif wanted < len(staying) and now - self.started_at > SECONDS_TO_REMEMBER:
+        elif wanted < len(staying) and now - self.awake_since > SECONDS_TO_REMEMBER:
             # those without a node first, then those that came last
             staying.sort(key=lambda slot: (slot.facts is None, slot.index))
             for slot in staying[wanted:]:
@@ -215,8 +240,29 @@ class Controller:
 
     async def _end_all(self, timeout: float) -> None:
         """End all workers, and then this actor."""
+        self.is_ending = True
         await asyncio.gather(*(self._end(slot, timeout) for slot in list(self.slots.values())))
         asyncio.get_running_loop().call_later(SECONDS_TO_ANSWER, end_this_actor)
+
+
+def find_own_slots() -> dict[int, Any]:
+    """The slots of an earlier incarnation. Those of a controller that is gone for good have another secret, and end."""
+    found = find_slots()
+    if not found or ray.get_runtime_context().was_current_actor_reconstructed:
+        return found
+    for index, actor in found.items():
+        remove_slot(index, actor)
+    return {}
+
+
+async def current_incarnation() -> str | None:
+    """That of the controller which Ray knows now; None: it does not answer."""
+    try:
+        async with asyncio.timeout(SECONDS_TO_CALL):
+            found: str = await ray.get_runtime_context().current_actor.incarnation.remote()
+            return found
+    except (RayError, TimeoutError):
+        return None
 
 
 def end_this_actor() -> None:

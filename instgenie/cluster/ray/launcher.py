@@ -110,7 +110,7 @@ class RayLauncher:
         released = asyncio.create_task(self._released.wait())
         try:
             await asyncio.wait([starting, released], return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
+            if self._released.is_set():  # a process that is attached since then is not this front's to kill
                 raise OSError("this front leaves the cluster")
             return starting.result()
         finally:

@@ -7,7 +7,7 @@ import time
 
 import msgspec
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import Role
@@ -18,6 +18,7 @@ from instgenie.cluster.status import NodeStatus
 from instgenie.scheduling.router import WorkerLoad
 
 SECONDS_TO_ANSWER = 10.0
+SECONDS_TO_HOPE = 30.0  # that Ray starts a controller again which has died
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +29,17 @@ class Liaison:
         self.cluster = cluster
         launcher.silence = self._silence
         self._is_away = False
+        self._heard_at = 0.0
         self._leaving: dict[int, int] = {}  # slots that drain, and how often they have begun to
+        self._reporting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._reporting = asyncio.create_task(self._run())
 
     async def stop(self, timeout: float) -> None:
         """Leave the cluster, and then Ray."""
-        self._reporting.cancel()
+        if self._reporting:
+            self._reporting.cancel()
         await self.launcher.leave(timeout)
         await asyncio.to_thread(ray.shutdown)
 
@@ -55,8 +59,10 @@ class Liaison:
             if not self._is_away:
                 log.warning("the controller does not answer", extra={"reason": type(error).__name__})
             self._is_away = True
+            is_late = time.monotonic() - self._heard_at > SECONDS_TO_HOPE
+            self.cluster.is_abandoned = isinstance(error, ActorDiedError) and is_late
             return
-        self._is_away = False
+        self._is_away, self._heard_at, self.cluster.is_abandoned = False, time.monotonic(), False
         directive = msgspec.json.decode(answer, type=Directive)
         await self.launcher.take(directive)
         self._place(directive)

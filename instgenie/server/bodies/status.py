@@ -1,9 +1,10 @@
 """The body of `GET /status`: the cluster as one front sees it. Names no template, picture, prompt or key."""
 
 import math
+from collections import Counter
 from typing import Literal
 
-from instgenie.cluster.status import ClusterStatus, NodeStatus, ProcessStatus, WorkerStatus
+from instgenie.cluster.status import NodeStatus, ProcessStatus, WorkerStatus
 from instgenie.server.bodies.answers import AnswerBody
 from instgenie.server.service import HttpService
 from instgenie.types import TierName
@@ -63,6 +64,7 @@ class StatusAnswer(AnswerBody):
 
 def status_answer(service: HttpService, version: str) -> StatusAnswer:
     status, config = service.cluster.status(), service.cluster.config
+    num_workers = Counter(worker.node for worker in status.workers)
     return StatusAnswer(
         model=service.config.served_model_names[0],
         version=version,
@@ -78,7 +80,7 @@ def status_answer(service: HttpService, version: str) -> StatusAnswer:
         num_cache_queries=status.num_cache_queries,
         cache_hits=status.cache_hits,
         fronts=list(status.fronts),
-        nodes=[node_answer(node, status) for node in status.nodes],
+        nodes=[node_answer(node, num_workers[node.name]) for node in status.nodes],
         workers=[worker_answer(worker, has_nodes=bool(status.fronts)) for worker in status.workers],
     )
 
@@ -91,13 +93,13 @@ def server_state(service: HttpService) -> ServerState:
     return "loading" if service.cluster.healthy else "broken"
 
 
-def node_answer(node: NodeStatus, status: ClusterStatus) -> NodeAnswer:
+def node_answer(node: NodeStatus, num_workers: int) -> NodeAnswer:
     return NodeAnswer(
         name=node.name,
         address=node.address,
         num_cores=node.num_cores,
         available_bytes=int(node.available_bytes) if math.isfinite(node.available_bytes) else None,
-        num_workers=sum(worker.node == node.name for worker in status.workers),
+        num_workers=num_workers,
     )
 
 

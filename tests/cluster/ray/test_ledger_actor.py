@@ -25,7 +25,7 @@ def test_fronts_claim_their_keys_again_from_a_ledger_that_was_restarted(rays: Ra
 
 
 async def play() -> None:
-    one, other = (Clerk(RayLedger(60.0), seconds_between_renewals=0.2) for _ in range(2))
+    one, other = (Clerk(RayLedger(60.0), seconds_between_renewals=0.2, seconds_to_place=0.0) for _ in range(2))
     claim = KeyClaim("name", "body", "request")
     await until_answered(one)
     first, second = await asyncio.gather(one.claim(claim), other.claim(claim))

@@ -39,7 +39,11 @@ async def govern(clock: Clock, monkeypatch: pytest.MonkeyPatch, *pauses: float) 
     async def end_all(self: Controller, timeout: float) -> None:
         ended.append(timeout)
 
-    monkeypatch.setattr(module, "find_slots", dict)
+    async def own_incarnation() -> str:
+        return controller.id
+
+    monkeypatch.setattr(module, "find_own_slots", dict)
+    monkeypatch.setattr(module, "current_incarnation", own_incarnation)
     for name, method in {"_govern": idle, "_scale": idle, "_end_all": end_all}.items():
         monkeypatch.setattr(Controller, name, method)
     controller: Any = object.__new__(Controller)
