@@ -113,6 +113,7 @@ def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind, num_tex
         steps=KeptSteps(job.num_steps, (0,)),  # one slot, whichever step wrote it last
     )
     job.plan = (True,) * sum(network.run_lengths)
+    job.locate()
 
 
 def room_specs(

@@ -8,6 +8,7 @@ Spans are independent: a registration that was interrupted computes the spans th
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -113,7 +114,9 @@ def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = Fa
     """Make the job whose steps a registration runs."""
     size = choose_size(edit, model)
     job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
-    return replace(job, branches=model.template_branches(job.grid, prompt, isolated))
+    job = replace(job, branches=model.template_branches(job.grid, prompt, isolated))
+    job.locate()
+    return job
 
 
 @torch.inference_mode()
@@ -121,7 +124,7 @@ def observe_span(job: Job, model: Model, key: Key, slots: range) -> Span:
     """Compute the kept steps with these numbers in one pass. Raise a ModelError if a value is no finite number: a row
     with such a value would spoil every edit that reads it."""
     steps = [key.kept_steps.steps[slot] for slot in slots]
-    jobs = [replace(job, step=step, latents=job.template.at(step, job.schedule)) for step in steps]
+    jobs = [at_step(job, step) for step in steps]
     rows: list[Tensor] = []
     bounds: list[Tensor] = []  # per place, the smallest and the largest value
 
@@ -134,6 +137,13 @@ def observe_span(job: Job, model: Model, key: Key, slots: range) -> Span:
     model.observe(jobs, key.kind, keep, key.num_text > 0)
     check_finite(torch.stack(bounds), steps)
     return Span(slots, tuple(rows), time)
+
+
+def at_step(job: Job, step: int) -> Job:
+    """Return a copy of a template's job at a step. It shares what the job knows of its tokens."""
+    there = copy(job)
+    there.step, there.latents = step, job.template.at(step, job.schedule)
+    return there
 
 
 def keep_rows(rows: Tensor, dtype: CacheDtype) -> Tensor:

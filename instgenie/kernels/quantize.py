@@ -19,6 +19,7 @@ from instgenie.kernels.switch import num_warps, power_of_two, runs_fused, tl, tr
 MIN_CAPABILITY = (8, 9)  # of a GPU that multiplies in fp8
 MULTIPLE = 16  # of the channels on both sides of a product
 SMALLEST_SCALE = 1e-12  # of rows of zeros
+LONGEST_FAST_SUM = 4096  # channels; fast accumulation keeps about 14 bits, too few for the sums of wider rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ def scaled_product_fused(
         return rows.scale.new_empty(0, len(weight), dtype=dtype)
     return torch._scaled_mm(
         rows.values, weight.t(), scale_a=rows.scale, scale_b=scale[None], bias=bias, out_dtype=dtype,
-        use_fast_accum=True,
+        use_fast_accum=rows.values.shape[1] <= LONGEST_FAST_SUM,
     )  # fmt: skip
 
 
