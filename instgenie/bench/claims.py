@@ -6,6 +6,7 @@ is diffusers with compiled blocks, if the same run measured it; `source` links t
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -78,7 +79,8 @@ def merge_claims(old: Sequence[Claim], new: Sequence[Claim]) -> list[Claim]:
 
 
 def claims_of_edits(path: Path) -> list[Claim]:
-    """Turn the rows of `instgenie bench edit --json` into claims, one for each row of the cached system."""
+    """Turn the rows of `instgenie bench edit --json` into claims: a step for each row of the cached system, and a
+    whole edit for each row of a picture never seen before."""
     try:
         return list(edit_claims(json.loads(path.read_text(encoding="utf-8"))))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -87,33 +89,46 @@ def claims_of_edits(path: Path) -> list[Claim]:
 
 def edit_claims(report: Mapping[str, Any]) -> Iterator[Claim]:
     machine, rows = report["machine"], report["rows"]
-    step_ms = {(row["system"], row["mask_ratio"], row["batch"]): row["step_ms"] for row in rows}
+    found = {(row["system"], row["mask_ratio"], row["batch"]): row for row in rows}
     versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "cuda", "diffusers"))
     model = report["model"].removeprefix("dummy:")
+    measured = {
+        "cached": ("one step", "step", "step_ms"),
+        "own": (f"a whole edit of a new picture, {report['steps']} steps", "new picture", "edit_ms"),
+    }
     for row in rows:
         case = row["mask_ratio"], row["batch"]
-        theirs = step_ms.get(("diffusers", *case))
-        if row["system"] != "cached" or theirs is None:
+        stock, compiled = found.get(("diffusers", *case)), found.get(("compiled", *case))
+        if row["system"] not in measured or stock is None:
             continue
-        dtype = machine["dtype"] if row["cache_dtype"] == "model" else row["cache_dtype"]
-        mask, kept = f"{row['mask_ratio']:.2f}", f"{TIERS[row['tier']]}, {row['kind']} {dtype}"
+        what, name, figure = measured[row["system"]]
+        mask, kept = f"{row['mask_ratio']:.2f}", describe_activations(report, row)
         yield Claim(
-            id=slug(f"step {model} {mask} batch {row['batch']} {row['tier']} {row['kind']} {dtype}"),
-            what="one step",
+            id=slug(f"{name} {model} {mask} batch {row['batch']} {row['tier']} {kept.partition(', ')[2]}"),
+            what=what,
             model=model,
             mask=mask,
             batch=str(row["batch"]),
             activations=kept,
-            ours=round(row["step_ms"], 1),
+            ours=round(row[figure], 1),
             against="diffusers",
-            theirs=round(theirs, 1),
-            ratio=round(theirs / row["step_ms"], 2),
+            theirs=round(stock[figure], 1),
+            ratio=round(stock[figure] / row[figure], 2),
             unit="ms",
             device=machine["device"],
             versions=versions,
-            command=report["command"],
-            compiled=step_ms.get(("compiled", *case)),
+            command=re.sub(r" --json \S+", "", report["command"]),
+            compiled=compiled and round(compiled[figure], 1),
         )
+
+
+def describe_activations(report: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """Where the activations lie, what is kept of them, and in which format."""
+    dtype = report["machine"]["dtype"] if row["cache_dtype"] == "model" else row["cache_dtype"]
+    stride = report.get("cache_stride", 1) if row["system"] == "cached" else 1
+    steps = f", every {stride}th step" if stride > 1 else ""
+    padding = ", padding" if report.get("text_padding") == "reused" else ""
+    return f"{TIERS[row['tier']]}, {row['kind']} {dtype}{steps}{padding}"
 
 
 def render_claims(claims: Sequence[Claim]) -> str:

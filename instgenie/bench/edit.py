@@ -110,7 +110,8 @@ def bench_edit(
     print_rows(rows, machine, f"{name}{products}, {size[1]}x{size[0]}, {study.steps} steps, median of {study.repeats}")
     if json_path:
         about = {"command": command, "model": name, "size": size, "steps": study.steps, "machine": machine}
-        about |= {"quantization": study.quantization}
+        padding = "reused" if study.keeps_text else "computed"
+        about |= {"quantization": study.quantization, "cache_stride": study.cache_stride, "text_padding": padding}
         write_json(about | {"rows": [asdict(row) for row in rows]}, json_path)
 
 

@@ -28,12 +28,13 @@ CLAIM = Claim(
 
 def row(system: str, step_ms: float, batch: int = 1, tier: str | None = None) -> dict[str, object]:
     kept = {"kind": "kv", "cache_dtype": "model", "tier": tier, "policy": "cached"} if tier else {}
-    return {"system": system, "mask_ratio": 0.11, "batch": batch, "step_ms": step_ms} | kept
+    return {"system": system, "mask_ratio": 0.11, "batch": batch, "step_ms": step_ms, "edit_ms": 28 * step_ms} | kept
 
 
 REPORT = {
     "command": "instgenie bench edit",
     "model": "dummy:flux.1-dev",
+    "steps": 28,
     "machine": {"device": "H", "dtype": "bfloat16", "python": "3", "torch": "2", "cuda": "13", "diffusers": "0"},
     "rows": [
         row("diffusers", 178.04),
@@ -89,6 +90,19 @@ def test_rows_of_bench_edit_become_claims(tmp_path: Path) -> None:
     assert (added.model, added.mask, added.activations) == ("flux.1-dev", "0.11", "main memory, kv bfloat16")
     assert (added.ours, added.theirs, added.compiled, added.ratio) == (35.1, 178.0, 134.8, 5.08)
     assert len(list(edit_claims(REPORT))) == 1
+
+
+def test_new_pictures_and_kept_steps_are_named() -> None:
+    rows = [row("diffusers", 178.0), row("cached", 35.6, tier="host"), row("own", 44.5, tier="gpu")]
+    told = {"cache_stride": 7, "text_padding": "reused", "command": "bench edit --json /tmp/x --batch 1", "rows": rows}
+    cached, new = edit_claims(REPORT | told)
+    assert cached.activations == "main memory, kv bfloat16, every 7th step, padding"
+    assert (new.what, new.activations) == (
+        "a whole edit of a new picture, 28 steps",
+        "GPU memory, kv bfloat16, padding",
+    )
+    assert (new.ours, new.theirs, new.ratio) == (1246.0, 4984.0, 4.0)
+    assert new.command == "bench edit --batch 1"
 
 
 def test_a_check_adds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
