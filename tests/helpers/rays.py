@@ -130,5 +130,10 @@ class RayFront:
         return facts.node
 
     @property
+    def nodes(self) -> set[str]:
+        """The ids of all workers' nodes."""
+        return {info.facts.node for info in self.launcher.slots.values() if info.facts}
+
+    @property
     def num_ready(self) -> int:
         return sum(worker.takes_edits for worker in self.cluster.workers)
