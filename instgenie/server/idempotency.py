@@ -30,9 +30,9 @@ from instgenie.telemetry.logs import request_id
 HEADER = "idempotency-key"
 VALID_KEY = re.compile(r"[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?")
 DELIVERY = {
-    "stream", "stream_progress", "partial_images", "response_format", "deadline_ms", "priority", "user",
-    "safety_identifier", "idempotency_key",
-}  # fmt: skip  # fields that change how an answer is sent, but not what it shows
+    "stream", "stream_progress", "partial_images", "response_format", "deadline_ms", "on_late", "priority",
+    "user", "safety_identifier", "idempotency_key",
+}  # fmt: skip  # fields that change when and how an answer is sent; what it shows is that of the first request
 
 
 class Idempotency:

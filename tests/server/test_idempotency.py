@@ -142,9 +142,23 @@ def test_an_edit_whose_client_left_runs_on(server: Running) -> None:
 
 
 def test_a_deadline_ends_a_request_but_not_its_run(server: Running) -> None:
-    late = post(server, "late", num_inference_steps="60", deadline_ms="600")
-    assert late.status_code == 408
-    assert post(server, "late", num_inference_steps="60").headers["idempotent-replayed"] == "true"
+    before = num_edits(server)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(post, server, "late", num_inference_steps="100")
+        wait_for(lambda: get(server, "late").status_code == 202)
+        late = post(server, "late", num_inference_steps="100", deadline_ms="100", on_late="reject")
+    assert (late.status_code, late.json()["error"]["code"]) == (408, "deadline_exceeded")
+    assert first.result().status_code == 200
+    assert post(server, "late", num_inference_steps="100").headers["idempotent-replayed"] == "true"
+    assert num_edits(server) == before + 1
+
+
+def test_a_hopeless_request_leaves_its_key_free(server: Running) -> None:
+    hopeless = post(server, "hopeless", num_inference_steps="999", deadline_ms="1000", on_late="reject")
+    assert (hopeless.status_code, hopeless.json()["error"]["code"]) == (408, "deadline_unreachable")
+    answer = post(server, "hopeless", num_inference_steps="2")
+    assert answer.status_code == 200
+    assert "idempotent-replayed" not in answer.headers
 
 
 def test_generations_have_keys_too(server: Running) -> None:
