@@ -21,6 +21,7 @@ from instgenie.bench.schedules import table_rows, write_schedules
 from instgenie.bench.variants import DENSE, NAIVE, SKIPPING, SMALL_CROP, Outcome, of_quality
 from instgenie.cli import EXIT_BAD_INPUT, main
 from instgenie.models.flux.model import FluxModel
+from instgenie.models.loading.folder import BUILTIN_DEFAULTS
 from instgenie.models.model import Model
 from instgenie.telemetry.progress import Progress
 
@@ -52,6 +53,7 @@ def write_example(folder: Path) -> None:
 
 def test_the_study_end_to_end(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_example(tmp_path)
+    monkeypatch.setitem(BUILTIN_DEFAULTS, "own_size", 96)  # a seventh of the tokens
     monkeypatch.setattr(quality, "EXAMPLES", tmp_path)
     monkeypatch.setattr(quality, "studied", lambda steps: studied(steps)[:3])
     out, path = tmp_path / "out", tmp_path / "figures.json"

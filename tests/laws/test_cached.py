@@ -43,13 +43,15 @@ GIB = 2**30
 def test_law_3_one_step_on_the_trajectory(model: Model, kind: Kind, true_guidance: float) -> None:
     edit = make_edit(prompt="", seed=3, guidance=2.0, true_guidance=true_guidance)
     activations = register_for(model, edit, kind)
-    for step, plan in itertools.product((0, 2), feasible(kind, activations.run_lengths)):
+    for step in (0, 2):
         job = on_trajectory(model, edit, step)
-        dense, cached = predict(model, job), predict(model, reuse(job, activations, plan))
-        assert len(dense) == len(cached) == len(job.branches)
-        for expected, found in zip(dense, cached, strict=True):
-            assert found.abs().max() > 0.1
-            assert apart(expected, found) <= close(model)
+        dense = predict(model, job)
+        for plan in feasible(kind, activations.run_lengths):
+            cached = predict(model, reuse(job, activations, plan))
+            assert len(dense) == len(cached) == len(job.branches)
+            for expected, found in zip(dense, cached, strict=True):
+                assert found.abs().max() > 0.1
+                assert apart(expected, found) <= close(model)
 
 
 @torch.no_grad()

@@ -178,11 +178,13 @@ def test_places_that_a_plan_reads() -> None:
 def test_law_3_within_quantisation(model: Model, kind: Kind) -> None:
     edit = make_edit(prompt="", seed=3, guidance=2.0, true_guidance=2.5)
     activations = register_for(model, edit, kind, "fp8")
-    for step, plan in itertools.product((0, 2), feasible(kind, activations.run_lengths)):
+    for step in (0, 2):
         job = on_trajectory(model, edit, step)
-        dense, cached = predict(model, job), predict(model, reuse(job, activations, plan))
-        for expected, found in zip(dense, cached, strict=True):
-            assert off(found, expected) < QUANTISED
+        dense = predict(model, job)
+        for plan in feasible(kind, activations.run_lengths):
+            cached = predict(model, reuse(job, activations, plan))
+            for expected, found in zip(dense, cached, strict=True):
+                assert off(found, expected) < QUANTISED
 
 
 def test_law_4_within_quantisation(model: Model) -> None:
