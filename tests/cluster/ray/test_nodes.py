@@ -65,11 +65,6 @@ def workers_of(events: Sequence[Event]) -> set[int]:
     return {event.facts.worker for event in events if isinstance(event, Finished)}
 
 
-def places(front: RayFront) -> set[str]:
-    """The nodes on which slots are. Which slot finds room first is up to Ray."""
-    return {facts.node for slot in front.launcher.slots if (facts := front.launcher.facts_of(slot))}
-
-
 def test_the_status_names_nodes_and_fronts(front: RayFront, rays: RayNodes, run: Run) -> None:
     async def play() -> ClusterStatus:
         await until(lambda: len(front.cluster.nodes) == 2)
