@@ -141,7 +141,7 @@ def started(model: str, device: str, max_queue: int, flags: Sequence[str]) -> It
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "instgenie", "serve", model, "--device", device, "--port", port]
-    command += ["--max-queue", str(max(64, max_queue)), "--log-format", "text", *flags]
+    command += ["--max-queue", str(max(64, max_queue)), "--log-format", "text", "--no-register-examples", *flags]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INSTGENIE_")}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

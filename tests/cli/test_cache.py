@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.commands import EDIT, edit_here
 from safetensors import safe_open
 
@@ -148,14 +149,22 @@ def test_an_edit_does_without_the_users_cache_folder(
     assert "cache    off" in printed.out
 
 
-def test_a_killed_registration_goes_on_and_comes_to_the_same(desk: Path, folders: dict[str, Path]) -> None:
+def test_a_killed_registration_goes_on_and_comes_to_the_same(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Files are equal to the last bit if the processes have equally many threads, which decides how sums round."""
+
+    def run_here(*arguments: str) -> str:
+        assert main([*arguments]) == 0
+        return capsys.readouterr().out
+
+    torch.set_num_threads(1)  # as the process that is killed
     arguments = ["register", "photo.jpg", "--model", str(folders["sdxl"]), "--size", "96x64", "--steps", "32"]
-    assert "registered 32 of 32 steps" in run_alone(*arguments, "--cache-dir", "whole")
+    assert "registered 32 of 32 steps" in run_here(*arguments, "--cache-dir", "whole")
     killed = kill_registration(*arguments, "--cache-dir", "killed")
     num_left = 32 - 4 * len(killed)
     assert 0 < num_left < 32
-    assert f"registered {num_left} of 32 steps" in run_alone(*arguments, "--cache-dir", "killed")
+    assert f"registered {num_left} of 32 steps" in run_here(*arguments, "--cache-dir", "killed")
     assert all(path.stat().st_ino == inode for path, inode in killed.items())
     whole, resumed = (
         {path.name: read_tensors(path) for path in Path(folder).glob("*/*.safetensors")}
@@ -166,22 +175,11 @@ def test_a_killed_registration_goes_on_and_comes_to_the_same(desk: Path, folders
     assert {path.suffix for path in Path("killed").glob("*/*")} == {".safetensors", ""}
 
 
-def start_alone(*arguments: str) -> subprocess.Popen[str]:
-    """Start our command in a process of its own, with one thread."""
-    command, environment = [sys.executable, "-m", "instgenie", *arguments], os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-
-def run_alone(*arguments: str) -> str:
-    with start_alone(*arguments) as process:
-        printed, _ = process.communicate()
-    assert process.returncode == 0
-    return printed
-
-
 def kill_registration(*arguments: str) -> dict[Path, int]:
-    """Kill the process when it has stored a few spans; return the files of that moment and their inodes."""
-    with start_alone(*arguments) as process:
+    """Run our command with one thread, and kill it when it has stored a few spans; return the files of that moment and
+    their inodes."""
+    command, environment = [sys.executable, "-m", "instgenie", *arguments], os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while len(list(Path("killed").glob("*/*.safetensors"))) < 3:
             assert process.poll() is None
             time.sleep(0.001)
