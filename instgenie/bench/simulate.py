@@ -87,7 +87,8 @@ def bench_simulate(
     rows = []
     with Progress(transient=True) as progress:
         for policy, scheduling in product(policies, schedulings):
-            task = progress.add(f"{policy}, {scheduling}", len(workload))
+            name = policy if len(schedulings) == 1 else f"{policy}, {scheduling}"
+            task = progress.add(name, len(workload))
             jobs = make_jobs(model, workload)
             if slo_scale is not None:
                 set_deadlines(jobs, slo_scale, shape, service)
