@@ -31,7 +31,7 @@ from instgenie.jobs.activations import (
     join,
     split_steps,
 )
-from instgenie.jobs.job import Job
+from instgenie.jobs.job import Job, locate
 from instgenie.kernels.packed import is_packed, pack_rows
 from instgenie.models.identity import code_version
 from instgenie.models.model import Model
@@ -115,7 +115,7 @@ def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = Fa
     size = choose_size(edit, model)
     job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
     job = replace(job, branches=model.template_branches(job.grid, prompt, isolated))
-    job.locate()
+    locate(job)
     return job
 
 

@@ -94,10 +94,6 @@ class Job:
     def outside(self) -> Tensor:  # [the other tokens], their indices
         return (~self.computed[:, 0]).nonzero()[:, 0]
 
-    def locate(self) -> None:
-        """Find out now which tokens are inside and outside. That waits for the device, so that no step has to."""
-        assert len(self.inside) + len(self.outside) == len(self.masked)
-
     @cached_property
     def timesteps(self) -> Tensor:  # [steps], on the device from the first step on
         return torch.tensor([self.schedule.timestep(step) for step in range(self.num_steps)], device=self.device)
@@ -206,3 +202,8 @@ def guide(predictions: Sequence[Tensor], scale: float) -> Tensor:
     """Classifier-free guidance, where there is a second branch."""
     positive, *negative = (prediction.float() for prediction in predictions)
     return negative[0] + scale * (positive - negative[0]) if negative else positive
+
+
+def locate(job: Job) -> None:
+    """Find out now which tokens are inside and outside. That waits for the device, so that no step has to."""
+    assert len(job.inside) + len(job.outside) == len(job.masked)
