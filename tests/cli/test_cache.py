@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.commands import EDIT, edit_here
 from safetensors import safe_open
 
@@ -24,7 +23,7 @@ def test_the_second_edit_of_a_photograph_hits(
     desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model", str(folders["fill"]), "--box", "20,10,40,30"]
-    assert edit_here(*model, "--register") == 0
+    assert edit_here(*model) == 0
     first = capsys.readouterr()
     assert "cache    miss" in first.out
     assert "computed 24 of 24 tokens" in first.out
@@ -56,9 +55,9 @@ def test_registering_where_it_cannot_help_is_left_out(
     desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model", str(folders["fill"])]
-    assert edit_here(*model, "--register") == 0
+    assert edit_here(*model) == 0
     assert "cache    not used: nothing to reuse" in capsys.readouterr().out
-    assert edit_here(*model, "--box", "20,10,40,30") == 0, "nobody asked for it"
+    assert edit_here(*model, "--box", "20,10,40,30", "--no-register") == 0
     assert "cache    miss" in capsys.readouterr().out
     assert cached_files() == []
 
@@ -86,7 +85,7 @@ def test_a_registration_without_room_is_one_line(
     small = ["--model", str(folders["fill"]), "--cache-gib", "0.0000001"]
     assert main([*REGISTER, *small]) == 2
     assert "has no room for" in capsys.readouterr().err
-    assert edit_here(*small, "--box", "20,10,40,30", "--register") == 0
+    assert edit_here(*small, "--box", "20,10,40,30") == 0
     assert "not registered: " in capsys.readouterr().err
     assert Path("photo.edit.png").is_file()
     assert cached_files() == []
@@ -99,7 +98,7 @@ def test_an_interrupt_while_registering_leaves_the_edit(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Editor, "register", interrupted)
-    assert edit_here("--model", str(folders["fill"]), "--box", "20,10,40,30", "--register") == 0
+    assert edit_here("--model", str(folders["fill"]), "--box", "20,10,40,30") == 0
     assert "registering was interrupted" in capsys.readouterr().err
     assert Path("photo.edit.png").is_file()
 
@@ -112,7 +111,7 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
 def test_a_damaged_cache_is_a_miss_that_mends_itself(
     desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = ["--model", str(folders["fill"]), "--box", "20,10,40,30", "--steps", "6", "--register"]
+    arguments = ["--model", str(folders["fill"]), "--box", "20,10,40,30", "--steps", "6"]
     assert edit_here(*arguments) == 0
     [first, second] = cached_files()
     inode, content = first.stat().st_ino, read_tensors(second)
@@ -149,22 +148,14 @@ def test_an_edit_does_without_the_users_cache_folder(
     assert "cache    off" in printed.out
 
 
-def test_a_killed_registration_goes_on_and_comes_to_the_same(
-    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_registration_goes_on_and_comes_to_the_same(desk: Path, folders: dict[str, Path]) -> None:
     """Files are equal to the last bit if the processes have equally many threads, which decides how sums round."""
-
-    def run_here(*arguments: str) -> str:
-        assert main([*arguments]) == 0
-        return capsys.readouterr().out
-
-    torch.set_num_threads(1)  # as the process that is killed
     arguments = ["register", "photo.jpg", "--model", str(folders["sdxl"]), "--size", "96x64", "--steps", "32"]
-    assert "registered 32 of 32 steps" in run_here(*arguments, "--cache-dir", "whole")
+    assert "registered 32 of 32 steps" in run_alone(*arguments, "--cache-dir", "whole")
     killed = kill_registration(*arguments, "--cache-dir", "killed")
     num_left = 32 - 4 * len(killed)
     assert 0 < num_left < 32
-    assert f"registered {num_left} of 32 steps" in run_here(*arguments, "--cache-dir", "killed")
+    assert f"registered {num_left} of 32 steps" in run_alone(*arguments, "--cache-dir", "killed")
     assert all(path.stat().st_ino == inode for path, inode in killed.items())
     whole, resumed = (
         {path.name: read_tensors(path) for path in Path(folder).glob("*/*.safetensors")}
@@ -175,11 +166,22 @@ def test_a_killed_registration_goes_on_and_comes_to_the_same(
     assert {path.suffix for path in Path("killed").glob("*/*")} == {".safetensors", ""}
 
 
-def kill_registration(*arguments: str) -> dict[Path, int]:
-    """Run our command with one thread, and kill it when it has stored a few spans; return the files of that moment and
-    their inodes."""
+def start_alone(*arguments: str) -> subprocess.Popen[str]:
+    """Start our command in a process of its own, with one thread."""
     command, environment = [sys.executable, "-m", "instgenie", *arguments], os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def run_alone(*arguments: str) -> str:
+    with start_alone(*arguments) as process:
+        printed, _ = process.communicate()
+    assert process.returncode == 0
+    return printed
+
+
+def kill_registration(*arguments: str) -> dict[Path, int]:
+    """Kill the process when it has stored a few spans; return the files of that moment and their inodes."""
+    with start_alone(*arguments) as process:
         while len(list(Path("killed").glob("*/*.safetensors"))) < 3:
             assert process.poll() is None
             time.sleep(0.001)

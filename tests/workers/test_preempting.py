@@ -27,6 +27,7 @@ from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 from instgenie.scheduling.names import Scheduling
 from instgenie.workers.denoise import Denoiser
+from instgenie.workers.locker import Locker
 
 NUM_STEPS = 12
 
@@ -118,7 +119,7 @@ def test_a_preempted_job_lets_its_template_go_if_another_waits_for_the_room(
     register_on_disk(small, tmp_path, "t", "u")
     [num_bytes] = {tier.num_bytes for tier in memory_status(small, tmp_path, "t", "u")}
     denoiser, tape = make_single(small, disk=str(tmp_path), host_bytes=num_bytes)
-    denoiser.keyed.max_bytes, denoiser.keyed.seconds = 2**20, 60.0
+    denoiser.keyed.held = Locker(2**20, 60.0)
     first = with_terms(jobs(small, ("t", 4), template=head_of("t")), key="key")
     second = with_terms(jobs(small, ("u", 4), template=head_of("u")), priority=-1, number=1)
     short = with_terms(jobs(small, ("s", 1)), priority=-2, number=2)
@@ -134,7 +135,7 @@ def test_a_preempted_job_lets_its_template_go_if_another_waits_for_the_room(
     denoiser.run()
     assert sorted(message.id for message in tape.of(wire.Denoised)) == ["s", "t", "u"]
     assert None not in {found(tape)[name] for name in "tu"}
-    assert set(denoiser.keyed.held) == {"key"}  # its idempotency key was known all the time
+    assert denoiser.keyed.held.names == ["key"]  # its idempotency key was known all the time
     quiet, quiet_tape = make_single(small, disk=str(tmp_path), host_bytes=num_bytes)
     quiet_tape.rounds.append([first])
     quiet.run()
