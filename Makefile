@@ -12,7 +12,7 @@ QUICK := tests/architecture tests/cost tests/pictures tests/scheduling tests/sim
 
 help:
 	@echo "make check   check format, lint, types and layers, run the quick tests (under 2 minutes; for every save)"
-	@echo "make test    the same with all tests (about 17 minutes)"
+	@echo "make test    the same with all tests (about 22 minutes)"
 	@echo "make demo    edit photographs into out/demo.png, with the time of every way (under a minute on 2 cores)"
 	@echo "make serve   serve the built-in model on http://127.0.0.1:8000 (FLAGS='--port 9000' adds flags)"
 	@echo "make serve-ray  the same with workers on the nodes of a Ray cluster, all on this machine"
@@ -28,8 +28,7 @@ check:
 
 test:
 	@$(MAKE) --no-print-directory --jobs=2 static chromium
-	# tests wait for servers a quarter of the time, so one more file than there are cores runs at once, each on one thread
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder  # one file per core, each on one thread
 
 static: types style layers
 

@@ -23,7 +23,7 @@ def test_the_second_edit_of_a_photograph_hits(
     desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model", str(folders["fill"]), "--box", "20,10,40,30"]
-    assert edit_here(*model) == 0
+    assert edit_here(*model, "--register") == 0
     first = capsys.readouterr()
     assert "cache    miss" in first.out
     assert "computed 24 of 24 tokens" in first.out
@@ -55,9 +55,9 @@ def test_registering_where_it_cannot_help_is_left_out(
     desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model", str(folders["fill"])]
-    assert edit_here(*model) == 0
+    assert edit_here(*model, "--register") == 0
     assert "cache    not used: nothing to reuse" in capsys.readouterr().out
-    assert edit_here(*model, "--box", "20,10,40,30", "--no-register") == 0
+    assert edit_here(*model, "--box", "20,10,40,30") == 0, "nobody asked for it"
     assert "cache    miss" in capsys.readouterr().out
     assert cached_files() == []
 
@@ -85,7 +85,7 @@ def test_a_registration_without_room_is_one_line(
     small = ["--model", str(folders["fill"]), "--cache-gib", "0.0000001"]
     assert main([*REGISTER, *small]) == 2
     assert "has no room for" in capsys.readouterr().err
-    assert edit_here(*small, "--box", "20,10,40,30") == 0
+    assert edit_here(*small, "--box", "20,10,40,30", "--register") == 0
     assert "not registered: " in capsys.readouterr().err
     assert Path("photo.edit.png").is_file()
     assert cached_files() == []
@@ -98,7 +98,7 @@ def test_an_interrupt_while_registering_leaves_the_edit(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Editor, "register", interrupted)
-    assert edit_here("--model", str(folders["fill"]), "--box", "20,10,40,30") == 0
+    assert edit_here("--model", str(folders["fill"]), "--box", "20,10,40,30", "--register") == 0
     assert "registering was interrupted" in capsys.readouterr().err
     assert Path("photo.edit.png").is_file()
 
@@ -111,7 +111,7 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
 def test_a_damaged_cache_is_a_miss_that_mends_itself(
     desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = ["--model", str(folders["fill"]), "--box", "20,10,40,30", "--steps", "6"]
+    arguments = ["--model", str(folders["fill"]), "--box", "20,10,40,30", "--steps", "6", "--register"]
     assert edit_here(*arguments) == 0
     [first, second] = cached_files()
     inode, content = first.stat().st_ino, read_tensors(second)
