@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 
-from instgenie.workers.binding import die_with, set_name
+from instgenie.machine.binding import die_with, set_name
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 from instgenie.cluster.config import Role
-from instgenie.workers.binding import SECONDS_BETWEEN_LOOKS, check_parent, die_with, outlive_thread, set_name
+from instgenie.machine.binding import SECONDS_BETWEEN_LOOKS, check_parent, die_with, outlive_thread, set_name
 
 MAX_REQUEST_BYTES = 2**18
 

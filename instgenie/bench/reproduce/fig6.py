@@ -14,7 +14,7 @@ from instgenie.bench.reproduce.axes import at_values
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Section, Table, row
 from instgenie.engine.prepare import prepare
-from instgenie.engine.register import template_job
+from instgenie.engine.register import at_step, template_job
 from instgenie.jobs.job import Job
 from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel, as_flux
@@ -80,8 +80,7 @@ def look_at(lab: Lab) -> Iterator[Look]:
         step = jobs[0].step
         if step in steps:
             lab.tell(f"looking at step {step}")
-            there = replace(template, step=step, latents=template.template.at(step, template.schedule))
-            yield look(model, jobs, there)
+            yield look(model, jobs, at_step(template, step))
         for job in jobs:
             job.advance(model.predict([job])[0])
 

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 
 from instgenie.cluster.ray.names import LEDGER, ClusterSettings, Directive, FrontReport, NodeFacts, SlotInfo, SlotState
 from instgenie.cluster.ray.slots import find_slots, make_slot, remove_slot
+from instgenie.machine.binding import check_parent
 from instgenie.scheduling.autoscaler import Autoscaler
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -135,8 +136,7 @@ class Controller:
 
     async def _govern(self) -> None:
         while True:
-            if os.getppid() != self.parent:  # the node is gone for Ray, which has started another controller
-                os._exit(1)
+            check_parent(self.parent)  # without it the node is gone for Ray, which has started another controller
             try:
                 await self._look()
             except Exception:
