@@ -1,7 +1,7 @@
 """Sends a workload to a running server over HTTP and measures throughput, latencies and deadlines met.
 
 The deadline of an edit is `slo_scale` times the latency of an edit on the idle server, measured before the load begins.
-With `--compare` three servers take turns: ours; one that computes every token and prepares, denoises and finishes batch
+With `--compare` servers take turns: ours; one that computes every token and prepares, denoises and finishes batch
 after batch; and one that computes every token, lets edits join at every step, and prepares and finishes between steps.
 With `--scheduling` a server of each policy takes its turn, and requests have deadlines: `slo_scale` times the latency
 of an edit of the same mask and steps on an idle server, measured once for all policies.
@@ -34,6 +34,7 @@ from instgenie.scheduling.names import Scheduling
 from instgenie.telemetry.progress import Progress, show_status
 
 NUM_ALONE = 3
+FIRST_OTHER = 10**6  # number of the first picture that no workload has
 TIMEOUT = 1800.0
 TABLE_WIDTH = 136
 INTERRUPTIONS = "instgenie:step_loop_interruptions_total{"
@@ -60,6 +61,8 @@ class ServeStudy:
     max_concurrency: int
     slo_scale: float
     deadlines: Mapping[Kind, float] | None = None  # seconds that requests give; None: they give none
+    registers: bool = True  # pictures are registered before the load begins
+    flags: tuple[str, ...] = ()  # of the servers that are started
 
     @property
     def templates(self) -> list[Arrival]:
@@ -102,11 +105,11 @@ def bench_serve(study: ServeStudy, base_url: str, api_key: str | None, json_path
     report(rows, study, json_path)
 
 
-def compare(study: ServeStudy, model: str, device: str, json_path: Path | None) -> None:
+def compare(study: ServeStudy, systems: Sequence[str], model: str, device: str, json_path: Path | None) -> None:
     check_folder(json_path)
     rows = []
-    for system, flags in SYSTEMS.items():
-        with started(model, device, len(study.workload), flags) as base_url:
+    for system in systems:
+        with started(model, device, len(study.workload), [*study.flags, *SYSTEMS[system]]) as base_url:
             rows.append(asyncio.run(measure(system, study, base_url, None)))
     report(rows, study, json_path)
 
@@ -117,7 +120,8 @@ def compare_scheduling(
     check_folder(json_path)
     rows = []
     for scheduling in schedulings:
-        with started(model, device, len(study.workload), ["--scheduling", scheduling]) as base_url:
+        flags = [*study.flags, "--scheduling", scheduling]
+        with started(model, device, len(study.workload), flags) as base_url:
             if study.deadlines is None:
                 study = replace(study, deadlines=asyncio.run(measure_deadlines(study, base_url)))
             rows.append(asyncio.run(measure(scheduling, study, base_url, None)))
@@ -129,7 +133,7 @@ async def measure_deadlines(study: ServeStudy, base_url: str) -> dict[Kind, floa
     first = {kind_of(arrival): arrival for arrival in study.workload}
     async with httpx.AsyncClient(base_url=base_url, timeout=TIMEOUT, trust_env=False) as client:
         sender = LoadClient(client, study)
-        for template in study.templates:
+        for template in study.templates if study.registers else ():
             await sender.register(template)
         return {kind: study.slo_scale * await sender.alone([arrival], arrival) for kind, arrival in first.items()}
 
@@ -175,7 +179,7 @@ async def measure(system: str, study: ServeStudy, base_url: str, api_key: str | 
         with Progress(transient=True) as progress:
             await sender.check()
             task = progress.add(f"{system}: templates", len(templates))
-            for template in templates:
+            for template in templates if study.registers else ():
                 await sender.register(template)
                 task.advance()
             alone = await sender.alone(templates)
@@ -232,6 +236,8 @@ class LoadClient:
         ratio = like.mask_ratio if like else statistics.median(arrival.mask_ratio for arrival in self.study.workload)
         chosen = (templates[index % len(templates)] for index in range(NUM_ALONE + 1))
         arrivals = [replace(arrival, mask_ratio=ratio) for arrival in chosen]
+        if not self.study.registers:  # pictures that the load does not have
+            arrivals = [replace(arrival, template=FIRST_OTHER + index) for index, arrival in enumerate(arrivals)]
         answers = [await self.edit(arrival) for arrival in arrivals]
         if answers[-1].error:
             raise ServeError(f"an edit failed: {answers[-1].error}")

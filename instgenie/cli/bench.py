@@ -15,9 +15,8 @@ from instgenie.cli.evaluate import (
     add_bench_reproduce,
     add_bench_simulate,
 )
+from instgenie.cli.load import add_bench_serve
 from instgenie.cli.screen import hide_loading_bars
-from instgenie.cli.workload import add_workload, make_workload
-from instgenie.scheduling.names import Scheduling
 from instgenie.types import CacheDtype, PlanPolicy, Quantization
 
 
@@ -174,36 +173,6 @@ def run_bench_quality(options: argparse.Namespace) -> None:
     what = options.photos, options.num, options.model, options.device, options.steps, options.seed
     only = options.schedules, options.only_kept
     bench_quality(*what, not options.no_networks, options.json, options.out, *only, options.quantization)
-
-
-def add_bench_serve(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run_bench_serve)
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="address of the server")
-    parser.add_argument("--api-key", metavar="KEY", help="key that the server asks for")
-    about_compare = "start three servers in turn: ours, and static and naive batches that compute every token"
-    parser.add_argument("--compare", action="store_true", help=about_compare)
-    about_scheduling = "start a server with this policy; may be given several times: they take turns"
-    parser.add_argument("--scheduling", action="append", choices=get_args(Scheduling), help=about_scheduling)
-    about_concurrency = "limit of unanswered edits (default 256)"
-    parser.add_argument("--max-concurrency", type=positive, default=256, metavar="N", help=about_concurrency)
-    about_slo = "deadline of an edit, as a multiple of its latency on an idle server (default 2)"
-    parser.add_argument("--slo-scale", type=rate, default=2.0, metavar="X", help=about_slo)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    add_workload(parser)
-    add_model(parser, has_size=False)
-
-
-def run_bench_serve(options: argparse.Namespace) -> None:
-    from instgenie.bench.serve import ServeStudy, bench_serve, compare, compare_scheduling
-
-    title, workload = make_workload(options)
-    study = ServeStudy(title, workload, options.max_concurrency, options.slo_scale)
-    if options.scheduling:
-        compare_scheduling(study, options.scheduling, options.model, options.device, options.json)
-    elif options.compare:
-        compare(study, options.model, options.device, options.json)
-    else:
-        bench_serve(study, options.base_url, options.api_key, options.json)
 
 
 def add_bench_router(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,11 @@
 """Measurements of real servers under load."""
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from helpers.serving import ALICE, Running
 
@@ -52,6 +55,35 @@ def test_each_system_says_how_often_its_steps_were_interrupted(
     assert ours["num_interruptions"] == static["num_interruptions"] == 0
     assert naive["num_interruptions"] > 0
     assert "interrupted" in capsys.readouterr().out
+
+
+def test_new_pictures_are_not_registered(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every edit, those on the idle server included, has a picture of its own; servers get the flags."""
+    sent: list[tuple[str, object]] = []
+    commands: list[list[str]] = []
+    post, popen = httpx.AsyncClient.post, subprocess.Popen
+
+    async def spy(client: httpx.AsyncClient, url: str, **content: Any) -> httpx.Response:
+        sent.append((url, content["files"]["image"]))
+        return await post(client, url, **content)
+
+    def start(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        return popen(command, **options)
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", spy)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    target = tmp_path / "figures.json"
+    arguments = ["--compare", "--against", "static", "--model", str(folders["sd_fill"]), "--device", "cpu"]
+    arguments += ["--new-pictures", "--num-prompts", "3", "--steps", "2", "--size", "48x32", "--json", str(target)]
+    assert main(["bench", "serve", *arguments, "--server-flags", "--max-batch-size 2"]) == 0
+    assert [row["system"] for row in json.loads(target.read_text())["rows"]] == ["instgenie", "static batches, dense"]
+    assert {url for url, _ in sent} == {"/v1/images/edits"}
+    assert len(sent) == 2 * 7
+    assert len({picture for _, picture in sent}) == 7
+    assert all("--max-batch-size" in command for command in commands)
 
 
 def test_a_workload_is_saved_and_sent_again(server: Running, tmp_path: Path) -> None:
