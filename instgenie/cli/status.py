@@ -128,15 +128,19 @@ def node_table(status: Mapping[str, Any]) -> Any:
 
 
 def worker_table(status: Mapping[str, Any]) -> Any:
+    """One row per worker, narrow enough for 80 columns with the usual names of nodes; longer names are folded."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     has_nodes = bool(status["nodes"])
     table = Table(title="workers", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in ("worker", *(["node"] if has_nodes else []), "device", "state"):
+    table.add_column("#", justify="right", no_wrap=True)
+    if has_nodes:
+        table.add_column("node", overflow="fold")
+    for heading in ("device", "state"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("batch", "waiting", "steps/s", "busy for", "templates", "tiers", "restarts"):
-        table.add_column(heading, justify="right")
+    for heading in ("batch", "queue", "steps/s", "busy", "templates"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for worker in status["workers"][:MAX_WATCHED]:
         table.add_row(
             str(worker["index"]),
@@ -147,19 +151,29 @@ def worker_table(status: Mapping[str, Any]) -> Any:
             str(worker["num_waiting"]),
             f"{worker['steps_per_second']:.1f}",
             f"{worker['predicted_seconds']:.1f} s",
-            str(worker["num_templates"]),
-            "\n".join(f"{tier} {gib(num)}" for tier, num in worker["tier_bytes"].items() if num) or "–",
-            str(sum(process["num_restarts"] for process in worker["processes"])),
+            templates_text(worker),
         )
     if (num_hidden := len(status["workers"]) - MAX_WATCHED) > 0:
         table.caption = f"and {num_hidden} more; --json has all"
     return table
 
 
+def templates_text(worker: Mapping[str, Any]) -> str:
+    """The number of templates, and below it the bytes of each tier that has any."""
+    tiers = [f"{tier} {gib(num)}" for tier, num in worker["tier_bytes"].items() if num]
+    return "\n".join([str(worker["num_templates"]), *tiers])
+
+
 def troubles_of(worker: Mapping[str, Any]) -> list[str]:
-    """Why processes are not running, one line each."""
-    troubled = [process for process in worker["processes"] if process["message"] and process["state"] != "ready"]
-    return [f"worker {worker['index']}, {process['role']}: {process['message']}" for process in troubled]
+    """Why processes are not running, and how often they were restarted, one line each."""
+    troubles = []
+    for process in worker["processes"]:
+        if process["message"] and process["state"] != "ready":
+            troubles.append(f"worker {worker['index']}, {process['role']}: {process['message']}")
+        if process["num_restarts"]:
+            times = plural(process["num_restarts"], "time")
+            troubles.append(f"worker {worker['index']}, {process['role']}: restarted {times}")
+    return troubles
 
 
 def state_text(state: str) -> Any:
