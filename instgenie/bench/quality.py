@@ -15,6 +15,7 @@ from typing import get_args
 
 import numpy as np
 import torch
+from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
@@ -61,6 +62,7 @@ def bench_quality(
     only_schedules: bool = False,
     only_kept: bool = False,
     quantization: Quantization | None = None,
+    masked: Path | None = None,
 ) -> None:
     check_targets(json, out)
     start = time.perf_counter()
@@ -70,6 +72,7 @@ def bench_quality(
         steps = steps or model.steps
         judge = Judge.load(model.device) if networks else Judge(model.device, None, None)
         samples = make_samples(load_photos(photos, "val", 3 * num), num, model, steps, seed)
+        samples += masked_samples(masked, model, steps, seed) if masked else []
         train = load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)) if judge.features else None
         study = QualityStudy(model, judge, steps, samples, make_graphs(model), only_schedules, only_kept)
         if quantization:
@@ -169,6 +172,23 @@ def make_samples(photos: Photos, num: int, model: FluxModel, steps: int, seed: i
             label = str(generator.choice(choices)) if choices else label
         edit = Edit(pixels(photos, row), mask, captions[species, label], seed + index, steps, model.guidance)
         samples.append(Sample(edit, photos.captions[row], label, kind, ratio))
+    return samples
+
+
+def masked_samples(folder: Path, model: FluxModel, steps: int, seed: int) -> list[Sample]:
+    """Make edits that remove what is masked in the photographs NAME.png of a folder, beside each its NAME_mask.png:
+    white is masked. The photographs are scaled to the model's own size."""
+    side = model.own_size
+    samples: list[Sample] = []
+    for path in sorted(folder.glob("*_mask.png")):
+        picture = path.with_name(path.name.replace("_mask.png", ".png"))
+        scaled = Image.open(picture).convert("RGB").resize((side, side), Image.Resampling.LANCZOS)
+        mask: PixelMask = np.asarray(Image.open(path).convert("L").resize((side, side))) > 127
+        ratio = min(RATIOS, key=lambda known: abs(known - token_share(mask, model.patch)))
+        edit = Edit(np.asarray(scaled), mask, "background", seed + len(samples), steps, model.guidance)
+        samples.append(Sample(edit, "", "", "photograph", ratio))
+    if not samples:
+        raise InstGenieError(f"{folder} holds no NAME_mask.png beside a NAME.png")
     return samples
 
 

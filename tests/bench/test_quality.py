@@ -16,10 +16,11 @@ from instgenie.bench.figures import Figures, Method, Picture, bars
 from instgenie.bench.judge import Judge, box_of, has_networks
 from instgenie.bench.markdown import put_between
 from instgenie.bench.photos import load_photos
-from instgenie.bench.quality import RATIOS, QualityStudy, draw_cells, make_samples, studied
+from instgenie.bench.quality import RATIOS, QualityStudy, draw_cells, make_samples, masked_samples, studied
 from instgenie.bench.schedules import table_rows, write_schedules
 from instgenie.bench.variants import DENSE, NAIVE, SKIPPING, SMALL_CROP, Outcome, of_quality
 from instgenie.cli import EXIT_BAD_INPUT, main
+from instgenie.errors import InstGenieError
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.loading.folder import BUILTIN_DEFAULTS
 from instgenie.models.model import Model
@@ -178,6 +179,22 @@ def test_products_of_low_precision_are_compared_with_whole_ones(
     assert exact == 1
     assert 0.9 < low < 1
     assert "fp8 products" in capsys.readouterr().out
+
+
+def test_masked_photographs_of_a_folder_are_edited_beside(tmp_path: Path, flux: FluxModel) -> None:
+    with pytest.raises(InstGenieError, match="holds no NAME_mask"):
+        masked_samples(tmp_path, flux, 2, seed=0)
+    Image.new("RGB", (512, 384), "red").save(tmp_path / "beach.png")
+    mask = Image.new("L", (512, 384))
+    mask.paste(255, (0, 0, 256, 80))
+    mask.save(tmp_path / "beach_mask.png")
+    (sample,) = masked_samples(tmp_path, flux, 2, seed=0)
+    side = flux.own_size
+    assert sample.edit.picture.shape == (side, side, 3)
+    assert sample.edit.mask[: side // 6, : side // 2].all()
+    assert not sample.edit.mask[side // 4 :].any()
+    assert sample.ratio == min(RATIOS, key=lambda ratio: abs(ratio - 0.1))
+    assert sample.edit.prompt == "background"
 
 
 def test_one_table_compares_schedules_strides_bits_and_padding(tmp_path: Path) -> None:
