@@ -71,8 +71,9 @@ def bench_quality(
         model = as_flux(load(name, device))
         steps = steps or model.steps
         judge = Judge.load(model.device) if networks else Judge(model.device, None, None)
-        samples = make_samples(load_photos(photos, "val", 3 * num), num, model, steps, seed)
-        samples += masked_samples(masked, model, steps, seed) if masked else []
+        held_out = load_photos(photos, "val", 3 * num)
+        samples = make_samples(held_out, num, model, steps, seed)
+        samples += masked_samples(masked, held_out.pictures.shape[-1], model, steps, seed) if masked else []
         train = load_photos(photos, "train", min(NUM_TRAIN * num, MAX_TRAIN)) if judge.features else None
         study = QualityStudy(model, judge, steps, samples, make_graphs(model), only_schedules, only_kept)
         if quantization:
@@ -175,10 +176,9 @@ def make_samples(photos: Photos, num: int, model: FluxModel, steps: int, seed: i
     return samples
 
 
-def masked_samples(folder: Path, model: FluxModel, steps: int, seed: int) -> list[Sample]:
+def masked_samples(folder: Path, side: int, model: FluxModel, steps: int, seed: int) -> list[Sample]:
     """Make edits that remove what is masked in the photographs NAME.png of a folder, beside each its NAME_mask.png:
-    white is masked. The photographs are scaled to the model's own size."""
-    side = model.own_size
+    white is masked. The photographs are scaled to squares."""
     samples: list[Sample] = []
     for path in sorted(folder.glob("*_mask.png")):
         picture = path.with_name(path.name.replace("_mask.png", ".png"))

@@ -11,7 +11,7 @@ from instgenie.engine.graphs import Graphs
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import Planning
-from instgenie.jobs.job import Job
+from instgenie.jobs.job import Job, locate
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
 
@@ -53,6 +53,8 @@ class Engine:
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
+        """Take a job into the batch. This may wait for the device, no step does."""
+        locate(job)
         self.jobs.append(job)
 
     def leave(self, job: Job) -> None:

@@ -19,7 +19,7 @@ from instgenie.cost.network import NetworkShape
 from instgenie.cost.plan import DENSE
 from instgenie.engine.changes import Change, next_dense_step
 from instgenie.jobs.activations import Activations, Key
-from instgenie.jobs.job import Job, locate
+from instgenie.jobs.job import Job
 from instgenie.jobs.quality import SETTINGS
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
@@ -113,7 +113,6 @@ def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind, num_tex
         steps=KeptSteps(job.num_steps, (0,)),  # one slot, whichever step wrote it last
     )
     job.plan = (True,) * sum(network.run_lengths)
-    locate(job)
 
 
 def room_specs(

@@ -204,6 +204,7 @@ def guide(predictions: Sequence[Tensor], scale: float) -> Tensor:
     return negative[0] + scale * (positive - negative[0]) if negative else positive
 
 
-def locate(job: Job) -> tuple[Tensor, Tensor]:
-    """Find out now which tokens are inside and outside. That waits for the device, so that no step has to."""
-    return job.inside, job.outside
+def locate(job: Job) -> tuple[Tensor, ...]:
+    """Find out now which tokens are inside and outside, and put the times of the steps on the device. That waits for
+    the device, so that no step has to."""
+    return job.inside, job.outside, job.timesteps

@@ -183,13 +183,13 @@ def test_products_of_low_precision_are_compared_with_whole_ones(
 
 def test_masked_photographs_of_a_folder_are_edited_beside(tmp_path: Path, flux: FluxModel) -> None:
     with pytest.raises(InstGenieError, match="holds no NAME_mask"):
-        masked_samples(tmp_path, flux, 2, seed=0)
+        masked_samples(tmp_path, 256, flux, 2, seed=0)
     Image.new("RGB", (512, 384), "red").save(tmp_path / "beach.png")
     mask = Image.new("L", (512, 384))
     mask.paste(255, (0, 0, 256, 80))
     mask.save(tmp_path / "beach_mask.png")
-    (sample,) = masked_samples(tmp_path, flux, 2, seed=0)
-    side = flux.own_size
+    (sample,) = masked_samples(tmp_path, 256, flux, 2, seed=0)
+    side = 256
     assert sample.edit.picture.shape == (side, side, 3)
     assert sample.edit.mask[: side // 6, : side // 2].all()
     assert not sample.edit.mask[side // 4 :].any()

@@ -119,7 +119,6 @@ def test_steps_that_keep_and_read_own_rows_do_not_wait(family: str, captured: bo
     jobs = make_owns(model)
     for job in jobs:
         engine.join(job)
-    engine.step()  # finds out where masked tokens are
     while engine.jobs:
         with waiting_is_an_error():
             engine.step()
