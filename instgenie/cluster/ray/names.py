@@ -16,12 +16,17 @@ SECONDS_BETWEEN_REPORTS = 0.5
 SlotState = Literal["waiting", "running", "draining", "ending"]
 
 
+def package_version() -> str:
+    """The version of this package; empty if it is not installed."""
+    try:
+        return version("instgenie")
+    except PackageNotFoundError:
+        return ""
+
+
 def namespace(cluster: str) -> str:
     """The Ray namespace of a cluster. Versions of this package do not mix: two of them run side by side."""
-    try:
-        return f"instgenie-{cluster}-{version('instgenie')}"
-    except PackageNotFoundError:
-        return f"instgenie-{cluster}"
+    return "-".join(filter(None, ("instgenie", cluster, package_version())))
 
 
 def slot_name(index: int) -> str:

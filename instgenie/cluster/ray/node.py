@@ -15,7 +15,7 @@ from instgenie.cluster.config import ProcessConfig, Role
 from instgenie.cluster.control import Attach, ControlOrder, Detach, End, encode_order
 from instgenie.cluster.environment import process_environment, seen_device
 from instgenie.cluster.launch import LaunchedProcess, start_process
-from instgenie.cluster.ray.names import NodeFacts
+from instgenie.cluster.ray.names import NodeFacts, package_version
 from instgenie.machine.cores import available_cores
 from instgenie.machine.curve import SECRET
 from instgenie.machine.memory import available_memory
@@ -61,10 +61,14 @@ class NodeActor:
     async def facts(self) -> bytes:
         return msgspec.json.encode(msgspec.structs.replace(node_facts(), is_ending=self._is_ending))
 
-    async def start(self, role: Role, encoded: bytes) -> int:
-        """Have the role's process serve a front: start it, or attach the front to it. Returns its pid."""
+    async def start(self, role: Role, encoded: bytes, version: str) -> int:
+        """Have the role's process serve a front of this version: start it, or attach the front to it. Returns its
+        pid."""
         if self._is_ending:
             raise OSError("the slot is about to be given up")
+        if version != package_version():
+            here, there = (f"InstGenIE {known or 'of no version'}" for known in (package_version(), version))
+            raise OSError(f"the node has {here}, the front {there}: install the same version on both")
         config = msgspec.json.decode(encoded, type=ProcessConfig)
         async with self._starting:
             process = self._processes.get(role)

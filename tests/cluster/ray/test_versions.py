@@ -1,0 +1,28 @@
+"""Versions of the package do not mix: a node of another version starts nothing, and says why."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from instgenie.cluster.config import ProcessConfig, ResolvedCache
+from instgenie.cluster.ray import names
+from instgenie.cluster.ray.names import namespace, package_version
+from instgenie.cluster.ray.node import NodeActor
+
+CONFIG = ProcessConfig("a", "tcp://127.0.0.1:1", "", "cpu", "auto", 1, "continuous", ResolvedCache(host_bytes=0))
+
+
+def test_a_node_of_another_version_refuses_a_front() -> None:
+    async def play() -> None:
+        node = NodeActor("secret", 1, {})
+        await node.start("denoise", msgspec.json.encode(CONFIG), "0.0.1")
+
+    with pytest.raises(OSError, match=rf"the node has InstGenIE {package_version()}, the front InstGenIE 0\.0\.1"):
+        asyncio.run(play())
+
+
+def test_clusters_of_two_versions_have_different_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = namespace("default")
+    monkeypatch.setattr(names, "version", lambda _: "0.0.1")
+    assert namespace("default") == "instgenie-default-0.0.1" != ours
