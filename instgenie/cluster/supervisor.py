@@ -17,6 +17,7 @@ from instgenie.cluster.coordinator import Coordinator
 from instgenie.cluster.launch import NODE_LOST, Launcher
 from instgenie.cluster.processes import Process, Worker
 from instgenie.machine.curve import Doorkeeper, secure_server
+from instgenie.machine.pauses import Pauses
 
 SECONDS_TO_DIE = 1.0  # for killed processes to be gone; a launcher that hangs is not waited for any longer
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -214,12 +215,11 @@ class Supervisor:
     async def _watch(self) -> None:
         """Kill processes that have been silent for too long. Time in which this loop itself was held up is not counted
         against them."""
-        look_at = time.monotonic()
+        pauses = Pauses(2 * SECONDS_BETWEEN_LOOKS, time.monotonic())
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             now = time.monotonic()
-            late = max(now - look_at - 2 * SECONDS_BETWEEN_LOOKS, 0.0)
-            look_at = now
+            late = pauses.look(now)
             for process in self.processes:
                 process.heard_at += late
                 limit = self.config.worker_timeout if process.is_ready else self.config.start_timeout

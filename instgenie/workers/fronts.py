@@ -60,6 +60,7 @@ from instgenie.cluster.wire import (
     decode,
     encode,
 )
+from instgenie.machine.pauses import Pauses
 from instgenie.scheduling.backlog import NO_LOAD, LoadSums
 from instgenie.workers.control import ControlChannel
 from instgenie.workers.line import MS_BETWEEN_BEATS, Line, open_socket
@@ -110,7 +111,7 @@ class SharedLine(Line):
         self._latest: FrontLink | None = None  # that sent the message being handled
         self._readable: deque[FrontLink] = deque()
         self._orphans: deque[str] = deque()  # jobs to cancel
-        self._looked_at = time.monotonic()  # for silent fronts
+        self._pauses = Pauses(2 * MS_BETWEEN_BEATS / 1000, time.monotonic())
         self._has_news = False  # True if a load has changed since it was last pushed
         self._pushed_at = 0.0
         self._is_ended = False
@@ -165,8 +166,7 @@ class SharedLine(Line):
     def _detach_silent(self, now: float) -> None:
         """Detach fronts that have been silent for too long. Time in which this loop itself was held up, by the model's
         loading or by a long step, is not counted against them."""
-        late = max(now - self._looked_at - 2 * MS_BETWEEN_BEATS / 1000, 0.0)
-        self._looked_at = now
+        late = self._pauses.look(now)
         for link in self.links.values():
             link.heard_at += late
         for link in [link for link in self.links.values() if link.is_beating and now - link.heard_at > self.timeout]:

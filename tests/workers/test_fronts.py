@@ -260,7 +260,7 @@ def test_a_front_that_falls_silent_is_gone(stage: Stage) -> None:
     stage.one.send(wire.Assigned(LOAD))
     stage.other.send(denoise("b"))
     stage.hear()
-    stage.line._looked_at -= 1000
+    stage.line._pauses.looked_at -= 1000
     for link in stage.line.links.values():
         link.heard_at -= 1000
     assert stage.hear() == []

@@ -23,6 +23,7 @@ from ray.exceptions import RayError
 from instgenie.cluster.ray.names import LEDGER, ClusterSettings, Directive, FrontReport, NodeFacts, SlotInfo, SlotState
 from instgenie.cluster.ray.slots import find_slots, make_slot, remove_slot
 from instgenie.machine.binding import check_parent
+from instgenie.machine.pauses import Pauses
 from instgenie.scheduling.autoscaler import Autoscaler
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -74,7 +75,8 @@ class Controller:
         self.num_expected = 0  # fronts that have joined and not yet reported
         self.may_have_forgotten = bool(found)  # True if an earlier controller knew fronts which have yet to report
         self.is_ending = False
-        self.alone_since = self.started_at = self.awake_since = self.looked_at = time.monotonic()
+        self.alone_since = self.started_at = self.awake_since = time.monotonic()
+        self.pauses = Pauses(4 * SECONDS_BETWEEN_LOOKS, self.started_at)
         self.parent = os.getppid()
         self._tasks = {asyncio.create_task(self._govern())}
 
@@ -163,9 +165,7 @@ class Controller:
 
     def _forgive(self, now: float) -> None:
         """Count the time in which this actor was held up, with its node or by a call, against no front."""
-        late = max(now - self.looked_at - 4 * SECONDS_BETWEEN_LOOKS, 0.0)
-        self.looked_at = now
-        if late:
+        if late := self.pauses.look(now):
             self.alone_since, self.awake_since = self.alone_since + late, now
             for front in self.fronts.values():
                 front.heard_at += late

@@ -166,6 +166,6 @@ def test_workers_outlive_their_fronts_for_a_while(
 def shift(controller: Controller, seconds: float, is_asleep: bool = False) -> None:
     """Let time pass, with or without the controller's notice."""
     controller.alone_since -= seconds
-    controller.looked_at -= seconds if is_asleep else 0.0
+    controller.pauses.looked_at -= seconds if is_asleep else 0.0
     for front in controller.fronts.values():
         front.heard_at -= seconds
