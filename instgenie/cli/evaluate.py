@@ -93,6 +93,10 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slo-scale", type=rate, metavar="FACTOR", help=about_slo)
     about_between = "seconds from the end of a step to the begin of the next (default 0)"
     parser.add_argument("--between", type=rate, default=0.0, metavar="S", help=about_between)
+    about_against = (
+        "simulate the runs of a file that bench serve --scheduling wrote, and print the errors; no more options"
+    )
+    parser.add_argument("--against", type=Path, metavar="FILE", help=about_against)
     parser.add_argument("--no-reuse", action="store_true", help="no edit finds a template")
     about_own = "edits without a template read what the dense steps of this quality leave behind (default: none do)"
     parser.add_argument("--own", choices=("fast", "balanced"), help=about_own)
@@ -135,9 +139,13 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench_simulate(options: argparse.Namespace) -> None:
-    from instgenie.bench.simulate import Setup, bench_simulate  # imports torch and diffusers
+    from instgenie.bench.replay import bench_replay  # imports torch and diffusers
+    from instgenie.bench.simulate import Setup, bench_simulate
 
     hide_loading_bars()
+    if options.against:
+        bench_replay(options.against)
+        return
     title, workload = make_workload(options)
     shape = ClusterShape(
         num_workers=options.workers,

@@ -58,9 +58,9 @@ class Reporter:
         for observer in self.observers:
             observer.preempted(entry.worker, entry.id, by)
 
-    def batch_stepped(self, worker: int, seconds: float, batch_size: int) -> None:
+    def batch_stepped(self, worker: int, seconds: float, batch_size: int, between: float) -> None:
         for observer in self.observers:
-            observer.step(worker, seconds, batch_size)
+            observer.step(worker, seconds, batch_size, between)
 
     def stepped(self, entry: EditEntry, seconds_left: float | None) -> None:
         entry.events.put_nowait(Stepped(entry.step, entry.num_steps, seconds_left))

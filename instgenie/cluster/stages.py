@@ -161,7 +161,7 @@ class Stages:
         worker.step(message.seconds, message.predicted_seconds, message.between_seconds)
         worker.num_interruptions, worker.num_joined = message.num_interruptions, message.num_joined
         batch_size = len(message.jobs) + message.num_others
-        self.reporter.batch_stepped(worker.index, message.seconds, batch_size)
+        self.reporter.batch_stepped(worker.index, message.seconds, batch_size, message.between_seconds)
         stepped = [(told.step, entry) for told in message.jobs if (entry := held_edit(process, told.id, told.attempt))]
         for step, entry in stepped:
             entry.step = step

@@ -95,8 +95,8 @@ class ClusterStatus:
 class Observer:
     """Receives events as they happen; override the methods of interest."""
 
-    def step(self, worker: int, seconds: float, batch_size: int) -> None:
-        """A batch took a step."""
+    def step(self, worker: int, seconds: float, batch_size: int, between: float) -> None:
+        """A batch took a step, `between` seconds after its last one."""
 
     def joined(self, worker: int, job: JobStatus) -> None:
         """A job joined the running batch."""

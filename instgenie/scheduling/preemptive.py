@@ -5,7 +5,8 @@ given up first and wait until the others are served. Running jobs leave between 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from instgenie.cost.table import StepCosts
 from instgenie.scheduling.policy import MAX_OVERTAKEN, Policy, Rank, Situation
@@ -31,6 +32,25 @@ class Judged(NamedTuple):
     def class_of(self, index: int) -> Rank:
         """Share, overdue, priority: what no deadline outweighs."""
         return self.ranks[index][:3]
+
+
+@dataclass(frozen=True, eq=False)
+class Uninvited:
+    """A waiting group that does not join now."""
+
+    group: WaitingGroup
+    is_ready: ClassVar[bool] = False
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.group.is_overdue
+
+    @property
+    def num_jobs(self) -> int:
+        return self.group.num_jobs
+
+    def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
+        return self.group.priced(costs)
 
 
 class Preemptive(Policy):
@@ -68,6 +88,10 @@ class Preemptive(Policy):
 
     def decide(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation) -> Decision:
         judged = self._judge(waiting, situation)
+        decision = self._fill(waiting, num_ready, situation, judged)
+        return self._make_way(decision, waiting, situation, judged)
+
+    def _fill(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation, judged: Judged) -> Decision:
         decision = self._join(waiting, num_ready, situation, judged)
         first = next((index for index, group in enumerate(waiting) if group.is_ready), None)
         if first is None or first in decision.joining or not situation.running:
@@ -80,6 +104,44 @@ class Preemptive(Policy):
             if first in after.joining:
                 return after._replace(leaving=leaving)
         return decision
+
+    def _make_way(
+        self, decision: Decision, waiting: Sequence[WaitingGroup], situation: Situation, judged: Judged
+    ) -> Decision:
+        """Let jobs of tenants that are over their share leave the batch, or wait, where they slow down others."""
+        running, costs = situation.running, situation.costs
+        staying = [index for index in range(len(running)) if index not in decision.leaving]
+        batch = [running[index] for index in staying] + joining_jobs(decision, waiting, costs)
+        own = [job for job in batch if not self._is_over(job)]
+        if not own or len(own) == len(batch):
+            return decision
+        kept, leaving = list(own), set(decision.leaving)
+        for index in sorted(staying, key=lambda index: judged.ranks[judged.num_waiting + index]):
+            if self._is_over(running[index]):
+                has_time = self._have_time_for([running[index]], kept, own, costs)
+                kept += [running[index]] if has_time else []
+                leaving |= set() if has_time else {index}
+        guests: list[WaitingGroup] = []
+        for group in waiting:
+            jobs = group.priced(costs)
+            if self._is_over(jobs[0]) and group.is_ready and not self._have_time_for(jobs, kept, own, costs):
+                group = Uninvited(group)
+            guests.append(group)
+        num_ready = sum(group.num_jobs for group in guests if group.is_ready)
+        left = [job for index, job in enumerate(running) if index not in leaving]
+        after = self._join(guests, num_ready, situation._replace(running=left), judged)
+        return after._replace(leaving=sorted(leaving))
+
+    def _is_over(self, job: PricedJob) -> bool:
+        return self.shares.is_over(job.terms.tenant)
+
+    def _have_time_for(
+        self, jobs: Sequence[PricedJob], kept: Sequence[PricedJob], own: Sequence[PricedJob], costs: StepCosts
+    ) -> bool:
+        """Return whether a step of the batch `kept` may have these jobs in it, besides the `own` jobs of others."""
+        stretch = self.shares.stretch(jobs[0].terms.tenant, (job.terms.tenant for job in own))
+        alone, together = (costs.step_seconds(job.price for job in batch) for batch in (own, (*kept, *jobs)))
+        return together <= stretch * alone
 
     def _judge(self, waiting: Sequence[WaitingGroup], situation: Situation) -> Judged:
         claims = self.claims([group.priced(situation.costs) for group in waiting], situation)
@@ -116,3 +178,11 @@ class Preemptive(Policy):
         if met <= met_if_waiting:
             later = [one for one in later if judged.class_of(one) > judged.class_of(first)]
         return [one - before for one in later]
+
+
+def joining_jobs(decision: Decision, waiting: Sequence[WaitingGroup], costs: StepCosts) -> list[PricedJob]:
+    """The jobs that join; positions of a decision are those after its split."""
+    groups = [group.priced(costs) for group in waiting]
+    if cut := decision.split:
+        groups[cut.position : cut.position + 1] = [groups[cut.position][: cut.num_first], groups[cut.position]]
+    return [job for index in decision.joining for job in groups[index]]

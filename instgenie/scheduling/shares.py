@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 
 CREDIT = 10.0  # seconds that a tenant may lag behind; a longer absence earns nothing
 QUANTUM = 1.0  # seconds by which an account is ahead before its tenant is over its share
+FAR = 5.0  # seconds by which an account is so far ahead that its tenant all but makes way for others
+BRIEFLY = 1.25  # how many times as long a step may take with the jobs of such a tenant in it
 
 
 class Shares:
@@ -17,6 +19,7 @@ class Shares:
         self.weights = dict(weights or {})
         self._used: dict[str, float] = {}  # weighted seconds, of tenants that have work or lag less than the limit
         self._least = 0.0  # of the tenants that have work
+        self._active: frozenset[str] = frozenset()  # tenants that have work
 
     def charge(self, tenants: Iterable[str], seconds: float) -> None:
         """Divide the seconds of a step among the tenants of its jobs, which are named once per job."""
@@ -27,9 +30,10 @@ class Shares:
 
     def meet(self, tenants: Iterable[str]) -> None:
         """Note who has work now."""
-        active = set(tenants)
+        active = frozenset(tenants)
         if not active:
             return
+        self._active = active
         floor = max(self._used.values(), default=0.0) - CREDIT
         self._used = {tenant: used for tenant, used in self._used.items() if tenant in active or used > floor}
         for tenant in active:
@@ -38,4 +42,15 @@ class Shares:
 
     def is_over(self, tenant: str) -> bool:
         """True if others that have work were served less than this tenant."""
-        return self._used.get(tenant, self._least) > self._least + QUANTUM
+        return self._lead(tenant) > QUANTUM
+
+    def _lead(self, tenant: str) -> float:
+        return self._used.get(tenant, self._least) - self._least
+
+    def stretch(self, tenant: str, others: Iterable[str]) -> float:
+        """How many times as long as for the jobs of `others` alone a step may take with those of a tenant that is over
+        its share: so long that the others still have their shares of it, or hardly longer if it is far ahead."""
+        if self._lead(tenant) > FAR:
+            return BRIEFLY
+        every, theirs = (sum(self.weights.get(one, 1.0) for one in names) for names in (self._active, set(others)))
+        return max(every / theirs, BRIEFLY)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from instgenie.bench.bound import Window, most_in_time
-from instgenie.bench.deadlines import BOUND, DeadlinePoint, DeadlineStudy, bench_deadlines, summary
+from instgenie.bench.deadlines import DeadlineStudy, bench_deadlines
+from instgenie.bench.points import BOUND, DeadlinePoint, summary
 from instgenie.bench.simulate import Setup
 from instgenie.simulate.service import SideSeconds
 

@@ -48,7 +48,7 @@ class Recorder(Observer):
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
 
-    def step(self, worker: int, seconds: float, batch_size: int) -> None:
+    def step(self, worker: int, seconds: float, batch_size: int, between: float) -> None:
         self.batch_sizes.append(batch_size)
 
 

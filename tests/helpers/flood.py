@@ -1,10 +1,14 @@
-"""One API key floods a server with long requests while another sends an edit every second. From the root of the
-repository:
+"""What others feel of a flood, of load, and of too little memory, on real servers. From the root of the repository:
 
-    PYTHONPATH=tests python -m helpers.flood --seconds 60 [--model builtin] [--device cpu]
+    PYTHONPATH=tests python -m helpers.flood [--seconds 60] [--model builtin] [--device cpu]
 
-Prints the P95 of the quiet key on the quiet server and beside the flood, and the time after which a template that is
-posted beside the flood is ready.
+Prints three figures:
+
+- the P95 of a key that sends an edit every second, beside one that sends requests of ten pictures and 1000 steps
+  without pause, against that on a quiet server (at most 2);
+- the time after which a template is ready that is posted under 90 % of the load which the server sustains, against
+  that on a quiet server (at most 4);
+- the edits of two templates that do not fit into memory together, each sent without pause (both above 0).
 """
 
 import argparse
@@ -13,17 +17,32 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from itertools import count
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 
-from helpers.serving import ALICE, BOB, PICTURE, Running, edit, running_server
+from helpers.serving import ALICE, BOB, Running, alpha_png, edit, mask, picture, png, running_server, wait_for
 
 FLOOD = {"num_inference_steps": 1000}  # of each of ten pictures
 QUIET = {"num_inference_steps": 4}
+SIDE = 256
+LOAD = 0.9
+NUM_BURST = 16
+NUM_TEMPLATES = 3  # posted on the quiet server, and as many under load
 PATIENCE = 900.0  # seconds
+MASK = alpha_png(mask((SIDE, SIDE)))
+
+Start = Callable[..., AbstractContextManager[Running]]
+
+
+def photo(seed: int) -> bytes:
+    return png(picture(seed, (SIDE, SIDE)))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -35,20 +54,36 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         keys = Path(name) / "keys"
         keys.write_text(f"noisy:{ALICE}\nquiet:{BOB}\n")
-        flags = ("--api-key-file", str(keys))
-        with running_server(Path(name), options.model, *flags, device=options.device) as server:
-            edit(server, key=BOB, extra_body=QUIET)  # warms up
-            alone = quiet_latencies(server, options.seconds // 3)
-            stop = threading.Event()
-            noisy = threading.Thread(target=flood, args=(server, stop), daemon=True)
-            noisy.start()
-            time.sleep(5)
-            beside = quiet_latencies(server, options.seconds)
-            ready = seconds_to_ready(server)
-            stop.set()
+
+        def start(*flags: str) -> AbstractContextManager[Running]:
+            common = ("--api-key-file", str(keys), "--no-register-examples", "--no-auto-register")
+            return running_server(Path(name), options.model, *common, *flags, device=options.device)
+
+        with start() as server:
+            flood_test(server, options.seconds)
+        with start("--max-queue", "1000") as server:
+            num_bytes = template_test(server)
+        memory_test(start, Path(name) / "cache", num_bytes, options.seconds // 2)
+
+
+def flood_test(server: Running, seconds: int) -> None:
+    ready_after(server, 0)
+    quiet_edit(server)  # warms up
+    alone = quiet_latencies(server, seconds // 3)
+    stop = threading.Event()
+    threading.Thread(target=flood, args=(server, stop), daemon=True).start()
+    wait_for(lambda: server.metric("instgenie:num_requests_running") >= 2)
+    time.sleep(5)
+    beside = quiet_latencies(server, seconds)
+    stop.set()
     quiet, loud = p95(alone), p95(beside)
     print(f"P95 of the quiet key: {quiet:.2f} s on a quiet server, {loud:.2f} s beside the flood ({loud / quiet:.2f}x)")
-    print(f"a template posted beside the flood was ready after {ready:.1f} s")
+    means = statistics.fmean(alone), statistics.fmean(beside)
+    print(f"its mean: {means[0]:.2f} s and {means[1]:.2f} s ({means[1] / means[0]:.2f}x)", flush=True)
+
+
+def quiet_edit(server: Running, seed: int = 0) -> None:
+    edit(server, key=BOB, image=photo(seed), mask=MASK, extra_body=QUIET)
 
 
 def quiet_latencies(server: Running, num_edits: int) -> list[float]:
@@ -56,7 +91,7 @@ def quiet_latencies(server: Running, num_edits: int) -> list[float]:
     latencies = []
     for _ in range(max(num_edits, 2)):
         start = time.perf_counter()
-        edit(server, key=BOB, extra_body=QUIET)
+        quiet_edit(server)
         latencies.append(time.perf_counter() - start)
         time.sleep(max(1 - latencies[-1], 0))
     return latencies
@@ -66,25 +101,97 @@ def flood(server: Running, stop: threading.Event) -> None:
     """Send long requests without pause. They end with the server."""
     while not stop.is_set():
         try:
-            edit(server, key=ALICE, n=10, extra_body=FLOOD)
-        except openai.OpenAIError:
-            time.sleep(0.1)
+            edit(server, key=ALICE, image=photo(0), mask=MASK, n=10, extra_body=FLOOD)
+        except openai.OpenAIError as refused:
+            if not stop.is_set():
+                print(f"the flood was refused: {refused}")
+            time.sleep(1)
 
 
-def seconds_to_ready(server: Running) -> float:
+def template_test(server: Running) -> int:
+    """Return the bytes of a template."""
+    ready_after(server, 0)
+    quiet_edit(server)
+    with ThreadPoolExecutor(64) as pool:
+        start = time.perf_counter()
+        for burst in [pool.submit(quiet_edit, server) for _ in range(NUM_BURST)]:
+            burst.result()
+        rate = LOAD * NUM_BURST / (time.perf_counter() - start)
+        alone = [ready_after(server, seed) for seed in range(1, 1 + NUM_TEMPLATES)]
+        stop = threading.Event()
+        sending = pool.submit(send_at, rate, server, stop, pool)
+        time.sleep(10)
+        loaded = [ready_after(server, seed) for seed in range(11, 11 + NUM_TEMPLATES)]
+        stop.set()
+        num_sent = sending.result()
+    ratio = statistics.fmean(loaded) / statistics.fmean(alone)
+    print(
+        f"a template is ready after {statistics.fmean(alone):.2f} s on a quiet server, "
+        f"{statistics.fmean(loaded):.2f} s "
+        f"(at most {max(loaded):.2f}) under {LOAD:.0%} load, {rate:.2f} edits/s, {num_sent} sent ({ratio:.2f}x)",
+        flush=True,
+    )
+    with server.http(BOB) as client:
+        [first, *_] = client.get("/v1/templates").json()["data"]
+    return max(first["tier_bytes"].values())
+
+
+def send_at(rate: float, server: Running, stop: threading.Event, pool: ThreadPoolExecutor) -> int:
+    """Send edits with random gaps until told to stop, and return their number."""
+    gaps = np.random.default_rng(0)
+    for number in count():
+        if stop.wait(gaps.exponential(1 / rate)):
+            return number
+        pool.submit(quiet_edit, server)
+    raise AssertionError
+
+
+def ready_after(server: Running, seed: int) -> float:
+    """Register a picture and return the seconds until it is ready."""
     start = time.perf_counter()
-    headers = {"authorization": f"Bearer {BOB}"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False) as client:
-        posted = client.post("/v1/templates", files={"image": PICTURE}, data={"num_inference_steps": "4"})
+    with server.http(BOB) as client:
+        fields = {key: str(value) for key, value in QUIET.items()}
+        posted = client.post("/v1/templates", files={"image": photo(seed)}, data=fields)
+        assert posted.status_code == 201, posted.text
         while time.perf_counter() - start < PATIENCE:
             if client.get(f"/v1/templates/{posted.json()['id']}").json()["state"] == "ready":
                 return time.perf_counter() - start
-            time.sleep(0.2)
+            time.sleep(0.02)
     return float("inf")
 
 
+def memory_test(start: Start, folder: Path, num_bytes: int, seconds: int) -> None:
+    room = 1.5 * num_bytes / 2**30
+    with start("--cache-dir", str(folder), "--host-cache-gib", f"{room:.6f}", "--gpu-cache-gib", "0") as server:
+        for seed in (0, 1):
+            ready_after(server, seed)
+        until = time.perf_counter() + seconds
+        with ThreadPoolExecutor(8) as pool:
+            senders = [pool.submit(send_until, until, server, seed) for seed in (0, 1) for _ in range(4)]
+            done = [latencies for sender in senders for latencies in [sender.result()]]
+    for seed in (0, 1):
+        own = [latency for latencies in done[4 * seed : 4 * seed + 4] for latency in latencies]
+        print(
+            f"template {seed + 1} of two, of which one fits into memory: {len(own)} edits in {seconds} s, "
+            f"the slowest {max(own):.2f} s",
+            flush=True,
+        )
+
+
+def send_until(until: float, server: Running, seed: int) -> list[float]:
+    latencies = []
+    while time.perf_counter() < until:
+        start = time.perf_counter()
+        try:
+            quiet_edit(server, seed)
+        except httpx.HTTPError as failed:
+            print(f"an edit failed: {failed}")
+        latencies.append(time.perf_counter() - start)
+    return latencies
+
+
 def p95(latencies: Sequence[float]) -> float:
-    return statistics.quantiles(latencies, n=20)[-1]
+    return float(np.quantile(latencies, 0.95))
 
 
 if __name__ == "__main__":

@@ -197,6 +197,44 @@ def test_a_noisy_tenant_leaves_the_batch_for_a_quiet_one() -> None:
     assert loop.steps[10:14] == ["b", "b", "b", "a"]
 
 
+def test_a_noisy_tenant_makes_way_though_the_batch_has_room() -> None:
+    """Beside three jobs of the flood, each step of the quiet job would take more than twice as long."""
+    loop = make_loop("preemptive", max_jobs=8)
+    for number in range(3):
+        loop.add("n", 50, tenant="noisy", number=number)
+    for _ in range(10):
+        loop.step()
+    loop.add("q", 3, tenant="quiet", number=9)
+    for _ in range(4):
+        loop.step()
+    assert loop.steps[10:13] == ["q", "q", "q"]
+    assert loop.steps[13] == loop.steps[9]
+
+
+def test_a_noisy_tenant_stays_where_it_costs_others_next_to_nothing() -> None:
+    loop = make_loop("preemptive", max_jobs=8)
+    for number in range(3):
+        loop.add("n", 50, price=0.01, tenant="noisy", number=number)
+    for _ in range(20):
+        loop.step()
+    loop.add("q", 3, price=0.01, tenant="quiet", number=9)
+    loop.step()
+    assert loop.steps[-1] == "nnnq"
+
+
+def test_two_tenants_that_always_have_work_share_the_batch() -> None:
+    """Neither leaves the batch again and again: the one with more jobs runs as many as its share of a step allows."""
+    loop = make_loop("preemptive", max_jobs=8)
+    for number in range(4):
+        loop.add("abbb"[number], 200, tenant="abbb"[number], number=number)
+    for _ in range(100):
+        loop.step()
+    assert set(loop.steps[20:]) <= {"ab", "abb"}
+    assert loop.num_preempted <= 10
+    served = [sum(1 / len(step) for step in loop.steps for one in step if one == name) for name in "ab"]
+    assert served[1] < 1.5 * served[0]
+
+
 def test_shares_follow_weights() -> None:
     """Two tenants that always have work share the steps by their weights."""
     policy = make_policy("preemptive", pace=TruePace(), weights={"x": 3.0})

@@ -37,6 +37,7 @@ class Step:
 
     worker: int
     seconds: float
+    between: float  # since the step before; 0 after an idle time
     jobs: tuple[tuple[JobStatus, int], ...]  # each with the number of steps it had taken before
 
 
@@ -71,15 +72,15 @@ class Watch(Observer):
 
     def joined(self, worker: int, job: JobStatus) -> None:
         self.running.setdefault(worker, {})[job.id] = job
-        self.taken[job.id] = 0
+        self.taken[job.id] = job.step
 
     def left(self, worker: int, job: str) -> None:
         self.running[worker].pop(job, None)
 
-    def step(self, worker: int, seconds: float, batch_size: int) -> None:
+    def step(self, worker: int, seconds: float, batch_size: int, between: float) -> None:
         jobs = tuple((job, self.taken[name]) for name, job in self.running.get(worker, {}).items())
         if len(jobs) == batch_size:
-            self.steps.append(Step(worker, seconds, jobs))
+            self.steps.append(Step(worker, seconds, between, jobs))
         for job, _ in jobs:
             self.taken[job.id] += 1
 

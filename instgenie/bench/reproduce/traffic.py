@@ -116,6 +116,7 @@ def side_seconds(run: Run) -> SideSeconds:
         decode=decode,
         decode_token=decode_token,
         finish_thread=statistics.fmean(one.finish_thread_seconds for one in facts),
+        between=statistics.fmean(step.between for step in run.practice_steps),
     )
 
 

@@ -67,7 +67,7 @@ class Metrics(Observer):
                 counted.labels(tier)
         cluster.observe(self)
 
-    def step(self, worker: int, seconds: float, batch_size: int) -> None:
+    def step(self, worker: int, seconds: float, batch_size: int, between: float) -> None:
         self.step_time.observe(seconds)
         self.batch_size.observe(batch_size)
 

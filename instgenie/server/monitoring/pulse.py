@@ -27,6 +27,10 @@ class JobBar:
     joined: float
     left: float | None  # None: it is still in the batch
     is_cached: bool
+    step: int  # at which it joined
+    num_steps: int
+    num_tokens: int
+    num_masked_tokens: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class StepRecord:
     ended: float
     seconds: float
     batch_size: int
+    between: float  # seconds since the step before; 0 after an idle time
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,12 @@ class Pulse(Observer):
         self.preemptions: deque[Preemption] = deque(maxlen=MAX_PREEMPTIONS)
         cluster.observe(self)
 
-    def step(self, worker: int, seconds: float, batch_size: int) -> None:
-        self.steps[worker].append(StepRecord(time.monotonic(), seconds, batch_size))
+    def step(self, worker: int, seconds: float, batch_size: int, between: float) -> None:
+        self.steps[worker].append(StepRecord(time.monotonic(), seconds, batch_size, between))
 
     def joined(self, worker: int, job: JobStatus) -> None:
-        self.bars[worker].append(JobBar(job.id, time.monotonic(), None, any(job.plan)))
+        is_cached, sizes = any(job.plan), (job.num_tokens, job.num_masked_tokens)
+        self.bars[worker].append(JobBar(job.id, time.monotonic(), None, is_cached, job.step, job.num_steps, *sizes))
 
     def left(self, worker: int, job: str) -> None:
         for bar in self.bars[worker]:

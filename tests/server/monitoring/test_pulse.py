@@ -31,7 +31,7 @@ def test_a_bar_lasts_from_joining_to_leaving(pulse: Pulse) -> None:
 
 
 def test_a_step_is_sent_once(pulse: Pulse) -> None:
-    pulse.step(0, 0.1, batch_size=3)
+    pulse.step(0, 0.1, batch_size=3, between=0.0)
     seen = pulse.snapshot(0)
     assert [step["batch_size"] for step in seen["workers"][0]["steps"]] == [3]
     assert pulse.snapshot(seen["now"])["workers"][0]["steps"] == []
