@@ -29,7 +29,7 @@ from instgenie.errors import ServeError
 from instgenie.scheduling.names import Scheduling
 from instgenie.telemetry.progress import Progress
 
-NUM_BURST = 32
+NUM_WARM, NUM_BURST = 8, 24
 NUM_RATIOS = 3  # masks whose edits are measured alone, from the smallest to the largest
 MAX_QUEUE = 10_000
 NAME = "attainment"
@@ -78,7 +78,7 @@ def workload_at(study: ServedStudy, rate: float, num_edits: int | None = None) -
 
 
 async def warm_up(study: ServedStudy, url: str, record: ServedRecord | None) -> ServedRecord:
-    """Register the templates and let the server work off a burst; measure that and edits alone, if nobody has yet."""
+    """Register the templates and send some edits; measure a burst and edits alone, if nobody has yet."""
     burst = [replace(arrival, at=0.0) for arrival in workload_at(study, 1.0, NUM_BURST)]
     async with http_client(url) as client:
         sender, recorder = LoadClient(client), StepRecorder()
@@ -89,15 +89,13 @@ async def warm_up(study: ServedStudy, url: str, record: ServedRecord | None) -> 
                 await sender.register(template)
                 task.advance()
             draw_masks(burst)
-            task = progress.add("a burst", 2 * NUM_BURST)
-            await sender.run(burst, on_answer=task.advance)
-            start = time.perf_counter()
-            async with recorder.following(client):
-                answers = await sender.run(burst, on_answer=task.advance)
-                capacity = NUM_BURST / (time.perf_counter() - start)
-            check(answers)
+            check(await sender.run(burst[:NUM_WARM]))
             if record:
                 return record
+            start = time.perf_counter()
+            async with recorder.following(client):
+                check(await sender.run(burst))
+                capacity = NUM_BURST / (time.perf_counter() - start)
             alone = await measure_alone(sender, templates, [arrival.mask_ratio for arrival in workload_at(study, 1.0)])
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     return ServedRecord(study, machine, recorder.num_workers, recorder.max_batch_size, capacity, alone)

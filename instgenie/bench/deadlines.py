@@ -32,7 +32,8 @@ class DeadlineStudy:
     workers: tuple[int, ...] = (1,)
     loads: tuple[float, ...] = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)  # shares of what full batches reach
     policies: tuple[Scheduling, ...] = ("fcfs", "edf", "slack", "preemptive")
-    seconds: float = 1200.0
+    seconds: float = 1200.0  # of load
+    max_edits: int = 20_000  # large clusters get a shorter load
     slo_scale: float = 5.0  # deadline, as a multiple of what the edit takes alone
     seed: int = 0
     neighbours: tuple[float, ...] = ()  # loads of a tenant beside one with a fifth of the capacity
@@ -51,7 +52,8 @@ class DeadlineLab:
 
     def jobs(self, workload: str, rate: float, tenant: str = "", seed: int = 0) -> list[SimulatedJob]:
         masks = "production" if workload == "sizes" else workload
-        recipe = WorkloadRecipe(max(round(rate * self.study.seconds), 1), rate, mask_ratios=masks, num_templates=50)
+        num_edits = min(max(round(rate * self.study.seconds), 1), self.study.max_edits)
+        recipe = WorkloadRecipe(num_edits, rate, mask_ratios=masks, num_templates=50)
         jobs = []
         for index, one in enumerate(draw_workload(replace(recipe, seed=self.study.seed + seed))):
             share = SIZES[one.seed % len(SIZES)] if workload == "sizes" else 1.0

@@ -193,6 +193,8 @@ def add_bench_deadlines(parser: argparse.ArgumentParser) -> None:
     about_scheduling = f"policy (default all){several}"
     parser.add_argument("--scheduling", action="append", choices=get_args(Scheduling), help=about_scheduling)
     parser.add_argument("--seconds", type=rate, default=1200.0, metavar="S", help="simulated load (default 1200)")
+    about_edits = "most edits of a simulation: large clusters get a shorter load (default 20000)"
+    parser.add_argument("--max-edits", type=positive, default=20_000, metavar="N", help=about_edits)
     about_slo = "deadline, as a multiple of what an edit takes alone (default 5)"
     parser.add_argument("--slo-scale", type=rate, default=5.0, metavar="FACTOR", help=about_slo)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the workloads (default 0)")
@@ -213,6 +215,7 @@ def run_bench_deadlines(options: argparse.Namespace) -> None:
         loads=tuple(options.load or default.loads),
         policies=tuple(options.scheduling or default.policies),
         seconds=options.seconds,
+        max_edits=options.max_edits,
         slo_scale=options.slo_scale,
         seed=options.seed,
         neighbours=tuple(options.neighbour or ()),

@@ -95,7 +95,7 @@ def run_scheduling(options: argparse.Namespace) -> None:
     study = ServedStudy(
         model=options.model,
         device=options.device,
-        recipe=recipe_of(options),
+        recipe=replace(recipe_of(options), rate=1.0, num_edits=1),  # both follow from the load
         seconds=options.seconds,
         slo_scale=options.slo_scale or 5.0,
         flags=tuple(options.server_flags),

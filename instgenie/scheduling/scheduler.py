@@ -5,7 +5,8 @@ The step loop of a worker, the single-process editor and the simulator ask the s
 form a group and join together. A group whose activations are still loading is passed over.
 
 Long jobs leave some slots of a batch to others, and a long group joins part by part as there is room. So no job waits
-for a batch of long ones to end.
+for a batch of long ones to end. Two of them join at a time: jobs that join together are dense at the same steps, and a
+step of many dense jobs would keep the next one to come waiting.
 
 A joining job amortises the step's fixed cost but lengthens the step for the others. Two jobs that share nothing take
 as long together as one after the other, except that the first one ends later. So a batch grows while that pays, and it
@@ -24,6 +25,7 @@ from instgenie.scheduling.terms import PricedJob
 
 PATIENCE = 0.35  # weight of a running job's loss against a waiting job's gain
 LONG = 100  # a job with more steps left than this is long
+MAX_LONG_AT_ONCE = 2  # long jobs that join before the same step
 
 
 class WaitingGroup(Protocol):
@@ -93,6 +95,7 @@ class FirstCome:
         costs: StepCosts,
     ) -> Decision:
         batch, joining, split = list(running), list[int](), None
+        num_long = 0  # that join
         for index, group in enumerate(waiting):
             if not group.is_ready:
                 continue
@@ -101,13 +104,14 @@ class FirstCome:
                 break
             jobs, position = group.priced(costs), index + bool(split)  # a split moves the groups behind it
             if self.keeps_room and is_long(jobs):
-                part = jobs[: room_for_long(batch, max_jobs)]
+                part = jobs[: min(room_for_long(batch, max_jobs), MAX_LONG_AT_ONCE - num_long)]
                 is_cut = len(part) < len(jobs)
                 if not part or (is_cut and split):
                     continue
                 if batch and not group.is_overdue and not self.admit(part, batch, num_ready, costs):
                     continue
                 split = Split(position, len(part)) if is_cut else split
+                num_long += len(part)
             else:
                 part, fits = jobs, not batch or len(jobs) <= room
                 if not fits:

@@ -217,14 +217,16 @@ class Denoiser:
             self.mailbox.report_joined(group)
 
     def preempt(self, leaving: Sequence[TrackedJob], joining: Sequence[JobGroup]) -> None:
-        """Let running jobs wait for others. They go on later with the latents they have."""
+        """Let running jobs wait for those that join, or for those that stay. They go on later with the latents they
+        have."""
         for tracked in leaving:
             self.engine.leave(tracked.job)
             del self.running[tracked.job]
             tracked.run_seconds += time.perf_counter() - tracked.joined_at
             self.queue.give_back(tracked)
         if leaving:
-            self.mailbox.report_preempted(leaving, by=joining[0].jobs[0])
+            others = (*(group.jobs[0] for group in joining), *self.running.values())
+            self.mailbox.report_preempted(leaving, by=others[0])
 
     def step(self) -> None:
         """Take a step and report on it. Its seconds include the device's work, but not loads for the next step."""

@@ -29,7 +29,6 @@ import openai
 
 from helpers.serving import ALICE, BOB, Running, alpha_png, edit, mask, picture, png, running_server, wait_for
 
-FLOOD = {"num_inference_steps": 1000}  # of each of ten pictures
 QUIET = {"num_inference_steps": 4}
 SIDE = 256
 LOAD = 0.9
@@ -48,6 +47,7 @@ def photo(seed: int) -> bytes:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=1000, help="of each of the ten pictures of the flood")
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
@@ -60,18 +60,18 @@ def main(arguments: Sequence[str]) -> None:
             return running_server(Path(name), options.model, *common, *flags, device=options.device)
 
         with start() as server:
-            flood_test(server, options.seconds)
+            flood_test(server, options.seconds, options.steps)
         with start("--max-queue", "1000") as server:
             num_bytes = template_test(server)
         memory_test(start, Path(name) / "cache", num_bytes, options.seconds // 2)
 
 
-def flood_test(server: Running, seconds: int) -> None:
+def flood_test(server: Running, seconds: int, steps: int) -> None:
     ready_after(server, 0)
     quiet_edit(server)  # warms up
     alone = quiet_latencies(server, seconds // 3)
     stop = threading.Event()
-    threading.Thread(target=flood, args=(server, stop), daemon=True).start()
+    threading.Thread(target=flood, args=(server, steps, stop), daemon=True).start()
     wait_for(lambda: server.metric("instgenie:num_requests_running") >= 2)
     time.sleep(5)
     beside = quiet_latencies(server, seconds)
@@ -97,11 +97,13 @@ def quiet_latencies(server: Running, num_edits: int) -> list[float]:
     return latencies
 
 
-def flood(server: Running, stop: threading.Event) -> None:
+def flood(server: Running, steps: int, stop: threading.Event) -> None:
     """Send long requests without pause. They end with the server."""
     while not stop.is_set():
         try:
-            edit(server, key=ALICE, image=photo(0), mask=MASK, n=10, extra_body=FLOOD)
+            patient = server.openai(ALICE).with_options(timeout=PATIENCE)
+            fields = {"image": photo(0), "mask": MASK, "prompt": "a red cat", "n": 10}
+            patient.images.edit(**fields, extra_body={"num_inference_steps": steps})  # type: ignore[call-overload]
         except openai.OpenAIError as refused:
             if not stop.is_set():
                 print(f"the flood was refused: {refused}")

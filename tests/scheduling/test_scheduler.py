@@ -125,8 +125,9 @@ def test_only_groups_that_may_join_are_priced() -> None:
 @pytest.mark.parametrize(
     ("sizes", "running", "max_jobs", "expected"),
     [
-        ([("L", 8)], "", 8, ([0], Split(0, 6))),  # a quarter of the slots stays free
-        ([("L", 8), ("S", 1)], "", 8, ([0, 2], Split(0, 6))),  # the rest of the group is between them
+        ([("L", 8)], "", 8, ([0], Split(0, 2))),  # two join at a time
+        ([("L", 8)], "LLLLL", 8, ([0], Split(0, 1))),  # a quarter of the slots stays free
+        ([("L", 8), ("S", 1)], "", 8, ([0, 2], Split(0, 2))),  # the rest of the group is between them
         ([("L", 2), ("S", 1), ("S", 1), ("S", 1)], "LLLLLL", 8, ([1, 2], None)),
         ([("L", 2), ("S", 1)], "LLLLL", 8, ([0, 2], Split(0, 1))),
         ([("L", 2), ("L", 2), ("S", 1)], "LLLL", 8, ([0, 2], None)),

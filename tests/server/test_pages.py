@@ -1,9 +1,10 @@
 """Both pages: accessibility, colours, the key, the engine page, the size of their files."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.serving import ALICE, Running, picture, png
+from helpers.serving import ALICE, Running, edit, picture, png, wait_for
 
 from instgenie.pictures.examples import THUMBNAIL
 from instgenie.server.routes.pages import FILES
@@ -51,6 +52,23 @@ def test_the_engine_page_shows_the_running_job(visitor: Visitor) -> None:
     expect(engine.locator("#running")).to_have_text("1")
     page.click("#cancel")
     expect(jobs).to_have_count(0)
+
+
+def test_the_engine_page_shows_who_made_way_for_whom(visitor: Visitor, server: Running) -> None:
+    """A full batch runs, and an urgent edit with a deadline takes the place of one of its jobs."""
+    engine = visitor.open("/engine")
+    expect(engine.locator("#order")).to_have_text(re.compile("No edit has left a batch"))
+    long = {"num_inference_steps": 60}
+    with ThreadPoolExecutor(1) as pool:
+        full = pool.submit(edit, server, n=8, extra_body=long)
+        wait_for(lambda: server.metric("instgenie:num_requests_running") == 8)
+        expect(engine.locator(".slack").first).to_have_text("no deadline")
+        urgent = {"num_inference_steps": 2, "priority": -1, "deadline_ms": 60_000}
+        edit(server, extra_body=urgent)
+        expect(engine.locator("#preempted li").first).to_contain_text(re.compile("ago.*for", re.DOTALL))
+        expect(engine.locator("#order")).to_be_hidden()
+        assert sum(picture.num_preemptions for picture in full.result().data) >= 1
+    expect(engine.locator("#met")).to_have_text("100 %")
 
 
 def test_templates_are_registered_and_removed(visitor: Visitor) -> None:

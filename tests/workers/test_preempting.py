@@ -162,3 +162,26 @@ def test_law_an_engine_that_a_job_leaves_and_joins_again_computes_the_same(model
         return job.latents
 
     assert torch.equal(run(3), run(0))
+
+
+def test_jobs_of_a_tenant_over_its_share_make_way_though_there_is_room(small: Model) -> None:
+    """The quiet job runs already when the noisy tenant is found to be over its share: nobody joins as others leave."""
+    tape, config = Tape(), make_config(max_batch_size=4)
+    denoiser = Denoiser(config, small, tape)  # type: ignore[arg-type]
+    tape.is_busy = lambda: denoiser.queue.groups or denoiser.registrar.pending
+    noisy = [with_terms(jobs(small, (name, NUM_STEPS)), tenant="noisy", number=at) for at, name in enumerate("ab")]
+    quiet = with_terms(jobs(small, ("q", 6)), tenant="quiet", number=5)
+    tape.rounds.append([*noisy, quiet])
+    send = tape.send
+
+    def send_and_charge(message: wire.Message, frames: Any = ()) -> None:
+        send(message, frames)
+        if isinstance(message, wire.BatchStepped) and len(tape.of(wire.BatchStepped)) == 2:
+            denoiser.policy.charge(["noisy"], 100.0)
+            tape.rounds.append([with_terms(jobs(small, ("c", 2)), tenant="noisy", number=9)])
+
+    tape.send = send_and_charge  # type: ignore[method-assign]
+    denoiser.run()
+    [preempted] = tape.of(wire.Preempted)
+    assert ({told.id for told in preempted.jobs}, preempted.by) == ({"a", "b"}, "q")
+    assert sorted(message.id for message in tape.of(wire.Denoised)) == ["a", "b", "c", "q"]

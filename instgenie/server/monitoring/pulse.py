@@ -31,6 +31,7 @@ class JobBar:
     num_steps: int
     num_tokens: int
     num_masked_tokens: int
+    made_way: bool = False  # it left for another job
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Pulse(Observer):
 
     def preempted(self, worker: int, job: str, by: str) -> None:
         self.preemptions.append(Preemption(time.monotonic(), worker, job, by))
+        for bar in [bar for bar in self.bars[worker] if bar.job == job][-1:]:
+            bar.made_way = True
 
     def snapshot(self, since: float) -> dict[str, Any]:
         """Return the whole state to show, with only those steps that ended after `since`."""

@@ -5,6 +5,12 @@ import { watchTemplates } from "./templates.js";
 import { Timeline } from "./timeline.js";
 
 const MS_BEFORE_RETRY = 2000;
+const ORDERS = {
+  preemptive: "No edit has left a batch for a more urgent one.",
+  slack: "The edit with the least slack goes first; none leaves a batch.",
+  edf: "The edit with the earliest deadline goes first; none leaves a batch.",
+  fcfs: "The oldest edit goes first; none leaves a batch.",
+};
 const cards = new Map(); // one per worker, by index
 
 async function watch() {
@@ -31,6 +37,7 @@ function show(snapshot) {
   showTiles(snapshot);
   showMasks(snapshot.mask_ratios);
   showTiers(snapshot);
+  showPreemptions(snapshot);
   for (const worker of snapshot.workers) cardOf(worker.index).show(worker, snapshot);
 }
 
@@ -48,9 +55,8 @@ function showTiles(snapshot) {
   write("waiting", `${snapshot.num_waiting} waiting, at most ${snapshot.max_queue}`);
   find("registering").textContent = registering ? `${registering} ${registering === 1 ? "picture is" : "pictures are"} being registered` : "";
   write("met", snapshot.attainment === null ? "–" : percent(snapshot.attainment));
-  write("predicted", `of ${snapshot.num_deadlines} recent edits; latencies predicted within ${percent(snapshot.prediction_error)}`);
-  const left = snapshot.preemptions.map(({ job, by }) => `${job.slice(0, 8)} waited for ${by.slice(0, 8)}`);
-  write("preempted", left.length ? `Left the batch for a more urgent edit: ${left.join(", ")}` : "");
+  const error = `predictions off by ${percent(snapshot.prediction_error)}`;
+  write("predicted", `of ${snapshot.num_deadlines} edits with one, ${error}`);
   write("hits", queries ? percent(hits / queries) : "–");
   write("queries", `${hits} of ${queries} edits`);
 }
@@ -67,6 +73,23 @@ function showMasks(counts) {
       bar.style.height = `${(count / most) * 80}px`;
       return element("div", {}, element("span", { textContent: count || "" }), bar, element("span", { textContent: `${10 * bin + 10} %` }));
     }),
+  );
+}
+
+// Edits that left a batch for others, the latest first.
+function showPreemptions({ preemptions, scheduling, now }) {
+  find("order").textContent = preemptions.length ? "" : ORDERS[scheduling];
+  find("preempted").replaceChildren(
+    ...preemptions.toReversed().map(({ at, job, by }) =>
+      element(
+        "li",
+        {},
+        element("span", { className: "quiet", textContent: `${seconds(Math.max(now - at, 0))} ago` }),
+        element("code", { textContent: job.slice(0, 8) }),
+        element("span", { className: "quiet", textContent: "for" }),
+        element("code", { textContent: by.slice(0, 8) }),
+      ),
+    ),
   );
 }
 
@@ -103,7 +126,7 @@ class Card {
 
   title() {
     const legend = element("span", { className: "legend" });
-    for (const [name, text] of [["cached", "activations reused"], ["dense", "every token computed"]]) {
+    for (const [name, text] of [["cached", "activations reused"], ["dense", "every token computed"], ["waits", "made way for another"]]) {
       legend.append(element("span", {}, element("i", { className: name }), text));
     }
     return element("div", { className: "title" }, this.name, this.state, this.pace, legend);
@@ -130,15 +153,16 @@ function jobRow(job, worker, { model }) {
     {},
     element("code", { textContent: job.id.slice(0, 8) }),
     element("progress", { max: job.num_steps, value: job.step, ariaLabel: `Steps of job ${job.id.slice(0, 8)}` }),
-    element("span", { textContent: `step ${job.step} of ${job.num_steps}${slackText(job)}` }),
+    element("span", { textContent: `step ${job.step} of ${job.num_steps}` }),
+    element("span", { className: job.slack < 0 ? "slack late" : "slack", textContent: slackText(job) }),
     element("div", { className: "plan" }, blocks, element("span", { textContent: planText(job, plan, worker) })),
   );
 }
 
-// How much time a job has beyond what it still needs, if it has a deadline.
+// How much time a job has beyond what it still needs, if it has a deadline, and how often it made way.
 function slackText({ slack, num_preemptions: waited }) {
-  const time = slack === null ? "" : slack < 0 ? `, late by ${seconds(-slack)}` : `, ${seconds(slack)} to spare`;
-  return waited ? `${time}, left the batch ${waited} ${waited === 1 ? "time" : "times"}` : time;
+  const time = slack === null ? "no deadline" : slack < 0 ? `late by ${seconds(-slack)}` : `${seconds(slack)} to spare`;
+  return waited ? `${time}, made way ${waited}\u00d7` : time;
 }
 
 // Shows the times the router predicts: a line fitted to the steps measured so far.

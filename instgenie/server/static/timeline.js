@@ -5,6 +5,7 @@ const MIN_LANES = 4;
 const GAP = 2;
 const STEPS_HEIGHT = 26;
 const ROOM = 8;
+const END = 4; // width of the mark of a job that made way for another
 
 export class Timeline {
   constructor(canvas) {
@@ -49,7 +50,7 @@ export class Timeline {
     const now = performance.now() / 1000 + offset;
     const x = (time) => width - ((now - time) / window) * width;
     const style = getComputedStyle(canvas);
-    const [accent, dense, quiet] = ["--accent", "--dense", "--quiet"].map((name) => style.getPropertyValue(name));
+    const [accent, dense, quiet, madeWay] = ["--accent", "--dense", "--quiet", "--made-way"].map((name) => style.getPropertyValue(name));
     context.clearRect(0, 0, width, height);
     const laneHeight = (height - STEPS_HEIGHT - 2 * ROOM) / this.numLanes;
     for (const bar of worker.bars) {
@@ -59,6 +60,10 @@ export class Timeline {
       context.beginPath();
       context.roundRect(left, top, Math.max(right - left, 2), Math.max(laneHeight - GAP, 2), 3);
       context.fill();
+      if (bar.made_way) {
+        context.fillStyle = madeWay;
+        context.fillRect(Math.max(right - END, left), top, END, Math.max(laneHeight - GAP, 2));
+      }
     }
     context.fillStyle = quiet;
     for (const { ended, seconds, batch_size } of this.steps) {

@@ -30,6 +30,16 @@ def test_a_bar_lasts_from_joining_to_leaving(pulse: Pulse) -> None:
     ]
 
 
+def test_a_job_that_made_way_for_another_has_a_mark(pulse: Pulse) -> None:
+    pulse.joined(0, job("a"))
+    pulse.left(0, "a")
+    pulse.preempted(0, "a", by="b")
+    pulse.joined(0, job("a"))
+    seen = pulse.snapshot(0)
+    assert [bar["made_way"] for bar in seen["workers"][0]["bars"]] == [True, False]
+    assert [(one["job"], one["by"]) for one in seen["preemptions"]] == [("a", "b")]
+
+
 def test_a_step_is_sent_once(pulse: Pulse) -> None:
     pulse.step(0, 0.1, batch_size=3, between=0.0)
     seen = pulse.snapshot(0)
