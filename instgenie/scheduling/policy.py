@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from instgenie.cost.table import StepCosts
 from instgenie.scheduling.pace import Pace
-from instgenie.scheduling.scheduler import Decision, Scheduler, Split, WaitingGroup
+from instgenie.scheduling.scheduler import Decision, Scheduler, Split, WaitingGroup, throughput
 from instgenie.scheduling.shares import Shares
 from instgenie.scheduling.terms import PricedJob, Standing
 
@@ -139,7 +139,4 @@ class LeastSlack(Policy):
 
 def benefit(batch: Sequence[PricedJob], joining: Sequence[PricedJob], costs: StepCosts) -> float:
     """How many times as many job steps per second a larger batch takes."""
-    if not batch:
-        return BENEFIT
-    before, together = (costs.step_seconds(job.price for job in jobs) for jobs in (batch, (*batch, *joining)))
-    return (len(batch) + len(joining)) / len(batch) * before / together
+    return throughput((*batch, *joining), costs) / throughput(batch, costs) if batch else BENEFIT

@@ -5,8 +5,8 @@ given up first and wait until the others are served. Running jobs leave between 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from instgenie.cost.table import StepCosts
 from instgenie.scheduling.policy import MAX_OVERTAKEN, Policy, Rank, Situation
@@ -35,22 +35,24 @@ class Judged(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Uninvited:
-    """A waiting group that does not join now."""
+class Guest:
+    """A waiting group as a batch of several tenants sees it. It is overdue if jobs of its own tenant have overtaken it:
+    against others its share protects it."""
 
     group: WaitingGroup
-    is_ready: ClassVar[bool] = False
+    jobs: Sequence[PricedJob]
+    is_ready: bool  # False also if it is not to join now
 
     @property
     def is_overdue(self) -> bool:
-        return self.group.is_overdue
+        return self.jobs[0].num_overtaken >= MAX_OVERTAKEN
 
     @property
     def num_jobs(self) -> int:
         return self.group.num_jobs
 
     def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
-        return self.group.priced(costs)
+        return self.jobs
 
 
 class Preemptive(Policy):
@@ -88,8 +90,9 @@ class Preemptive(Policy):
 
     def decide(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation) -> Decision:
         judged = self._judge(waiting, situation)
-        decision = self._fill(waiting, num_ready, situation, judged)
-        return self._make_way(decision, waiting, situation, judged)
+        guests = [Guest(group, group.priced(situation.costs), group.is_ready) for group in waiting]
+        decision = self._fill(guests, num_ready, situation, judged)
+        return self._make_way(decision, guests, situation, judged)
 
     def _fill(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation, judged: Judged) -> Decision:
         decision = self._join(waiting, num_ready, situation, judged)
@@ -105,9 +108,7 @@ class Preemptive(Policy):
                 return after._replace(leaving=leaving)
         return decision
 
-    def _make_way(
-        self, decision: Decision, waiting: Sequence[WaitingGroup], situation: Situation, judged: Judged
-    ) -> Decision:
+    def _make_way(self, decision: Decision, waiting: Sequence[Guest], situation: Situation, judged: Judged) -> Decision:
         """Let jobs of tenants that are over their share leave the batch, or wait, where they slow down others."""
         running, costs = situation.running, situation.costs
         staying = [index for index in range(len(running)) if index not in decision.leaving]
@@ -121,12 +122,12 @@ class Preemptive(Policy):
                 has_time = self._have_time_for([running[index]], kept, own, costs)
                 kept += [running[index]] if has_time else []
                 leaving |= set() if has_time else {index}
-        guests: list[WaitingGroup] = []
-        for group in waiting:
-            jobs = group.priced(costs)
-            if self._is_over(jobs[0]) and group.is_ready and not self._have_time_for(jobs, kept, own, costs):
-                group = Uninvited(group)
-            guests.append(group)
+        guests = [
+            replace(one, is_ready=not self._is_over(one.jobs[0]) or self._have_time_for(one.jobs, kept, own, costs))
+            if one.is_ready
+            else one
+            for one in waiting
+        ]
         num_ready = sum(group.num_jobs for group in guests if group.is_ready)
         left = [job for index, job in enumerate(running) if index not in leaving]
         after = self._join(guests, num_ready, situation._replace(running=left), judged)

@@ -5,8 +5,8 @@ The step loop of a worker, the single-process editor and the simulator ask the s
 form a group and join together. A group whose activations are still loading is passed over.
 
 Long jobs leave some slots of a batch to others, and a long group joins part by part as there is room. So no job waits
-for a batch of long ones to end. Two of them join at a time: jobs that join together are dense at the same steps, and a
-step of many dense jobs would keep the next one to come waiting.
+for a batch of long ones to end. Nor should it wait long for their step to end: they join one at a time, since jobs that
+join together are dense at the same steps, and only as many as raise the throughput.
 
 A joining job amortises the step's fixed cost but lengthens the step for the others. Two jobs that share nothing take
 as long together as one after the other, except that the first one ends later. So a batch grows while that pays, and it
@@ -25,7 +25,8 @@ from instgenie.scheduling.terms import PricedJob
 
 PATIENCE = 0.35  # weight of a running job's loss against a waiting job's gain
 LONG = 100  # a job with more steps left than this is long
-MAX_LONG_AT_ONCE = 2  # long jobs that join before the same step
+MAX_LONG_AT_ONCE = 1  # long jobs that join before the same step
+LONG_GAIN = 1.05  # how many times as many job steps per second a batch must take for another long job to join it
 
 
 class WaitingGroup(Protocol):
@@ -108,7 +109,8 @@ class FirstCome:
                 is_cut = len(part) < len(jobs)
                 if not part or (is_cut and split):
                     continue
-                if batch and not group.is_overdue and not self.admit(part, batch, num_ready, costs):
+                has_reason = group.is_overdue or not batch
+                if not has_reason and not (gains(part, batch, costs) and self.admit(part, batch, num_ready, costs)):
                     continue
                 split = Split(position, len(part)) if is_cut else split
                 num_long += len(part)
@@ -153,6 +155,17 @@ def room_for_long(batch: Sequence[PricedJob], max_jobs: int) -> int:
     num_long = sum(job.num_steps > LONG for job in batch)
     max_long = max(max_jobs - max(max_jobs // 4, 1), 1)
     return max(min(max_jobs - len(batch), max_long - num_long), 0)
+
+
+def gains(group: Sequence[PricedJob], batch: Sequence[PricedJob], costs: StepCosts) -> bool:
+    """Return whether long jobs raise the throughput of the long ones that run; beside short ones they always join."""
+    running = [job for job in batch if job.num_steps > LONG]
+    return not running or throughput((*running, *group), costs) >= LONG_GAIN * throughput(running, costs)
+
+
+def throughput(batch: Sequence[PricedJob], costs: StepCosts) -> float:
+    """Job steps per second."""
+    return len(batch) / max(costs.step_seconds(job.price for job in batch), 1e-9)
 
 
 def waits_too_long(group: Sequence[PricedJob], running: Sequence[PricedJob], room: int) -> bool:

@@ -3,14 +3,15 @@
 Each tenant has an account of the seconds that steps spent on its jobs, divided by its weight. A tenant whose account is
 ahead of the least served one that has work is over its share, and goes behind those that are not. A tenant that used
 less than its share keeps that as credit, up to a limit, so that one who sends an edit now and then is served at once
-beside one who sends without pause.
+beside one who sends without pause. One who comes new has less of it: the others did not take the time from him.
 """
 
 from collections.abc import Iterable, Mapping
 
 CREDIT = 10.0  # seconds that a tenant may lag behind; a longer absence earns nothing
+WELCOME = 3.0  # seconds that a new tenant lags behind, who has not waited for any of them
 QUANTUM = 1.0  # seconds by which an account is ahead before its tenant is over its share
-FAR = 5.0  # seconds by which an account is so far ahead that its tenant all but makes way for others
+FAR = 2.0  # seconds by which an account is so far ahead that its tenant all but makes way for others
 BRIEFLY = 1.25  # how many times as long a step may take with the jobs of such a tenant in it
 
 
@@ -37,7 +38,7 @@ class Shares:
         floor = max(self._used.values(), default=0.0) - CREDIT
         self._used = {tenant: used for tenant, used in self._used.items() if tenant in active or used > floor}
         for tenant in active:
-            self._used[tenant] = max(self._used.get(tenant, floor), floor)
+            self._used[tenant] = max(self._used.get(tenant, floor + CREDIT - WELCOME), floor)
         self._least = min(self._used[tenant] for tenant in active)
 
     def is_over(self, tenant: str) -> bool:

@@ -1,6 +1,6 @@
 """What others feel of a flood, of load, and of too little memory, on real servers. From the root of the repository:
 
-    PYTHONPATH=tests python -m helpers.flood [--seconds 60] [--model builtin] [--device cpu]
+    PYTHONPATH=tests python -m helpers.flood [flood templates memory] [--seconds 60] [--model builtin] [--device cpu]
 
 Prints three figures:
 
@@ -30,6 +30,7 @@ import openai
 from helpers.serving import ALICE, BOB, Running, alpha_png, edit, mask, picture, png, running_server, wait_for
 
 QUIET = {"num_inference_steps": 4}
+PARTS = ("flood", "templates", "memory")
 SIDE = 256
 LOAD = 0.9
 NUM_BURST = 16
@@ -46,6 +47,7 @@ def photo(seed: int) -> bytes:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=PARTS, help="what to measure")
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--steps", type=int, default=1000, help="of each of the ten pictures of the flood")
     parser.add_argument("--model", default="builtin")
@@ -59,11 +61,14 @@ def main(arguments: Sequence[str]) -> None:
             common = ("--api-key-file", str(keys), "--no-register-examples", "--no-auto-register")
             return running_server(Path(name), options.model, *common, *flags, device=options.device)
 
-        with start() as server:
-            flood_test(server, options.seconds, options.steps)
-        with start("--max-queue", "1000") as server:
-            num_bytes = template_test(server)
-        memory_test(start, Path(name) / "cache", num_bytes, options.seconds // 2)
+        if "flood" in options.parts:
+            with start() as server:
+                flood_test(server, options.seconds, options.steps)
+        if "templates" in options.parts:
+            with start("--max-queue", "1000") as server:
+                template_test(server)
+        if "memory" in options.parts:
+            memory_test(start, Path(name) / "cache", options.seconds)
 
 
 def flood_test(server: Running, seconds: int, steps: int) -> None:
@@ -110,8 +115,7 @@ def flood(server: Running, steps: int, stop: threading.Event) -> None:
             time.sleep(1)
 
 
-def template_test(server: Running) -> int:
-    """Return the bytes of a template."""
+def template_test(server: Running) -> None:
     ready_after(server, 0)
     quiet_edit(server)
     with ThreadPoolExecutor(64) as pool:
@@ -133,9 +137,6 @@ def template_test(server: Running) -> int:
         f"(at most {max(loaded):.2f}) under {LOAD:.0%} load, {rate:.2f} edits/s, {num_sent} sent ({ratio:.2f}x)",
         flush=True,
     )
-    with server.http(BOB) as client:
-        [first, *_] = client.get("/v1/templates").json()["data"]
-    return max(first["tier_bytes"].values())
 
 
 def send_at(rate: float, server: Running, stop: threading.Event, pool: ThreadPoolExecutor) -> int:
@@ -162,8 +163,12 @@ def ready_after(server: Running, seed: int) -> float:
     return float("inf")
 
 
-def memory_test(start: Start, folder: Path, num_bytes: int, seconds: int) -> None:
-    room = 1.5 * num_bytes / 2**30
+def memory_test(start: Start, folder: Path, seconds: int) -> None:
+    with start() as server:
+        ready_after(server, 0)
+        with server.http(BOB) as client:
+            [template] = client.get("/v1/templates").json()["data"]
+    room = 1.5 * max(template["tier_bytes"].values()) / 2**30
     with start("--cache-dir", str(folder), "--host-cache-gib", f"{room:.6f}", "--gpu-cache-gib", "0") as server:
         for seed in (0, 1):
             ready_after(server, seed)

@@ -198,17 +198,19 @@ def test_a_noisy_tenant_leaves_the_batch_for_a_quiet_one() -> None:
 
 
 def test_a_noisy_tenant_makes_way_though_the_batch_has_room() -> None:
-    """Beside three jobs of the flood, each step of the quiet job would take more than twice as long."""
+    """Beside the jobs of the flood, each step of the quiet tenant's second job would take more than twice as long."""
     loop = make_loop("preemptive", max_jobs=8)
-    for number in range(3):
+    loop.add("q", 1, tenant="quiet", number=0)
+    loop.run()
+    for number in range(1, 4):
         loop.add("n", 50, tenant="noisy", number=number)
-    for _ in range(10):
+    for _ in range(5):
         loop.step()
     loop.add("q", 3, tenant="quiet", number=9)
     for _ in range(4):
         loop.step()
-    assert loop.steps[10:13] == ["q", "q", "q"]
-    assert loop.steps[13] == loop.steps[9]
+    assert loop.steps[6:9] == ["q", "q", "q"]
+    assert loop.steps[9] == loop.steps[5]
 
 
 def test_a_noisy_tenant_stays_where_it_costs_others_next_to_nothing() -> None:
@@ -233,6 +235,22 @@ def test_two_tenants_that_always_have_work_share_the_batch() -> None:
     assert loop.num_preempted <= 10
     served = [sum(1 / len(step) for step in loop.steps for one in step if one == name) for name in "ab"]
     assert served[1] < 1.5 * served[0]
+
+
+def test_a_new_tenant_does_not_make_others_pay_for_idle_time() -> None:
+    """Two tenants used the worker for a minute each. A third one that comes with a flood is soon behind them."""
+    loop = make_loop("preemptive", max_jobs=1)
+    for number in range(80):
+        loop.add("ab"[number % 2], 1, tenant="ab"[number % 2], number=number)
+    loop.run()
+    loop.steps.clear()
+    for number in range(100, 104):
+        loop.add("n", 50, tenant="new", number=number)
+    loop.add("a", 2, tenant="a", number=110)
+    for _ in range(8):
+        loop.step()
+    assert loop.steps.index("a") <= 3
+    assert loop.steps.count("a") == 2
 
 
 def test_shares_follow_weights() -> None:

@@ -125,14 +125,14 @@ def test_only_groups_that_may_join_are_priced() -> None:
 @pytest.mark.parametrize(
     ("sizes", "running", "max_jobs", "expected"),
     [
-        ([("L", 8)], "", 8, ([0], Split(0, 2))),  # two join at a time
+        ([("L", 8)], "", 8, ([0], Split(0, 1))),  # one joins at a time
         ([("L", 8)], "LLLLL", 8, ([0], Split(0, 1))),  # a quarter of the slots stays free
-        ([("L", 8), ("S", 1)], "", 8, ([0, 2], Split(0, 2))),  # the rest of the group is between them
+        ([("L", 8), ("S", 1)], "", 8, ([0, 2], Split(0, 1))),  # the rest of the group is between them
         ([("L", 2), ("S", 1), ("S", 1), ("S", 1)], "LLLLLL", 8, ([1, 2], None)),
         ([("L", 2), ("S", 1)], "LLLLL", 8, ([0, 2], Split(0, 1))),
-        ([("L", 2), ("L", 2), ("S", 1)], "LLLL", 8, ([0, 2], None)),
+        ([("L", 1), ("L", 2), ("S", 1)], "LLLL", 8, ([0, 2], None)),
         ([("L", 1)], "LS", 4, ([0], None)),
-        ([("L", 3)], "SSSSSS", 8, ([0], Split(0, 2))),  # a long group does not wait until all of it fits
+        ([("L", 3)], "SSSSSS", 8, ([0], Split(0, 1))),  # a long group does not wait until all of it fits
         ([("L", 2)], "", 2, ([0], Split(0, 1))),
         ([("L", 2)], "", 1, ([0], Split(0, 1))),
         ([("L", 1)], "L", 1, ([], None)),
@@ -152,6 +152,18 @@ def test_a_long_group_that_does_not_pay_is_overtaken_until_it_is_overdue() -> No
     for is_overdue, expected in ((False, [1]), (True, [0, 1])):
         groups = [Group([long], is_overdue=is_overdue), Group([DEAR])]
         assert decide("continuous", groups, [other], 8) == (expected, None)
+
+
+def test_long_jobs_share_a_batch_only_as_far_as_that_raises_throughput() -> None:
+    """Each step costs 1 s, and each job as much as its price. A fourth job at 2 s raises the throughput by 4 %."""
+    costs = linear_costs(per_step=1.0, per_token=0.0)
+    for price, expected in ((0.1, 6), (2.0, 3)):
+        long = PricedJob(Price(price, 0.0), 1000)
+        running: list[PricedJob] = []
+        for _ in range(10):
+            decision = SCHEDULERS["continuous"].decide([Group([long])], 10, running, 8, costs)
+            running += [long] * len(decision.joining)
+        assert len(running) == expected
 
 
 def test_a_job_is_no_longer_long_near_its_end() -> None:
