@@ -1,5 +1,6 @@
 """A headless Chromium for tests of the pages, a visitor that notes every fault, and the actions of a user."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -123,17 +124,19 @@ def record_progress(page: Page) -> None:
     }""")
 
 
-def watch_tasks(page: Page) -> None:
-    """Collect the milliseconds of every long task of the page's main thread in `window.tasks`."""
-    page.evaluate("""() => {
-        window.tasks = [0];
-        new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((task) => task.duration)))
-            .observe({entryTypes: ["longtask"]});
-    }""")
-
-
-def longest_task(page: Page) -> float:
-    return float(page.evaluate("Math.max(...window.tasks)"))
+@contextmanager
+def timed_tasks(page: Page) -> Iterator[list[float]]:
+    """Time the tasks of the page's main thread while the block runs: the list has the milliseconds of each, in which
+    the thread computed. Other processes, which may take the core away meanwhile, do not lengthen them."""
+    browser = page.context.browser
+    assert browser
+    browser.start_tracing(page=page, categories=["toplevel"])
+    milliseconds: list[float] = []
+    yield milliseconds
+    events = json.loads(browser.stop_tracing())["traceEvents"]
+    main = {(one["pid"], one["tid"]) for one in events if one["args"].get("name") == "CrRendererMain"}
+    tasks = [one for one in events if one["name"].endswith("RunTask") and (one["pid"], one["tid"]) in main]
+    milliseconds += [task["tdur"] / 1000 for task in tasks if "tdur" in task]
 
 
 def downloaded(page: Page) -> Pixels:

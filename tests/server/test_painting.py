@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 
-from helpers.browser import WAIT, Visitor, drag, longest_task, masked_percent, open_picture_on, watch_tasks
+from helpers.browser import WAIT, Visitor, drag, masked_percent, open_picture_on, timed_tasks
 from helpers.scene import BALL, BOX, await_strokes, middle, place, saved_mask, scene
 from PIL import Image
 from playwright.sync_api import FilePayload, expect
@@ -14,8 +14,7 @@ from playwright.sync_api import FilePayload, expect
 from instgenie.server.routes.suggestions import suggested_examples
 
 LARGE = (5600, 4200)  # (width, height): 24 megapixels
-MAX_LONG_TASK = 200  # milliseconds
-MAX_TRIES = 6
+MAX_LONG_TASK = 200  # milliseconds of computing
 
 
 def test_tools_paint_erase_undo_and_redo(visitor: Visitor) -> None:
@@ -62,37 +61,28 @@ def test_zoom_changes_the_view_and_not_the_mask(visitor: Visitor) -> None:
 
 
 def test_a_large_photograph_keeps_the_page_responsive(visitor: Visitor) -> None:
-    """One of six tries has to be free of long tasks, since the machine may be busy otherwise."""
+    """No task of the page's main thread is long while a mask is painted, selected, grown and saved."""
     file = io.BytesIO()
     Image.open(io.BytesIO(scene())).resize(LARGE).save(file, "JPEG", quality=85)
     photograph: FilePayload = {"name": "large.jpg", "mimeType": "image/jpeg", "buffer": file.getvalue()}
-    longest: list[float] = []
-    while not longest or (min(longest) >= MAX_LONG_TASK and len(longest) < MAX_TRIES):
-        longest.append(time_photograph(visitor, photograph))
-    assert min(longest) < MAX_LONG_TASK, longest
-
-
-def time_photograph(visitor: Visitor, photograph: FilePayload) -> float:
-    """Paint, select, grow and save the mask of a photograph, and return the milliseconds of the longest task."""
     page = visitor.open()
     expect(page.locator("#examples button")).to_have_count(len(suggested_examples()))
-    watch_tasks(page)
-    page.set_input_files("#file", photograph)
-    expect(page.locator("#under")).to_contain_text(f"{LARGE[0]} × {LARGE[1]}", timeout=WAIT)
-    for tool in ("b", "e", "r", "l"):
-        page.keyboard.press(tool)
-        drag(page, (0.2, 0.3), (0.8, 0.3), (0.8, 0.7), (0.2, 0.7), (0.3, 0.4))
-    page.mouse.wheel(0, -400)
-    page.click("#clear")
-    page.click("#fit")
-    page.keyboard.press("s")
-    for number, thing in enumerate((BALL, BOX)):
-        page.mouse.click(*place(page, *middle(thing)))
-        await_strokes(page, 6 + number)
-    page.keyboard.press("g")
-    await_strokes(page, 8)
-    page.keyboard.press("Control+z")
-    saved_mask(page, LARGE[::-1])
-    duration = longest_task(page)
-    page.close()
-    return duration
+    with timed_tasks(page) as milliseconds:
+        page.set_input_files("#file", photograph)
+        expect(page.locator("#under")).to_contain_text(f"{LARGE[0]} × {LARGE[1]}", timeout=WAIT)
+        for tool in ("b", "e", "r", "l"):
+            page.keyboard.press(tool)
+            drag(page, (0.2, 0.3), (0.8, 0.3), (0.8, 0.7), (0.2, 0.7), (0.3, 0.4))
+        page.mouse.wheel(0, -400)
+        page.click("#clear")
+        page.click("#fit")
+        page.keyboard.press("s")
+        for number, thing in enumerate((BALL, BOX)):
+            page.mouse.click(*place(page, *middle(thing)))
+            await_strokes(page, 6 + number)
+        page.keyboard.press("g")
+        await_strokes(page, 8)
+        page.keyboard.press("Control+z")
+        saved_mask(page, LARGE[::-1])
+    assert len(milliseconds) > 100
+    assert max(milliseconds) < MAX_LONG_TASK
