@@ -1,6 +1,7 @@
 """Starts a process of a worker: `python -m instgenie.workers MODULE CONFIG`. Imports nothing that takes time before the
 process is bound to its parent, so that no process is left behind if the parent dies while this one loads."""
 
+import gc
 import importlib
 import json
 import signal
@@ -15,7 +16,11 @@ def main() -> None:
     if (parent := json.loads(config)["parent"]) is not None:
         die_with(parent)
     set_name(module.rpartition(".")[2])
-    importlib.import_module(module).main(config)
+    gc.disable()  # nearly all that is imported stays
+    role = importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    role.main(config)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the processes of workers
     die_with(parent)
     set_name("nursery")
+    gc.disable()  # nearly all that is imported stays: looking for garbage would take a seventh of the time
     roles = {role: importlib.import_module(f"instgenie.workers.{role}") for role in get_args(Role)}
+    gc.enable()
     gc.collect()
     gc.freeze()  # what was imported stays shared with the forked processes, and is not collected there
     outlive_thread()
