@@ -102,7 +102,7 @@ def test_a_cluster_over_tcp_without_a_parent(
     run: Run, folders: dict[str, Path], environment: None, models: dict[str, Model]
 ) -> None:
     """Starts that fail are tried again, edits come out as the engine makes them, and a killed process costs no edit."""
-    order, launcher = make_order(steps=12), TcpLauncher()
+    order, launcher = make_order(steps=36), TcpLauncher()
 
     async def play() -> tuple[list[Event], int]:
         cluster = Cluster(make_config(folders["sd"], batching="naive"), launcher)

@@ -63,13 +63,16 @@ def run_captured(graphs: Graphs, given: Sequence[Job]) -> list[torch.Tensor]:
     return [job.latents for job in jobs]
 
 
-def make_strip(model: Model, num_columns: int) -> Job:
-    """A job with two rows of masked tokens."""
+def make_strips(model: Model, *nums_columns: int) -> list[Job]:
+    """Jobs of one template with two rows of masked tokens each."""
     edit = make_edit(size=(256, 256), steps=1)
-    mask = np.zeros((256, 256), dtype=np.bool_)
-    mask[: 2 * model.patch, : num_columns * model.patch] = True
-    edit = replace(edit, mask=mask)
-    return reuse(prepare(edit, model), register(edit.picture, model, edit.size, edit.steps, edit.guidance))
+    activations = register(edit.picture, model, edit.size, edit.steps, edit.guidance)
+    jobs = []
+    for num_columns in nums_columns:
+        mask = np.zeros((256, 256), dtype=np.bool_)
+        mask[: 2 * model.patch, : num_columns * model.patch] = True
+        jobs.append(reuse(prepare(replace(edit, mask=mask), model), activations))
+    return jobs
 
 
 @pytest.mark.parametrize("kind", ["kv", "y", None])
@@ -166,7 +169,7 @@ def test_a_pass_that_cannot_be_captured_still_runs(models: dict[str, Model], mon
 def test_masks_of_about_one_size_share_a_pass(models: dict[str, Model]) -> None:
     """Lists are padded; a signature does not depend on which tokens are in them."""
     model = models["builtin"]
-    jobs = [make_strip(model, num_tokens) for num_tokens in (13, 15, 5)]
+    jobs = make_strips(model, 13, 15, 5)
     batches = [model.pack([job], pads=True) for job in jobs]
     assert batches[0].signature == batches[1].signature != batches[2].signature
     assert len({len(job.inside) for job in jobs}) == 3

@@ -28,7 +28,7 @@ def make_cached(model: Model, edit: Edit, kind: Kind, plan: Plan | None = None) 
 
 def feasible(kind: Kind, run_lengths: tuple[int, ...]) -> list[Plan]:
     """Every dense prefix; for y also every single dense block, every single cached one, and alternating ones. For kv
-    also the dense prefixes of each run, with the other runs cached."""
+    also the dense prefixes of each run, with the other runs cached. Each plan once."""
     num_blocks = sum(run_lengths)
     prefixes = [(False,) * dense + (True,) * (num_blocks - dense) for dense in range(num_blocks)]
     lone = [tuple(block == index for block in range(num_blocks)) for index in range(num_blocks)]
@@ -39,7 +39,8 @@ def feasible(kind: Kind, run_lengths: tuple[int, ...]) -> list[Plan]:
         for start, length in zip(itertools.accumulate(run_lengths, initial=0), run_lengths, strict=False)
         for end in range(start + 1, start + length + 1)
     ]
-    return prefixes + in_runs if kind == "kv" else prefixes + lone + missing + turns
+    plans = prefixes + in_runs if kind == "kv" else prefixes + lone + missing + turns
+    return list(dict.fromkeys(plans))
 
 
 def on_trajectory(model: Model, edit: Edit, step: int) -> Job:

@@ -110,7 +110,7 @@ def make_flux(
 def sd() -> DiffusionPipeline:
     """Like 2.1: predicts v, linear projections, heads of one width."""
     unet = UNet2DConditionModel(
-        sample_size=16, block_out_channels=(16, 32, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=32,
+        sample_size=8, block_out_channels=(16, 32, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=32,
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         attention_head_dim=(2, 4, 4), use_linear_projection=True, upcast_attention=True,
@@ -122,7 +122,7 @@ def sd() -> DiffusionPipeline:
 def sd_fill() -> DiffusionPipeline:
     """Like the inpainting 1.5: nine channels, predicts noise, convolutions for projections, comes with a PNDM."""
     unet = UNet2DConditionModel(
-        sample_size=16, in_channels=9, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4,
+        sample_size=8, in_channels=9, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4,
         cross_attention_dim=32, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=4,
     )  # fmt: skip
@@ -135,7 +135,7 @@ def make_sd(
     unet: UNet2DConditionModel,
     scheduler: DDIMScheduler | PNDMScheduler,
 ) -> DiffusionPipeline:
-    vae, text_encoder = tiny_kl(shift_factor=None), CLIPTextModel(tiny_clip(32))
+    vae, text_encoder = tiny_kl(shift_factor=None, num_levels=3), CLIPTextModel(tiny_clip(32))
     widen(unet, vae, text_encoder)
     return pipeline(
         unet=unet, vae=vae, scheduler=scheduler, text_encoder=text_encoder, tokenizer=tiny_tokenizer(9),
@@ -146,12 +146,13 @@ def make_sd(
 def sdxl() -> DiffusionPipeline:
     """Several blocks in a transformer, none at the first level; sizes and a pooled embedding; Euler."""
     unet = UNet2DConditionModel(
-        sample_size=16, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=32 + 16,
+        sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=32 + 16,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         attention_head_dim=(2, 4), transformer_layers_per_block=(1, 2), use_linear_projection=True,
         addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=24 + 6 * 8,
     )  # fmt: skip
-    vae, scheduler = tiny_kl(shift_factor=None), EulerDiscreteScheduler(**TRAINED, timestep_spacing="leading")
+    vae = tiny_kl(shift_factor=None, num_levels=3)
+    scheduler = EulerDiscreteScheduler(**TRAINED, timestep_spacing="leading")
     first = CLIPTextModel(tiny_clip(32, num_layers=2))
     second = CLIPTextModelWithProjection(tiny_clip(16, num_layers=2, projection_dim=24))
     widen(unet, vae, first, second)
@@ -161,10 +162,11 @@ def sdxl() -> DiffusionPipeline:
     )  # fmt: skip
 
 
-def tiny_kl(shift_factor: float | None = 0.2) -> AutoencoderKL:
+def tiny_kl(shift_factor: float | None = 0.2, num_levels: int = 2) -> AutoencoderKL:
+    """Each level but the first halves both sides."""
     return AutoencoderKL(
-        latent_channels=4, block_out_channels=(8, 8), norm_num_groups=4, sample_size=32,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4, block_out_channels=(8,) * num_levels, norm_num_groups=4, sample_size=32,
+        down_block_types=("DownEncoderBlock2D",) * num_levels, up_block_types=("UpDecoderBlock2D",) * num_levels,
         use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.4, shift_factor=shift_factor,
     )  # fmt: skip
 

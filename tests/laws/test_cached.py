@@ -157,10 +157,11 @@ def test_law_5_independent_of_the_tier(model: Model, kind: Kind, tmp_path: Path)
     activations = register_for(model, edit, kind)
     found = find_in_all_tiers(activations, model, tmp_path)
     assert set(found) >= {"host", "disk", "disk alone", "peer", "remote"}
+    job = prepare(edit, model)
     for plan in feasible(kind, activations.run_lengths)[:2]:
-        [expected] = run(model, [reuse(prepare(edit, model), activations, plan)])
+        [expected] = run(model, [reuse(job, activations, plan)])
         for one in found.values():
-            assert torch.equal(run(model, [reuse(prepare(edit, model), one, plan)])[0], expected)
+            assert torch.equal(run(model, [reuse(job, one, plan)])[0], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

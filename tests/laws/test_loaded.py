@@ -70,13 +70,14 @@ def test_law_5_loaded_is_at_hand(model: Model, kind: Kind, cache_dtype: CacheDty
         make_edit(steps=4, share=0.2, seed=2, strength=0.5),
         make_edit(steps=3, size=(64, 32), picture_seed=1, dense_steps=1),
     ]
-    near = [register_for(model, edit, kind, cache_dtype) for edit in edits]
+    shared = register_for(model, edits[0], kind, cache_dtype)
+    near = [shared, shared, shared, register_for(model, edits[3], kind, cache_dtype)]
+    prepared = [prepare(edit, model) for edit in edits]
     far_away = [move_to_host(one, host, model) for one in near]
     plans = [None, *feasible(kind, near[0].run_lengths)[1:2], None, feasible(kind, near[0].run_lengths)[-1]]
 
     def make_jobs(found: list[Activations]) -> list[Job]:
-        triples = zip(edits, found, plans, strict=True)
-        return [reuse(prepare(edit, model), one, plan) for edit, one, plan in triples]
+        return [reuse(job, one, plan) for job, one, plan in zip(prepared, found, plans, strict=True)]
 
     expected = run(model, make_jobs(near))
     on_cuda = model.device.type == "cuda"
@@ -121,17 +122,18 @@ def test_law_5_with_every_policy(model: Model, kind: Kind, policy: PlanPolicy, h
     edits = [make_edit(steps=3), make_edit(steps=3, share=0.1, seed=1, true_guidance=2.0)]
     near = register_for(model, edits[0], kind)
     away = move_to_host(near, host, model)
-    jobs = [reuse(prepare(edit, model), away) for edit in edits]
+    prepared = [prepare(edit, model) for edit in edits]
+    jobs = [reuse(job, away) for job in prepared]
     latency = slow_latency(model, jobs)
     loader = PlanRecorder(model, 1 if policy == "naive" else None)
     together = run_with(model, jobs, loader, Planning(model, latency, policy))
-    jobs = [reuse(prepare(edit, model), near) for edit in edits]
+    jobs = [reuse(job, near) for job in prepared]
     for plan in loader.plans:
         Engine(model).advance([give(job, plan) for job in jobs])
     assert all(torch.equal(latents, job.latents) for latents, job in zip(together, jobs, strict=True))
     planned = plan_batch(model.describe(), away_from_here(model, jobs), latency, policy=policy).plan
-    together = run_with(model, [reuse(prepare(edit, model), away, planned) for edit in edits], Loader(model, 2))
-    alone = [run(model, [reuse(prepare(edit, model), near, planned)])[0] for edit in edits]
+    together = run_with(model, [reuse(job, away, planned) for job in prepared], Loader(model, 2))
+    alone = [run(model, [reuse(job, near, planned)])[0] for job in prepared]
     assert max(map(apart, together, alone)) <= close(model)
 
 

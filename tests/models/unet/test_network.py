@@ -139,8 +139,8 @@ def test_guidance_is_true_guidance(model: UnetModel) -> None:
 
 
 def test_sizes_can_be_halved_at_every_level(models: dict[str, Model]) -> None:
-    assert [models[family].size_multiple for family in UNET_FAMILIES] == [8, 4, 4]
-    assert [models[family].patch for family in UNET_FAMILIES] == [2, 2, 2]
+    assert [models[family].size_multiple for family in UNET_FAMILIES] == [16, 8, 8]
+    assert [models[family].patch for family in UNET_FAMILIES] == [4, 4, 4]
 
 
 def test_more_steps_than_the_model_was_trained_for(model: UnetModel) -> None:
@@ -149,7 +149,7 @@ def test_more_steps_than_the_model_was_trained_for(model: UnetModel) -> None:
 
 
 def test_levels_are_max_pooled(model: UnetModel) -> None:
-    job = prepare(make_edit(size=(32, 32)), model)
+    job = prepare(make_edit(size=(64, 64)), model)
     masked = job.masked.view(job.grid)
     coarse = masked.view(8, 2, 8, 2).any(3).any(1).flatten()
     level = job.level(64)
