@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers.clusters import FAULTS, Run
+from helpers.clusters import FAULTS, QUIRK, Run
 from helpers.names import FAMILIES
 from helpers.serving import ALICE, BOB, Running, running_server
 
 import instgenie
 from instgenie.cluster import nursery
+
+FORK_FOLDER, FORK_PARENT = "TESTS_FORK_FOLDER", "TESTS_FORK_PARENT"
+RAY_FOLDER = "tests/cluster/ray/"
 
 if TYPE_CHECKING:
     from instgenie.models.model import Model
@@ -42,6 +46,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DEVICE-DTYPE",
         help="run the laws on this device in this dtype only, for example cpu-bfloat16",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the nurseries that tests start be forked (`helpers/forkserver`). Processes of pytest-xdist share what the
+    first one has set."""
+    if sys.platform != "linux" or FORK_FOLDER in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="instgenie-tests-")
+    config.add_cleanup(folder.cleanup)
+    patch = pytest.MonkeyPatch()
+    config.add_cleanup(patch.undo)
+    patch.setenv(FORK_FOLDER, folder.name)
+    patch.setenv(FORK_PARENT, str(os.getpid()))
+    patch.setenv("PYTHONPATH", str(Path(__file__).parent / "helpers" / "forkserver"), prepend=os.pathsep)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With one file per process of pytest-xdist, let the files that share a Ray cluster go to the same one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class RayTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return RAY_FOLDER if file.startswith(RAY_FOLDER) else file
+
+    return RayTogether(config, log)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -74,17 +107,20 @@ def has_cuda() -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def few_threads() -> Iterator[None]:
-    """One thread for torch, if any test module has imported it."""
+def small_matrices() -> Iterator[None]:
+    """If any test module has imported torch: one thread, and products without oneDNN, which takes several times as long
+    for the small matrices of tests. Worker processes use it all the same."""
     if "torch" not in sys.modules:
         yield
         return
     import torch
 
-    before = torch.get_num_threads()
+    before = torch.get_num_threads(), torch.backends.mkldnn.enabled
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(before[0])
+    torch.backends.mkldnn.enabled = before[1]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -149,16 +185,16 @@ def make_run() -> Iterator[Run]:
 
 @pytest.fixture(scope="session")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder on the path of worker processes, the same for all clusters, so that one nursery forks them."""
-    folder = tmp_path_factory.mktemp("faults")
-    (folder / "sitecustomize.py").write_text(textwrap.dedent(FAULTS))
-    return folder
+    """A file that worker processes run, the same for all clusters, so that one nursery forks them."""
+    file = tmp_path_factory.mktemp("faults") / "faults.py"
+    file.write_text(textwrap.dedent(FAULTS))
+    return file
 
 
 @pytest.fixture(scope="module")
 def environment(faults: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(faults), prepend=os.pathsep)
+        patch.setenv(QUIRK, str(faults))
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
 

@@ -150,7 +150,7 @@ def test_an_edit_does_without_the_users_cache_folder(
 
 def test_a_killed_registration_goes_on_and_comes_to_the_same(desk: Path, folders: dict[str, Path]) -> None:
     """Files are equal to the last bit if the processes have equally many threads, which decides how sums round."""
-    arguments = ["register", "photo.jpg", "--model", str(folders["sdxl"]), "--size", "96x64", "--steps", "32"]
+    arguments = ["register", "photo.jpg", "--model", str(folders["sdxl"]), "--size", "192x128", "--steps", "32"]
     assert "registered 32 of 32 steps" in run_alone(*arguments, "--cache-dir", "whole")
     killed = kill_registration(*arguments, "--cache-dir", "killed")
     num_left = 32 - 4 * len(killed)
@@ -166,9 +166,10 @@ def test_a_killed_registration_goes_on_and_comes_to_the_same(desk: Path, folders
     assert {path.suffix for path in Path("killed").glob("*/*")} == {".safetensors", ""}
 
 
-def start_alone(*arguments: str) -> subprocess.Popen[str]:
+def start_alone(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     """Start our command in a process of its own, with one thread."""
-    command, environment = [sys.executable, "-m", "instgenie", *arguments], os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "instgenie", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
@@ -181,7 +182,7 @@ def run_alone(*arguments: str) -> str:
 
 def kill_registration(*arguments: str) -> dict[Path, int]:
     """Kill the process when it has stored a few spans; return the files of that moment and their inodes."""
-    with start_alone(*arguments) as process:
+    with start_alone(*arguments, TESTS_FORK_FOLDER="") as process:  # not forked: it is dead as soon as it is killed
         while len(list(Path("killed").glob("*/*.safetensors"))) < 3:
             assert process.poll() is None
             time.sleep(0.001)

@@ -16,7 +16,8 @@ from instgenie.pictures.picture import open_picture
 def test_edit_in_a_process(desk: Path, folders: dict[str, Path]) -> None:
     before = Path("photo.jpg").read_bytes()
     model = str(folders["fill"])
-    done = instgenie_process("edit", "photo.jpg", "--mask", "alpha.png", "--model", model, "--seed", "7", *EDIT)
+    arguments = ["edit", "photo.jpg", "--mask", "alpha.png", "--model", model, "--seed", "7", *EDIT]
+    done = instgenie_process(*arguments, TESTS_FORK_FOLDER="")  # it is not forked: it imports everything itself
     assert (done.returncode, Path("photo.jpg").read_bytes()) == (0, before), done.stderr
     photo, edited = open_picture("photo.jpg"), open_picture("photo.edit.png")
     mask = box_mask((20, 10, 40, 30), (60, 100))

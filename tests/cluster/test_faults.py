@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.clusters import (
+    QUIRK,
     Run,
     are_equal,
     collect,
@@ -147,13 +149,11 @@ def test_an_edit_that_kills_every_process_fails_alone(run: Run, cluster: Cluster
 
 
 SLOW_DISK = """
-    import sys, time
+    import time
+    from instgenie.cache import disk
 
-    if "instgenie.workers" in " ".join(sys.orig_argv):
-        from instgenie.cache import disk
-
-        write = disk.write_file
-        disk.write_file = lambda *given: (time.sleep(2), write(*given))
+    write = disk.write_file
+    disk.write_file = lambda *given: (time.sleep(2), write(*given))
 """
 
 
@@ -161,8 +161,8 @@ def test_a_stop_leaves_time_to_write(
     run: Run, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of the timeout is left to the worker, which writes activations to disk."""
-    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK.replace("\n    ", "\n"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "slow_disk.py").write_text(textwrap.dedent(SLOW_DISK))
+    monkeypatch.setenv(QUIRK, str(tmp_path / "slow_disk.py"))
     folder = tmp_path / "disk"
 
     async def play() -> None:

@@ -1,13 +1,13 @@
 """Two fronts that share one worker: real processes, each with a connection to both fronts."""
 
 import asyncio
-import os
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.clusters import Run, are_equal, edit, make_config, make_order, pictures, register, until
+from helpers.clusters import QUIRK, Run, are_equal, edit, make_config, make_order, pictures, register, until
 from helpers.fronts import Nodes, SharedLauncher
 
 from instgenie.cluster.cluster import Cluster
@@ -16,19 +16,17 @@ from instgenie.pictures.digest import picture_digest
 from instgenie.scheduling.backlog import NO_LOAD
 
 COUNTING = """
-    import os, sys
+    import os
+    from instgenie.engine import loop
 
-    if "instgenie.workers" in " ".join(sys.orig_argv):
-        from instgenie.engine import loop
+    join = loop.Engine.join
 
-        join = loop.Engine.join
+    def counted(self, job):
+        with open(os.environ["TEST_JOINS"], "a") as file:
+            file.write(f"{job.edit.prompt} {job.edit.seed}\\n")
+        join(self, job)
 
-        def counted(self, job):
-            with open(os.environ["TEST_JOINS"], "a") as file:
-                file.write(f"{job.edit.prompt} {job.edit.seed}\\n")
-            join(self, job)
-
-        loop.Engine.join = counted
+    loop.Engine.join = counted
 """
 
 
@@ -36,9 +34,9 @@ COUNTING = """
 def joins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A file with one line for each job that began to take steps."""
     folder = tmp_path_factory.mktemp("joins")
-    (folder / "sitecustomize.py").write_text(COUNTING.replace("\n    ", "\n"))
+    (folder / "counting.py").write_text(textwrap.dedent(COUNTING))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setenv(QUIRK, str(folder / "counting.py"))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("TEST_JOINS", str(folder / "joins"))
         yield folder / "joins"

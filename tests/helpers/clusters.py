@@ -1,5 +1,5 @@
-"""Clusters of real processes, on tiny models. Faults come from a `sitecustomize` module on the path of the worker
-processes and of their nursery, where it runs before anything is forked; the package itself has no switch for them."""
+"""Clusters of real processes, on tiny models. Faults come from a file that runs in nurseries before they fork
+anything (`forkserver/sitecustomize.py`); the package itself has no switch for them."""
 
 import asyncio
 import io
@@ -23,34 +23,33 @@ from instgenie.types import Pixels
 if TYPE_CHECKING:
     from instgenie.models.model import Model
 
+QUIRK = "TESTS_QUIRK"  # the variable that names a file which worker processes run
 FAULTS = """
-    import os, signal, sys
+    import os, signal
+    import torch
+    from instgenie.engine import loop, prepare
 
-    if "instgenie.workers" in " ".join(sys.orig_argv):
-        import torch
-        from instgenie.engine import loop, prepare
+    advance, make_job = loop.Engine.advance, prepare.make_job
 
-        advance, make_job = loop.Engine.advance, prepare.make_job
+    def faulty_advance(self, jobs):
+        prompts = [job.edit.prompt for job in jobs]
+        if "death of steps" in prompts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "poison of steps" in prompts:
+            raise ValueError("poison")
+        if "too large" in prompts or ("large" in prompts and len(jobs) > 1):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+        advance(self, jobs)
 
-        def faulty_advance(self, jobs):
-            prompts = [job.edit.prompt for job in jobs]
-            if "death of steps" in prompts:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if "poison of steps" in prompts:
-                raise ValueError("poison")
-            if "too large" in prompts or ("large" in prompts and len(jobs) > 1):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-            advance(self, jobs)
+    def faulty_make_job(edit, *others):
+        if edit.prompt == "poison of prepare":
+            raise ValueError("poison")
+        job = make_job(edit, *others)
+        if edit.prompt == "poison of finish":
+            job.latents = job.latents[:, :1]  # this shape cannot be decoded
+        return job
 
-        def faulty_make_job(edit, *others):
-            if edit.prompt == "poison of prepare":
-                raise ValueError("poison")
-            job = make_job(edit, *others)
-            if edit.prompt == "poison of finish":
-                job.latents = job.latents[:, :1]  # this shape cannot be decoded
-            return job
-
-        loop.Engine.advance, prepare.make_job = faulty_advance, faulty_make_job
+    loop.Engine.advance, prepare.make_job = faulty_advance, faulty_make_job
 """
 WISHES = {field.name for field in fields_of(Wish)}
 TENANT = "digest of a key"

@@ -10,8 +10,8 @@ from instgenie.cli import main
 EDIT = ["--prompt", "a red cat", "--size", "48x32", "--steps", "3"]
 
 
-def instgenie_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+def instgenie_process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"} | variables
     command = [sys.executable, "-m", "instgenie", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 

@@ -24,6 +24,7 @@ from instgenie.server.service import HttpService
 
 LONG = {"prompt": "a cat", "num_inference_steps": "999", "quality": "exact", "n": "10"}
 ONE_PROCESS = ("--batching", "naive")
+REAL = {"TESTS_FORK_FOLDER": ""}  # its processes are forked by a nursery of its own, and are below it
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_what_is_not_done_in_time_is_refused_and_the_server_ends(
     """An edit, a stream and a request whose body never arrives: each gets to know why."""
     flags = [*ONE_PROCESS, "--shutdown-timeout", "2"]
     with (
-        running_server(tmp_path, str(folders["sd_fill"]), *flags, TMPDIR=str(sockets)) as server,
+        running_server(tmp_path, str(folders["sd_fill"]), *flags, TMPDIR=str(sockets), **REAL) as server,
         ThreadPoolExecutor(2) as threads,
         send_half_a_body(server) as uploading,
     ):
@@ -85,7 +86,7 @@ def test_a_second_signal_ends_the_server_at_once(folders: dict[str, Path], tmp_p
     """Its processes go with it; the folder of sockets stays for the next server to delete."""
     flags = [*ONE_PROCESS, "--shutdown-timeout", "3600"]
     with (
-        running_server(tmp_path, str(folders["sd_fill"]), *flags, TMPDIR=str(sockets)) as server,
+        running_server(tmp_path, str(folders["sd_fill"]), *flags, TMPDIR=str(sockets), **REAL) as server,
         ThreadPoolExecutor(1) as threads,
         server.http() as client,
     ):

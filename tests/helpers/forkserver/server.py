@@ -1,0 +1,117 @@
+"""The fork server of the tests: `server.py LISTENER`, started by `sitecustomize.py`. It imports what a nursery imports
+and forks a process for each connection, without threads. It ends with the tests, and its processes end with it."""
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import fsspec
+import sitecustomize
+
+from instgenie import cli
+from instgenie.cluster.config import Role
+from instgenie.workers import nursery
+
+PARENT = "TESTS_FORK_PARENT"  # the process id of the tests
+MAX_REQUEST_BYTES = 2**18
+
+
+class Fork(NamedTuple):
+    pid: int
+    asker: socket.socket  # of the process that it stands for
+
+
+def serve(listener: socket.socket, parent: int) -> dict[str, Any]:
+    """Take requests. Returns in forked processes only, with what they are to do."""
+    forks: dict[int, Fork] = {}  # by a descriptor that becomes readable when the process ends
+    server, poll = os.getpid(), select.poll()
+    for file in (listener, parent):
+        poll.register(file, select.POLLIN)
+    while True:
+        file, _ = poll.poll()[0]
+        if file == parent:
+            for fork in forks.values():
+                os.kill(fork.pid, signal.SIGKILL)
+            os._exit(0)
+        elif file == listener.fileno():
+            asker, _ = listener.accept()
+            data, files, _, _ = socket.recv_fds(asker, MAX_REQUEST_BYTES, 4)
+            if not data:  # it was killed
+                continue
+            if (pid := os.fork()) == 0:
+                for descriptor in (listener.detach(), asker.detach(), parent, *forks):
+                    os.close(descriptor)
+                for other in forks.values():
+                    other.asker.close()
+                return json.loads(data) | {"files": files, "server": server}
+            for descriptor in files:
+                os.close(descriptor)
+            asker.send(str(pid).encode())
+            forks[ended := os.pidfd_open(pid)] = Fork(pid, asker)
+            poll.register(ended, select.POLLIN)
+            poll.register(asker, select.POLLIN)
+        elif file in forks:
+            fork = forks.pop(file)
+            _, status = os.waitpid(fork.pid, 0)
+            poll.unregister(file)
+            os.close(file)
+            with suppress(BrokenPipeError, KeyError):  # what asked was killed
+                fork.asker.send(str(os.waitstatus_to_exitcode(status)).encode())
+                poll.unregister(fork.asker)
+            fork.asker.close()
+        else:  # what asked was killed
+            [fork] = [fork for fork in forks.values() if fork.asker.fileno() == file]
+            os.kill(fork.pid, signal.SIGKILL)
+            poll.unregister(file)
+
+
+def become(request: dict[str, Any]) -> None:
+    """Be the process that was asked for."""
+    *standard, folder = request["files"]
+    for target, file in enumerate(standard):
+        os.dup2(file, target)
+    os.fchdir(folder)
+    for file in request["files"]:
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    tempfile.tempdir = None
+    fsspec.config.conf.clear()  # of variables that the server had when it was imported
+    fsspec.config.set_conf_env(fsspec.config.conf)
+    sys.orig_argv[:], sys.argv[:] = request["command"], request["command"][2:]
+    os.getppid = partial(find_parent, os.getpid(), request["server"], request["pid"], os.getppid)
+    sitecustomize.play_quirk()
+
+
+def find_parent(own: int, server: int, asker: int, getppid: Callable[[], int]) -> int:
+    """The parent of the process that this one stands for, as long as that and the fork server live. Processes that
+    this one forks have their own."""
+    if os.getpid() != own or getppid() != server:
+        return getppid()
+    try:
+        return int(Path(f"/proc/{asker}/stat").read_text().rpartition(")")[2].split()[1])
+    except FileNotFoundError:
+        return 1
+
+
+if __name__ == "__main__":
+    gc.disable()  # nearly everything that is imported stays
+    for role in get_args(Role):
+        import_module(f"instgenie.workers.{role}")
+    gc.enable()
+    gc.freeze()
+    become(serve(socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(os.environ[PARENT]))))
+    if sys.argv[0] == "instgenie":
+        sys.exit(cli.main())
+    nursery.main()
