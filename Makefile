@@ -2,12 +2,13 @@
 # PYTHON may name another interpreter, 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check
+# what is installed is compiled when it is first imported, or by `compiled`: pip would take a minute for it
+PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check --no-compile
 
 # tests that load no model and start no process: together they take about a minute
 QUICK := tests/architecture tests/cost tests/pictures tests/scheduling tests/simulate tests/telemetry/test_logs.py
 
-.PHONY: help check static style types layers test format demo sheets serve serve-ray report figures chromium screenshots
+.PHONY: help check static style types layers compiled test format demo sheets serve serve-ray report figures chromium screenshots
 .DELETE_ON_ERROR:
 
 help:
@@ -23,11 +24,11 @@ help:
 	@echo "make format  format the code and fix what lint can fix"
 
 check:
-	@$(MAKE) --no-print-directory --jobs=2 static
+	@$(MAKE) --no-print-directory --jobs=2 types compiled static
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(QUICK)
 
 test:
-	@$(MAKE) --no-print-directory --jobs=2 static chromium
+	@$(MAKE) --no-print-directory --jobs=2 types compiled static chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder  # one file per core, each on one thread
 
 static: types style layers
@@ -41,6 +42,10 @@ types: .venv/.tools
 
 layers: .venv/.tools
 	$(BIN)/lint-imports --no-cache
+
+# compiles all packages, beside the check of types, which needs one core: a compiler's warning would fail a test
+compiled: .venv/.tools
+	@$(BIN)/python -m compileall -qq .venv/lib || true
 
 # the browser for the tests of the web pages; without it they are skipped
 chromium:
