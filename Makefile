@@ -5,6 +5,9 @@ BIN := .venv/bin
 # what is installed is compiled when it is first imported, or by `compiled`: pip would take a minute for it
 PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check --no-compile
 
+# tests wait for servers a quarter of the time: one file more than there are cores runs at once, each on one thread
+NUM_CORES := $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+
 # tests that load no model and start no process: together they take about a minute
 QUICK := tests/architecture tests/cost tests/pictures tests/scheduling tests/simulate tests/telemetry/test_logs.py
 
@@ -29,7 +32,7 @@ check:
 
 test:
 	@$(MAKE) --no-print-directory --jobs=2 types compiled static chromium
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder  # one file per core, each on one thread
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $$(($(NUM_CORES) + 1)) --dist loadfile --no-loadscope-reorder
 
 static: types style layers
 
