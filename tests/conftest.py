@@ -6,13 +6,14 @@ imported by the fixtures that need them, so that tests of plain numbers start at
 """
 
 import asyncio
+import gc
 import json
 import os
 import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,17 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv(FORK_FOLDER, folder.name)
     patch.setenv(FORK_PARENT, str(os.getpid()))
     patch.setenv("PYTHONPATH", str(Path(__file__).parent / "helpers" / "forkserver"), prepend=os.pathsep)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Look for no garbage while all tests and what they use are imported, nor among it later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
