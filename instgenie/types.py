@@ -66,7 +66,7 @@ class Edit:
     prompt: str
     seed: int = 0
     steps: int = 28
-    guidance: float = 3.5  # input of Flux's guidance embedding, if it has one; classifier-free guidance for UNets
+    guidance: float = 3.5  # input of Flux's guidance embedding, if it has one; classifier-free guidance for others
     true_guidance: float = 1.0  # > 1: classifier-free guidance against the negative prompt, two branches
     negative_prompt: str = ""
     strength: float = 1.0  # share of the trajectory that is run; < 1 keeps traces of the original

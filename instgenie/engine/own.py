@@ -123,7 +123,7 @@ def room_specs(
     specs = []
     for number, block in enumerate(network.blocks, 1):
         num_rows = num_text + num_tokens // block.side**2
-        specs.append(TensorSpec((num_branches, 1, NUM_PARTS[kind], num_rows, block.width), dtype))
+        specs.append(TensorSpec((num_branches, 1, NUM_PARTS[kind], num_rows, block.row_width(kind)), dtype))
         if number in ends and block.output_width:
             specs.append(TensorSpec((num_branches, 1, 1, num_rows, block.output_width), dtype))
     return specs

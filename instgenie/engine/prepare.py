@@ -78,13 +78,19 @@ def make_job(
 def choose_size(edit: Edit, model: Model) -> tuple[int, int]:
     if edit.size is None:
         height, width = edit.picture.shape[:2]
-        return working_size(height, width, model.size_multiple, model.own_size)
+        return check_side(working_size(height, width, model.size_multiple, model.own_size), model)
     height, width = edit.size
     if height % model.size_multiple or width % model.size_multiple:
         raise EditError(
             f"the working size is {edit.size}: multiples of {model.size_multiple}, for this model, are expected"
         )
-    return height, width
+    return check_side((height, width), model)
+
+
+def check_side(size: tuple[int, int], model: Model) -> tuple[int, int]:
+    if model.max_side is not None and max(size) > model.max_side:
+        raise EditError(f"the working size is {size}: this model takes sides up to {model.max_side} pixels")
+    return size
 
 
 def template_seed(picture: Pixels, size: tuple[int, int]) -> int:

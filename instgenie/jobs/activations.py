@@ -113,14 +113,14 @@ class Activations:
     Blocks come in runs; tokens dropped in a run stay dropped to its end. A Flux is a single run, a UNet has one per
     transformer. After the blocks of each run a UNet also keeps the run's output, because convolutions read every token.
     A Flux does not: it needs velocities of masked tokens alone. Rows of the text, if they are kept, lie before those of
-    the image.
+    the image. Where a block has two attentions, a row of K or V has the heads of both.
     """
 
     key: Key
     run_lengths: tuple[int, ...]  # number of blocks in each run
     num_tokens: int  # at full resolution; coarser levels of a UNet have fewer
     rows: tuple[Tensor, ...]  # per place, in the order of the pass [branches, slots, 2 or 1, tokens, width or bytes]
-    time: Tensor  # [slots, width] or [slots, branches, width], the input of modulation in a Flux; others: no width
+    time: Tensor  # [slots, width] or [slots, branches, width], the input of modulation; a UNet's has no width
     steps: KeptSteps | None = None  # the steps whose rows lie in the slots; None: every step
 
     @property

@@ -39,7 +39,7 @@ class Branch:
 
     text: Tensor  # [text tokens, width], embedded
     pooled: Tensor  # [pooled channels; 0 for models without a pooled embedding]
-    rotary: Tensor  # [text tokens + image tokens, head channels / 2], complex; empty for models without
+    rotary: Tensor  # [text tokens + image tokens, head channels / 2], complex; no channels for models without
     num_prompt: int | None = None  # leading text tokens that are the prompt's; those after them are padding. None: all
 
 

@@ -37,6 +37,11 @@ class Model(PipelineParts):
         """Divisor of the sides in pixels of every working size."""
 
     @property
+    def max_side(self) -> int | None:
+        """The largest side in pixels of a working size; None if the model has no limit of its own."""
+        return None
+
+    @property
     @abstractmethod
     def is_fill(self) -> bool:
         """True if the network sees the clean picture around the hole and the mask, as channels beside the latents."""

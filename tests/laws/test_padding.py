@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.cached import KINDS, feasible, on_trajectory, predict, register_for
 from helpers.edits import apart, close, far, make_edit, run
-from helpers.names import FLUX_FAMILIES
+from helpers.names import JOINT_FAMILIES
 from torch import Tensor
 
 from instgenie.cache.disk import DiskTier
@@ -25,7 +25,7 @@ from instgenie.types import Edit
 SHORT, LONG = "flower", "a red cat on grass a red cat"  # one token, and more than the models take
 
 
-@pytest.fixture(params=FLUX_FAMILIES)
+@pytest.fixture(params=JOINT_FAMILIES)
 def flux(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
     return models[request.param]
 
