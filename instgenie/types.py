@@ -83,6 +83,7 @@ class Edit:
     source: Source | None = None  # the picture's file; None: the picture is all there is
     crop: CropMode = "auto"  # whether a crop around the mask is edited in the place of the picture
     crop_padding: int | None = None  # pixels that a crop shows around the mask at least; None: a share of its box
+    references: tuple[Pixels, ...] = ()  # pictures that the model looks at beside the edited one, if it can
     whole: Whole | None = None  # where the picture is a crop: the photograph that the result is put back into
 
 

@@ -4,8 +4,10 @@ Noise is drawn on the CPU, so that a result depends neither on the device nor on
 """
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 
 from instgenie.errors import EditError
-from instgenie.jobs.job import Job, Template
+from instgenie.jobs.job import Grid, Job, Template
+from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, pack_latents
 from instgenie.models.vae.autoencoder import encode_pictures
 from instgenie.pictures.mask import token_mask
@@ -59,6 +62,8 @@ def make_job(
         ("template", seed), lambda: Template(encode(picture, model), draw_noise(seed, grid, model))
     )
     prompts = edit.prompt, edit.negative_prompt if model.guidance_scale(edit) > 1 else None
+    check_references(edit, model)
+    references = reference_grids(edit, size, model)
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
     start = schedule.start(template.clean, draw_noise(edit.seed, grid, model))
@@ -68,11 +73,50 @@ def make_job(
         template=template,
         masked=masked,
         conditioning=condition(picture, mask, masked, template, model),
-        branches=encodings.get(("prompts", prompts, grid), lambda: model.branches(edit, grid)),
+        branches=encodings.get(("prompts", prompts, grid, references), lambda: model.branches(edit, grid, references)),
         scale=model.guidance_scale(edit),
         schedule=schedule,
         latents=torch.where(masked, start, template.at(0, schedule)),
+        reference=find_reference(edit, size, template, model, encodings),
     )
+
+
+def find_reference(
+    edit: Edit, size: tuple[int, int], template: Template, model: Model, encodings: Encodings
+) -> Tensor | None:  # [reference tokens, channels]
+    """The tokens that the network sees beside those of the picture: those of the edit's references, or of the picture
+    itself."""
+    if not model.sees_picture:
+        return None
+    pairs = zip(edit.references, reference_sizes(edit, size, model), strict=True)
+    tokens = [encodings.get(("reference", template_seed(*pair)), partial(encode_at, *pair, model)) for pair in pairs]
+    return concat(tokens) if tokens else template.clean
+
+
+def reference_grids(edit: Edit, size: tuple[int, int], model: Model) -> tuple[Grid, ...]:
+    """The grids of the tokens that the network sees beside those of the picture."""
+    if not model.sees_picture:
+        return ()
+    sizes = reference_sizes(edit, size, model) or [size]
+    return tuple((height // model.patch, width // model.patch) for height, width in sizes)
+
+
+def reference_sizes(edit: Edit, size: tuple[int, int], model: Model) -> list[tuple[int, int]]:
+    """A reference keeps its shape and has about as many pixels as the picture."""
+    side = math.isqrt(size[0] * size[1])
+    shapes = [picture.shape for picture in edit.references]
+    return [working_size(height, width, model.size_multiple, side) for height, width, _ in shapes]
+
+
+def check_references(edit: Edit, model: Model) -> None:
+    num, most = len(edit.references), model.max_references
+    if num > most:
+        takes = f"at most {most}" if most else "none"
+        raise EditError(f"the edit has {num} pictures beside the edited one: this model takes {takes}")
+
+
+def encode_at(picture: Pixels, size: tuple[int, int], model: Model) -> Tensor:
+    return encode(picture_tensor(resize_picture(picture, size), model.device), model)
 
 
 def choose_size(edit: Edit, model: Model) -> tuple[int, int]:

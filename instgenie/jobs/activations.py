@@ -38,13 +38,15 @@ class Key:
     code: str = ""  # version of the code that computes the activations
     stride: int = 1  # every so many steps are kept
     num_text: int = 0  # text tokens whose rows are kept, for edits that read its padding
+    references: str = ""  # digest of the pictures that the model saw beside it, if it saw any
 
     @property
     def text(self) -> str:
         """The key as JSON, the same in every process. A key without a stride is that of a template with all steps, one
-        without `num_text` that of a template without rows of its text."""
+        without `num_text` that of a template without rows of its text, one without `references` that of a picture
+        alone."""
         fields = asdict(self)
-        for name in ("stride", "num_text"):
+        for name in ("stride", "num_text", "references"):
             if fields[name] == Key.__dataclass_fields__[name].default:
                 del fields[name]
         return json.dumps(fields, sort_keys=True)

@@ -1,5 +1,6 @@
-"""Tiny random pipelines of every supported shape, saved as folders: Flux models that blend (two) and fill, UNets that
-blend (Stable Diffusion 2.1 and XL) and fill (1.5), and Stable Diffusion 3 with a second attention and without.
+"""Tiny random pipelines of every supported shape, saved as folders: Flux models that blend (two), fill, and see the
+picture, UNets that blend (Stable Diffusion 2.1 and XL) and fill (1.5), and Stable Diffusion 3 with a second
+attention and without.
 
 Weights are drawn wide enough that every part of the network matters to the result: a network that answers zero would
 hide every mistake.
@@ -17,6 +18,7 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     PNDMScheduler,
@@ -77,6 +79,16 @@ def blend_guided() -> DiffusionPipeline:
     return make_flux(FluxPipeline, transformer, tiny_kl(), scheduler, num_text=7)
 
 
+def kontext() -> DiffusionPipeline:
+    """Sees the picture as further tokens."""
+    transformer = FluxTransformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 6, 6), guidance_embeds=True,
+    )  # fmt: skip
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    return make_flux(FluxKontextPipeline, transformer, tiny_kl(), scheduler, num_text=6)
+
+
 def fill() -> DiffusionPipeline:
     transformer = FluxTransformer2DModel(
         in_channels=2 * 20 + 4 * 16, out_channels=20, num_layers=2, num_single_layers=2, attention_head_dim=16,
@@ -92,7 +104,7 @@ def fill() -> DiffusionPipeline:
 
 
 def make_flux(
-    pipeline: type[FluxPipeline] | type[FluxFillPipeline],
+    pipeline: type[FluxPipeline] | type[FluxFillPipeline] | type[FluxKontextPipeline],
     transformer: FluxTransformer2DModel,
     vae: AutoencoderKL | AutoencoderTiny,
     scheduler: FlowMatchEulerDiscreteScheduler,

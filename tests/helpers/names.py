@@ -12,6 +12,7 @@ TINY = {  # and the family of each; its place seeds its weights
     "sdxl": "unet",
     "sd_fill": "unet",
     "sd3": "sd3",
+    "kontext": "flux",
 }
 FAMILIES = tuple(TINY)
 FLUX_FAMILIES = tuple(name for name, family in TINY.items() if family == "flux")

@@ -6,17 +6,19 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransf
 from transformers import CLIPTextModel, T5EncoderModel
 
 from instgenie.models.family import TWO_ENCODERS, Family, LoadedPipeline, check_flow_scheduler
-from instgenie.models.flux.model import MAX_TEXT_TOKENS, FluxModel
+from instgenie.models.flux.model import MAX_TEXT_TOKENS, FluxKontextModel, FluxModel
 from instgenie.models.flux.network import FluxNetwork
 from instgenie.models.recipe import CLIP_TOKENS, Recipe, clip_config, make_autoencoder, make_tokenizer, t5_config
 
 PARTS = ("transformer", *TWO_ENCODERS)
+KONTEXT = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
 
 
 def make_flux(loaded: LoadedPipeline) -> FluxModel:
     check_flow_scheduler(loaded.name, loaded.parts["scheduler"])
     own_size, steps, guidance = stock_defaults(loaded.pipeline, loaded.parts["transformer"])
-    return FluxModel(**loaded.parts, **loaded.placement, own_size=own_size, steps=steps, guidance=guidance)
+    make = FluxKontextModel if loaded.pipeline in KONTEXT else FluxModel
+    return make(**loaded.parts, **loaded.placement, own_size=own_size, steps=steps, guidance=guidance)
 
 
 def stock_defaults(pipeline: str, transformer: FluxTransformer2DModel) -> tuple[int, int, float]:
@@ -50,10 +52,13 @@ def dev_others() -> dict[str, Any]:
 
 
 FLUX = Family(
-    pipelines={"FluxPipeline": PARTS, "FluxInpaintPipeline": PARTS, "FluxFillPipeline": PARTS},
+    pipelines=dict.fromkeys(("FluxPipeline", "FluxInpaintPipeline", "FluxFillPipeline", *KONTEXT), PARTS),
     network_name=FluxModel.network_name,
     make=make_flux,
-    dummies={"flux.1-dev": Recipe("FluxPipeline", dev_transformer, dev_autoencoder, dev_others)},
+    dummies={
+        "flux.1-dev": Recipe("FluxPipeline", dev_transformer, dev_autoencoder, dev_others),
+        "flux.1-kontext-dev": Recipe("FluxKontextPipeline", dev_transformer, dev_autoencoder, dev_others),
+    },
     prompt_layers=("context_embedder",),
     join_layers=lambda transformer: FluxNetwork(transformer).join_projections(),
     fp8_layers=(

@@ -1,5 +1,6 @@
 """A Flux model: prompts and conditioning. `flux.network` knows the transformer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -11,7 +12,7 @@ from torch.nn.functional import pixel_unshuffle
 from transformers import PreTrainedTokenizerBase, T5EncoderModel
 
 from instgenie.errors import ModelError
-from instgenie.jobs.job import Branch
+from instgenie.jobs.job import Branch, Grid
 from instgenie.models.flux.network import FluxNetwork, embed_positions
 from instgenie.models.joint.model import JointModel
 from instgenie.models.model import Model, count_tokens, pack_latents, tokenize
@@ -61,13 +62,14 @@ class FluxModel(JointModel):
     def embeds_guidance(self) -> bool:
         return bool(self.transformer.config.guidance_embeds)
 
-    def rotary(self, num_text: int, grid: tuple[int, int]) -> Tensor:
-        return embed_positions(self.transformer, num_text, grid)
+    def rotary(self, num_text: int, grid: Grid, references: Sequence[Grid] = ()) -> Tensor:
+        return embed_positions(self.transformer, num_text, grid, references)
 
-    def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
+    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
         sequence = self.joint_network.embed_prompt(self.encode_sequence(prompt))
         num_prompt = count_tokens(self.tokenizer_2, prompt, self.num_text_tokens)
-        return Branch(sequence, self.encode_pooled(prompt), self.rotary(len(sequence), grid), num_prompt)
+        rotary = self.rotary(len(sequence), grid, references)
+        return Branch(sequence, self.encode_pooled(prompt), rotary, num_prompt)
 
     def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]
         ids = tokenize(self.tokenizer_2, prompt, self.num_text_tokens).to(self.device)
@@ -82,6 +84,23 @@ class FluxModel(JointModel):
     def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:
         """The pixels of the mask under a latent become its channels, which are packed like latents."""
         return torch.cat([tokens, pack_latents(pixel_unshuffle(pixels, self.pixels_per_latent))], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class FluxKontextModel(FluxModel):
+    """FLUX.1 Kontext: the network sees the picture as a second set of image tokens, or another picture in its place.
+    These tokens are the same at every step."""
+
+    sees_picture = True
+    max_references = 1
+
+    @property
+    def stock_pipeline_name(self) -> str:
+        return "FluxKontextInpaintPipeline"
+
+    @property
+    def stock_arguments(self) -> dict[str, Any]:
+        return super().stock_arguments | {"_auto_resize": False}
 
 
 def is_flux(model: Model) -> TypeGuard[FluxModel]:

@@ -9,10 +9,11 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
 from instgenie.cost.network import BlockShape
+from instgenie.jobs.job import Grid
 from instgenie.kernels.gelu import beside_gelu
 from instgenie.kernels.heads import Heads, Projected, place
 from instgenie.models.joint.batch import JointBatch
-from instgenie.models.joint.block import DoubleBlock, Entry, Exit, JointBlock, attend, modulated
+from instgenie.models.joint.block import DoubleBlock, EntryLayers, ExitLayers, JointBlock, attend, modulated
 from instgenie.models.joint.flow import Flow, Together, join
 from instgenie.models.joint.layout import Layout
 from instgenie.models.joint.modulation import Modulation
@@ -43,14 +44,20 @@ class FluxNetwork(JointNetwork):
         return F.silu(self.transformer.time_text_embed(*columns, pooled))
 
 
-def embed_positions(transformer: FluxTransformer2DModel, num_text: int, grid: tuple[int, int]) -> Tensor:
-    """Rotary table of one branch [text tokens + image tokens, head channels / 2] as unit complex numbers."""
-    num_rows, num_columns = grid
-    positions = torch.zeros(num_text + num_rows * num_columns, 3, device=transformer.context_embedder.weight.device)
-    positions[num_text:, 1] = torch.arange(num_rows).repeat_interleave(num_columns)
-    positions[num_text:, 2] = torch.arange(num_columns).repeat(num_rows)
+def embed_positions(
+    transformer: FluxTransformer2DModel, num_text: int, grid: Grid, references: Sequence[Grid] = ()
+) -> Tensor:
+    """Rotary table of one branch [text tokens + image tokens seen, head channels / 2] as unit complex numbers. The
+    tokens of references have the number 1 before their row and column, those of the picture 0."""
+    pictures = [positions_of(one, float(number > 0)) for number, one in enumerate((grid, *references))]
+    positions = torch.cat([torch.zeros(num_text, 3), *pictures]).to(transformer.context_embedder.weight.device)
     cos, sin = transformer.pos_embed(positions)  # each value appears twice, for the real and the imaginary channel
     return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
+
+
+def positions_of(grid: Grid, number: float) -> Tensor:  # [tokens, 3]
+    rows, columns = torch.meshgrid(*(torch.arange(float(side)) for side in grid), indexing="ij")
+    return torch.stack([torch.full(grid, number), rows, columns], dim=2).flatten(0, 1)
 
 
 class FluxDoubleBlock(DoubleBlock):
@@ -58,19 +65,19 @@ class FluxDoubleBlock(DoubleBlock):
     def head_shape(self) -> tuple[int, int]:
         return self.attn.heads, self.attn.head_dim
 
-    def entries(self, is_text: bool) -> Sequence[Entry]:
+    def entries(self, is_text: bool) -> Sequence[EntryLayers]:
         block, attn = self.module, self.attn
         if is_text:
             norm, layers = block.norm1_context, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-            return [Entry(norm.linear, norm.norm.eps, layers, attn.norm_added_q, attn.norm_added_k)]
+            return [EntryLayers(norm.linear, norm.norm.eps, layers, attn.norm_added_q, attn.norm_added_k)]
         norm, layers = block.norm1, (attn.to_q, attn.to_k, attn.to_v)
-        return [Entry(norm.linear, norm.norm.eps, layers, attn.norm_q, attn.norm_k)]
+        return [EntryLayers(norm.linear, norm.norm.eps, layers, attn.norm_q, attn.norm_k)]
 
-    def exit(self, is_text: bool) -> Exit:
+    def exit(self, is_text: bool) -> ExitLayers:
         block, attn = self.module, self.attn
         if is_text:
-            return Exit(attn.to_add_out, block.norm2_context.eps, block.ff_context)
-        return Exit(attn.to_out[0], block.norm2.eps, block.ff)
+            return ExitLayers(attn.to_add_out, block.norm2_context.eps, block.ff_context)
+        return ExitLayers(attn.to_out[0], block.norm2.eps, block.ff)
 
     def describe(self) -> BlockShape:
         block, attn = self.module, self.attn
@@ -92,10 +99,10 @@ class FluxSingleBlock(JointBlock):
     def head_shape(self) -> tuple[int, int]:
         return self.attn.heads, self.attn.head_dim
 
-    def entries(self, is_text: bool) -> Sequence[Entry]:
+    def entries(self, is_text: bool) -> Sequence[EntryLayers]:
         norm, attn = self.module.norm, self.attn
         layers = (attn.to_q, attn.to_k, attn.to_v, self.module.proj_mlp)
-        return [Entry(norm.linear, norm.norm.eps, layers, attn.norm_q, attn.norm_k)]
+        return [EntryLayers(norm.linear, norm.norm.eps, layers, attn.norm_q, attn.norm_k)]
 
     @property
     def joinable(self) -> Sequence[Sequence[nn.Module]]:

@@ -134,7 +134,7 @@ class JointBatch(PackedBatch):
         last = self.layouts[self.cached[-1]]
         velocities = iter(predicted.split(last.num_image))
         return [
-            [next(velocities)[: len(job.inside) if narrow else None] for _ in job.branches]
+            [next(velocities)[: len(job.inside if narrow else job.masked)] for _ in job.branches]
             for job, narrow in zip(self.jobs, last.cached, strict=True)
         ]
 
@@ -222,7 +222,8 @@ def template_columns(jobs: Sequence[Job]) -> TemplateColumns:
 
 def kept_rotary(job: Job) -> Tensor:  # [tokens whose rows its activations keep, head channels / 2]
     keeps_text = job.activations is not None and job.activations.num_text > 0
-    return job.branches[0].rotary if keeps_text else job.image_rotary
+    branch = job.branches[0]  # all have the same positions
+    return branch.rotary if keeps_text else branch.rotary[len(branch.text) :]
 
 
 def texts(job: Job, keeps_text: bool) -> tuple[Tensor, ...]:
@@ -232,7 +233,8 @@ def texts(job: Job, keeps_text: bool) -> tuple[Tensor, ...]:
 
 
 def inputs(job: Job, tokens: JobTokens) -> Tensor:  # [image tokens that the first block computes, channels]
-    return chosen(torch.cat([job.latents, job.conditioning], dim=1), job, tokens)
+    image = torch.cat([job.latents, job.conditioning], dim=1)
+    return chosen(image if job.reference is None else torch.cat([image, job.reference]), job, tokens)
 
 
 def chosen(image: Tensor, job: Job, tokens: JobTokens) -> Tensor:

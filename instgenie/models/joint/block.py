@@ -30,7 +30,7 @@ from instgenie.models.layers.fp8_linear import reads_fp8
 from instgenie.models.layers.linear import Owners, linear, linears
 
 
-class Entry(NamedTuple):
+class EntryLayers(NamedTuple):
     """The layers by which rows enter an attention: a norm with shift and scale, projections, norms of the heads."""
 
     modulation: nn.Linear
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     scale_first: bool = False  # the scale comes before the shift
 
 
-class Exit(NamedTuple):
+class ExitLayers(NamedTuple):
     """The layers by which attended rows leave a block."""
 
     projection: nn.Module
@@ -71,7 +71,7 @@ class JointBlock(ABC):
         return 1
 
     @abstractmethod
-    def entries(self, is_text: bool) -> Sequence[Entry]:
+    def entries(self, is_text: bool) -> Sequence[EntryLayers]:
         """One entry per attention for which tokens of text, or of the image, have keys."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class DoubleBlock(JointBlock):
     """
 
     @abstractmethod
-    def exit(self, is_text: bool) -> Exit | None:
+    def exit(self, is_text: bool) -> ExitLayers | None:
         """None if the tokens end with this block."""
 
     @property
@@ -182,7 +182,13 @@ class DoubleBlock(JointBlock):
 
 
 def enter(
-    entry: Entry, rows: Residual, mod: Modulation, owners: Owners, layout: Layout, places: HeadPlaces, heads: Heads
+    entry: EntryLayers,
+    rows: Residual,
+    mod: Modulation,
+    owners: Owners,
+    layout: Layout,
+    places: HeadPlaces,
+    heads: Heads,
 ) -> Sequence[Tensor]:
     """Write Q, K and V of rows; return the columns that modulate the rest of the block."""
     rows_in, columns = modulated(entry, rows, mod, owners.index, reads_fp8(entry.projections[0]))
@@ -191,7 +197,7 @@ def enter(
     return columns
 
 
-def leave(way: Exit, rows: Tensor, attended: Tensor, mod: Sequence[Tensor], owners: Owners) -> Residual:
+def leave(way: ExitLayers, rows: Tensor, attended: Tensor, mod: Sequence[Tensor], owners: Owners) -> Residual:
     """Add what was attended, and feed the sum forward."""
     gate_attended, shift, scale, gate = mod
     fp8 = reads_fp8(first_layer(way.feed_forward))
@@ -200,7 +206,7 @@ def leave(way: Exit, rows: Tensor, attended: Tensor, mod: Sequence[Tensor], owne
 
 
 def modulated(
-    entry: Entry, x: Residual, mod: Modulation, rows: Tensor | None, fp8: bool = False
+    entry: EntryLayers, x: Residual, mod: Modulation, rows: Tensor | None, fp8: bool = False
 ) -> tuple[Rows, Sequence[Tensor]]:
     """Return the input of an attention, and the columns [branches, width] after its own that modulate the rest of the
     block. Rows give the branch of each token; a template's own tokens have none, and a single time."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from instgenie.cost.network import NetworkShape
 from instgenie.jobs.activations import Kind
-from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.job import Branch, Grid, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
 from instgenie.models.joint.batch import JointBatch, pack
@@ -67,28 +67,30 @@ class JointModel(Model):
     def whole_strength(self) -> float:
         return flow_strength(self.scheduler, (self.own_size // self.patch) ** 2, WHOLE_SIGMA)
 
-    def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
+    def branches(self, edit: Edit, grid: Grid, references: Sequence[Grid] = ()) -> tuple[Branch, ...]:
         prompts = (edit.prompt, edit.negative_prompt) if self.guidance_scale(edit) > 1 else (edit.prompt,)
-        return tuple(self.branch(prompt, grid) for prompt in prompts)
+        return tuple(self.branch(prompt, grid, references) for prompt in prompts)
 
     @abstractmethod
-    def branch(self, prompt: str, grid: tuple[int, int]) -> Branch: ...
+    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch: ...
 
-    def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
-        branch = self.branch(prompt, grid)
+    def template_branches(
+        self, grid: Grid, prompt: str, isolated: bool, references: Sequence[Grid] = ()
+    ) -> tuple[Branch, ...]:
+        branch = self.branch(prompt, grid, references)
         num_text = len(branch.text)
         without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:], num_prompt=0)
         return (without_text,) if isolated else (branch,)
 
-    def blank_branch(self, grid: tuple[int, int]) -> Branch:
+    def blank_branch(self, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
         text = torch.zeros(self.num_text_tokens, self.transformer.inner_dim, device=self.device, dtype=self.dtype)
         pooled = text.new_zeros(self.transformer.config.pooled_projection_dim)
-        return Branch(text, pooled, self.rotary(len(text), grid))
+        return Branch(text, pooled, self.rotary(len(text), grid, references))
 
     @abstractmethod
-    def rotary(self, num_text: int, grid: tuple[int, int]) -> Tensor:
-        """The rotary table of one branch [text tokens + image tokens, head channels / 2]; without channels for models
-        that rotate nothing."""
+    def rotary(self, num_text: int, grid: Grid, references: Sequence[Grid] = ()) -> Tensor:
+        """The rotary table of one branch [text tokens + image tokens seen, head channels / 2]; without channels for
+        models that rotate nothing."""
 
     def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:
         return tokens[:, :0]

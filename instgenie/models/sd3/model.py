@@ -15,7 +15,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase, T5EncoderModel
 
-from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.job import Branch, Grid, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule
 from instgenie.models.joint.batch import JointBatch, pack
@@ -83,10 +83,10 @@ class Sd3Model(JointModel):
     def embeds_guidance(self) -> bool:
         return False
 
-    def rotary(self, num_text: int, grid: tuple[int, int]) -> Tensor:
+    def rotary(self, num_text: int, grid: Grid, references: Sequence[Grid] = ()) -> Tensor:
         return torch.empty(num_text + grid[0] * grid[1], 0, dtype=torch.complex64, device=self.device)
 
-    def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
+    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
         """The tokens of all encoders take turns, so that those of the prompt come first and padding follows."""
         encoders = ((self.tokenizer, self.text_encoder), (self.tokenizer_2, self.text_encoder_2))
         encoded = [
@@ -105,7 +105,7 @@ class Sd3Model(JointModel):
         return Branch(self.joint_network.embed_prompt(text), pooled, self.rotary(len(text), grid), num_prompt)
 
     @cached_property
-    def positions(self) -> Callable[[tuple[int, int]], Tensor]:
+    def positions(self) -> Callable[[Grid], Tensor]:
         """The positions of the tokens of a grid, on the device."""
         return lru_cache(maxsize=NUM_GRIDS)(lambda grid: find_positions(self.transformer, grid).to(self.device))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from instgenie.cost.network import BlockShape
 from instgenie.models.joint.batch import JointBatch
-from instgenie.models.joint.block import DoubleBlock, Entry, Exit, JointBlock
+from instgenie.models.joint.block import DoubleBlock, EntryLayers, ExitLayers, JointBlock
 from instgenie.models.joint.network import JointNetwork
 from instgenie.models.layers.linear import linear
 from instgenie.models.layers.products import products
@@ -69,24 +69,26 @@ class Sd3Block(DoubleBlock):
     def num_attentions(self) -> int:
         return 1 if self.module.attn2 is None else 2
 
-    def entries(self, is_text: bool) -> Sequence[Entry]:
+    def entries(self, is_text: bool) -> Sequence[EntryLayers]:
         block, attn, attn2 = self.module, self.attn, self.module.attn2
         if is_text:
             norm, layers = block.norm1_context, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
             norms = attn.norm_added_q, attn.norm_added_k
-            return [Entry(norm.linear, norm.norm.eps, layers, *norms, scale_first=block.context_pre_only)]
+            return [EntryLayers(norm.linear, norm.norm.eps, layers, *norms, scale_first=block.context_pre_only)]
         norm, layers = block.norm1, (attn.to_q, attn.to_k, attn.to_v)
-        entries = [Entry(norm.linear, norm.norm.eps, layers, attn.norm_q, attn.norm_k)]
+        entries = [EntryLayers(norm.linear, norm.norm.eps, layers, attn.norm_q, attn.norm_k)]
         if attn2 is not None:
             layers = attn2.to_q, attn2.to_k, attn2.to_v
-            entries.append(Entry(norm.linear, norm.norm.eps, layers, attn2.norm_q, attn2.norm_k, first=SECOND))
+            entries.append(EntryLayers(norm.linear, norm.norm.eps, layers, attn2.norm_q, attn2.norm_k, first=SECOND))
         return entries
 
-    def exit(self, is_text: bool) -> Exit | None:
+    def exit(self, is_text: bool) -> ExitLayers | None:
         block, attn = self.module, self.attn
         if not is_text:
-            return Exit(attn.to_out[0], block.norm2.eps, block.ff)
-        return None if block.context_pre_only else Exit(attn.to_add_out, block.norm2_context.eps, block.ff_context)
+            return ExitLayers(attn.to_out[0], block.norm2.eps, block.ff)
+        return (
+            None if block.context_pre_only else ExitLayers(attn.to_add_out, block.norm2_context.eps, block.ff_context)
+        )
 
     @property
     def second_out(self) -> nn.Module | None:

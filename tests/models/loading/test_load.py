@@ -35,6 +35,7 @@ def test_facts(models: dict[str, Model]) -> None:
         "blend": (False, 4, 4, 5, 4, 0.0),
         "blend_guided": (False, 4, 4, 7, 28, 3.5),
         "fill": (True, 8, 5, 6, 50, 30.0),
+        "kontext": (False, 4, 4, 6, 28, 3.5),
     }
 
 
