@@ -84,6 +84,7 @@ class Edit:
     crop: CropMode = "auto"  # whether a crop around the mask is edited in the place of the picture
     crop_padding: int | None = None  # pixels that a crop shows around the mask at least; None: a share of its box
     references: tuple[Pixels, ...] = ()  # pictures that the model looks at beside the edited one, if it can
+    from_nothing: bool = False  # True: the picture stands for none, so a model that sees pictures sees none
     whole: Whole | None = None  # where the picture is a crop: the photograph that the result is put back into
 
 

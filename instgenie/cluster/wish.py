@@ -21,6 +21,7 @@ class Wish:
     feather: int = 0
     quality: Quality = DEFAULT
     reuse: Reuse = "auto"
+    from_nothing: bool = False  # the picture stands for none
 
     def edit(self, picture: Pixels, mask: PixelMask, own_steps: int, own_guidance: float) -> Edit:
         """The complete edit, for a model whose default steps and guidance are given."""
@@ -36,5 +37,6 @@ class Wish:
             strength=self.strength,
             feather=self.feather,
             reuse=self.reuse,
+            from_nothing=self.from_nothing,
         )
         return with_quality(edit, self.quality)

@@ -86,24 +86,29 @@ def find_reference(
 ) -> Tensor | None:  # [reference tokens, channels]
     """The tokens that the network sees beside those of the picture: those of the edit's references, or of the picture
     itself."""
-    if not model.sees_picture:
+    if not sees_picture(edit, model):
         return None
     pairs = zip(edit.references, reference_sizes(edit, size, model), strict=True)
     tokens = [encodings.get(("reference", template_seed(*pair)), partial(encode_at, *pair, model)) for pair in pairs]
     return concat(tokens) if tokens else template.clean
 
 
+def sees_picture(edit: Edit, model: Model) -> bool:
+    """Return whether the network sees the picture, or a reference, as further tokens."""
+    return model.sees_picture and (not edit.from_nothing or len(edit.references) > 0)
+
+
 def reference_grids(edit: Edit, size: tuple[int, int], model: Model) -> tuple[Grid, ...]:
     """The grids of the tokens that the network sees beside those of the picture."""
-    if not model.sees_picture:
+    if not sees_picture(edit, model):
         return ()
     sizes = reference_sizes(edit, size, model) or [size]
     return tuple((height // model.patch, width // model.patch) for height, width in sizes)
 
 
 def reference_sizes(edit: Edit, size: tuple[int, int], model: Model) -> list[tuple[int, int]]:
-    """A reference keeps its shape and has about as many pixels as the picture."""
-    side = math.isqrt(size[0] * size[1])
+    """A reference keeps its shape and has about as many tokens as the picture."""
+    side = model.patch * math.ceil(math.sqrt(size[0] * size[1]) / model.patch)
     shapes = [picture.shape for picture in edit.references]
     return [working_size(height, width, model.size_multiple, side) for height, width, _ in shapes]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from instgenie.cache.store import Store
 from instgenie.cache.tier import estimate
 from instgenie.cost.plan import Plan
-from instgenie.engine.prepare import choose_size, make_job, reference_grids
+from instgenie.engine.prepare import choose_size, make_job, reference_grids, sees_picture
 from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import (
     NUM_PARTS,
@@ -287,7 +287,7 @@ def num_tokens(size: tuple[int, int], model: Model) -> int:
 
 def may_reuse(edit: Edit, model: Model) -> bool:
     """Return whether a template's activations may save the edit any work, as far as its fields tell."""
-    has_rest = model.sees_picture or not edit.mask.all()
+    has_rest = sees_picture(edit, model) or not edit.mask.all()
     return edit.reuse in ("auto", "template") and edit.dense_steps < edit.steps and has_rest
 
 

@@ -79,14 +79,14 @@ def blend_guided() -> DiffusionPipeline:
     return make_flux(FluxPipeline, transformer, tiny_kl(), scheduler, num_text=7)
 
 
-def kontext() -> DiffusionPipeline:
+def kontext(vae: AutoencoderKL | AutoencoderTiny | None = None) -> DiffusionPipeline:
     """Sees the picture as further tokens."""
     transformer = FluxTransformer2DModel(
         in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 6, 6), guidance_embeds=True,
     )  # fmt: skip
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
-    return make_flux(FluxKontextPipeline, transformer, tiny_kl(), scheduler, num_text=6)
+    return make_flux(FluxKontextPipeline, transformer, vae or tiny_kl(), scheduler, num_text=6)
 
 
 def fill() -> DiffusionPipeline:
@@ -95,12 +95,17 @@ def fill() -> DiffusionPipeline:
         num_attention_heads=4, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 6, 6),
         guidance_embeds=True,
     )  # fmt: skip
-    vae = AutoencoderTiny(
-        latent_channels=5, encoder_block_out_channels=(8, 8, 8), decoder_block_out_channels=(8, 8, 8),
-        num_encoder_blocks=(1, 1, 1), num_decoder_blocks=(1, 1, 1), scaling_factor=1.3, shift_factor=0.1,
-    )  # fmt: skip
     scheduler = FlowMatchEulerDiscreteScheduler(shift=2.0)
-    return make_flux(FluxFillPipeline, transformer, vae, scheduler, num_text=6)
+    return make_flux(FluxFillPipeline, transformer, tiny_autoencoder(5, 3), scheduler, num_text=6)
+
+
+def tiny_autoencoder(num_latent: int, num_levels: int) -> AutoencoderTiny:
+    """Each level but the first halves the picture."""
+    widths, ones = (8,) * num_levels, (1,) * num_levels
+    return AutoencoderTiny(
+        latent_channels=num_latent, encoder_block_out_channels=widths, decoder_block_out_channels=widths,
+        num_encoder_blocks=ones, num_decoder_blocks=ones, scaling_factor=1.3, shift_factor=0.1,
+    )  # fmt: skip
 
 
 def make_flux(

@@ -35,12 +35,9 @@ def stock_latents(model: FluxModel, edit: Edit) -> Tensor:
     grid = height // model.patch, width // model.patch
     noise = draw_noise(edit.seed, grid, model).to(model.dtype)
     true = {"true_cfg_scale": edit.true_guidance, "negative_prompt": edit.negative_prompt}
-    latents: Tensor = quiet_pipeline(model)(
-        **stock_arguments(edit),
-        latents=noise[None] if model.is_fill else unpack_latents(noise, grid),
-        **model.stock_arguments,
-        **({} if model.is_fill else true),
-    ).images[0]
+    given = stock_arguments(edit) | model.stock_arguments | ({} if model.is_fill else true)
+    start = noise[None] if model.is_fill else unpack_latents(noise, grid)
+    latents: Tensor = quiet_pipeline(model)(**given, latents=start).images[0]
     return latents.float()
 
 

@@ -49,7 +49,7 @@ def test_law_3_padding_is_what_the_registration_saw(flux: Model, kind: Kind) -> 
     edit = make_edit(prompt="", steps=3)
     expected = predict(flux, job := on_trajectory(flux, edit, 1))
     cache = register_for(flux, edit, kind, keeps_text=True)
-    assert cache.rows[0].shape[3] == flux.num_flowing_text + len(job.masked)
+    assert cache.rows[0].shape[3] == flux.num_flowing_text + job.num_seen
     assert job.num_prompt < flux.num_flowing_text
     for plan in feasible(kind, flux.run_lengths):
         assert max(map(apart, predict(flux, reuse(job, cache, plan)), expected)) <= close(flux), plan

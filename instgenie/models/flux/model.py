@@ -93,6 +93,7 @@ class FluxKontextModel(FluxModel):
 
     sees_picture = True
     max_references = 1
+    whole_strength = 1.0  # it sees the picture, so its edit may begin with noise
 
     @property
     def stock_pipeline_name(self) -> str:

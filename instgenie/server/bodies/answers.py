@@ -11,6 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from instgenie.cluster.orders import Facts, Finished
+from instgenie.cluster.wire import ModelFacts
+from instgenie.pictures.picture import MAX_SIZE
 from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
 from instgenie.server.errors import ApiError
 from instgenie.types import Box, Notes, ReuseFound, TierName
@@ -108,11 +110,24 @@ class ImagesAnswer(AnswerBody):
     notes: list[str]  # plain sentences: how the request was read, where that may surprise
 
 
+class ModelAbilities(AnswerBody):
+    mask: bool  # edits the masked part of a picture and leaves the rest as it is
+    max_references: int  # pictures beside the edited one that a request may have
+    negative_prompt: bool
+    native_size: str  # WIDTHxHEIGHT that the model works best at
+    size_multiple: int  # sides in pixels that the model works at are multiples of this
+    max_side: int  # in pixels, that the model works at
+    steps: int  # of requests that ask for no number of steps
+    guidance_scale: float  # of requests that ask for none
+
+
 class ModelAnswer(AnswerBody):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    family: str | None = None  # None until the model is loaded
+    abilities: ModelAbilities | None = None
 
 
 class ModelsAnswer(AnswerBody):
@@ -338,3 +353,21 @@ def encoded(picture: bytes) -> list[bytes]:
     view = memoryview(picture)
     pieces = range(0, len(view), PIECE)
     return [binascii.b2a_base64(view[start : start + PIECE], newline=False) for start in pieces]
+
+
+def describe_model(name: str, facts: ModelFacts | None) -> ModelAnswer:
+    """Tell what a model can; before it is loaded, only its name."""
+    answer = ModelAnswer(id=name, object="model", created=0, owned_by="instgenie")
+    if facts is None:
+        return answer
+    abilities = ModelAbilities(
+        mask=True,
+        max_references=facts.max_references,
+        negative_prompt=True,
+        native_size=f"{facts.own_size}x{facts.own_size}",
+        size_multiple=facts.size_multiple,
+        max_side=min(facts.max_side or MAX_SIZE, MAX_SIZE),
+        steps=facts.steps,
+        guidance_scale=facts.guidance,
+    )
+    return answer.model_copy(update={"family": facts.family, "abilities": abilities})

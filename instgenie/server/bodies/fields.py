@@ -73,7 +73,7 @@ class PictureField:
     """A field that carries an encoded picture: a file in a form, a data: URL in JSON."""
 
     name: str
-    may_be_list: bool = False  # a list of one picture is accepted too: `name[]` in a form
+    may_be_list: bool = False  # a list of pictures is accepted too: `name[]` in a form
     other_names: tuple[str, ...] = ()
 
 
@@ -287,6 +287,9 @@ class EditFields(ImageFields):
         lower strength."""
         if self.strength is not None:
             return self
+        if model.sees_picture:
+            notes.append("There is no mask, so the whole picture was edited: a mask keeps what is outside.")
+            return self
         steps = max(self.num_inference_steps or model.steps, 2)
         own = model.whole_strength if self.prompt.strip() else round(UNPROMPTED * model.whole_strength, 2)
         strength = min(own, (1000 - math.ceil(1000 / steps)) / 1000)
@@ -306,6 +309,9 @@ class VariationFields(EditFields):
 
 class GenerationFields(ImageFields):
     style: Annotated[Literal["vivid", "natural"], AnyCase] = Field("natural", description="Accepted, but not used.")
+
+    def edit_settings(self, seed: int) -> Wish:
+        return replace(super().edit_settings(seed), from_nothing=True)
 
 
 class TemplateFields(Fields):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from diffusers import FluxKontextPipeline
 from helpers.cached import KINDS, feasible, predict, register_for
 from helpers.edits import apart, close, far, make_edit, quiet_pipeline, run, stock_arguments
 from PIL import Image
@@ -17,7 +18,7 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.prepare import draw_noise, prepare
 from instgenie.engine.pricing import job_shape
-from instgenie.engine.register import make_key, reuse
+from instgenie.engine.register import can_reuse, make_key, reuse
 from instgenie.errors import EditError
 from instgenie.jobs.activations import Kind, parse_key
 from instgenie.jobs.job import Job
@@ -55,6 +56,22 @@ def test_law_1_another_picture_in_its_place_is_the_stock_pipelines_reference(mod
     assert apart(latents, stock_latents(model, edit)) > far(model)
 
 
+def test_law_1_a_picture_from_nothing_is_the_stock_pipelines_without_a_picture(model: FluxKontextModel) -> None:
+    edit = make_edit(share=1.0, seed=7, from_nothing=True)
+    job = prepare(edit, model)
+    assert job.reference is None
+    assert not can_reuse(job)
+    [latents] = run(model, [job])
+    parts = quiet_pipeline(model).components
+    pipeline = FluxKontextPipeline(**parts)
+    pipeline.set_progress_bar_config(disable=True)
+    size = {"height": 32, "width": 48, "max_area": 32 * 48, "max_sequence_length": model.num_text_tokens}
+    noise = draw_noise(7, (8, 12), model).to(model.dtype)[None]
+    given = {"num_inference_steps": 4, "guidance_scale": edit.guidance, "output_type": "latent"}
+    stock = pipeline(prompt=edit.prompt, latents=noise, **size, **given).images[0].float()
+    assert apart(latents, stock) <= close(model)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("references", [(), (other_picture(),)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +92,6 @@ def test_law_3_without_a_mask_the_reference_alone_is_read(
     assert apart(predict(model, reuse(job, rolled))[0], dense[0]) > far(model, 10)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_own_rows_of_the_reference_are_those_of_the_dense_step(
@@ -86,9 +102,12 @@ def test_law_own_rows_of_the_reference_are_those_of_the_dense_step(
     engine.join(job := reuse_own(prepare(make_edit(share=share, own_steps=(0,)), model)))
     start = job.latents
     engine.step()
-    again = replace(job, step=0, latents=start)
+    assert job.own_steps is not None
+    later = replace(job.own_steps, steps=(job.num_steps - 1,))
+    again = replace(job, step=0, latents=start, own_steps=later, kept_step=0)
     dense = replace(again, activations=None, plan=(), own_steps=None)
-    assert max(map(apart, predict(model, again), predict(model, dense))) <= close(model)
+    with torch.no_grad():
+        assert max(map(apart, predict(model, again), predict(model, dense))) <= close(model)
 
 
 def test_references_are_part_of_the_key(model: FluxKontextModel) -> None:
