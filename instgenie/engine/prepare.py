@@ -116,8 +116,8 @@ def reference_sizes(edit: Edit, size: tuple[int, int], model: Model) -> list[tup
 def check_references(edit: Edit, model: Model) -> None:
     num, most = len(edit.references), model.max_references
     if num > most:
-        takes = f"at most {most}" if most else "none"
-        raise EditError(f"the edit has {num} pictures beside the edited one: this model takes {takes}")
+        pictures, takes = "picture" if num == 1 else "pictures", f"at most {most}" if most else "none"
+        raise EditError(f"the edit has {num} {pictures} beside the edited one: this model takes {takes}")
 
 
 def encode_at(picture: Pixels, size: tuple[int, int], model: Model) -> Tensor:

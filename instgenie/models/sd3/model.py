@@ -107,7 +107,7 @@ class Sd3Model(JointModel):
     @cached_property
     def positions(self) -> Callable[[Grid], Tensor]:
         """The positions of the tokens of a grid, on the device."""
-        return lru_cache(maxsize=NUM_GRIDS)(lambda grid: find_positions(self.transformer, grid).to(self.device))
+        return lru_cache(maxsize=NUM_GRIDS)(lambda grid: find_positions(self.transformer, grid, self.device))
 
     def pack_step(
         self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS, modulation: Tensor | None = None

@@ -13,6 +13,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from instgenie.cost.network import BlockShape
+from instgenie.jobs.job import Grid
 from instgenie.models.joint.batch import JointBatch
 from instgenie.models.joint.block import DoubleBlock, EntryLayers, ExitLayers, JointBlock
 from instgenie.models.joint.network import JointNetwork
@@ -49,12 +50,14 @@ class Sd3Network(JointNetwork):
         return ordered
 
 
-def find_positions(transformer: SD3Transformer2DModel, grid: tuple[int, int]) -> Tensor:
-    """Where the tokens of a grid [tokens] lie in the table of positions: in the middle of the largest grid."""
+def find_positions(transformer: SD3Transformer2DModel, grid: Grid, device: torch.device) -> Tensor:
+    """Where the tokens of a grid [tokens] lie in the table of positions: in the middle of the largest grid. Made on the
+    device, which no copy keeps waiting."""
     side = int(transformer.config.pos_embed_max_size)
     num_rows, num_columns = grid
     top, left = (side - num_rows) // 2, (side - num_columns) // 2
-    rows, columns = torch.arange(top, top + num_rows), torch.arange(left, left + num_columns)
+    rows = torch.arange(top, top + num_rows, device=device)
+    columns = torch.arange(left, left + num_columns, device=device)
     return (rows[:, None] * side + columns).flatten()
 
 

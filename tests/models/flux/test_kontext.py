@@ -132,7 +132,7 @@ def test_more_references_than_a_model_takes(models: dict[str, Model]) -> None:
     with pytest.raises(EditError, match="2 pictures beside the edited one: this model takes at most 1"):
         prepare(make_edit(references=references), models["kontext"])
     for name in ("blend", "sd3", "sd"):
-        with pytest.raises(EditError, match="1 pictures beside the edited one: this model takes none"):
+        with pytest.raises(EditError, match="1 picture beside the edited one: this model takes none"):
             prepare(make_edit(references=references[:1]), models[name])
 
 
