@@ -182,7 +182,8 @@ def report(record: ServedRecord, out: Path) -> None:
     points = [point_of(run) for run in record.runs]
     for sentence in summary(points):
         console.print(sentence)
-    write_text(rate_chart(f"Edits in time on a real server: {record.study.model}", points).svg(), out / f"{NAME}.svg")
+    model = Path(record.study.model).name  # of a folder its name
+    write_text(rate_chart(f"Edits in time on a real server: {model}", points).svg(), out / f"{NAME}.svg")
 
 
 def title_of(record: ServedRecord) -> str:
