@@ -115,7 +115,7 @@ def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = Fa
     size = choose_size(edit, model)
     job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
     job = replace(job, branches=model.template_branches(job.grid, prompt, isolated))
-    locate(job)
+    locate(job, model.describe().sides)
     return job
 
 
