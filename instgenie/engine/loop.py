@@ -50,11 +50,12 @@ class Engine:
         self.loader = loader or Loader(model)
         self.graphs = graphs
         self.own = own or OwnActivations(model)
+        self.sides = model.describe().sides
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
         """Take a job into the batch. This may wait for the device, no step does."""
-        locate(job)
+        locate(job, self.sides)
         self.jobs.append(job)
 
     def leave(self, job: Job) -> None:
