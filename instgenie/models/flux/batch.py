@@ -4,7 +4,7 @@ Knows tokens, branches and plans; knows no prompt and no module of a model. Toke
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, islice
 from operator import and_
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from instgenie.adapters.applied import BatchLoras
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, JobRows, RowReader, StepRows
@@ -22,7 +23,7 @@ from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.heads import HeadPlaces
 from instgenie.models.layers.linear import Owners
-from instgenie.models.packed import Column, PackedBatch, Static
+from instgenie.models.packed import Column, LeftOut, PackedBatch, Static, loras_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,7 @@ class Layout:
     text_places: Column[HeadPlaces]
     image_places: Column[HeadPlaces]
     joint_places: Column[HeadPlaces]
+    loras: LeftOut[BatchLoras | None] = None
 
     @cached_property
     def num_joint(self) -> tuple[int, ...]:
@@ -54,15 +56,15 @@ class Layout:
 
     @cached_property
     def text_owners(self) -> Owners:
-        return Owners(self.text_rows)
+        return Owners(self.text_rows, loras=self.loras, counts=self.num_text)
 
     @cached_property
     def image_owners(self) -> Owners:
-        return Owners(self.image_rows)
+        return Owners(self.image_rows, loras=self.loras, counts=self.num_image)
 
     @cached_property
     def joint_owners(self) -> Owners:
-        return Owners(self.joint_rows)
+        return Owners(self.joint_rows, loras=self.loras, counts=self.num_joint)
 
     def kept_keys(self, num_text: Sequence[int]) -> list[list[slice]]:
         """Per job and branch, the slice of the keys that belongs to its image tokens, each token at its own place, and
@@ -295,16 +297,19 @@ def pack(
     image = concat([one for job, one in zip(jobs, seen, strict=True) for _ in job.branches])
     num_text = tuple(job.activations.num_text if job.activations else 0 for job in jobs)
     keeps_text = tuple(num > 0 for num in num_text)
+    loras = loras_of(jobs)
+    layouts = {narrow: lay_out(tokens, narrow, keeps_text) for narrow in dict.fromkeys(cached)}
     return FluxBatch(
         jobs=tuple(jobs),
         rows=JobRows(readers_of(jobs), step_rows),
+        loras=loras,
         kinds=kinds,
         num_kept=tuple(job.activations.num_branches if job.activations else 1 for job in jobs),
         kept_kinds=tuple(job.kept_kind for job, _ in pairs),
         num_kept_text=num_text,
         cached=cached,
         image_tokens=tuple(map(image_tokens, tokens, num_text)),
-        layouts={narrow: lay_out(tokens, narrow, keeps_text) for narrow in dict.fromkeys(cached)},
+        layouts={narrow: replace(one, loras=loras) for narrow, one in layouts.items()} if loras else layouts,
         image=image.to(pairs[0][1].text.dtype),
         text=concat([text for job, keeps in zip(jobs, keeps_text, strict=True) for text in texts(job, keeps)]),
         pooled=torch.stack([branch.pooled for _, branch in pairs]),
@@ -322,7 +327,10 @@ def image_tokens(tokens: JobTokens, num_text: int) -> ImageTokens:
 
 def template_columns(jobs: Sequence[Job]) -> TemplateColumns:
     readers = readers_of(jobs)
-    times = [job.activations.time_at(job.step, branch) if job.activations else None for job, branch in readers]
+    times = [
+        job.activations.time_at(job.step, branch) if job.activations and job.activations.kind == "y" else None
+        for job, branch in readers
+    ]
     anyone = next(time for time in times if time is not None)
     time = torch.stack([torch.zeros_like(anyone) if time is None else time for time in times])
     return TemplateColumns(time, tuple(map(kept_rotary, jobs)))

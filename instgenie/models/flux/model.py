@@ -18,6 +18,7 @@ from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
 from instgenie.models.flux.batch import FluxBatch, pack
+from instgenie.models.flux.lora_names import original_names
 from instgenie.models.flux.modulation import ModulationTables
 from instgenie.models.flux.network import (
     describe,
@@ -43,6 +44,7 @@ class FluxModel(Model):
     network_name = "transformer"
     is_convolutional = False
     latents_per_token = 2
+    foreign_names = staticmethod(original_names)
     needs_true_guidance = True
     text_flows = True
 

@@ -33,7 +33,7 @@ from instgenie.models.flux.modulation import Modulation, embed, first_columns
 from instgenie.models.flux.residual import Residual
 from instgenie.models.layers.feed_forward import feed_forward, first_layer
 from instgenie.models.layers.fp8_linear import reads_fp8
-from instgenie.models.layers.linear import Owners, join, linear, linears
+from instgenie.models.layers.linear import EACH_BRANCH, Owners, join, linear, linears
 from instgenie.models.layers.products import products
 
 Block: TypeAlias = FluxTransformerBlock | FluxSingleTransformerBlock
@@ -83,7 +83,7 @@ def observe(
 ) -> Iterator[Tensor]:
     """Yield what activations keep of each block [2 or 1, image tokens, width], from a dense pass; `with_text` the rows
     of each branch's text lie before those of its image."""
-    mod, layout = Modulation(embed_time(transformer, batch)), batch.layout
+    mod, layout = find_modulation(transformer, batch), batch.layout
     text_rotary, rotary = layout.part(layout.rotary.split(layout.num_joint))
     for block, text, image in walk(transformer, batch, mod):
         if kind == "y":
@@ -129,12 +129,13 @@ def embed_image(transformer: FluxTransformer2DModel, batch: FluxBatch) -> Tensor
 
 def embed_time(transformer: FluxTransformer2DModel, batch: FluxBatch) -> Tensor:
     """The input of every block's modulation layer [branches, width]."""
-    return embed(transformer, batch.sigma, batch.guidance, batch.pooled, batch.text.dtype)
+    owners = EACH_BRANCH.of(batch.loras)
+    return embed(transformer, batch.sigma, batch.guidance, batch.pooled, batch.text.dtype, owners)
 
 
 def find_modulation(transformer: FluxTransformer2DModel, batch: FluxBatch) -> Modulation:
     if batch.modulation is None:
-        return Modulation(embed_time(transformer, batch))
+        return Modulation(embed_time(transformer, batch), owners=EACH_BRANCH.of(batch.loras))
     return Modulation(columns=batch.modulation, firsts=first_columns(transformer))
 
 
@@ -226,8 +227,8 @@ def modulated(
     norm: AdaLayerNormZero, x: Residual, mod: Modulation, rows: Tensor | None, fp8: bool = False
 ) -> tuple[Rows, Sequence[Tensor]]:
     """Return the block's input, and the columns [branches, width] that modulate the rest of it. Rows give the branch of
-    each token; a template's own tokens have none, and a single time."""
-    shift, scale, *others = mod.of(norm.linear, has_owners=rows is not None)
+    each token; rows that a branch has kept have none, and a single time."""
+    shift, scale, *others = mod.of(norm.linear)
     return x.normed(shift, scale, rows, norm.norm.eps, fp8), others
 
 
@@ -270,12 +271,20 @@ def recall_one(block: Block, batch: FluxBatch, job: int, reader: int, source: Ro
     assert batch.template is not None
     y = keys.new_empty(1, len(rest), keys.shape[2] * keys.shape[3])
     gather_rows(source, rest, tokens.num_rows, y)
-    mod, rotary = Modulation(batch.template.time[reader, None]), batch.template.rotary[job]
+    owners = kept_owners(batch, reader, len(rest))
+    mod = Modulation(batch.template.time[reader, None], owners=owners)
+    rotary = batch.template.rotary[job]
     num = tokens.num_padding
     if num:
         places = HeadPlaces(joint=rest[:num], keys=rest[:num])
-        project_keys(block, y[0, :num], mod, rotary, None, keys, places, is_text=True)
-    project_keys(block, y[0, num:], mod, rotary, None, keys, HeadPlaces(joint=rest[num:], keys=rest[num:]))
+        project_keys(block, y[0, :num], mod, rotary, owners, keys, places, is_text=True)
+    project_keys(block, y[0, num:], mod, rotary, owners, keys, HeadPlaces(joint=rest[num:], keys=rest[num:]))
+
+
+def kept_owners(batch: FluxBatch, reader: int, num_rows: int) -> Owners | None:
+    """The owners of rows that a reader projects from Y: none, or itself if it has LoRAs, which change projections."""
+    loras = batch.loras and batch.loras.of_branch(reader)
+    return Owners(loras=loras, counts=(num_rows,)) if loras else None
 
 
 def keep_y(index: int, batch: FluxBatch, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -308,7 +317,7 @@ def project_keys(
     is_text: bool = False,
 ) -> None:
     """Write K and V [2, tokens, heads, head channels] of rows that go into a block. A template's own rows have no
-    owners. Text has projections of its own in a double block."""
+    owners, unless an edit's LoRAs project them. Text has projections of its own in a double block."""
     attn = block.attn
     if not hasattr(block, "norm1"):
         norm, layers, norms = block.norm, (attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
