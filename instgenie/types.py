@@ -57,6 +57,15 @@ class Whole:
     box: Box
 
 
+class LoraUse(NamedTuple):
+    """A LoRA that an edit asks for."""
+
+    name: str
+    scale: float = 1.0
+    path: str = ""  # of its file, which whoever knows the names fills in
+    version: str = ""  # of its file
+
+
 @dataclass(frozen=True, eq=False)
 class Edit:
     """A request to change the masked pixels of a picture into what the prompt describes."""
@@ -84,6 +93,7 @@ class Edit:
     crop: CropMode = "auto"  # whether a crop around the mask is edited in the place of the picture
     crop_padding: int | None = None  # pixels that a crop shows around the mask at least; None: a share of its box
     whole: Whole | None = None  # where the picture is a crop: the photograph that the result is put back into
+    loras: tuple[LoraUse, ...] = ()  # added one to the other
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,7 @@ class Result:
     seconds: Timings
     reuse: ReuseFound = "none"  # whose activations were read
     crop: Box | None = None  # the part of the picture that was edited; None: all of it
+    lora_step: int | None = None  # the step from which its LoRAs were applied; None: it has none
 
     @property
     def cache_hit(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instgenie.adapters.header import Header, read_header
+from instgenie.adapters.header import WeightsHeader, read_header
 from instgenie.errors import LoraError
 
 END_BYTES = 2**16
@@ -17,7 +17,7 @@ SETTINGS = "adapter_config.json"  # beside the weights, in a folder of PEFT's
 class LoraFile:
     """A file whose header is read and sound."""
 
-    header: Header
+    header: WeightsHeader
     settings: dict[str, Any]  # of PEFT; empty: the file stands alone
     version: str  # changes with the file
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from instgenie.adapters.header import Header
+from instgenie.adapters.header import WeightsHeader
 from instgenie.adapters.keys import NETWORK, parse_key, underscored
 from instgenie.adapters.layers import Alias, LayerShape, LayerTable
 from instgenie.errors import LoraError
@@ -37,7 +37,7 @@ class Fitted:
     swaps_halves: bool
 
 
-def fit(header: Header, table: LayerTable, settings: Mapping[str, Any] | None = None) -> list[Fitted]:
+def fit(header: WeightsHeader, table: LayerTable, settings: Mapping[str, Any] | None = None) -> list[Fitted]:
     """Fit every key of a file, or raise a LoraError that names the first that does not. Settings are those of PEFT,
     where they lie beside the file."""
     pairs: dict[tuple[str, str], dict[str, str]] = {}
@@ -51,7 +51,12 @@ def fit(header: Header, table: LayerTable, settings: Mapping[str, Any] | None = 
 
 
 def fit_pair(
-    header: Header, table: LayerTable, part: str, layer: str, keys: Mapping[str, str], settings: Mapping[str, Any]
+    header: WeightsHeader,
+    table: LayerTable,
+    part: str,
+    layer: str,
+    keys: Mapping[str, str],
+    settings: Mapping[str, Any],
 ) -> Fitted:
     key = next(iter(keys.values()))
     missing = [tensor for tensor in ("down", "up") if tensor not in keys]
@@ -86,7 +91,7 @@ def find_layers(table: LayerTable, part: str, layer: str) -> Alias | None:
     return next((aliases[name] for name in (layer, *others) if name in aliases), None)
 
 
-def check_shapes(header: Header, down: str, up: str, layers: Sequence[LayerShape]) -> int:
+def check_shapes(header: WeightsHeader, down: str, up: str, layers: Sequence[LayerShape]) -> int:
     """Check both tensors of a pair against the layers they patch. Returns the rank."""
     down_shape, up_shape = header.tensors[down].shape, header.tensors[up].shape
     inputs, outputs = layers[0].inputs, sum(layer.outputs for layer in layers)

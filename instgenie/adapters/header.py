@@ -20,7 +20,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Header:
+class WeightsHeader:
     """What a file says about itself."""
 
     path: Path
@@ -29,7 +29,7 @@ class Header:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> WeightsHeader:
     """Read a header and check that the file has room for what it names. Raises a LoraError."""
     if path.suffix != ".safetensors":
         raise LoraError(f"{path.name} is not a LoRA: a safetensors file is expected")
@@ -51,7 +51,7 @@ def read_header(path: Path) -> Header:
     tensors = {name: read_tensor_info(path, name, value, num_bytes) for name, value in fields.items()}
     if not tensors:
         raise LoraError(f"{path.name} is not a LoRA: it has no tensors")
-    return Header(path, tensors, num_bytes, metadata if isinstance(metadata, dict) else {})
+    return WeightsHeader(path, tensors, num_bytes, metadata if isinstance(metadata, dict) else {})
 
 
 def read_tensor_info(path: Path, name: str, value: Any, num_bytes: int) -> TensorInfo:

@@ -33,7 +33,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LoraPiece:
     """Where the two tensors of a layer lie in the block."""
 
     part: str
@@ -48,7 +48,7 @@ class Piece:
 @dataclass(frozen=True, eq=False)
 class Lora:
     memory: Tensor  # [numbers]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LoraPiece, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Lora:
         """By part and name of the layer; all are views of the block."""
         return {(piece.part, piece.layer): self.view(piece) for piece in self.pieces}
 
-    def view(self, piece: Piece) -> LowRank:
+    def view(self, piece: LoraPiece) -> LowRank:
         down, up = (
             self.memory[start : start + math.prod(shape)].view(shape)
             for start, shape in ((piece.down, piece.down_shape), (piece.up, piece.up_shape))
@@ -120,7 +120,7 @@ def pack_lora(found: Sequence[tuple[str, str, Tensor, Tensor, float]], dtype: to
     pieces = []
     for part, layer, down, up, scale in found:
         shape = tuple(down.shape) if down.ndim == 4 and down.shape[2:] != (1, 1) else (len(down), down[0].numel())
-        pieces.append(Piece(part, layer, places[id(down)], shape, places[id(up)], tuple(up.shape), scale))
+        pieces.append(LoraPiece(part, layer, places[id(down)], shape, places[id(up)], tuple(up.shape), scale))
         for tensor in (down, up):
             start = places[id(tensor)]
             memory[start : start + tensor.numel()] = tensor.flatten()

@@ -81,6 +81,7 @@ class Coordinator:
             wire.Registered: self.library.on_registered,
             wire.Kept: self.library.on_kept,
             wire.Fetched: self.stages.on_fetched,
+            wire.LorasKept: self.stages.on_loras_kept,
             wire.Forgotten: self.neighbours.on_forgotten,
             wire.EditCounted: self.unasked.on_counted,
             wire.Announced: self.neighbours.on_announced,

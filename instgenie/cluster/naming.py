@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from instgenie.adapters.layers import LayerTable
 from instgenie.cluster.entries import EditEntry
 from instgenie.cluster.orders import Order, TemplateOrder
 from instgenie.cluster.processes import Worker
@@ -21,6 +22,7 @@ class Naming:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = workers
         self.model_facts: ModelFacts | None = None  # None until the first process is ready
+        self.layer_table: LayerTable | None = None  # layers that LoRAs may patch; None until a worker has told them
 
     def template_order(self, tenant: str, picture: Pixels, steps: int | None, guidance: float | None) -> TemplateOrder:
         """Complete an order: parameters that are None, or that make no difference to the model, get its defaults."""

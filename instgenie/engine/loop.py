@@ -121,7 +121,7 @@ class Engine:
             self.loader.start(jobs)
 
     def pick(self) -> list[Job]:
-        return self.jobs[: self.max_jobs]
+        return [job for job in self.jobs if not job.is_held][: self.max_jobs]
 
     def hand_over(self) -> list[Job]:
         finished = [job for job in self.jobs if job.done]

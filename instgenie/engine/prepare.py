@@ -6,14 +6,16 @@ Noise is drawn on the CPU, so that a result depends neither on the device nor on
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from instgenie.engine.adapting import PromptLoras
 from instgenie.errors import EditError
-from instgenie.jobs.job import Job, Template
+from instgenie.jobs.job import Branch, Job, Template
 from instgenie.models.model import Model, pack_latents
 from instgenie.models.vae.autoencoder import encode_pictures
 from instgenie.pictures.mask import token_mask
@@ -41,16 +43,24 @@ class Encodings:
 
 
 @torch.inference_mode()
-def prepare(edit: Edit, model: Model, encodings: Encodings | None = None) -> Job:
+def prepare(
+    edit: Edit, model: Model, encodings: Encodings | None = None, prompt_loras: PromptLoras | None = None
+) -> Job:
     check_edit(edit)
     size = choose_size(edit, model)
-    return make_job(edit, resize_mask(edit.mask, size), size, model, encodings)
+    return make_job(edit, resize_mask(edit.mask, size), size, model, encodings, prompt_loras)
 
 
 def make_job(
-    edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model, encodings: Encodings | None = None
+    edit: Edit,
+    mask: PixelMask,
+    size: tuple[int, int],
+    model: Model,
+    encodings: Encodings | None = None,
+    prompt_loras: PromptLoras | None = None,
 ) -> Job:
-    """Make a job. `mask` has the `size` that the model works at."""
+    """Make a job. `mask` has the `size` that the model works at. The parts of LoRAs that prompts pass are applied here;
+    the others come later."""
     encodings = encodings or Encodings()
     grid = size[0] // model.patch, size[1] // model.patch
     picture = picture_tensor(resize_picture(edit.picture, size), model.device)
@@ -59,6 +69,12 @@ def make_job(
         ("template", seed), lambda: Template(encode(picture, model), draw_noise(seed, grid, model))
     )
     prompts = edit.prompt, edit.negative_prompt if model.guidance_scale(edit) > 1 else None
+    versions = tuple((lora.version, lora.scale) for lora in edit.loras)
+
+    def encode_prompts() -> tuple[Branch, ...]:
+        with prompt_loras.applied(edit.loras) if prompt_loras else nullcontext():
+            return model.branches(edit, grid)
+
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
     start = schedule.start(template.clean, draw_noise(edit.seed, grid, model))
@@ -68,7 +84,7 @@ def make_job(
         template=template,
         masked=masked,
         conditioning=condition(picture, mask, masked, template, model),
-        branches=encodings.get(("prompts", prompts, grid), lambda: model.branches(edit, grid)),
+        branches=encodings.get(("prompts", prompts, grid, versions), encode_prompts),
         scale=model.guidance_scale(edit),
         schedule=schedule,
         latents=torch.where(masked, start, template.at(0, schedule)),

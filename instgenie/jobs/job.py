@@ -63,6 +63,7 @@ class Job:
     own_steps: KeptSteps | None = None  # dense steps, if the activations are those that these leave behind
     kept_step: int | None = None  # the step that left its own activations; None: there are none yet
     loras: AppliedLoras | None = None  # that are there, on its device; None: it has none, or none yet
+    is_held: bool = False  # True while it waits in the batch, for LoRAs, and takes no step
 
     def __post_init__(self) -> None:
         cache = self.activations

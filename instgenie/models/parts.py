@@ -1,7 +1,6 @@
 """The parts of a diffusers pipeline on one device: modules, tokenizers and a scheduler, and facts about them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ class PipelineParts(ABC):
     network_name: ClassVar[str]  # the part that denoises: transformer or unet
     is_convolutional: ClassVar[bool]  # the network convolves, so on CUDA its weights are in channels-last order
     latents_per_token: ClassVar[int]  # side of a token's patch in latents
-    foreign_names: ClassVar[Callable[[Any], Mapping[str, Alias]]]  # of layers of the network, as LoRAs use them
+    foreign_names: ClassVar["staticmethod[[Any], dict[str, Alias]]"]  # of layers of the network, as LoRAs use them
 
     name: str  # as the user gave it
     vae: AutoencoderKL | AutoencoderTiny

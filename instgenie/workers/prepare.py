@@ -7,6 +7,7 @@ import time
 
 from instgenie.cluster.config import ProcessConfig
 from instgenie.cluster.wire import Frame, Prepare, Prepared, PrepareTemplate, read_mask, read_picture
+from instgenie.engine.adapting import PromptLoras
 from instgenie.engine.prepare import Encodings, prepare
 from instgenie.engine.register import template_edit, template_job
 from instgenie.engine.warm import warm_up_preparing
@@ -27,6 +28,7 @@ class Preparer:
         self.model = model
         self.line = line
         self.encodings = Encodings()
+        self.prompt_loras = PromptLoras(model)
 
     def handle(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> bool:
         """Prepare an edit or a template, and send the job. Returns whether it succeeded."""
@@ -51,7 +53,7 @@ class Preparer:
         if isinstance(message, Prepare):
             mask = read_mask(frames[1], message.size)
             edit = message.wish.edit(picture, mask, self.model.steps, self.model.guidance)
-            return prepare(edit, self.model, self.encodings)
+            return prepare(edit, self.model, self.encodings, self.prompt_loras)
         return template_job(template_edit(picture, self.model, None, message.steps, message.guidance), self.model)
 
 

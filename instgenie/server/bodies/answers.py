@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from instgenie.cluster.orders import Facts, Finished
 from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
+from instgenie.server.bodies.loras import lora_notes
 from instgenie.server.errors import ApiError
 from instgenie.types import Box, Notes, ReuseFound, TierName
 
@@ -28,6 +29,14 @@ class Seconds(AnswerBody):
     prepare: float
     denoise: float
     finish: float
+
+
+class LoraSummary(AnswerBody):
+    """How the LoRAs of an edit were applied."""
+
+    from_step: int  # counted from 0
+    tier: str  # where the slowest of them was found
+    waited_seconds: float
 
 
 class CropBox(AnswerBody):
@@ -58,6 +67,7 @@ class EditSummary(AnswerBody):
     predicted_ms: int  # from acceptance to the picture, as predicted when the edit was accepted
     in_time: bool | None  # whether the edit met its deadline; None: it had none
     num_preemptions: int  # times that the edit left a batch for another
+    loras: LoraSummary | None  # None: the edit has none
 
 
 class PictureAnswer(EditSummary):
@@ -113,6 +123,29 @@ class ModelAnswer(AnswerBody):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str | None = None  # of a LoRA: its file
+    parent: str | None = None  # of a LoRA: the model that it is for
+
+
+class LoraAnswer(AnswerBody):
+    id: str
+    object: Literal["lora"]
+    created: int
+    root: str
+    parent: str
+    num_bytes: int
+    shared: bool  # with all API keys
+
+
+class LorasAnswer(AnswerBody):
+    object: Literal["list"]
+    data: list[LoraAnswer]
+
+
+class LoraRemoved(AnswerBody):
+    id: str
+    object: Literal["lora"]
+    deleted: bool
 
 
 class ModelsAnswer(AnswerBody):
@@ -178,7 +211,7 @@ def images_answer(
         errors=[IndexedError(index=index, **errors[index].body) for index in sorted(errors)],
         **picture_format(size_of(facts[0]), fields),
         usage=token_usage(facts, fields.prompt),
-        notes=notes,
+        notes=[*notes, *lora_notes(facts, fields.lora_names)],
     )
     return slots.fill(json.dumps(answer.model_dump(exclude_unset=True)))
 
@@ -227,7 +260,15 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         predicted_ms=round(1000 * facts.predicted_seconds),
         in_time=facts.in_time,
         num_preemptions=facts.num_preemptions,
+        loras=lora_summary(facts),
     ).model_dump()
+
+
+def lora_summary(facts: Facts) -> LoraSummary | None:
+    if facts.loras is None:
+        return None
+    waited = round(facts.loras.waited_seconds, 4)
+    return LoraSummary(from_step=facts.loras.step, tier=facts.loras.tier, waited_seconds=waited)
 
 
 def reuse_reason(facts: Facts) -> str | None:
@@ -287,7 +328,7 @@ def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields:
             **picture_format(size_of(finished.facts), fields),
             **edit_summary(finished.facts),
             "usage": token_usage([finished.facts], fields.prompt).model_dump(),
-            "notes": notes,
+            "notes": [*notes, *lora_notes([finished.facts], fields.lora_names)],
         },
     )
 

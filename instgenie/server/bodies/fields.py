@@ -23,6 +23,7 @@ from instgenie.pictures.mask import MaskMode
 from instgenie.pictures.photo import Metadata
 from instgenie.pictures.picture import MAX_CROP_PADDING, MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
 from instgenie.server.bodies.body import RequestForm
+from instgenie.server.bodies.loras import LoraList, LoraName, LoraScale
 from instgenie.server.bodies.names import hint
 from instgenie.server.errors import ApiError, bad, echo
 from instgenie.types import CropMode, Notes, Reuse, Source
@@ -157,6 +158,11 @@ class ImageFields(Fields):
         "that is predicted it is refused at once, before any work, and otherwise given up at its deadline, both with "
         "status 408; degrade: if that is predicted it is made with a lower quality, then with fewer steps.",
     )
+    loras: LoraList = Field(
+        [], description="LoRAs to paint with, added one to the other. In a form: JSON, or NAME:SCALE,NAME:SCALE."
+    )
+    lora: LoraName | None = Field(None, description="One LoRA, instead of a list of them.")
+    lora_scale: LoraScale | None = Field(None, description="Scale of lora; 1 if omitted.")
     idempotency_key: str | None = Field(
         None, min_length=1, max_length=MAX_KEY,
         description="Requests with the same key run once; also the header Idempotency-Key. The edit then runs to its "
@@ -165,7 +171,17 @@ class ImageFields(Fields):
 
     def settled(self) -> Self:
         seed = None if self.seed == RANDOM_SEED else self.seed
-        return self.model_copy(update={"seed": seed, "size": self._asked_size()})
+        lone = {"lora": None, "lora_scale": None}
+        return self.model_copy(update={"seed": seed, "size": self._asked_size(), "loras": self._asked_loras(), **lone})
+
+    def _asked_loras(self) -> list[dict[str, Any]]:
+        if self.lora is None and self.lora_scale is not None:
+            raise bad("lora_scale", "The request has a lora_scale, but no lora: both or neither are expected.")
+        if self.lora is None:
+            return self.loras
+        if self.loras:
+            raise bad("lora", "The request has both lora and loras: one of them is expected.")
+        return [{"name": self.lora, "scale": 1.0 if self.lora_scale is None else self.lora_scale}]
 
     def _asked_size(self) -> str:
         if self.width is None and self.height is None:
@@ -177,6 +193,10 @@ class ImageFields(Fields):
         if self.size not in ("auto", asked):
             raise bad("size", f"The size is {self.size}, but width and height are {asked}: one of them is expected.")
         return asked
+
+    @property
+    def lora_names(self) -> list[str]:
+        return [lora["name"] for lora in self.loras]
 
     def check_together(self) -> None:
         """Check the rules between fields."""
@@ -306,6 +326,13 @@ class VariationFields(EditFields):
 
 class GenerationFields(ImageFields):
     style: Annotated[Literal["vivid", "natural"], AnyCase] = Field("natural", description="Accepted, but not used.")
+
+
+class LoraFields(Fields):
+    name: str | None = Field(None, max_length=128, description="The name that edits use.")
+    path: str | None = Field(None, max_length=1024, description="A file or a folder of the server's folder of LoRAs.")
+    lora_name: str | None = Field(None, max_length=128, description="Another way to say name.")
+    lora_path: str | None = Field(None, max_length=1024, description="Another way to say path.")
 
 
 class TemplateFields(Fields):

@@ -8,6 +8,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from instgenie.adapters.registry import RegisteredLora
 from instgenie.cluster.cluster import has_asked_for
 from instgenie.cluster.ledger import KeyClaim
 from instgenie.cluster.orders import Order
@@ -45,7 +46,7 @@ from instgenie.server.service import (
     trace_of,
 )
 from instgenie.server.watch import in_time, unless_gone
-from instgenie.types import Notes, PixelMask, Pixels
+from instgenie.types import LoraUse, Notes, PixelMask, Pixels
 
 FieldsT = TypeVar("FieldsT", bound=ImageFields)
 
@@ -85,7 +86,8 @@ async def run_edit(
     """Run an edit, or follow the one with its key. A claim is that of an earlier request, whose body this is."""
     service = service_of(request)
     async with body as edit:
-        fields = check_fields(service, edit.fields, edit.notes)
+        fields = check_fields(service, edit.fields, edit.notes, tenant_of(request))
+        loras = await service.find_loras(tenant_of(request), fields)
         if run := await enter_run(request, fields, claim, edit.image, edit.mask):
             if run.tickets:
                 return await answer(repetition(request, run, fields))
@@ -98,7 +100,7 @@ async def run_edit(
     notes = edit.notes
     del edit  # its encoded pictures no longer count towards the intake's limit
     fields.describe_answer(photo.source, notes)
-    orders = make_orders(request, photo, mask, fields)
+    orders = make_orders(request, photo, mask, fields, loras)
     del photo, mask
     orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
@@ -120,7 +122,8 @@ async def run_generation(
     request: Request, fields: GenerationFields, notes: Notes, claim: KeyClaim | None = None
 ) -> Response:
     service = service_of(request)
-    fields = check_fields(service, fields, notes)
+    fields = check_fields(service, fields, notes, tenant_of(request))
+    loras = await service.find_loras(tenant_of(request), fields)
     if run := await enter_run(request, fields, claim):
         if run.tickets:
             return await answer(repetition(request, run, fields))
@@ -130,7 +133,7 @@ async def run_generation(
     admitted = service.admit(request, fields.n)
     admitted.keep(kept_bytes(Header(width, height), None))
     blank, mask = await service.decoder.run(blank_edit, (height, width))
-    orders = with_deadline(service, request, make_orders(request, blank, mask, fields), fields, notes)
+    orders = with_deadline(service, request, make_orders(request, blank, mask, fields, loras), fields, notes)
     return await answer(Submission(request, service, admitted, orders, fields, notes, "image_generation", run))
 
 
@@ -161,24 +164,48 @@ async def resume(request: Request, claim: KeyClaim, body: DepositedRequest) -> R
 
 @router.get("/models", summary="List the models", **MODELS)
 async def list_models(request: Request) -> Response:
-    names = service_of(request).config.served_model_names
-    answer = ModelsAnswer(object="list", data=[describe_model(name) for name in names])
-    return JsonResponse(answer.model_dump())
+    service = service_of(request)
+    names = service.config.served_model_names
+    loras = await service.decoder.run(service.loras.list, tenant_of(request))
+    listed = [*map(describe_model, names), *(describe_lora(lora, names[0]) for lora in loras)]
+    return JsonResponse(ModelsAnswer(object="list", data=listed).model_dump(exclude_none=True))
 
 
 @router.get("/models/{model:path}", summary="Describe one model", **MODEL)
 async def get_model(request: Request, model: str) -> Response:
-    if model not in service_of(request).config.served_model_names:
+    service, tenant = service_of(request), tenant_of(request)
+    names = service.config.served_model_names
+    if model not in names and service.loras.has(model, tenant):
+        lora = await service.decoder.run(service.loras.find, model, tenant)
+        return JsonResponse(describe_lora(lora, names[0]).model_dump())
+    if model not in names:
         raise not_found("model", model, "model_not_found", "model")
-    return JsonResponse(describe_model(model).model_dump())
+    return JsonResponse(describe_model(model).model_dump(exclude_none=True))
 
 
 def describe_model(name: str) -> ModelAnswer:
     return ModelAnswer(id=name, object="model", created=0, owned_by="instgenie")
 
 
-def check_fields(service: HttpService, fields: FieldsT, notes: Notes) -> FieldsT:
-    """Check what needs more than one field or the model; return the fields with the values that the model chooses."""
+def describe_lora(lora: RegisteredLora, model: str) -> ModelAnswer:
+    """A LoRA among the models, as vLLM lists them."""
+    return ModelAnswer(
+        id=lora.name,
+        object="model",
+        created=lora.created,
+        owned_by="instgenie",
+        root=lora.path.name,
+        parent=model,
+    )
+
+
+def check_fields(service: HttpService, fields: FieldsT, notes: Notes, tenant: str) -> FieldsT:
+    """Check what needs more than one field or the model; return the fields with the values that the model chooses. A
+    LoRA may be named as the model, since it is listed as one."""
+    model, names = fields.model, service.config.served_model_names
+    if model and model not in names and service.loras.has(model, tenant):
+        named = [{"name": model, "scale": 1.0}] if model not in fields.lora_names else []
+        fields = fields.model_copy(update={"loras": [*named, *fields.loras], "model": None})
     service.check_model(fields.model, notes)
     service.check_work(fields.num_inference_steps, fields.n)
     fields.check_together()
@@ -228,7 +255,9 @@ async def template_picture(service: HttpService, tenant: str, name: str) -> Pixe
     return picture
 
 
-def make_orders(request: Request, photo: Photo, mask: PixelMask, fields: ImageFields) -> list[Order]:
+def make_orders(
+    request: Request, photo: Photo, mask: PixelMask, fields: ImageFields, loras: tuple[LoraUse, ...]
+) -> list[Order]:
     """Return `fields.n` orders that differ only in their seeds."""
     height, width, _ = photo.pixels.shape
     longest = MAX_SIDE[fields.output_format.upper()]
@@ -242,7 +271,7 @@ def make_orders(request: Request, photo: Photo, mask: PixelMask, fields: ImageFi
             picture=photo.pixels,
             mask=mask,
             source=photo.source,
-            wish=fields.edit_settings(seed),
+            wish=replace(fields.edit_settings(seed), loras=loras),
             output_format=fields.output_format,
             output_compression=fields.output_compression,
             num_partials=fields.partial_images,
