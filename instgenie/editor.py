@@ -20,7 +20,7 @@ from instgenie.engine.lora_shelf import LoraShelf, read_uses
 from instgenie.engine.own import OwnActivations, can_reuse_own, reuse_found, reuse_own
 from instgenie.engine.prepare import prepare
 from instgenie.engine.pricing import SingleJob, priced
-from instgenie.engine.register import can_reuse, make_activations, make_key, may_reuse, register_in, reuse
+from instgenie.engine.register import can_reuse, make_activations, make_key, may_reuse, name_loras, register_in, reuse
 from instgenie.errors import CacheError, EditError
 from instgenie.jobs.activations import NUM_PARTS, CacheDtype, Key, Kind
 from instgenie.jobs.job import Job
@@ -137,12 +137,15 @@ class Editor:
         guidance: float | None = None,
         kind: Kind = "kv",
         on_step: OnStep | None = None,
+        loras: Sequence[Any] = (),
     ) -> RegisterResult:
         """Compute and keep the picture's activations. Edits with the same size, steps and guidance will use them. Steps
-        that are already kept are not computed again."""
+        that are already kept are not computed again. With LoRAs, the activations are for edits with the same ones;
+        without, for all edits that find none of their own."""
+        applied = self.loras.apply(read_uses(loras)) if loras else None
         with memory_guard("the activations of a template"):
             options = size, steps, guidance, kind, self.cache_dtype, on_step, self.cache_stride, self.keeps_text
-            return register_in(self.store, picture, self.model, *options)
+            return register_in(self.store, picture, self.model, *options, applied)
 
     @property
     def keeps_text(self) -> bool:
@@ -194,9 +197,11 @@ class Editor:
             self.register(edit.picture, edit.size, edit.steps, edit.guidance)
 
     def _find(self, edit: Edit, model: Model) -> Key | None:
-        """Find the edit's template in the store. If both kinds are there, `kv` is taken because it computes less."""
+        """Find the edit's template in the store: first one that saw the same LoRAs, then the base model's. If both
+        kinds are there, `kv` is taken because it computes less."""
         key = make_key(edit, model, "kv", self.cache_dtype, self.cache_stride, self.keeps_text)
-        keys = (replace(key, kind=kind) for kind in NUM_PARTS)
+        own = name_loras([(lora.version, lora.scale) for lora in edit.loras])
+        keys = (replace(key, kind=kind, loras=loras) for loras in dict.fromkeys((own, ())) for kind in NUM_PARTS)
         return next((key for key in keys if self.store.find(key) is not Lookup.MISS), None)
 
     def _prepare(self, queued: QueuedEdit) -> PreparedEdit:

@@ -64,6 +64,7 @@ class LoraUse(NamedTuple):
     scale: float = 1.0
     path: str = ""  # of its file, which whoever knows the names fills in
     version: str = ""  # of its file
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ Edits with different LoRAs, with several and with none share a pass: the product
 products are made for the rows of each edit alone. A pass without LoRAs has no object of this kind.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,11 @@ from torch import Tensor, nn
 from instgenie.adapters.lora import Lora, LowRank
 
 
+@dataclass(eq=False)
+class MergeState:
+    is_merged: bool = False  # True while the weights contain the LoRAs, so that no product is added
+
+
 @dataclass(frozen=True, eq=False)
 class AppliedLoras:
     """The LoRAs of one edit, each with its scale, at the modules they patch. Edits with the same LoRAs and scales may
@@ -25,6 +30,7 @@ class AppliedLoras:
     layers: Mapping[nn.Module, tuple[LowRank, ...]]
     names: tuple[tuple[str, float], ...] = ()  # version and scale of each
     token: object = field(default_factory=object)  # tells it from all others in keys of caches, and holds no tensors
+    merging: MergeState = field(default_factory=MergeState)
 
     def inside(self, module: nn.Module) -> list[nn.Module]:
         """The layers of a module that are patched."""
@@ -60,11 +66,6 @@ class BatchLoras:
 
     groups: tuple[LoraGroup, ...]
 
-    @property
-    def token(self) -> Hashable:
-        """The same for batches whose branches use the same LoRAs; it holds no tensors."""
-        return tuple((group.first, group.end, group.applied.token) for group in self.groups)
-
     def patches(self, layer: nn.Module) -> bool:
         return any(layer in group.applied.layers for group in self.groups)
 
@@ -97,7 +98,7 @@ def batch_loras(branches: Sequence[AppliedLoras | None]) -> BatchLoras | None:
     """The LoRAs of a batch, from those of each branch; None if there are none."""
     groups: list[LoraGroup] = []
     for branch, applied in enumerate(branches):
-        if applied is None:
+        if applied is None or applied.merging.is_merged:
             continue
         last = groups[-1] if groups else None
         if last and last.end == branch and last.applied is applied:

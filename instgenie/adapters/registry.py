@@ -93,7 +93,9 @@ class LoraRegistry:
     def resolve(self, uses: Sequence[LoraUse], tenant: str) -> tuple[LoraUse, ...]:
         """The same uses with the files behind their names."""
         found = [(use, self.find(use.name, tenant)) for use in uses]
-        return tuple(use._replace(path=str(one.path), version=one.file.version) for use, one in found)
+        return tuple(
+            use._replace(path=str(one.path), version=one.file.version, num_bytes=one.num_bytes) for use, one in found
+        )
 
     def list(self, tenant: str) -> list[RegisteredLora]:
         """All LoRAs that a tenant may name. Files of the folder that are no LoRAs are left out."""

@@ -60,6 +60,7 @@ class LoraConfig:
     gpu_bytes: int = 2 * 2**30
     host_bytes: int = 4 * 2**30
     wait_share: float = 0.3  # of an edit's steps that it takes without its LoRAs while they load; then it waits
+    merges: bool = True  # merge LoRAs into the weights while a whole batch shares them
     wait_steps: int | None = None  # the same as a number of steps, which counts if it is given
 
     @property

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 class Coordinator:
     def __init__(self, config: ClusterConfig, workers: Sequence[Worker], send: Send) -> None:
-        self.naming = Naming(workers)
+        self.naming = Naming(workers, config.loras)
         self.placement = Placement(config.policy, workers)
         self.reporter = Reporter()
         self.library = Library(config, self.naming, self.placement, send)

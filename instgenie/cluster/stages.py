@@ -119,9 +119,12 @@ class Stages:
         self.reporter.fetched(message.tier, message.num_bytes, message.seconds)
 
     def on_loras_kept(self, process: Process, message: wire.LorasKept, frames: list[wire.Frame]) -> None:
-        self.workers[process.worker].lora_bytes = message.num_bytes
-        for load in message.loads:
-            self.reporter.lora_loaded(*load)
+        worker = self.workers[process.worker]
+        worker.lora_bytes = message.num_bytes
+        worker.load.loras.hold(message.versions)
+        for tier, num_bytes, seconds in message.loads:
+            worker.load.loras.measure(num_bytes, seconds)
+            self.reporter.lora_loaded(tier, num_bytes, seconds)
 
     def on_priced(self, process: Process, message: wire.Priced, frames: list[wire.Frame]) -> None:
         self.workers[process.worker].load.costs = message.costs

@@ -62,15 +62,19 @@ class JobLoras:
     def give(self, job: Job, fetch: LoraFetch) -> None:
         """Apply LoRAs that have come from the job's present step on. Raises the LoraError of one that cannot be
         loaded."""
+        job.loras = self.bind(fetch)
+        if job.own_steps and job.kept_step is not None:  # what it has kept was computed without them
+            steps = sorted({*job.own_steps.steps, job.step})
+            job.own_steps = replace(job.own_steps, steps=tuple(steps))
+
+    def bind(self, fetch: LoraFetch) -> AppliedLoras:
+        """LoRAs at the layers of the network; waits for them."""
         found = fetch.result()
         applied = self._shared.get(fetch.names)
         if applied is None:
             applied = apply_loras({NETWORK: self.model.network}, found, fetch.names)
             self._shared[fetch.names] = applied
-        job.loras = applied
-        if job.own_steps and job.kept_step is not None:  # what it has kept was computed without them
-            steps = sorted({*job.own_steps.steps, job.step})
-            job.own_steps = replace(job.own_steps, steps=tuple(steps))
+        return applied
 
 
 def make_tiers(model: Model, host_bytes: int, gpu_bytes: int) -> LoraTiers:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loading.loader import Loader
+from instgenie.engine.merging import Merging
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import Planning
 from instgenie.jobs.job import Job, locate
@@ -42,6 +43,7 @@ class Engine:
         loader: Loader | None = None,
         graphs: Graphs | None = None,
         own: OwnActivations | None = None,
+        merging: Merging | None = None,
     ) -> None:
         self.model = model
         self.full_size = max_jobs
@@ -50,6 +52,7 @@ class Engine:
         self.loader = loader or Loader(model)
         self.graphs = graphs
         self.own = own or OwnActivations(model)
+        self.merging = merging or Merging(is_on=False)
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
@@ -80,6 +83,7 @@ class Engine:
 
     @torch.inference_mode()
     def advance(self, jobs: Sequence[Job]) -> None:
+        self.merging.settle(jobs)
         self.own.make_ready(jobs)
         self.plan(jobs)
         for job, predictions in zip(jobs, self.predict(jobs), strict=True):

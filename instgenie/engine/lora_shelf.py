@@ -1,11 +1,12 @@
 """The LoRAs of a process that prepares and runs edits by itself."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from instgenie.adapters.applied import AppliedLoras
 from instgenie.adapters.registry import SHARED, LoraRegistry
 from instgenie.adapters.tiers import LoraFetch
 from instgenie.engine.adapting import JobLoras, PromptLoras, make_tiers
@@ -27,14 +28,22 @@ class LoraShelf:
 
     def resolve(self, edit: Edit) -> Edit:
         """The edit with the files of its LoRAs; a name that is a path stands for that file."""
-        for use in edit.loras:
+        return replace(edit, loras=self._resolved(edit.loras)) if edit.loras else edit
+
+    def _resolved(self, uses: Sequence[LoraUse]) -> tuple[LoraUse, ...]:
+        for use in uses:
             if "/" in use.name or use.name.endswith(".safetensors"):
                 self.registry.open(use.name, Path(use.name))
-        return replace(edit, loras=self.registry.resolve(edit.loras, SHARED)) if edit.loras else edit
+        return self.registry.resolve(uses, SHARED)
 
     def fetch(self, edit: Edit) -> LoraFetch | None:
         """Begin to load the LoRAs of an edit."""
         return self.tiers.fetch(edit.loras) if edit.loras else None
+
+    def apply(self, uses: Sequence[LoraUse]) -> AppliedLoras | None:
+        """LoRAs for a registration; waits for them."""
+        edit_loras = self._resolved(uses)
+        return self.jobs.bind(self.tiers.fetch(edit_loras)) if edit_loras else None
 
     def give(self, job: Job, fetch: LoraFetch | None) -> None:
         """Give a job its LoRAs; waits for them."""

@@ -7,7 +7,7 @@ from typing import Any
 from instgenie.adapters.registry import LoraRegistry
 from instgenie.cluster.config import LoraConfig
 from instgenie.errors import ConfigError, LoraError
-from instgenie.server.options import Option, number, text
+from instgenie.server.options import Option, flag, number, text
 
 GIB = 2**30
 
@@ -41,6 +41,8 @@ LORA_OPTIONS = (
     Option("lora-wait-steps", lora_wait, (0.3, None),
            "steps, or a share of them such as 30%, that an edit takes without its LoRAs while they load; then it waits",
            "STEPS", default_text="30%"),
+    Option("lora-merge", flag, True,
+           "merge LoRAs into the weights while all edits of a batch have the same ones; no: always add their products"),
     Option("lora-gpu-gib", number(0, 65536), 2.0, "GPU memory for LoRAs, per worker", "GIB"),
     Option("lora-host-gib", number(0, 65536), 4.0, "main memory for LoRAs, per worker", "GIB"),
 )  # fmt: skip
@@ -55,6 +57,7 @@ def make_loras(values: Mapping[str, Any]) -> LoraConfig:
         gpu_bytes=round(values["lora_gpu_gib"] * GIB),
         host_bytes=round(values["lora_host_gib"] * GIB),
         wait_share=share,
+        merges=values["lora_merge"],
         wait_steps=steps,
     )
     try:

@@ -40,6 +40,7 @@ from instgenie.cluster.wire import (
 from instgenie.cost.latency import calibrated_name
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
+from instgenie.engine.merging import Merging
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import make_planning
 from instgenie.engine.pricing import price_of, price_steps
@@ -80,7 +81,8 @@ class Denoiser:
         planning = make_planning(model, name, config.plan)
         own = OwnActivations(model, keeps_text=config.cache.keeps_text)
         graphs = make_graphs(model, config.graphs)
-        self.engine = Engine(model, config.max_batch_size, planning, graphs=graphs, own=own)
+        merging = Merging(config.loras.merges)
+        self.engine = Engine(model, config.max_batch_size, planning, graphs=graphs, own=own, merging=merging)
         keys = Keys(model, *form)
         store = open_store(config.cache, model.device, has_peers=bool(config.peer_address))
         self.peer_server = serve_peers(store, config.peer_address, config.cache.peer_bytes_per_second)
@@ -300,6 +302,7 @@ class Denoiser:
         """Register a few steps of a template, if no job runs, an edit waits for it, or it has waited too long."""
         if pending := self.next_template():
             self.interrupt()
+            self.engine.merging.undo()
             self.registrar.advance(pending)
             self.stepped_at = None
 

@@ -11,10 +11,12 @@ from helpers.loras import merged, save_lora
 from safetensors.torch import load_file, save_file
 
 from instgenie.adapters.keys import NETWORK
+from instgenie.cli.arguments import lora
 from instgenie.editor import Editor, make_store
 from instgenie.engine.lora_shelf import LoraShelf, read_uses
 from instgenie.engine.prepare import prepare
 from instgenie.errors import EditError, LoraError
+from instgenie.jobs.activations import parse_key
 from instgenie.models.model import Model
 from instgenie.types import LoraUse
 
@@ -94,3 +96,47 @@ def test_ways_to_name_a_lora() -> None:
     for wrong in (3, {"scale": 1}, {"name": "a", "weight": 1}, []):
         with pytest.raises(EditError, match="a LoRA is"):
             read_uses([wrong])
+
+
+def test_a_template_of_its_own_goes_before_that_of_the_base_model(models: dict[str, Model], tmp_path: Path) -> None:
+    model = models["sd"]
+    path = save_lora(tmp_path / "x.safetensors", model, list(model.layer_table.shapes[NETWORK]), seed=1)
+    editor, edit = editor_of(model, x=str(path)), make_edit(steps=3, guidance=2.0)
+    styled = replace(edit, loras=(LoraUse("x", 0.5),))
+    other = replace(edit, loras=(LoraUse("x", 0.6),))
+
+    def hits() -> list[bool]:
+        return [result.cache_hit for result in editor.edit_many([edit, styled, other])]
+
+    editor.register(edit.picture, edit.size, 3, 2.0, loras=[("x", 0.5)])
+    assert hits() == [False, True, False]  # another scale is another template
+    [own] = editor.edit_many([styled])
+    editor.register(edit.picture, edit.size, 3, 2.0)
+    assert hits() == [True, True, True]
+    assert np.array_equal(editor.edit_many([styled])[0].picture, own.picture)
+    resolved = editor.loras.resolve(styled)
+    key = editor._find(resolved, model)
+    assert key is not None
+    assert key.loras == (f"{resolved.loras[0].version} 0.5",)
+    assert parse_key(key.text) == key
+    base = replace(key, loras=())
+    assert "loras" not in base.text
+    assert parse_key(base.text) == base
+    editor.store = make_store(model.device)
+    editor.register(edit.picture, edit.size, 3, 2.0)
+    [over_base] = editor.edit_many([styled])
+    assert over_base.cache_hit
+    assert not np.array_equal(over_base.picture, own.picture)
+
+
+@pytest.mark.parametrize(
+    ("text", "use"),
+    [
+        ("pencil", LoraUse("pencil")),
+        ("pencil:0.5", LoraUse("pencil", 0.5)),
+        ("a/b.safetensors:-1", LoraUse("a/b.safetensors", -1.0)),
+        ("c:/x.safetensors", LoraUse("c:/x.safetensors")),
+    ],
+)
+def test_a_lora_on_the_command_line(text: str, use: LoraUse) -> None:
+    assert lora(text) == use

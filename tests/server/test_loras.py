@@ -23,6 +23,7 @@ def loras(
     folders: dict[str, Path], models: "dict[str, Model]", tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
     from helpers.loras import save_lora
+    from safetensors.torch import load_file, save_file
 
     folder = tmp_path_factory.mktemp("loras")
     (folder / "dir").mkdir()
@@ -33,6 +34,8 @@ def loras(
     save_lora(folder / "dir" / "other.safetensors", models["sdxl"], ["add_embedding.linear_1"])
     good = (folder / "dir" / "one.safetensors").read_bytes()
     (folder / "dir" / "cut.safetensors").write_bytes(good[:-3])
+    tensors = load_file(folder / "dir" / "one.safetensors")
+    save_file({key: tensor * float("nan") for key, tensor in tensors.items()}, folder / "dir" / "nan.safetensors")
     flags = ["--lora-dir", str(folder / "dir"), "--lora-modules", f"style={folder / 'style.safetensors'}"]
     keys = ["--api-key", ALICE, "--api-key", BOB, "--served-model-name", "tiny"]
     with running_server(folder, str(folders["sd_fill"]), *flags, *keys) as running:
@@ -95,6 +98,7 @@ def test_edits_with_different_loras_share_a_server(loras: Running) -> None:
         ({"lora": "../secret"}, 404, "lora_not_found", "does not exist"),
         ({"lora": "other"}, 400, "invalid_lora", "The LoRA 'other' does not fit: the key 'unet.add_embedding"),
         ({"lora": "cut"}, 400, "invalid_lora", "truncated"),
+        ({"lora": "nan"}, 400, "invalid_value", "values that are not finite numbers"),
         ({"lora": "one", "loras": "two"}, 400, "invalid_value", "both lora and loras"),
         ({"lora_scale": "1"}, 400, "invalid_value", "no lora"),
         ({"lora": "one", "lora_scale": "1000"}, 400, "invalid_value", "100"),
@@ -117,12 +121,12 @@ def test_bad_names_and_files_are_refused(
 def test_loras_are_listed_as_models(loras: Running) -> None:
     with loras.http() as client:
         listed = {one["id"]: one for one in client.get("/v1/models").json()["data"]}
-        assert set(listed) == {"tiny", "one", "two", "other", "style"}  # the truncated file is none
+        assert set(listed) == {"tiny", "one", "two", "nan", "other", "style"}  # the truncated file is none
         assert listed["tiny"] == {"id": "tiny", "object": "model", "created": 0, "owned_by": "instgenie"}
         assert (listed["one"]["parent"], listed["one"]["root"]) == ("tiny", "one.safetensors")
         assert client.get("/v1/models/one").json() == listed["one"]
         assert client.get("/v1/models/none").status_code == 404
-        assert [one["id"] for one in client.get("/v1/loras").json()["data"]] == ["one", "other", "style", "two"]
+        assert [one["id"] for one in client.get("/v1/loras").json()["data"]] == ["nan", "one", "other", "style", "two"]
 
 
 def test_a_lora_belongs_to_the_key_that_named_it(loras: Running) -> None:

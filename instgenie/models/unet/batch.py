@@ -4,7 +4,7 @@ Convolutions see whole pictures of one size, so a batch has one size; transforme
 differ freely.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
@@ -21,7 +21,7 @@ from instgenie.models.packed import Column, PackedBatch, Static, loras_of
 from instgenie.models.unet.layout import LevelKey, LevelLayout, bounds_of_keys, lay_out_levels
 
 # K and V of the prompts of a batch, which its LoRAs change; see `UnetBatch.crossed`
-Cross: TypeAlias = Callable[[tuple[Branch, ...], BatchLoras | None], tuple[Tensor, ...]]
+Cross: TypeAlias = Callable[[tuple[Branch, ...], BatchLoras | None, Hashable], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def pack(
         timestep=torch.stack([job.timestep for job, _ in members]),
         pooled=torch.stack([branch.pooled for branch in branches]),
         sizes=size_numbers(height, width, device, dtype).expand(len(members), 6),
-        crossed=cross(branches, loras),
+        crossed=cross(branches, loras, tuple(job.loras and job.loras.token for job, _ in members)),
         layouts=layouts,
         key_bounds={num_keys: bounds_of_keys(len(members), num_keys, device) for num_keys in key_counts},
     )

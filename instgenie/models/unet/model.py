@@ -48,8 +48,9 @@ class CrossedPrompts:
         self.unet = unet
         self._found: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
 
-    def __call__(self, branches: tuple[Branch, ...], loras: BatchLoras | None) -> tuple[Tensor, ...]:
-        key = branches, loras and loras.token
+    def __call__(self, branches: tuple[Branch, ...], loras: BatchLoras | None, token: Hashable) -> tuple[Tensor, ...]:
+        """The token tells the LoRAs of the branches, merged or not, and holds none of their tensors."""
+        key = branches, token
         if key not in self._found:
             self._found[key] = cross(self.unet, branches, loras)
         self._found.move_to_end(key)

@@ -1,0 +1,111 @@
+"""How an edit with a LoRA fares over a template that the base model registered, and over one of its own, against the
+edit that computes every token. Prints a table:
+
+    python -m instgenie.bench.lora_study --photos 3 --steps 8
+
+The LoRAs are drawn at random, at strengths of a share of the weights' norm: they change pictures as much as trained
+ones do, but towards nothing.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from instgenie.adapters.applied import AppliedLoras, apply_loras
+from instgenie.adapters.keys import NETWORK
+from instgenie.adapters.lora import pack_lora
+from instgenie.bench.markdown import markdown_table
+from instgenie.engine.finish import finish
+from instgenie.engine.loop import Engine
+from instgenie.engine.own import OwnActivations, reuse_own
+from instgenie.engine.prepare import prepare
+from instgenie.engine.register import make_activations, make_key, observe, reuse, template_edit
+from instgenie.jobs.activations import Kind, join
+from instgenie.jobs.job import Job
+from instgenie.models.loading.load import load
+from instgenie.models.model import Model
+from instgenie.pictures.examples import EXAMPLES, read_examples
+from instgenie.types import Edit, Pixels
+
+RANK = 8
+SHARES = (0.05, 0.15, 0.3)  # of the norm of the weights that a LoRA adds
+
+
+def draw_loras(model: Model, share: float, seed: int) -> AppliedLoras:
+    """A LoRA for the attention of every block, as trainers choose by default, with an update of this norm."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for name, layer in model.network.named_modules():
+        if name.endswith(("to_q", "to_k", "to_v", "to_out.0")):
+            weight = layer.get_parameter("weight")
+            down = torch.randn(RANK, weight.shape[1], generator=generator)
+            up = torch.randn(weight.shape[0], RANK, generator=generator)
+            norm = torch.linalg.norm(up @ down)
+            found.append((NETWORK, name, down, up, float(share * torch.linalg.norm(weight.float().cpu()) / norm)))
+    lora = pack_lora(found, model.dtype).to(model.device)
+    return apply_loras({NETWORK: model.network}, [(lora, 1.0)])
+
+
+def register(model: Model, edit: Edit, kind: Kind, loras: AppliedLoras | None, job: Job) -> Job:
+    """The job over a template that saw these LoRAs."""
+    plain = template_edit(edit.picture, model, edit.size, edit.steps, edit.guidance)
+    key = make_key(plain, model, kind)
+    span = join(key.num_kept, observe(plain, model, key, key.spans, loras), model.device)
+    return reuse(job, make_activations(key, span, model))
+
+
+def paint(model: Model, job: Job) -> Pixels:
+    engine = Engine(model, own=OwnActivations(model))
+    engine.join(job)
+    while engine.jobs:
+        engine.step()
+    return finish(job, model)
+
+
+def psnr_inside(one: Pixels, other: Pixels, mask: NDArray[np.bool_]) -> float:
+    error = float(np.mean((one[mask].astype(float) - other[mask]) ** 2))
+    return float(10 * np.log10(255**2 / max(error, 1e-9)))
+
+
+def study(model: Model, num_photos: int, steps: int) -> list[list[str]]:
+    """Rows: strength, how far the LoRA moves the picture, and per way the distance from the dense edit in dB."""
+    rows = []
+    for share in SHARES:
+        found: dict[str, list[float]] = {}
+        for number, example in enumerate(read_examples(EXAMPLES)[:num_photos]):
+            close_up = example.close_up((256, 256))
+            edit = Edit(close_up.picture, close_up.mask, "a flower", steps=steps, guidance=model.guidance)
+            edit = replace(edit, size=(256, 256))
+            loras = draw_loras(model, share, number)
+            job = replace(prepare(edit, model), loras=loras)
+            truth = paint(model, replace(job))
+            ways = {
+                "no LoRA": replace(job, loras=None),
+                "base template, K and V": register(model, edit, "kv", None, replace(job)),
+                "base template, Y": register(model, edit, "y", None, replace(job)),
+                "own template": register(model, edit, "kv", loras, replace(job)),
+                "own dense steps": reuse_own(replace(job)),
+            }
+            for way, one in ways.items():
+                found.setdefault(way, []).append(psnr_inside(paint(model, one), truth, edit.mask))
+        rows.append([f"{share:.0%}", *(f"{np.mean(values):.1f}" for values in found.values())])
+    return [["strength", *found], *rows]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="edits with a LoRA over templates of the base model and of their own")
+    parser.add_argument("--photos", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args(arguments)
+    torch.set_grad_enabled(False)
+    print(markdown_table(study(load(options.model, options.device), options.photos, options.steps)), end="")
+
+
+if __name__ == "__main__":
+    main()
