@@ -93,6 +93,12 @@ class LoraTiers:
             loads = [self._load(use) for use in uses]
         return LoraFetch(uses, loads, max(tiers, key=("gpu", "host", "disk").index, default=self.near))
 
+    def warm(self, uses: Sequence[LoraUse]) -> None:
+        """Begin to load LoRAs that an edit will ask for soon; none is pinned."""
+        with self._lock:
+            for use in uses:
+                self._load(use)
+
     def release(self, fetch: LoraFetch) -> None:
         """Unpin the LoRAs of an edit that has ended."""
         with self._lock:

@@ -1,5 +1,5 @@
-"""How an edit with a LoRA fares over a template that the base model registered, and over one of its own, against the
-edit that computes every token. Prints a table:
+"""How an edit with a LoRA fares over a template that the base model registered, over one of its own, and with a LoRA
+that comes late, against the edit that computes every token with the LoRA from the first step. Prints a table:
 
     python -m instgenie.bench.lora_study --photos 3 --steps 8
 
@@ -8,6 +8,7 @@ ones do, but towards nothing.
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from instgenie.pictures.examples import EXAMPLES, read_examples
 from instgenie.types import Edit, Pixels
 
 RANK = 8
+LATE = (0.1, 0.3, 0.5)  # shares of the steps before the LoRA comes
 SHARES = (0.05, 0.15, 0.3)  # of the norm of the weights that a LoRA adds
 
 
@@ -58,10 +60,13 @@ def register(model: Model, edit: Edit, kind: Kind, loras: AppliedLoras | None, j
     return reuse(job, make_activations(key, span, model))
 
 
-def paint(model: Model, job: Job) -> Pixels:
+def paint(model: Model, job: Job, from_step: int = 0) -> Pixels:
+    """The result, with the job's LoRAs from a step on."""
+    loras = job.loras
     engine = Engine(model, own=OwnActivations(model))
     engine.join(job)
     while engine.jobs:
+        job.loras = loras if job.step >= from_step else None
         engine.step()
     return finish(job, model)
 
@@ -90,8 +95,11 @@ def study(model: Model, num_photos: int, steps: int) -> list[list[str]]:
                 "own template": register(model, edit, "kv", loras, replace(job)),
                 "own dense steps": reuse_own(replace(job)),
             }
-            for way, one in ways.items():
-                found.setdefault(way, []).append(psnr_inside(paint(model, one), truth, edit.mask))
+            painted = {way: paint(model, one) for way, one in ways.items()}
+            for late in LATE:
+                painted[f"from {late:.0%} of the steps"] = paint(model, replace(job), math.ceil(late * steps))
+            for way, picture in painted.items():
+                found.setdefault(way, []).append(psnr_inside(picture, truth, edit.mask))
         rows.append([f"{share:.0%}", *(f"{np.mean(values):.1f}" for values in found.values())])
     return [["strength", *found], *rows]
 

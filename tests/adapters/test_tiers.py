@@ -84,6 +84,7 @@ def test_edits_of_one_lora_share_a_load(sd: Model, folder: Path, monkeypatch: py
     fetches = [tiers.fetch([a]) for _ in range(3)]
     assert not any(fetch.is_done for fetch in fetches)
     go.set()
+    tiers.warm([a])  # an announcement joins the load, too
     found = {id(fetch.result()[0][0]) for fetch in fetches}
     assert (len(found), len(num_reads)) == (1, 1)
 
