@@ -51,6 +51,7 @@ class Merging:
         """Write W + scale * up @ down over the weights, rounded once. Without memory for the originals nothing
         changes."""
         assert self.merged is None
+        assert not loras.merging.is_merged
         try:
             for layer, lows in loras.layers.items():
                 weight = layer.get_parameter("weight")
