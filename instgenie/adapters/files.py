@@ -29,7 +29,7 @@ class LoraFile:
 def open_lora(path: Path) -> LoraFile:
     """Read what a file says about itself, or raise a LoraError."""
     if not path.exists():
-        raise LoraError(f"the LoRA {str(path)!r} does not exist")
+        raise LoraError(f"the file {path.name!r} does not exist")
     file = find_weights(path) if path.is_dir() else path
     settings = read_settings_file(file.parent / SETTINGS) if path.is_dir() else {}
     header = read_header(file)

@@ -121,7 +121,7 @@ class LoraRegistry:
         if known is None:
             path = self._file_of(name)
             if path is None:
-                raise LoraNotFoundError(f"the LoRA {name!r} does not exist")
+                raise LoraNotFoundError(f"the LoRA {name[:128]!r} does not exist")
             return self._put(name, path, SHARED)
         if not known.path.exists():
             del self._known[known.tenant, name]

@@ -104,9 +104,11 @@ def nullable(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def form_schema(kind: type[Fields]) -> dict[str, Any]:
-    """In a form an optional field is absent, never null."""
+    """In a form an optional field is absent, never null, and a list is text."""
     schema = kind.model_json_schema()
     for name, shape in schema["properties"].items():
+        if shape.get("type") == "array":
+            schema["properties"][name] = {"type": "string"} | {"description": shape.get("description", "")}
         if "anyOf" in shape:
             [only] = [one for one in shape.pop("anyOf") if one != {"type": "null"}]
             schema["properties"][name] = only | {k: v for k, v in shape.items() if k != "default"}
