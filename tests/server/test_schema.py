@@ -27,7 +27,7 @@ def check(operation: Any, mode: GenerationMode) -> None:
     @given(case=operation.as_strategy(generation_mode=mode))
     def holds(case: schemathesis.Case) -> None:
         assume(mode == GenerationMode.POSITIVE or not has_empty_field(case))
-        make_quick(case.body)
+        make_quick(case.body, mode)
         case.call_and_validate(headers=KEY, excluded_checks=[positive_data_acceptance], timeout=60)
 
     holds()
@@ -39,9 +39,11 @@ def has_empty_field(case: schemathesis.Case) -> bool:
     return is_form and any(isinstance(value, str) and not value.strip() for value in case.body.values())
 
 
-def make_quick(body: Any) -> None:
-    """Reduce a valid request, which the server really runs, to one small picture and one step."""
+def make_quick(body: Any, mode: GenerationMode) -> None:
+    """Reduce a valid request, which the server really runs, to one small picture and one step. What makes a request
+    invalid stays in it."""
     if isinstance(body, dict) and isinstance(body.get("prompt"), str):
         for name, quick in (("n", 1), ("num_inference_steps", 1), ("size", "auto")):
-            if name not in body or type(body[name]) is type(quick):
+            is_replaced = mode == GenerationMode.POSITIVE and type(body.get(name)) is type(quick)
+            if name not in body or is_replaced:
                 body[name] = quick
