@@ -22,6 +22,7 @@ class Wish:
     quality: Quality = DEFAULT
     reuse: Reuse = "auto"
     loras: tuple[LoraUse, ...] = ()  # with their files
+    from_nothing: bool = False  # the picture stands for none
 
     def edit(self, picture: Pixels, mask: PixelMask, own_steps: int, own_guidance: float) -> Edit:
         """The complete edit, for a model whose default steps and guidance are given."""
@@ -38,5 +39,6 @@ class Wish:
             feather=self.feather,
             reuse=self.reuse,
             loras=self.loras,
+            from_nothing=self.from_nothing,
         )
         return with_quality(edit, self.quality)

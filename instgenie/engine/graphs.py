@@ -206,7 +206,7 @@ def dtypes_of(readers: Sequence[RowReader]) -> tuple[CacheDtype, ...]:
 
 
 def num_computed(job: Job) -> int:
-    return len(job.inside) if places_of(job) else len(job.masked)
+    return len(job.inside) if places_of(job) else job.num_seen
 
 
 def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, num_warm_ups: int) -> Callable[[], Tensor]:

@@ -15,7 +15,7 @@ from instgenie.jobs.sampler import DdimSchedule, EulerSchedule, FlowSchedule, Sc
 from instgenie.types import Edit, LoraUse
 
 SCHEDULES: dict[str, Any] = {kind.__name__: kind for kind in (FlowSchedule, DdimSchedule, EulerSchedule)}
-PIXELS = ("picture", "mask", "source", "whole")
+PIXELS = ("picture", "mask", "source", "whole", "references")
 
 
 def job_frames(job: Job) -> tuple[JobHead, list[Frame]]:
@@ -34,6 +34,7 @@ def job_frames(job: Job) -> tuple[JobHead, list[Frame]]:
 
 def job_tensors(job: Job) -> Iterator[Tensor]:
     yield from (job.template.clean, job.template.noise, job.masked, job.conditioning, job.latents)
+    yield job.latents[:0] if job.reference is None else job.reference
     for branch in job.branches:
         yield from (branch.text, branch.pooled, branch.rotary)
 
@@ -41,7 +42,7 @@ def job_tensors(job: Job) -> Iterator[Tensor]:
 def read_job(head: JobHead, frames: Sequence[Frame], device: torch.device) -> Job:
     """Read a job at its first step. Its edit has no pixels."""
     tensors = (read_tensor(*pair).to(device) for pair in zip(head.tensors, frames, strict=True))
-    clean, noise, masked, conditioning, latents = (next(tensors) for _ in range(5))
+    clean, noise, masked, conditioning, latents, reference = (next(tensors) for _ in range(6))
     schedule: Schedule = msgspec.msgpack.decode(head.schedule, type=SCHEDULES[head.schedule_kind])
     return Job(
         edit=read_edit(head.edit),
@@ -53,6 +54,7 @@ def read_job(head: JobHead, frames: Sequence[Frame], device: torch.device) -> Jo
         scale=head.scale,
         schedule=schedule,
         latents=latents,
+        reference=reference if len(reference) else None,
     )
 
 

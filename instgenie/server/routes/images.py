@@ -8,7 +8,6 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from instgenie.adapters.registry import RegisteredLora
 from instgenie.cluster.cluster import has_asked_for
 from instgenie.cluster.ledger import KeyClaim
 from instgenie.cluster.orders import Order
@@ -18,7 +17,7 @@ from instgenie.pictures.header import Header, crop_bytes, decoding_bytes, kept_b
 from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
-from instgenie.server.bodies.answers import EditPending, ModelAnswer, ModelsAnswer, images_answer
+from instgenie.server.bodies.answers import EditPending, images_answer
 from instgenie.server.bodies.fields import (
     EditFields,
     GenerationFields,
@@ -27,8 +26,9 @@ from instgenie.server.bodies.fields import (
     answer_size,
     parse_fields,
 )
-from instgenie.server.bodies.forms import EditForm, read_edit
-from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_edit
+from instgenie.server.bodies.forms import EditForm, check_references, read_edit
+from instgenie.server.bodies.models import ModelsAnswer, describe_as_model, describe_model
+from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_edit, decode_reference
 from instgenie.server.bodies.schema import EARLIER, EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
 from instgenie.server.idempotency import digest, fingerprint_of, key_of, sent_fields
@@ -87,21 +87,23 @@ async def run_edit(
     service = service_of(request)
     async with body as edit:
         fields = check_fields(service, edit.fields, edit.notes, tenant_of(request))
+        check_references(len(edit.references), service.model_facts.max_references)
         loras = await service.find_loras(tenant_of(request), fields)
-        if run := await enter_run(request, fields, claim, edit.image, edit.mask):
+        if run := await enter_run(request, fields, claim, edit.image, edit.mask, edit.references):
             if run.tickets:
                 return await answer(repetition(request, run, fields))
             fields = fields.seeded(run.seed)
         admitted = service.admit(request, fields.n)
         opening = open_edit(service, tenant_of(request), edit, admitted)
         photo, mask = await unless_gone(request, in_time(deadline_of(request, fields), opening))
+        references = await open_references(service, edit, admitted)
     if edit.mask is None and mask.all():
         fields = fields.for_whole_picture(service.model_facts, edit.notes)
     notes = edit.notes
     del edit  # its encoded pictures no longer count towards the intake's limit
     fields.describe_answer(photo.source, notes)
-    orders = make_orders(request, photo, mask, fields, loras)
-    del photo, mask
+    orders = [replace(order, references=references) for order in make_orders(request, photo, mask, fields, loras)]
+    del photo, mask, references
     orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
@@ -158,16 +160,17 @@ async def resume(request: Request, claim: KeyClaim, body: DepositedRequest) -> R
     if body.kind == GenerationFields.__name__:
         return await run_generation(request, GenerationFields.model_validate(body.fields), [], claim)
     kind = {one.__name__: one for one in (EditFields, VariationFields)}[body.kind]
-    form = EditForm(kind.model_validate(body.fields), body.image, body.mask, [])
+    form = EditForm(kind.model_validate(body.fields), body.image, body.mask, [], body.references)
     return await run_edit(request, nullcontext(form), claim)
 
 
 @router.get("/models", summary="List the models", **MODELS)
 async def list_models(request: Request) -> Response:
     service = service_of(request)
-    names = service.config.served_model_names
+    names, facts = service.config.served_model_names, service.cluster.model_facts
     loras = await service.decoder.run(service.loras.list, tenant_of(request))
-    listed = [*map(describe_model, names), *(describe_lora(lora, names[0]) for lora in loras)]
+    listed = [describe_model(name, facts) for name in names]
+    listed += [describe_as_model(lora, names[0]) for lora in loras]
     return JsonResponse(ModelsAnswer(object="list", data=listed).model_dump(exclude_none=True))
 
 
@@ -177,26 +180,10 @@ async def get_model(request: Request, model: str) -> Response:
     names = service.config.served_model_names
     if model not in names and service.loras.has(model, tenant):
         lora = await service.decoder.run(service.loras.find, model, tenant)
-        return JsonResponse(describe_lora(lora, names[0]).model_dump())
+        return JsonResponse(describe_as_model(lora, names[0]).model_dump(exclude_none=True))
     if model not in names:
         raise not_found("model", model, "model_not_found", "model")
-    return JsonResponse(describe_model(model).model_dump(exclude_none=True))
-
-
-def describe_model(name: str) -> ModelAnswer:
-    return ModelAnswer(id=name, object="model", created=0, owned_by="instgenie")
-
-
-def describe_lora(lora: RegisteredLora, model: str) -> ModelAnswer:
-    """A LoRA among the models, as vLLM lists them."""
-    return ModelAnswer(
-        id=lora.name,
-        object="model",
-        created=lora.created,
-        owned_by="instgenie",
-        root=lora.path.name,
-        parent=model,
-    )
+    return JsonResponse(describe_model(model, service.cluster.model_facts).model_dump(exclude_none=True))
 
 
 def check_fields(service: HttpService, fields: FieldsT, notes: Notes, tenant: str) -> FieldsT:
@@ -235,6 +222,19 @@ async def open_edit(service: HttpService, tenant: str, edit: EditForm, admitted:
         return await admitted.decode(decoding_bytes(own, *headers), decode_edit, sources, decoder.max_pixels)
     except InstGenieError as error:
         raise from_user_error(error) from None
+
+
+async def open_references(service: HttpService, edit: EditForm, admitted: Admitted) -> tuple[Pixels, ...]:
+    """Decode the pictures that the model looks at beside the edited one, one after the other."""
+    decoder, found = service.decoder, []
+    try:
+        for encoded in edit.references:
+            header = await decoder.header(encoded, PictureError)
+            admitted.keep(kept_bytes(header, None))
+            found.append(await admitted.decode(decoding_bytes(header), decode_reference, encoded, decoder.max_pixels))
+    except InstGenieError as error:
+        raise from_user_error(error) from None
+    return tuple(found)
 
 
 def template_header(service: HttpService, tenant: str, name: str) -> Header:
@@ -277,6 +277,7 @@ def make_orders(
             num_partials=fields.partial_images,
             may_store=fields.store,
             trace=trace_of(request),
+            sees_picture=service_of(request).model_facts.sees_picture and not isinstance(fields, GenerationFields),
         )
         for seed in range(first_seed, first_seed + fields.n)
     ]
@@ -299,7 +300,12 @@ async def crop_orders(
 
 
 async def enter_run(
-    request: Request, fields: ImageFields, claim: KeyClaim | None, image: bytes | None = None, mask: bytes | None = None
+    request: Request,
+    fields: ImageFields,
+    claim: KeyClaim | None,
+    image: bytes | None = None,
+    mask: bytes | None = None,
+    references: tuple[bytes, ...] = (),
 ) -> EditRun | None:
     """The run of a request's idempotency key; None: it has none. A run without tickets is to be submitted."""
     service, kind = service_of(request), type(fields).__name__
@@ -307,11 +313,11 @@ async def enter_run(
         key = key_of(request, fields)
         if key is None:
             return None
-        fingerprint = await service.decoder.run(fingerprint_of, kind, fields, image, mask)
+        fingerprint = await service.decoder.run(fingerprint_of, kind, fields, image, mask, *references)
         claim = KeyClaim(digest(tenant_of(request), key), fingerprint)
     run = await unless_gone(request, service.idempotency.enter(request, tenant_of(request), claim))
     if not run.tickets and service.cluster.deposits.is_shared:
-        run.request = DepositedRequest(kind, sent_fields(fields), image, mask)
+        run.request = DepositedRequest(kind, sent_fields(fields), image, mask, references)
     return run
 
 
