@@ -96,8 +96,10 @@ def lora_notes(facts: Sequence[Facts], names: Sequence[str]) -> Notes:
     latest = max(told, key=lambda one: one.loras.step if one.loras else 0)
     assert latest.loras is not None
     what = f"The LoRA {names[0]!r} was" if len(names) == 1 else f"The LoRAs {', '.join(map(repr, names))} were"
-    if latest.loras.step == 0:
-        return [f"{what} applied from the first of {latest.num_steps} steps."]
     waited = latest.loras.waited_seconds
-    how = f", and the edit waited {waited:.2f} s for it" if waited else ""
-    return [f"{what} applied from step {latest.loras.step + 1} of {latest.num_steps}: until then it was loading{how}."]
+    how = f", and the edit waited {waited:.2f} s for {'it' if len(names) == 1 else 'them'}" if waited else ""
+    if latest.loras.step == 0:
+        return [f"{what} applied from the first of {latest.num_steps} steps{how}."]
+    loading = "it was" if len(names) == 1 else "they were"
+    from_step = f"from step {latest.loras.step + 1} of {latest.num_steps}"
+    return [f"{what} applied {from_step}: until then {loading} loading{how}."]
