@@ -298,8 +298,9 @@ def num_tokens(size: tuple[int, int], model: Model) -> int:
 
 
 def may_reuse(edit: Edit, model: Model) -> bool:
-    """Return whether a template's activations may save the edit any work, as far as its fields tell."""
-    has_rest = sees_picture(edit, model) or not edit.mask.all()
+    """Return whether a template's activations may save the edit any work, as far as its fields tell. A model that sees
+    pictures has templates of pictures that it saw."""
+    has_rest = sees_picture(edit, model) if model.sees_picture else not edit.mask.all()
     return edit.reuse in ("auto", "template") and edit.dense_steps < edit.steps and has_rest
 
 

@@ -117,20 +117,22 @@ def place_kernel(  # type: ignore[no-untyped-def]
     inside = (head < num_heads) & (channel < head_channels)
     within = head * head_channels + channel
     in_head = channel < head_channels
+    if turns:
+        angles = tl.load(rotary + place * head_channels + channel, mask=in_head, other=0.0)
     if has_q:
         value = tl.load(q + token * q_stride + within, mask=inside, other=0.0).to(tl.float32)
         if norms:
             weight = tl.load(q_weight + channel, mask=in_head, other=0.0).to(tl.float32)
             value = norm(value, head_channels, q_eps) * weight
         if turns:
-            value = turn(value, tl.load(rotary + place * head_channels + channel, mask=in_head, other=0.0))
+            value = turn(value, angles)
         tl.store(q_out + place * q_out_stride + within, value, mask=inside)
     value = tl.load(k + token * k_stride + within, mask=inside, other=0.0).to(tl.float32)
     if norms:
         weight = tl.load(k_weight + channel, mask=in_head, other=0.0).to(tl.float32)
         value = norm(value, head_channels, k_eps) * weight
     if turns:
-        value = turn(value, tl.load(rotary + place * head_channels + channel, mask=in_head, other=0.0))
+        value = turn(value, angles)
     tl.store(k_out + key_place * key_stride + within, value, mask=inside)
     value = tl.load(v + token * v_stride + within, mask=inside, other=0.0)
     tl.store(v_out + key_place * key_stride + within, value, mask=inside)

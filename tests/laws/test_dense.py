@@ -61,7 +61,7 @@ def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
     clean = pack((clean - model.vae.config.shift_factor) * model.vae.config.scaling_factor)
     noise = draw_noise(template_seed(edit.picture, (height, width)), (rows, cols), model)[None].to(**here)
 
-    beside, further = clean[..., :0], clean if model.sees_picture else clean[:, :0]
+    beside, further = clean[..., :0], [clean] if model.sees_picture else []
     if model.is_fill:
         pixels, hole = pipeline.prepare_mask_latents(
             mask, picture * (1 - mask), 1, model.latent_channels, 1, height, width, model.dtype, model.device, None
@@ -87,7 +87,7 @@ def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
     for timestep, sigma_next in zip(scheduler.timesteps[skipped:], sigmas[1:], strict=True):
         first, *rest = [
             model.transformer(
-                hidden_states=torch.cat([torch.cat([x, beside], dim=2), further], dim=1),
+                hidden_states=torch.cat([torch.cat([x, beside], dim=2), *further], dim=1),
                 timestep=timestep[None].to(model.dtype) / 1000, guidance=guidance, pooled_projections=pooled,
                 encoder_hidden_states=sequence, txt_ids=text_positions, img_ids=positions,
             ).sample[:, : x.shape[1]]

@@ -67,6 +67,10 @@ class FluxDoubleBlock(DoubleBlock):
     def head_shape(self) -> tuple[int, int]:
         return self.attn.heads, self.attn.head_dim
 
+    @property
+    def modulations(self) -> Sequence[nn.Linear]:
+        return self.module.norm1.linear, self.module.norm1_context.linear
+
     def entries(self, is_text: bool) -> Sequence[EntryLayers]:
         block, attn = self.module, self.attn
         if is_text:
@@ -100,6 +104,10 @@ class FluxSingleBlock(JointBlock):
     @property
     def head_shape(self) -> tuple[int, int]:
         return self.attn.heads, self.attn.head_dim
+
+    @property
+    def modulations(self) -> Sequence[nn.Linear]:
+        return (self.module.norm.linear,)
 
     def entries(self, is_text: bool) -> Sequence[EntryLayers]:
         norm, attn = self.module.norm, self.attn

@@ -70,6 +70,11 @@ class JointBlock(ABC):
         """How many attentions the image tokens have keys for. They lie side by side in a row of K or V."""
         return 1
 
+    @property
+    @abstractmethod
+    def modulations(self) -> Sequence[nn.Linear]:
+        """The modulation layers of all entries, each once. A step asks for those of every block."""
+
     @abstractmethod
     def entries(self, is_text: bool) -> Sequence[EntryLayers]:
         """One entry per attention for which tokens of text, or of the image, have keys."""

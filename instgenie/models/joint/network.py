@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -60,9 +60,7 @@ class JointNetwork(ABC):
     @property
     def modulation_layers(self) -> list[nn.Linear]:
         """All of them, in the order of the pass."""
-        entries = (entry for block in self.blocks for is_text in (False, True) for entry in block.entries(is_text))
-        layers = dict.fromkeys(entry.modulation for entry in entries)
-        return [*layers, self.transformer.norm_out.linear]
+        return [*chain.from_iterable(block.modulations for block in self.blocks), self.transformer.norm_out.linear]
 
     @property
     def first_columns(self) -> dict[nn.Module, int]:

@@ -74,6 +74,10 @@ class Sd3Block(DoubleBlock):
     def num_attentions(self) -> int:
         return 1 if self.module.attn2 is None else 2
 
+    @property
+    def modulations(self) -> Sequence[nn.Linear]:
+        return self.module.norm1.linear, self.module.norm1_context.linear
+
     def entries(self, is_text: bool) -> Sequence[EntryLayers]:
         block, attn, attn2 = self.module, self.attn, self.module.attn2
         if is_text:

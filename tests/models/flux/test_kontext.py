@@ -127,6 +127,16 @@ def test_the_editor_finds_a_template_by_its_references(model: FluxKontextModel) 
     assert [result.cache_hit for result in found] == [True, False, True]
 
 
+def test_an_edit_from_nothing_reads_no_template(model: FluxKontextModel) -> None:
+    """Templates have rows of the picture that the model saw, and this edit has none."""
+    editor = Editor.__new__(Editor)
+    editor.model, editor.store = model, make_store(model.device)
+    edit = make_edit(steps=2)
+    editor.register(edit.picture, edit.size, 2, edit.guidance)
+    found = editor.edit_many([edit, replace(edit, from_nothing=True)])
+    assert [result.cache_hit for result in found] == [True, False]
+
+
 def test_more_references_than_a_model_takes(models: dict[str, Model]) -> None:
     references = (other_picture(), other_picture(6))
     with pytest.raises(EditError, match="2 pictures beside the edited one: this model takes at most 1"):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from helpers.edits import make_edit
+from helpers.names import JOINT_FAMILIES
 from torch import Tensor, nn
 
 from instgenie.engine.loop import Engine
@@ -14,6 +15,7 @@ from instgenie.jobs.job import Job
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.joint import modulation
 from instgenie.models.joint.batch import pack
+from instgenie.models.joint.model import JointModel
 from instgenie.models.joint.modulation import Modulation, ModulationTables
 from instgenie.models.joint.network import velocity
 from instgenie.models.layers.linear import Owners, linear
@@ -34,6 +36,15 @@ def make_jobs(model: FluxModel) -> list[Job]:
         make_edit(size=(32, 32), steps=40, guidance=5.0, true_guidance=2.0, prompt="a dog"),
     ]
     return [prepare(edit, model) for edit in edits]
+
+
+@pytest.mark.parametrize("family", JOINT_FAMILIES)
+def test_a_block_names_the_modulation_of_all_its_entries(models: dict[str, Model], family: str) -> None:
+    model = models[family]
+    assert isinstance(model, JointModel)
+    for block in model.joint_network.blocks:
+        entries = [*block.entries(is_text=False), *block.entries(is_text=True)]
+        assert list(block.modulations) == list(dict.fromkeys(entry.modulation for entry in entries))
 
 
 @torch.inference_mode()
