@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.cached import register_for
 from helpers.edits import make_edit
 from helpers.loras import applied, save_lora
@@ -30,6 +29,7 @@ LAYERS = {
     "sd3": "transformer_blocks.0.attn.to_out.0",
 }
 FEW = tuple(LAYERS)
+VIEWS = ("aten.slice.Tensor", "aten.reshape.default", "aten.flatten.using_ints", "aten.numpy_T.default")
 
 
 class Launches(TorchDispatchMode):
@@ -45,7 +45,13 @@ class Launches(TorchDispatchMode):
 
 
 def launches(model: Model, jobs: Sequence[Job], num_steps: int = 3) -> list[list[str]]:
-    """Of the first steps of jobs, each step by itself."""
+    """Of the first steps of jobs, each step by itself. They run twice: the first time fills what models cache."""
+    for _ in range(2):
+        steps = record(model, jobs, num_steps)
+    return steps
+
+
+def record(model: Model, jobs: Sequence[Job], num_steps: int) -> list[list[str]]:
     engine, steps = Engine(model), []
     for job in jobs:
         engine.join(replace(job))
@@ -90,11 +96,10 @@ def test_a_lora_adds_two_products_per_layer_and_edit(few: tuple[str, Model], tmp
 
     def counted(loras: AppliedLoras | None) -> Counter[str]:
         first, *others = batches(model)["batched"]
-        with torch.inference_mode():
-            [*_, step] = launches(model, [replace(first, loras=loras), *others], num_steps=2)
+        [*_, step] = launches(model, [replace(first, loras=loras), *others], num_steps=2)
         return Counter(one.split()[0] for one in step)
 
-    more = counted(applied(model, (file, 0.5))) - counted(None)
-    products = {op: num for op, num in more.items() if "mm" in op}
-    assert sum(products.values()) == 2
-    assert not [op for op in more if "copy" in op or "clone" in op or "to_copy" in op]
+    without, with_one = counted(None), counted(applied(model, (file, 0.5)))
+    more = {op: num for op, num in (with_one - without).items() if op not in VIEWS}
+    assert more == {"aten.linear.default": 1, "aten.addmm_.default": 1}
+    assert not without - with_one
