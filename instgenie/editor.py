@@ -3,22 +3,24 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
+from instgenie.adapters.tiers import LoraFetch
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.store import Found, Handle, Lookup, Store
 from instgenie.cost.table import DEFAULT_COSTS
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
+from instgenie.engine.lora_shelf import LoraShelf, read_uses
 from instgenie.engine.own import OwnActivations, can_reuse_own, reuse_found, reuse_own
 from instgenie.engine.prepare import prepare
 from instgenie.engine.pricing import SingleJob, priced
-from instgenie.engine.register import can_reuse, make_activations, make_key, may_reuse, register_in, reuse
+from instgenie.engine.register import can_reuse, make_activations, make_key, may_reuse, name_loras, register_in, reuse
 from instgenie.errors import CacheError, EditError
 from instgenie.jobs.activations import NUM_PARTS, CacheDtype, Key, Kind
 from instgenie.jobs.job import Job
@@ -53,6 +55,7 @@ class QueuedEdit:
     edit: Edit
     loading: tuple[Key, Handle] | None
     lookup_seconds: float
+    loras: LoraFetch | None = None  # that it asks for, on their way to the device
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +81,15 @@ class Editor:
     registered and serves the three that follow: a quarter of the bytes and of the work. With text_padding reused, the
     padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed. With quantization
     fp8 the network multiplies in eight bits, on GPUs that can.
+
+    `loras` gives names to LoRA files, and `lora_dir` is a folder whose files are named by their stems. An edit asks for
+    them with `loras=[("pencil", 0.8)]`; a path is a name, too.
     """
 
     cache_dtype: CacheDtype = "model"
     cache_stride: int = 1
     text_padding: TextPadding = "computed"
+    _loras: LoraShelf | None = None
 
     def __init__(
         self,
@@ -94,6 +101,8 @@ class Editor:
         cache_stride: int = 1,
         text_padding: TextPadding = "computed",
         quantization: Quantization | None = None,
+        loras: Mapping[str, str] | None = None,
+        lora_dir: str | None = None,
     ) -> None:
         self.model = load(model, device, dtype, quantization=quantization)
         self.cache = cache
@@ -101,12 +110,20 @@ class Editor:
         self.cache_stride = cache_stride
         self.text_padding = text_padding
         self.store = cache or make_store(self.model.device)
+        self._loras = LoraShelf(self.model, loras, lora_dir)
+
+    @property
+    def loras(self) -> LoraShelf:
+        """The LoRAs that edits may name."""
+        self._loras = self._loras or LoraShelf(self.model)
+        return self._loras
 
     def edit(self, picture: Pixels, mask: PixelMask, prompt: str, quality: Quality = DEFAULT, **options: Any) -> Result:
         """Edit one picture. Options are the other fields of `Edit`; steps and guidance default to those of the model,
         dense steps and halo to those of the quality."""
         suited = {"steps": self.model.steps, "guidance": self.model.guidance}
-        edit = Edit(picture, mask, prompt, **(suited | options))
+        uses = {"loras": read_uses(options["loras"])} if "loras" in options else {}
+        edit = Edit(picture, mask, prompt, **(suited | options | uses))
         check_edit(edit)
         own = {name: options[name] for name in ("dense_steps", "halo", "own_steps", "max_change") if name in options}
         [result] = self.edit_many([replace(with_quality(edit, quality), **own)])
@@ -120,13 +137,16 @@ class Editor:
         guidance: float | None = None,
         kind: Kind = "kv",
         on_step: OnStep | None = None,
+        loras: Sequence[Any] = (),
         references: tuple[Pixels, ...] = (),
     ) -> RegisterResult:
         """Compute and keep the picture's activations. Edits with the same size, steps, guidance and references will use
-        them. Steps that are already kept are not computed again."""
+        them. Steps that are already kept are not computed again. With LoRAs, the activations are for edits with the
+        same ones; without, for all edits that find none of their own."""
+        applied = self.loras.apply(read_uses(loras)) if loras else None
         with memory_guard("the activations of a template"):
             options = size, steps, guidance, kind, self.cache_dtype, on_step, self.cache_stride, self.keeps_text
-            return register_in(self.store, picture, self.model, *options, references)
+            return register_in(self.store, picture, self.model, *options, applied, references)
 
     @property
     def keeps_text(self) -> bool:
@@ -144,13 +164,14 @@ class Editor:
     def _queue(self, edit: Edit) -> QueuedEdit:
         """Queue an edit and start to load its activations, so that they are there when the job may start."""
         check_edit(edit)
-        edit = self._cropped(edit)
+        edit = self._cropped(self.loras.resolve(edit) if edit.loras else edit)
+        loras = self.loras.fetch(edit) if edit.loras else None
         if edit.reuse == "template":
             self._register_for(edit)
         if self.store.is_empty or not may_reuse(edit, self.model):
-            return QueuedEdit(edit, None, 0.0)
+            return QueuedEdit(edit, None, 0.0, loras)
         key, seconds = self._timed(self._find, edit)
-        return QueuedEdit(edit, (key, self.store.prefetch(key, self.model.device)) if key else None, seconds)
+        return QueuedEdit(edit, (key, self.store.prefetch(key, self.model.device)) if key else None, seconds, loras)
 
     def _cropped(self, edit: Edit) -> Edit:
         """The edit of a crop, if it is to be one. The template of the whole picture stays in use where there is one, or
@@ -177,13 +198,15 @@ class Editor:
             self.register(edit.picture, edit.size, edit.steps, edit.guidance, references=edit.references)
 
     def _find(self, edit: Edit, model: Model) -> Key | None:
-        """Find the edit's template in the store. If both kinds are there, `kv` is taken because it computes less."""
+        """Find the edit's template in the store: first one that saw the same LoRAs, then the base model's. If both
+        kinds are there, `kv` is taken because it computes less."""
         key = make_key(edit, model, "kv", self.cache_dtype, self.cache_stride, self.keeps_text)
-        keys = (replace(key, kind=kind) for kind in NUM_PARTS)
+        own = name_loras([(lora.version, lora.scale) for lora in edit.loras])
+        keys = (replace(key, kind=kind, loras=loras) for loras in dict.fromkeys((own, ())) for kind in NUM_PARTS)
         return next((key for key in keys if self.store.find(key) is not Lookup.MISS), None)
 
     def _prepare(self, queued: QueuedEdit) -> PreparedEdit:
-        job, seconds = self._timed(prepare, queued.edit)
+        job, seconds = self._timed(self._make_job, queued)
         is_pinned = queued.edit.reuse == "template"
         if is_pinned and not can_reuse(job):
             raise EditError(f"the edit cannot use a template: the mask covers all {len(job.masked)} tokens")
@@ -199,6 +222,12 @@ class Editor:
         elif can_reuse_own(job):
             job = reuse_own(job)
         return PreparedEdit(job, found, seconds, queued.lookup_seconds + load_seconds)
+
+    def _make_job(self, queued: QueuedEdit, model: Model) -> Job:
+        job = prepare(queued.edit, model, None, self.loras.prompts if queued.loras else None)
+        if queued.loras:
+            self.loras.give(job, queued.loras)
+        return job
 
     def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:
         """Run the jobs to their end. Returns the seconds until each was handed over."""
@@ -235,6 +264,7 @@ class Editor:
             seconds=Timings(prepared.prepare_seconds, prepared.load_seconds, denoise_seconds, finish_seconds),
             reuse=reuse_found(job),
             crop=job.edit.whole.box if job.edit.whole else None,
+            lora_step=0 if job.loras else None,
         )
 
     def _timed(self, work: Callable[[In, Model], Out], given: In) -> tuple[Out, float]:

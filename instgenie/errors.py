@@ -7,6 +7,8 @@ InstGenieError
 ├── PlanError         a plan the model cannot run with the activations at hand
 ├── CalibrationError  a latency file that is malformed or cannot be written
 ├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors or compute no numbers
+├── LoraError         a LoRA that is unknown, cannot be read or does not fit the model
+│   └── LoraNotFoundError  no LoRA of that name, for this tenant
 ├── CacheError        a cache folder that cannot be used or has no room
 ├── OutOfMemoryError  the model or the edit does not fit
 ├── QueueFullError    more edits wait than the server accepts
@@ -43,6 +45,14 @@ class CalibrationError(InstGenieError):
 
 
 class ModelError(InstGenieError):
+    pass
+
+
+class LoraError(InstGenieError):
+    pass
+
+
+class LoraNotFoundError(LoraError):
     pass
 
 

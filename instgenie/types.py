@@ -57,6 +57,16 @@ class Whole:
     box: Box
 
 
+class LoraUse(NamedTuple):
+    """A LoRA that an edit asks for."""
+
+    name: str
+    scale: float = 1.0
+    path: str = ""  # of its file, which whoever knows the names fills in
+    version: str = ""  # of its file
+    num_bytes: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Edit:
     """A request to change the masked pixels of a picture into what the prompt describes."""
@@ -86,6 +96,7 @@ class Edit:
     references: tuple[Pixels, ...] = ()  # pictures that the model looks at beside the edited one, if it can
     from_nothing: bool = False  # True: the picture stands for none, so a model that sees pictures sees none
     whole: Whole | None = None  # where the picture is a crop: the photograph that the result is put back into
+    loras: tuple[LoraUse, ...] = ()  # added one to the other
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,7 @@ class Result:
     seconds: Timings
     reuse: ReuseFound = "none"  # whose activations were read
     crop: Box | None = None  # the part of the picture that was edited; None: all of it
+    lora_step: int | None = None  # the step from which its LoRAs were applied; None: it has none
 
     @property
     def cache_hit(self) -> bool:

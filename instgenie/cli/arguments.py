@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from instgenie.types import CacheDtype, Quantization, TextPadding
+from instgenie.types import CacheDtype, LoraUse, Quantization, TextPadding
 
 CACHE_GIB = 20.0
 
@@ -58,6 +58,15 @@ def box(text: str) -> tuple[int, int, int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not x,y,width,height in whole pixels") from None
     return x, y, w, h
+
+
+def lora(text: str) -> LoraUse:
+    """FILE, NAME, or either with a scale after a colon."""
+    name, _, scale = text.rpartition(":")
+    try:
+        return LoraUse(name, float(scale)) if name else LoraUse(text)
+    except ValueError:
+        return LoraUse(text)  # a colon of its name
 
 
 def size(text: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from instgenie.cache.folder import default_folder, make_folder
-from instgenie.cli.arguments import add_cache, add_model, add_quantization, box
+from instgenie.cli.arguments import add_cache, add_model, add_quantization, box, lora
 from instgenie.cli.screen import complain, hide_loading_bars
 from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
@@ -85,6 +85,12 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
         "token. With each of the last three, the same seed always gives the same picture"
     )
     parser.add_argument("--reuse", choices=get_args(Reuse), default="auto", help=about_reuse)
+    about_lora = "a LoRA to paint with: a file, or a name in --lora-dir, and maybe its scale; repeatable"
+    parser.add_argument(
+        "--lora", dest="loras", action="append", type=lora, default=argparse.SUPPRESS, metavar="LORA[:SCALE]",
+        help=about_lora,
+    )  # fmt: skip
+    parser.add_argument("--lora-dir", type=Path, metavar="DIR", help="folder of LoRAs that are named by their files")
     add_model(parser)
     add_quantization(parser)
     about_cache = "neither read nor write cached activations"
@@ -101,6 +107,7 @@ def run_edit(options: argparse.Namespace) -> None:
     photo = open_photo(options.photo, metadata=options.metadata)
     notes = list(photo.notes)
     given = {field.name: getattr(options, field.name) for field in fields(Edit) if hasattr(options, field.name)}
+    given |= {"loras": tuple(given.get("loras", ()))}
     given |= {"picture": photo.pixels, "mask": make_mask(photo, options, notes), "source": photo.source}
     given["references"] = tuple(open_photo(path).pixels for path in options.reference)
     check_edit(Edit(**given))
@@ -158,6 +165,8 @@ def print_summary(result: Result, edit: Edit, editor: "Editor", seconds: float) 
         "seconds": f"{seconds:.1f} with loading the model ({parts})",
         "seed": f"{result.seed}",
     }
+    if edit.loras:
+        lines["loras"] = ", ".join(f"{use.name} at {use.scale:g}" for use in edit.loras)
     for heading, value in lines.items():
         print(f"{heading:<8} {value}")
 
@@ -255,6 +264,7 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
             cache_stride=options.cache_stride,
             text_padding=options.text_padding,
             quantization=options.quantization,
+            lora_dir=str(options.lora_dir) if getattr(options, "lora_dir", None) else None,
         )
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from instgenie.adapters.layers import LayerTable
 from instgenie.cluster import wire
 from instgenie.cluster.clerk import Clerk
 from instgenie.cluster.config import ClusterConfig, resolve
@@ -230,6 +231,7 @@ class Cluster:
             seconds_per_token=worker.load.seconds_per_token,
             templates=tuple(worker.load.templates),
             tier_bytes=dict(worker.tier_bytes),
+            lora_bytes=dict(worker.lora_bytes),
         )
 
     def _check_open(self, has_place: bool = False) -> None:
@@ -237,6 +239,11 @@ class Cluster:
             raise ClosedError("the server is stopping: it takes no more edits")
         if self.has_failed:
             raise ClosedError(f"no worker can start: {self.failure}")
+
+
+def layers_of(cluster: Cluster) -> LayerTable | None:
+    """The layers that LoRAs may patch; None until a worker has told them."""
+    return cluster._coordinator.naming.layer_table
 
 
 def has_asked_for(cluster: Cluster, order: Order) -> bool:

@@ -52,6 +52,28 @@ class ResolvedCache(CacheConfig):
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """The LoRAs that edits may name, and the memory for them on each worker."""
+
+    modules: tuple[tuple[str, str], ...] = ()  # names and paths
+    folder: str | None = None  # whose files edits may name; None: none
+    gpu_bytes: int = 2 * 2**30
+    host_bytes: int = 4 * 2**30
+    wait_share: float = 0.3  # of an edit's steps that it takes without its LoRAs while they load; then it waits
+    merges: bool = True  # merge LoRAs into the weights while a whole batch shares them
+    wait_steps: int | None = None  # the same as a number of steps, which counts if it is given
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.modules or self.folder)
+
+    def num_free_steps(self, num_steps: int) -> int:
+        """Steps that an edit may take before its LoRAs are there: never all of them."""
+        free = math.floor(self.wait_share * num_steps) if self.wait_steps is None else self.wait_steps
+        return min(free, num_steps - 1)
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     model: str = "builtin"
     devices: tuple[str, ...] = ("auto",)  # one worker each
@@ -77,6 +99,7 @@ class ClusterConfig:
     start_timeout: float = 1800.0  # the same while it loads the model
     hold_bytes: int = 64 * 2**20  # per worker, for the latents of edits with an idempotency key, after their last step
     hold_seconds: float = 600.0  # after which such latents are dropped
+    loras: LoraConfig = LoraConfig()
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -118,6 +141,7 @@ class ProcessConfig:
     front_timeout: float = math.inf  # seconds of silence after which a front counts as gone
     parent: int | None = None  # pid of the parent that the process does not outlive; None: no parent is checked
     front: str = ""  # id of the front at the endpoint, where a process may serve several
+    loras: LoraConfig = LoraConfig()
     has_control: bool = False  # True: orders of the starter arrive on standard input (`cluster/control.py`)
 
 
@@ -159,6 +183,7 @@ def process_config(
         register_after=config.register_after,
         register_window=config.register_window,
         front_timeout=config.worker_timeout,
+        loras=config.loras,
     )
 
 

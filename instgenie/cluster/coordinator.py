@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 class Coordinator:
     def __init__(self, config: ClusterConfig, workers: Sequence[Worker], send: Send) -> None:
-        self.naming = Naming(workers)
+        self.naming = Naming(workers, config.loras)
         self.placement = Placement(config.policy, workers)
         self.reporter = Reporter()
         self.library = Library(config, self.naming, self.placement, send)
@@ -81,6 +81,7 @@ class Coordinator:
             wire.Registered: self.library.on_registered,
             wire.Kept: self.library.on_kept,
             wire.Fetched: self.stages.on_fetched,
+            wire.LorasKept: self.stages.on_loras_kept,
             wire.Forgotten: self.neighbours.on_forgotten,
             wire.EditCounted: self.unasked.on_counted,
             wire.Announced: self.neighbours.on_announced,

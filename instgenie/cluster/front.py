@@ -178,6 +178,7 @@ class Front:
         name = entry.work.template
         if name is None:
             entry.run_dense(entry.order.obstacle or "the model was not known yet")
+            worker.load.expect(entry.work)
             return
         if entry.work.must_reuse or worker.load.tier_of(entry.work):
             entry.mode = ComputeMode.CACHED
@@ -189,9 +190,11 @@ class Front:
         worker.load.expect(entry.work)
 
     def _announce(self, entry: EditEntry) -> None:
-        """Have the activations loaded now if the edit is among those its worker takes next."""
+        """Have the activations and the LoRAs loaded now if the edit is among those its worker takes next."""
         worker = self.placement.workers[entry.worker]
         has_room = worker.denoiser.is_ready and worker.load.num_edits <= worker.denoiser.max_held
+        if has_room and entry.order.wish.loras:
+            self.send(worker.denoiser, wire.FetchLoras(entry.order.wish.loras))
         if has_room and (head := self.library.naming.head(entry)):
             peers = self.library.peers.addresses(entry.template, entry.worker)
             self.send(worker.denoiser, wire.Fetch(entry.id, head, peers))

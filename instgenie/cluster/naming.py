@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from instgenie.adapters.layers import LayerTable
+from instgenie.cluster.config import LoraConfig
 from instgenie.cluster.entries import EditEntry
 from instgenie.cluster.orders import Order, TemplateOrder
 from instgenie.cluster.processes import Worker
@@ -18,9 +20,11 @@ working_size_of = lru_cache(working_size)
 
 
 class Naming:
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Sequence[Worker], loras: LoraConfig | None = None) -> None:
         self.workers = workers
+        self.loras = LoraConfig() if loras is None else loras
         self.model_facts: ModelFacts | None = None  # None until the first process is ready
+        self.layer_table: LayerTable | None = None  # layers that LoRAs may patch; None until a worker has told them
 
     def template_order(self, tenant: str, picture: Pixels, steps: int | None, guidance: float | None) -> TemplateOrder:
         """Complete an order: parameters that are None, or that make no difference to the model, get its defaults."""
@@ -62,5 +66,16 @@ class Naming:
             num_masked = max(round(num_tokens * masked_share(order.mask)), 1)
             num_steps = facts.steps if order.wish.steps is None else order.wish.steps
             template = self.template_order_of(order).id if order.can_reuse else None
-            works.append(Work(num_steps, num_tokens, num_masked, template, own_share=order.own_share(num_steps)))
+            loras = tuple((use.version, use.num_bytes) for use in order.wish.loras)
+            works.append(
+                Work(
+                    num_steps,
+                    num_tokens,
+                    num_masked,
+                    template,
+                    own_share=order.own_share(num_steps),
+                    loras=loras,
+                    num_free_steps=self.loras.num_free_steps(num_steps) if loras else 0,
+                )
+            )
         return works

@@ -122,6 +122,15 @@ class Partial:
 
 
 @dataclass(frozen=True)
+class LoraFacts:
+    """How the LoRAs of an edit were applied."""
+
+    step: int  # from which on
+    tier: str  # where the slowest of them was found: gpu, host or disk
+    waited_seconds: float = 0.0  # that the edit stood still for them
+
+
+@dataclass(frozen=True)
 class Facts:
     """Facts about a finished edit, sent to the client with the picture."""
 
@@ -146,6 +155,8 @@ class Facts:
     predicted_seconds: float = 0.0  # from acceptance to the picture, as predicted when it was accepted
     num_preemptions: int = 0  # times that it left a batch for another edit
     in_time: bool | None = None  # whether it met its deadline; None: it had none
+    loras: LoraFacts | None = None  # None: it has none
+    num_steps: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,4 +106,6 @@ def total_work(works: Sequence[Work]) -> Work:
         num_edits=len(works),
         must_reuse=works[0].must_reuse,
         own_share=works[0].own_share,
+        loras=works[0].loras,
+        num_free_steps=works[0].num_free_steps,
     )

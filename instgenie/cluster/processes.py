@@ -163,6 +163,7 @@ class Worker:
     edits: dict[str, EditEntry] = field(default_factory=dict)  # those that belong to it, by id
     digests: dict[Role, str] = field(default_factory=dict)  # of the weights that each process has loaded
     tier_bytes: dict[TierName, int] = field(default_factory=dict)
+    lora_bytes: dict[str, int] = field(default_factory=dict)  # of LoRAs in its memory, by tier
     num_fronts: int = 0  # that share it, this one among them; 0: it serves no other
     is_stale: bool = False  # True if it has been silent for so long that its load is not known
     is_waiting: bool = False  # no node has room for it

@@ -32,6 +32,7 @@ class Recovery:
         worker.has_lost_node &= not worker.is_ready
         if process.role == "denoise":
             worker.host = host_of(worker.denoiser.peer_address)
+            worker.load.loras.hold(())
             self.library.forgetting.send_all(worker)
         if worker.denoiser.is_ready:
             self.archive.ask(worker)

@@ -39,6 +39,10 @@ class Reporter:
         for observer in self.observers:
             observer.fetched(tier, num_bytes, seconds)
 
+    def lora_loaded(self, tier: str, num_bytes: int, seconds: float) -> None:
+        for observer in self.observers:
+            observer.lora_loaded(tier, num_bytes, seconds)
+
     def waited(self, entry: EditEntry, stage: str, worked: float = 0.0) -> None:
         """Trace how long an edit waited for a stage, which began `worked` seconds ago."""
         now = time.monotonic()

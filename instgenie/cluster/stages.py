@@ -118,6 +118,14 @@ class Stages:
         load.fetch_rates.measure(message.tier, message.num_bytes, message.seconds - fixed)
         self.reporter.fetched(message.tier, message.num_bytes, message.seconds)
 
+    def on_loras_kept(self, process: Process, message: wire.LorasKept, frames: list[wire.Frame]) -> None:
+        worker = self.workers[process.worker]
+        worker.lora_bytes = message.num_bytes
+        worker.load.loras.hold(message.versions)
+        for tier, num_bytes, seconds in message.loads:
+            worker.load.loras.measure(num_bytes, seconds)
+            self.reporter.lora_loaded(tier, num_bytes, seconds)
+
     def on_priced(self, process: Process, message: wire.Priced, frames: list[wire.Frame]) -> None:
         self.workers[process.worker].load.costs = message.costs
 
@@ -258,5 +266,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
         finish_thread_seconds=painted.thread_seconds,
         predicted_seconds=entry.predicted,
         num_preemptions=entry.num_preemptions,
+        loras=denoised.loras,
+        num_steps=prepared.num_steps,
         in_time=None if entry.order.deadline == NO_DEADLINE else time.monotonic() <= entry.order.deadline,
     )

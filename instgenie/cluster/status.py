@@ -1,6 +1,6 @@
 """Reports of a cluster about itself: a snapshot for pages, events for metrics. Knows no process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from instgenie.cluster.orders import Facts, FailureKind
@@ -66,6 +66,7 @@ class WorkerStatus:
     seconds_per_token: float  # additional cost of each computed token
     templates: tuple[str, ...]
     tier_bytes: dict[TierName, int]
+    lora_bytes: dict[str, int] = field(default_factory=dict)  # of LoRAs in memory, by tier
 
     @property
     def pid(self) -> int | None:
@@ -112,6 +113,9 @@ class Observer:
 
     def cache_query(self, tier: TierName | None) -> None:
         """An edit looked for its template's activations; None is a miss."""
+
+    def lora_loaded(self, tier: str, num_bytes: int, seconds: float) -> None:
+        """A worker brought a LoRA near its steps, from main memory or from disk."""
 
     def fetched(self, tier: TierName, num_bytes: int, seconds: float) -> None:
         """A worker brought a template into its memory from a tier below it, or from a peer."""

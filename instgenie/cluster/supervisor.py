@@ -199,8 +199,9 @@ class Supervisor:
             case wire.Loaded():
                 process.is_loaded = True
                 self._begin_all()
-            case wire.Ready(facts, digest, peer_address):
+            case wire.Ready(facts, digest, peer_address, layers):
                 process.succeed()
+                self.coordinator.naming.layer_table = layers or self.coordinator.naming.layer_table
                 process.peer_address = peer_address
                 self._begin_all()
                 log.info("process ready", extra={"worker_process": process.name})

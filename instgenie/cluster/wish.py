@@ -4,7 +4,7 @@ knows no model."""
 from dataclasses import dataclass
 
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
-from instgenie.types import Edit, PixelMask, Pixels, Reuse
+from instgenie.types import Edit, LoraUse, PixelMask, Pixels, Reuse
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Wish:
     feather: int = 0
     quality: Quality = DEFAULT
     reuse: Reuse = "auto"
+    loras: tuple[LoraUse, ...] = ()  # with their files
     from_nothing: bool = False  # the picture stands for none
 
     def edit(self, picture: Pixels, mask: PixelMask, own_steps: int, own_guidance: float) -> Edit:
@@ -37,6 +38,7 @@ class Wish:
             strength=self.strength,
             feather=self.feather,
             reuse=self.reuse,
+            loras=self.loras,
             from_nothing=self.from_nothing,
         )
         return with_quality(edit, self.quality)

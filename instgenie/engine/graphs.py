@@ -101,6 +101,9 @@ class Graphs:
 
     def takes(self, jobs: Sequence[Job]) -> bool:
         """Return whether it can find all rows that the jobs' present step reads or keeps. Only kernels can on a GPU."""
+        if any(job.loras and not job.loras.merging.is_merged for job in jobs):
+            self.explain("an edit has a LoRA")
+            return False
         reading = [job for job in jobs if places_of(job)]
         touching = [*reading, *(job for job in jobs if job.keeps_activations)]
         if touching and self.model.device.type == "cuda" and not runs_fused(touching[0].masked):

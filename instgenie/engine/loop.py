@@ -9,6 +9,7 @@ from torch import Tensor
 
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loading.loader import Loader
+from instgenie.engine.merging import Merging
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import Planning
 from instgenie.jobs.job import Job, locate
@@ -42,6 +43,7 @@ class Engine:
         loader: Loader | None = None,
         graphs: Graphs | None = None,
         own: OwnActivations | None = None,
+        merging: Merging | None = None,
     ) -> None:
         self.model = model
         self.full_size = max_jobs
@@ -51,6 +53,7 @@ class Engine:
         self.graphs = graphs
         self.own = own or OwnActivations(model)
         self.sides = model.describe().sides
+        self.merging = merging or Merging(is_on=False)
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
@@ -81,6 +84,7 @@ class Engine:
 
     @torch.inference_mode()
     def advance(self, jobs: Sequence[Job]) -> None:
+        self.merging.settle(jobs)
         self.own.make_ready(jobs)
         self.plan(jobs)
         for job, predictions in zip(jobs, self.predict(jobs), strict=True):
@@ -122,7 +126,7 @@ class Engine:
             self.loader.start(jobs)
 
     def pick(self) -> list[Job]:
-        return self.jobs[: self.max_jobs]
+        return [job for job in self.jobs if not job.is_held][: self.max_jobs]
 
     def hand_over(self) -> list[Job]:
         finished = [job for job in self.jobs if job.done]

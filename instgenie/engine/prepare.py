@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instgenie.engine.adapting import PromptLoras
 from instgenie.errors import EditError
-from instgenie.jobs.job import Grid, Job, Template
+from instgenie.jobs.job import Branch, Grid, Job, Template
 from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, pack_latents
 from instgenie.models.vae.autoencoder import encode_pictures
@@ -44,16 +46,24 @@ class Encodings:
 
 
 @torch.inference_mode()
-def prepare(edit: Edit, model: Model, encodings: Encodings | None = None) -> Job:
+def prepare(
+    edit: Edit, model: Model, encodings: Encodings | None = None, prompt_loras: PromptLoras | None = None
+) -> Job:
     check_edit(edit)
     size = choose_size(edit, model)
-    return make_job(edit, resize_mask(edit.mask, size), size, model, encodings)
+    return make_job(edit, resize_mask(edit.mask, size), size, model, encodings, prompt_loras)
 
 
 def make_job(
-    edit: Edit, mask: PixelMask, size: tuple[int, int], model: Model, encodings: Encodings | None = None
+    edit: Edit,
+    mask: PixelMask,
+    size: tuple[int, int],
+    model: Model,
+    encodings: Encodings | None = None,
+    prompt_loras: PromptLoras | None = None,
 ) -> Job:
-    """Make a job. `mask` has the `size` that the model works at."""
+    """Make a job. `mask` has the `size` that the model works at. The parts of LoRAs that prompts pass are applied here;
+    the others come later."""
     encodings = encodings or Encodings()
     grid = size[0] // model.patch, size[1] // model.patch
     picture = picture_tensor(resize_picture(edit.picture, size), model.device)
@@ -62,8 +72,14 @@ def make_job(
         ("template", seed), lambda: Template(encode(picture, model), draw_noise(seed, grid, model))
     )
     prompts = edit.prompt, edit.negative_prompt if model.guidance_scale(edit) > 1 else None
+    versions = tuple((lora.version, lora.scale) for lora in edit.loras)
     check_references(edit, model)
     references = reference_grids(edit, size, model)
+
+    def encode_prompts() -> tuple[Branch, ...]:
+        with prompt_loras.applied(edit.loras) if prompt_loras else nullcontext():
+            return model.branches(edit, grid, references)
+
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
     start = schedule.start(template.clean, draw_noise(edit.seed, grid, model))
@@ -73,7 +89,7 @@ def make_job(
         template=template,
         masked=masked,
         conditioning=condition(picture, mask, masked, template, model),
-        branches=encodings.get(("prompts", prompts, grid, references), lambda: model.branches(edit, grid, references)),
+        branches=encodings.get(("prompts", prompts, grid, references, versions), encode_prompts),
         scale=model.guidance_scale(edit),
         schedule=schedule,
         latents=torch.where(masked, start, template.at(0, schedule)),

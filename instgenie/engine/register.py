@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instgenie.adapters.applied import AppliedLoras
 from instgenie.cache.store import Store
 from instgenie.cache.tier import estimate
 from instgenie.cost.plan import Plan
@@ -80,16 +81,20 @@ def register_in(
     on_step: OnStep | None = None,
     stride: int = 1,
     keeps_text: bool = False,
+    loras: AppliedLoras | None = None,
     references: tuple[Pixels, ...] = (),
 ) -> RegisterResult:
-    """Compute the missing spans of a template and put each into the store as it is done."""
+    """Compute the missing spans of a template and put each into the store as it is done. With LoRAs it is a template of
+    its own, for edits with the same ones."""
     edit = template_edit(picture, model, size, steps, guidance, references)
     check_registration(kind, NUM_STEPS_AT_ONCE, stride)
     key = make_key(edit, model, kind, cache_dtype, stride, keeps_text)
+    key = replace(key, loras=name_loras(loras.names)) if loras else key
     with store.pinned(key):
         missing = store.missing(key)
         num_missing = key.num_served(missing)
-        for span in with_progress(observe(edit, model, key, missing), key, key.num_steps - num_missing, on_step):
+        spans = observe(edit, model, key, missing, loras)
+        for span in with_progress(spans, key, key.num_steps - num_missing, on_step):
             store.put(key, span)
     return RegisterResult(key.num_steps, num_missing, store.num_bytes(key))
 
@@ -102,11 +107,13 @@ def make_activations(key: Key, span: Span, model: Model) -> Activations:
 
 
 @torch.inference_mode()
-def observe(edit: Edit, model: Model, key: Key, spans: Sequence[range]) -> Iterator[Span]:
+def observe(
+    edit: Edit, model: Model, key: Key, spans: Sequence[range], loras: AppliedLoras | None = None
+) -> Iterator[Span]:
     """Compute the activations of a template, in one pass per span."""
     if not spans:
         return
-    job = template_job(edit, model, key.prompt, key.isolated)
+    job = replace(template_job(edit, model, key.prompt, key.isolated), loras=loras)
     for steps in spans:
         yield observe_span(job, model, key, steps)
 
@@ -278,6 +285,11 @@ def name_key(
         num_text=model.num_flowing_text if keeps_text else 0,
         references=references,
     )
+
+
+def name_loras(names: Sequence[tuple[str, float]]) -> tuple[str, ...]:
+    """The LoRAs of a registration as its key names them."""
+    return tuple(f"{version} {scale:g}" for version, scale in names)
 
 
 def num_tokens(size: tuple[int, int], model: Model) -> int:

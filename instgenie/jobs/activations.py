@@ -38,15 +38,16 @@ class Key:
     code: str = ""  # version of the code that computes the activations
     stride: int = 1  # every so many steps are kept
     num_text: int = 0  # text tokens whose rows are kept, for edits that read its padding
+    loras: tuple[str, ...] = ()  # that the registration saw: version and scale of each; none: the base model's own
     references: str = ""  # digest of the pictures that the model saw beside it, if it saw any
 
     @property
     def text(self) -> str:
         """The key as JSON, the same in every process. A key without a stride is that of a template with all steps, one
-        without `num_text` that of a template without rows of its text, one without `references` that of a picture
-        alone."""
+        without `num_text` that of a template without rows of its text, one without `loras` that of the base model, one
+        without `references` that of a picture alone."""
         fields = asdict(self)
-        for name in ("stride", "num_text", "references"):
+        for name in ("stride", "num_text", "loras", "references"):
             if fields[name] == Key.__dataclass_fields__[name].default:
                 del fields[name]
         return json.dumps(fields, sort_keys=True)
@@ -84,7 +85,8 @@ def parse_key(text: str) -> Key:
     """Return the key with this text, or raise a ValueError."""
     try:
         fields = json.loads(text)
-        key = Key(**fields | {name: tuple(fields[name]) for name in ("size", "levels")})
+        lists = {name: tuple(fields[name]) for name in ("size", "levels", "loras") if name in fields}
+        key = Key(**fields | lists)
     except (TypeError, KeyError) as error:
         raise ValueError(f"not a key: {error}") from None
     if key.text != text:

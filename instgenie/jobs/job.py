@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from instgenie.adapters.applied import AppliedLoras
 from instgenie.cost.kept_steps import KeptSteps
 from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
@@ -63,6 +64,8 @@ class Job:
     plan: Plan = DENSE  # for the steps that are not dense
     own_steps: KeptSteps | None = None  # dense steps, if the activations are those that these leave behind
     kept_step: int | None = None  # the step that left its own activations; None: there are none yet
+    loras: AppliedLoras | None = None  # that are there, on its device; None: it has none, or none yet
+    is_held: bool = False  # True while it waits in the batch, for LoRAs, and takes no step
     reference: Tensor | None = None  # [reference tokens, channels] beside its own, the same at every step
 
     def __post_init__(self) -> None:

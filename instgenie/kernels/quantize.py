@@ -33,6 +33,11 @@ class Fp8Rows:
 Rows: TypeAlias = Tensor | Fp8Rows  # the input of a product
 
 
+def as_tensor(rows: Rows, dtype: torch.dtype) -> Tensor:
+    """Rows as numbers of a dtype; those of low precision are multiplied by their scales."""
+    return rows if isinstance(rows, Tensor) else (rows.values.float() * rows.scale).to(dtype)
+
+
 @cache
 def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

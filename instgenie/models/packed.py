@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple, Self, TypeVar, Union, get_args, g
 
 from torch import Tensor
 
+from instgenie.adapters.applied import BatchLoras, batch_loras
 from instgenie.jobs.job import Job
 from instgenie.jobs.rows import BatchRows, RowReader
 
@@ -42,6 +43,7 @@ class PackedBatch(ABC):
 
     jobs: LeftOut[tuple[Job, ...]]
     rows: LeftOut[BatchRows]  # of the jobs' activations
+    loras: LeftOut[BatchLoras | None]  # None: no job has any
 
     @property
     def signature(self) -> Hashable:
@@ -77,6 +79,13 @@ class PackedBatch(ABC):
     @cached_property
     def _walked(self) -> "Walked":
         return walk(self)
+
+
+def loras_of(jobs: Sequence[Job]) -> BatchLoras | None:
+    """The LoRAs of the jobs of a pass, one branch after the other."""
+    if not any(job.loras for job in jobs):
+        return None
+    return batch_loras([job.loras for job in jobs for _ in job.branches])
 
 
 class Walked(NamedTuple):

@@ -7,8 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
+from torch import nn
 from transformers import CLIPTextModel, PreTrainedTokenizerBase
 
+from instgenie.adapters.keys import NETWORK
+from instgenie.adapters.layers import Alias, LayerTable
+from instgenie.adapters.modules import describe_layers
 from instgenie.models.identity import identify
 
 NOT_IDENTITY = ("name", "device", "dtype", "scheduler")  # keys of activations contain the last two on their own
@@ -20,6 +24,7 @@ class PipelineParts(ABC):
     network_name: ClassVar[str]  # the part that denoises: transformer or unet
     is_convolutional: ClassVar[bool]  # the network convolves, so on CUDA its weights are in channels-last order
     latents_per_token: ClassVar[int]  # side of a token's patch in latents
+    foreign_names: ClassVar["staticmethod[[Any], dict[str, Alias]]"]  # of layers of the network, as LoRAs use them
 
     name: str  # as the user gave it
     vae: AutoencoderKL | AutoencoderTiny
@@ -49,6 +54,17 @@ class PipelineParts(ABC):
         """A digest of all weights, configs and tokenizers; computed once."""
         names = [field.name for field in fields(self)]
         return identify({name: getattr(self, name) for name in names if name not in NOT_IDENTITY})
+
+    @cached_property
+    def patchable(self) -> dict[str, nn.Module]:
+        """The parts whose layers a LoRA may patch."""
+        encoders = {name: part for name, part in self.parts.items() if name.startswith("text_encoder")}
+        return {NETWORK: self.network, **encoders}
+
+    @cached_property
+    def layer_table(self) -> LayerTable:
+        """The layers that a LoRA may patch."""
+        return describe_layers(self.patchable, self.foreign_names(self.network))
 
     @property
     @abstractmethod

@@ -24,6 +24,8 @@ MAX_FEATHER = 256
 MAX_HALO = 256
 MAX_CROP_PADDING = 4096
 MAX_PROMPT = 32_000
+MAX_LORAS = 8
+MAX_LORA_SCALE = 100.0
 MAX_SEED = 2**63 - 1
 SIZE_MULTIPLE = 16
 MIN_SIZE, MAX_SIZE = 32, 4096
@@ -78,6 +80,10 @@ def check_edit(edit: Edit) -> None:
         raise EditError("the strength is 0: more than 0 and at most 1 is expected")
     if edit.size is not None:
         _check_working_size(edit.size)
+    if len(edit.loras) > MAX_LORAS:
+        raise EditError(f"the edit names {len(edit.loras)} LoRAs: at most {MAX_LORAS} are expected")
+    for lora in edit.loras:
+        _check_real(f"scale of the LoRA {lora.name!r}", lora.scale, -MAX_LORA_SCALE, MAX_LORA_SCALE)
 
 
 def _check_text(name: str, text: str) -> None:

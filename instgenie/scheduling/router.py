@@ -13,6 +13,7 @@ from typing import TypeVar
 from instgenie.cost.table import Price
 from instgenie.scheduling.backlog import NO_LOAD, Backlog
 from instgenie.scheduling.fetches import FetchRates, NodeLink, PeerMap
+from instgenie.scheduling.lora_holdings import LoraHoldings, SizedLora
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.types import TierName
 
@@ -34,6 +35,8 @@ class Work:
     num_edits: int = 1
     must_reuse: bool = False  # True if a worker without the activations registers them before it runs the edits
     own_share: float = 1.0  # without them: share of the steps that are dense, whose activations the others read
+    loras: tuple[SizedLora, ...] = ()  # that it asks for
+    num_free_steps: int = 0  # that it takes while they load
 
 
 @dataclass
@@ -43,6 +46,7 @@ class WorkerLoad(Backlog):
     templates: dict[str, TierName] = field(default_factory=dict)  # the fastest tier of each, by id; peers do not count
     peers: PeerMap = field(default_factory=PeerMap)  # templates in other workers' memory
     fetch_rates: FetchRates = field(default_factory=FetchRates)
+    loras: LoraHoldings = field(default_factory=LoraHoldings)
 
     @property
     def seconds_per_token(self) -> float:
@@ -133,9 +137,14 @@ class WorkerLoad(Backlog):
         num_bytes = self.costs.template_bytes(work.num_tokens / work.num_edits, work.num_steps)
         return fixed + self.fetch_rates.per_byte(tier, per_byte) * num_bytes
 
+    def lora_wait(self, work: Work, price: Price, seconds: float) -> float:
+        """Seconds that an edit stands still for LoRAs which take so long to load: it takes its free steps meanwhile."""
+        return max(seconds - self.part_seconds(work.num_free_steps, price, 1), 0.0) if seconds else 0.0
+
     def expect(self, work: Work) -> None:
         """Note that the template of an edit is being fetched into memory, where later edits will find it."""
         tier = self.tier_of(work)
+        self.loras.expect(work.loras)
         if work.template and tier not in ("gpu", "host", None):
             self.link.fetching[self.worker, work.template] = self._transfer_seconds(work, tier)
             self.templates[work.template] = "host"
@@ -158,9 +167,10 @@ def predicted_finish(work: Work, load: WorkerLoad) -> float:
     loading = load.loading + work.num_steps * price.load
     predicted = load.costs.total_seconds(num_steps, compute, loading)
     fetching = load.fetch_from(tier, work)
-    steps = fetching + load.pace.seconds(num_steps, predicted)
+    adapting = load.loras.load_seconds(work.loras) if work.loras else 0.0
+    steps = fetching + load.pace.seconds(num_steps, predicted) + load.lora_wait(work, price, adapting)
     side = (load.num_unfinished + work.num_edits) * max(load.side_seconds.values(), default=0.0)
-    return max(steps, side) + TIE * (fetching + registering)
+    return max(steps, side) + TIE * (fetching + registering + adapting)
 
 
 def fewest_tokens(work: Work, load: WorkerLoad) -> float:

@@ -20,6 +20,7 @@ from instgenie.scheduling.names import DEFAULT_SCHEDULING, Batching, RoutingPoli
 from instgenie.server.bodies.fields import MAX_EDITS
 from instgenie.server.guard.hosts import ANY, HOST
 from instgenie.server.guard.keys import ApiKey, check_keys, parse_key_file
+from instgenie.server.lora_options import LORA_OPTIONS, make_loras
 from instgenie.server.monitoring.log import LogFormat
 from instgenie.server.nodes import NODE_OPTIONS, choose_slots, make_ray_config
 from instgenie.server.options import (
@@ -194,6 +195,7 @@ OPTIONS = (
            "GB that a worker sends in a second of its templates to workers that lack them", "GB"),
     Option("cache-ttl", number(0.0001, 87600), None,
            "hours after which an unused template is deleted that no client registered", "HOURS", default_text="never"),
+    *LORA_OPTIONS,
     # logs and traces
     Option("log-format", one_of("json", "text"), "json", "format of log lines: json or text", "FORMAT"),
     Option("otlp-traces-endpoint", text, None,
@@ -234,6 +236,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         policy=values["routing"],
         hold_seconds=60.0 * values["idempotency_minutes"],
         cache=make_cache(values, devices),
+        loras=make_loras(values),
     )
     return ServeConfig(
         HttpConfig(

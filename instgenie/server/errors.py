@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from instgenie.cluster.orders import Failed
-from instgenie.errors import InstGenieError, MaskError, PictureError
+from instgenie.errors import InstGenieError, LoraError, LoraNotFoundError, MaskError, PictureError
 
 MAX_ECHO = 100
 NO_RETRY = {"x-should-retry": "false"}
@@ -102,6 +102,14 @@ def from_user_error(error: InstGenieError) -> ApiError:
     param = "mask" if isinstance(error, MaskError) else "image" if isinstance(error, PictureError) else None
     message = str(error)
     return ApiError(400, message[:1].upper() + message[1:] + ".", "invalid_value", param)
+
+
+def from_lora_error(error: LoraError, param: str = "loras") -> ApiError:
+    message = str(error)
+    message = message[:1].upper() + message[1:] + "."
+    if isinstance(error, LoraNotFoundError):
+        return ApiError(404, message, "lora_not_found", param)
+    return ApiError(400, message, "invalid_lora", param)
 
 
 def from_failure(failed: Failed) -> ApiError:

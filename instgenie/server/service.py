@@ -9,16 +9,17 @@ from typing import Any
 
 from starlette.requests import Request
 
-from instgenie.cluster.cluster import Cluster
+from instgenie.adapters.registry import LoraRegistry
+from instgenie.cluster.cluster import Cluster, layers_of
 from instgenie.cluster.orders import Order
 from instgenie.cluster.wire import ModelFacts
-from instgenie.errors import ClosedError
+from instgenie.errors import ClosedError, LoraError
 from instgenie.server.admission import Admission, Admitted
 from instgenie.server.bodies.body import Intake
 from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
-from instgenie.server.errors import SECONDS_TO_RECOVER, ApiError, bad, closed, echo, not_found
+from instgenie.server.errors import SECONDS_TO_RECOVER, ApiError, bad, closed, echo, from_lora_error, not_found
 from instgenie.server.guard.keys import ApiKeys
 from instgenie.server.idempotency import Idempotency
 from instgenie.server.monitoring.log import note_jobs
@@ -28,7 +29,7 @@ from instgenie.server.runs import EditRun
 from instgenie.server.vocabulary import read_vocabulary
 from instgenie.server.warming import Warming
 from instgenie.server.watch import Deadline, EditTicket, EditWatch
-from instgenie.types import Notes
+from instgenie.types import LoraUse, Notes
 
 SECONDS_TO_LOAD = 5
 BODIES_AT_ONCE = 8  # bodies of the largest size that may be in memory together
@@ -45,6 +46,7 @@ class HttpService:
         self.admission = Admission(cluster, config.max_decoded_bytes, config.decode_threads)
         self.idempotency = Idempotency(cluster, config.keep_bytes, cluster.config.hold_seconds)
         self.metrics = Metrics(cluster)
+        self.loras = LoraRegistry(dict(cluster.config.loras.modules), cluster.config.loras.folder)
         self.warming = Warming(cluster, config.register_examples)
         self.vocabulary = read_vocabulary(cluster.config.model)
         self.pulse = Pulse(cluster, config.served_model_names[0])
@@ -98,6 +100,15 @@ class HttpService:
         if self.config.strict_model:
             raise not_found("model", name, "model_not_found", "model")
         notes.append(f"The model {echo(name)} is not served here: {served[0]} made the picture.")
+
+    async def find_loras(self, tenant: str, fields: ImageFields) -> tuple[LoraUse, ...]:
+        """The files of the LoRAs that a request names; refuses names that do not exist and files that do not fit."""
+        self.loras.table = layers_of(self.cluster)
+        uses = [LoraUse(lora["name"], lora["scale"]) for lora in fields.loras]
+        try:
+            return await self.decoder.run(self.loras.resolve, uses, tenant) if uses else ()
+        except LoraError as error:
+            raise from_lora_error(error) from None
 
     @asynccontextmanager
     async def watch(

@@ -12,11 +12,14 @@ from instgenie.machine.device_memory import available_bytes
 def with_budget(config: ProcessConfig, host_bytes: int, device: torch.device) -> ProcessConfig:
     """The configuration with a size for each tier in memory. A GPU tier that was left open gets half of the device's
     free memory, what running edits keep for themselves a quarter, divided among the workers on the device; the rest is
-    for the steps. On a CPU these edits get an eighth of the main memory."""
+    for the steps. On a CPU these edits get an eighth of the main memory. Memory for LoRAs is set aside first, if edits
+    may name any."""
+    loras = (config.loras.gpu_bytes if device.type == "cuda" else config.loras.host_bytes) if config.loras.is_on else 0
+    available = max(available_bytes(device) - loras * config.num_sharing, 0)
     gpu_bytes, own_bytes = config.cache.gpu_bytes, config.cache.own_bytes
     if own_bytes is None:
-        available, share = available_bytes(device), 4 if device.type == "cuda" else 8
+        share = 4 if device.type == "cuda" else 8
         own_bytes = int(available / share / config.num_sharing) if math.isfinite(available) else host_bytes
     if gpu_bytes is None and device.type == "cuda":
-        gpu_bytes = int(available_bytes(device) / 2 / config.num_sharing)
+        gpu_bytes = int(available / 2 / config.num_sharing)
     return replace(config, cache=replace(config.cache, gpu_bytes=gpu_bytes, own_bytes=own_bytes, host_bytes=host_bytes))

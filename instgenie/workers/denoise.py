@@ -25,6 +25,7 @@ from instgenie.cluster.wire import (
     Dropped,
     EditCounted,
     Fetch,
+    FetchLoras,
     Finish,
     Forget,
     Frame,
@@ -40,6 +41,7 @@ from instgenie.cluster.wire import (
 from instgenie.cost.latency import calibrated_name
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
+from instgenie.engine.merging import Merging
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import make_planning
 from instgenie.engine.pricing import price_of, price_steps
@@ -56,6 +58,7 @@ from instgenie.workers.keyed import KeyedJobs
 from instgenie.workers.keys import Keys
 from instgenie.workers.line import Line
 from instgenie.workers.locker import Locker
+from instgenie.workers.lora_desk import LoraDesk
 from instgenie.workers.mailbox import Handler, Mailbox
 from instgenie.workers.own_room import OwnRoom
 from instgenie.workers.process import await_begin, run_process, say_ready
@@ -79,7 +82,8 @@ class Denoiser:
         planning = make_planning(model, name, config.plan)
         own = OwnActivations(model, keeps_text=config.cache.keeps_text)
         graphs = make_graphs(model, config.graphs)
-        self.engine = Engine(model, config.max_batch_size, planning, graphs=graphs, own=own)
+        merging = Merging(config.loras.merges)
+        self.engine = Engine(model, config.max_batch_size, planning, graphs=graphs, own=own, merging=merging)
         keys = Keys(model, *form)
         store = open_store(config.cache, model.device, has_peers=bool(config.peer_address))
         self.peer_server = serve_peers(store, config.peer_address, config.cache.peer_bytes_per_second)
@@ -87,7 +91,8 @@ class Denoiser:
         own_bytes = sys.maxsize if config.cache.own_bytes is None else config.cache.own_bytes
         self.queue = WaitingQueue(model, self.templates, line, OwnRoom(model, own_bytes, own.num_text))
         self.keyed = KeyedJobs(line, Locker(config.hold_bytes, config.hold_seconds))
-        self.queue.on_leave = self.keyed.leave
+        self.loras = LoraDesk(model, config.loras, line)
+        self.queue.on_leave = self.forget
         self.running: dict[Job, TrackedJob] = {}
         self.registrar = Registrar(model, self.templates, line)
         self.popularity = Popularity(config.register_after, config.register_window)  # at all fronts
@@ -105,6 +110,7 @@ class Denoiser:
             Register: self.registrar.accept,
             Cancel: lambda message, _: self.drop(message.id),
             Fetch: lambda message, _: self.queue.announce(message),
+            FetchLoras: lambda message, _: self.loras.tiers.warm(message.loras),
             Forget: lambda message, _: templates.forget(templates.keys.find(message.template)),
             Keep: lambda message, _: templates.ask_for(templates.keys.find(message.template)),
             Recall: lambda message, _: templates.recall(templates.keys.find(message.template)),
@@ -143,14 +149,22 @@ class Denoiser:
     @property
     def is_idle(self) -> bool:
         """True if there is nothing to do but wait for messages or threads."""
-        has_work = self.engine.jobs or self.queue.has_ready or self.side_work.is_pending(self.queue.num_jobs)
+        has_work = self.engine.pick() or self.queue.has_ready or self.side_work.is_pending(self.queue.num_jobs)
         return not (has_work or self.next_template() or self.is_stopped)
 
     def accept(self, message: Denoise, frames: Sequence[Frame]) -> None:
         for given in message.jobs:
             self.cancel(given.id)  # an older attempt
         message, frames = self.keyed.take_known(message, frames)
-        self.keyed.note(message.jobs, self.queue.accept(message, frames))
+        accepted = self.queue.accept(message, frames)
+        for tracked in accepted:
+            self.loras.begin(tracked)
+        self.keyed.note(message.jobs, accepted)
+
+    def forget(self, tracked: TrackedJob) -> None:
+        """Let go of what is kept for a job that has ended, however it did."""
+        self.keyed.leave(tracked)
+        self.loras.release(tracked)
 
     def count_edit(self, message: CountEdit) -> None:
         has_come_back = self.popularity.note(message.template, message.request)
@@ -230,10 +244,11 @@ class Denoiser:
 
     def step(self) -> None:
         """Take a step and report on it. Its seconds include the device's work, but not loads for the next step."""
-        if not self.engine.jobs:
+        self.settle_loras()
+        jobs = self.engine.pick()
+        if not jobs:
             self.stepped_at = None
             return
-        jobs = self.engine.pick()
         before = {job: job.latents for job in jobs if job.step + 1 in self.running[job].partials}
         predicted = self.costs.step_seconds(price_of(job, self.costs) for job in jobs)
         start = time.perf_counter()
@@ -256,6 +271,14 @@ class Denoiser:
                 self.mailbox.send_partial(self.running[job], latents)
         for job in result.finished:
             self.hand_over(self.running[job])
+
+    def settle_loras(self) -> None:
+        """Give running jobs the LoRAs that have come. Jobs whose LoRAs cannot be loaded fail."""
+        for tracked, error in list(self.loras.settle(self.running.values())):
+            assert isinstance(tracked, TrackedJob)
+            self.mailbox.report_failure(tracked, error)
+            self.engine.leave(tracked.job)
+            self.leave(tracked)
 
     def hand_over(self, tracked: TrackedJob) -> None:
         sent = self.mailbox.send_latents(tracked)
@@ -281,6 +304,7 @@ class Denoiser:
         """Register a few steps of a template, if no job runs, an edit waits for it, or it has waited too long."""
         if pending := self.next_template():
             self.interrupt()
+            self.engine.merging.undo()
             self.registrar.advance(pending)
             self.stepped_at = None
 
@@ -292,7 +316,8 @@ def serve(config: ProcessConfig, model: Model, line: Line) -> None:
         warm_up_finishing(model)
     if begin := await_begin(line):
         denoiser = Denoiser(with_budget(config, begin.host_bytes, model.device), model, line)
-        say_ready(line, model, denoiser.peer_server.address if denoiser.peer_server else "")
+        address = denoiser.peer_server.address if denoiser.peer_server else ""
+        say_ready(line, model, address, tells_layers=config.loras.is_on)
         denoiser.run()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from instgenie.cluster.wire import Frame, JobHead, TensorHead
 from instgenie.jobs.job import Branch, Job, Template
 from instgenie.jobs.sampler import DdimSchedule, EulerSchedule, FlowSchedule, Schedule
-from instgenie.types import Edit
+from instgenie.types import Edit, LoraUse
 
 SCHEDULES: dict[str, Any] = {kind.__name__: kind for kind in (FlowSchedule, DdimSchedule, EulerSchedule)}
 PIXELS = ("picture", "mask", "source", "whole", "references")
@@ -60,7 +60,8 @@ def read_job(head: JobHead, frames: Sequence[Frame], device: torch.device) -> Jo
 
 def read_edit(given: dict[str, Any]) -> Edit:
     tuples = {name: given[name] and tuple(given[name]) for name in ("size", "own_steps")}
-    return Edit(**given | tuples, picture=np.empty((0, 0, 3), np.uint8), mask=np.empty((0, 0), np.bool_))
+    uses = {"loras": tuple(LoraUse(*lora) for lora in given["loras"])}
+    return Edit(**given | tuples | uses, picture=np.empty((0, 0, 3), np.uint8), mask=np.empty((0, 0), np.bool_))
 
 
 def tensor_head(tensor: Tensor) -> TensorHead:

@@ -70,7 +70,8 @@ class Mailbox:
         head = tensor_head(job.latents)
         frame = tensor_frame(job.latents)
         for asker in tracked.askers:
-            message = Denoised(asker.id, asker.attempt, head, job.num_computed_tokens, seconds, reuse_found(job))
+            told = job.num_computed_tokens, seconds, reuse_found(job), tracked.loras.facts if tracked.loras else None
+            message = Denoised(asker.id, asker.attempt, head, *told)
             self.line.send(message, [frame])
         facts = {"num_steps": job.num_steps, "num_computed_tokens": job.num_computed_tokens}
         traces.record(tracked.trace, "denoise", seconds, attempt=tracked.attempt, **facts)

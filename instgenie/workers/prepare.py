@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from instgenie.cluster.config import ProcessConfig
 from instgenie.cluster.wire import Frame, Prepare, Prepared, PrepareTemplate, read_mask, read_picture
+from instgenie.engine.adapting import PromptLoras
 from instgenie.engine.prepare import Encodings, prepare
 from instgenie.engine.register import template_edit, template_job
 from instgenie.engine.warm import warm_up_preparing
@@ -28,6 +29,7 @@ class Preparer:
         self.model = model
         self.line = line
         self.encodings = Encodings()
+        self.prompt_loras = PromptLoras(model)
 
     def handle(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> bool:
         """Prepare an edit or a template, and send the job. Returns whether it succeeded."""
@@ -53,7 +55,7 @@ class Preparer:
             mask = read_mask(frames[1], message.size)
             references = tuple(map(read_picture, frames[2:], message.references))
             edit = message.wish.edit(picture, mask, self.model.steps, self.model.guidance)
-            return prepare(replace(edit, references=references), self.model, self.encodings)
+            return prepare(replace(edit, references=references), self.model, self.encodings, self.prompt_loras)
         return template_job(template_edit(picture, self.model, None, message.steps, message.guidance), self.model)
 
 

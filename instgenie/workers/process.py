@@ -16,6 +16,7 @@ from instgenie.errors import (
     CalibrationError,
     EditError,
     InstGenieError,
+    LoraError,
     MaskError,
     ModelError,
     OutOfMemoryError,
@@ -32,7 +33,7 @@ from instgenie.telemetry.logs import Named, log_to_stderr, names_of
 from instgenie.workers.fronts import SharedLine
 from instgenie.workers.line import Line
 
-PARAMS: dict[type[InstGenieError], str] = {PictureError: "image", MaskError: "mask"}
+PARAMS: dict[type[InstGenieError], str] = {PictureError: "image", MaskError: "mask", LoraError: "loras"}
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,9 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
     os._exit(0)  # unloading torch would take seconds
 
 
-def say_ready(line: Line, model: Model, peer_address: str = "") -> None:
-    line.send(Ready(facts_of(model), model.digest, peer_address))
+def say_ready(line: Line, model: Model, peer_address: str = "", tells_layers: bool = False) -> None:
+    layers = model.layer_table if tells_layers else None
+    line.send(Ready(facts_of(model), model.digest, peer_address, layers))
 
 
 def await_begin(line: Line) -> Begin | None:
@@ -112,7 +114,7 @@ def failure(work: Attempt, error: BaseException) -> JobFailed:
     if isinstance(error, OutOfMemoryError | CacheError) or is_out_of_memory(error):
         log.warning("out of memory", extra=names_of(work))
         return JobFailed(id, attempt, "out_of_memory", str(error).splitlines()[0])
-    if isinstance(error, EditError | PictureError | MaskError):
+    if isinstance(error, EditError | PictureError | MaskError | LoraError):
         return JobFailed(id, attempt, "bad_input", str(error), PARAMS.get(type(error)))
     log.error("job failed", exc_info=error, extra=names_of(work))
     return JobFailed(id, attempt, "internal", f"the edit failed: {type(error).__name__}")

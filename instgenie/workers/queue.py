@@ -30,6 +30,7 @@ from instgenie.scheduling.terms import NO_TERMS, PricedJob, Terms
 from instgenie.workers.fetching import Fetching, FetchOutcome
 from instgenie.workers.frames import read_job
 from instgenie.workers.line import Line
+from instgenie.workers.lora_desk import LoraWait
 from instgenie.workers.own_room import OwnRoom
 from instgenie.workers.process import failure
 from instgenie.workers.templates import Templates
@@ -59,6 +60,7 @@ class TrackedJob:
     trace: str = ""
     request_id: str = ""
     key: str = ""  # idempotency key
+    loras: LoraWait | None = None  # None: it has none
     followers: list[Denoising] = field(default_factory=list)  # jobs with the same key, which get what it gets
 
     @property

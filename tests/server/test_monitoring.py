@@ -19,6 +19,8 @@ def test_metrics(server: Running, edited: Any) -> None:
         "e2e_request_latency_seconds": "histogram",
         "request_queue_time_seconds": "histogram", "request_success": "counter", "step_time_seconds": "histogram",
         "batch_size": "histogram", "mask_ratio": "histogram", "cache_queries": "counter", "cache_hits": "counter",
+        "lora_edits": "counter", "lora_wait_seconds": "counter", "lora_loads": "counter",
+        "lora_load_seconds": "counter", "lora_bytes": "gauge",
         "edits": "counter", "cache_fetched_bytes": "counter", "cache_fetch_seconds": "counter",
         "cache_usage_bytes": "gauge", "http_requests": "counter", "step_loop_interruptions": "counter",
         "worker_state": "gauge", "worker_restarts": "counter", "worker_running": "gauge", "worker_jobs": "counter",

@@ -9,6 +9,7 @@ from instgenie.cluster.wire.heads import JobHead, Message, TemplateHead, TensorH
 from instgenie.cluster.wish import Wish
 from instgenie.scheduling.backlog import LoadSums
 from instgenie.scheduling.terms import NO_DEADLINE
+from instgenie.types import LoraUse
 
 # to any process
 
@@ -100,6 +101,12 @@ class Fetch(Message, frozen=True):
     id: str  # of the job
     template: TemplateHead
     peers: tuple[str, ...] = ()  # addresses of workers that have the template in memory
+
+
+class FetchLoras(Message, frozen=True):
+    """Announces a job that will use these LoRAs, so that loading can start while it is prepared."""
+
+    loras: tuple[LoraUse, ...]
 
 
 class Register(Message, frozen=True):
@@ -194,6 +201,7 @@ Command: TypeAlias = (
     | PrepareTemplate
     | Denoise
     | Fetch
+    | FetchLoras
     | Register
     | Cancel
     | Forget

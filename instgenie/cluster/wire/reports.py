@@ -4,8 +4,9 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+from instgenie.adapters.layers import LayerTable
 from instgenie.cluster.config import finish_period
-from instgenie.cluster.orders import FailureKind
+from instgenie.cluster.orders import FailureKind, LoraFacts
 from instgenie.cluster.wire.heads import JobHead, Message, ModelFacts, TemplateHead, TensorHead
 from instgenie.cost.table import StepCosts
 from instgenie.scheduling.backlog import LoadSums
@@ -24,6 +25,7 @@ class Ready(Message, frozen=True):
     facts: ModelFacts
     digest: str  # of the weights this process has loaded
     peer_address: str = ""  # at which a denoise process serves templates to its peers; empty: it serves none
+    layers: LayerTable | None = None  # that LoRAs may patch; told by the denoise process
 
 
 class Broken(Message, frozen=True):
@@ -131,6 +133,7 @@ class Denoised(Message, frozen=True):
     num_computed_tokens: int
     seconds: float
     reuse: ReuseFound = "none"  # whose activations it has read
+    loras: LoraFacts | None = None  # None: it has none
 
 
 class Registered(Message, frozen=True):
@@ -166,6 +169,14 @@ class Kept(Message, frozen=True):
     template: str | None
     template_bytes: dict[TierName, int]
     tier_bytes: dict[TierName, int]
+
+
+class LorasKept(Message, frozen=True):
+    """The LoRAs that a worker has in memory, and what it took to load the last ones."""
+
+    versions: tuple[str, ...]  # near its steps
+    num_bytes: dict[str, int]  # by tier
+    loads: tuple[tuple[str, int, float], ...] = ()  # the tier, the bytes and the seconds of each load since last told
 
 
 class Fetched(Message, frozen=True):
@@ -247,7 +258,7 @@ class Painted(Message, frozen=True):
 
 
 Report: TypeAlias = (
-    Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | Preempted
+    Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | Preempted | LorasKept
     | BatchStepped | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Fetched | Forgotten | Announced
     | EditCounted | Listed | Recalled | Painted | Collected
 )  # fmt: skip

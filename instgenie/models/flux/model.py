@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, T5EncoderModel
 
 from instgenie.errors import ModelError
 from instgenie.jobs.job import Branch, Grid
+from instgenie.models.flux.lora_names import original_names
 from instgenie.models.flux.network import FluxNetwork, embed_positions
 from instgenie.models.joint.model import JointModel
 from instgenie.models.model import Model, count_tokens, pack_latents, tokenize
@@ -24,6 +25,7 @@ MAX_TEXT_TOKENS = 512  # the stock pipelines' limit; a tokenizer may have none
 @dataclass(frozen=True, eq=False)
 class FluxModel(JointModel):
     family = "flux"
+    foreign_names = staticmethod(original_names)
     needs_true_guidance = True
 
     transformer: FluxTransformer2DModel

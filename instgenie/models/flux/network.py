@@ -20,7 +20,7 @@ from instgenie.models.joint.modulation import Modulation
 from instgenie.models.joint.network import JointNetwork
 from instgenie.models.joint.residual import Residual
 from instgenie.models.layers.fp8_linear import reads_fp8
-from instgenie.models.layers.linear import linear, linears
+from instgenie.models.layers.linear import EACH_BRANCH, Owners, call, linear, linears
 from instgenie.models.layers.products import products
 
 
@@ -38,10 +38,12 @@ class FluxNetwork(JointNetwork):
     def embed_image(self, batch: JointBatch) -> Tensor:
         return linear(self.image_embedder, batch.image, batch.layout.image_owners)
 
-    def embed(self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed(
+        self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype, owners: Owners = EACH_BRANCH
+    ) -> Tensor:
         timestep = (sigma * 1000).to(dtype) / 1000 * 1000  # scaled back and forth, to round as the stock pipeline does
         columns = [timestep, guidance.to(dtype) * 1000] if self.transformer.config.guidance_embeds else [timestep]
-        return F.silu(self.transformer.time_text_embed(*columns, pooled))
+        return F.silu(call(self.transformer.time_text_embed, owners, *columns, pooled))
 
 
 def embed_positions(

@@ -5,7 +5,7 @@ Knows tokens, branches and plans; knows no prompt and no module of a model. Toke
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -18,7 +18,7 @@ from instgenie.jobs.tokens import JobTokens, concat
 from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
 from instgenie.models.joint.layout import Layout, lay_out
-from instgenie.models.packed import Column, PackedBatch, Static
+from instgenie.models.packed import Column, PackedBatch, Static, loras_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,16 +184,19 @@ def pack(
     ]
     num_text = tuple(job.activations.num_text if job.activations else 0 for job in jobs)
     keeps_text = tuple(num > 0 for num in num_text)
+    loras = loras_of(jobs)
+    layouts = {narrow: lay_out(tokens, narrow, keeps_text) for narrow in dict.fromkeys(cached)}
     return JointBatch(
         jobs=tuple(jobs),
         rows=JobRows(readers_of(jobs), step_rows),
+        loras=loras,
         kinds=kinds,
         num_kept=tuple(job.activations.num_branches if job.activations else 1 for job in jobs),
         kept_kinds=tuple(job.kept_kind for job, _ in pairs),
         num_kept_text=num_text,
         cached=cached,
         image_tokens=tuple(map(image_tokens, tokens, num_text)),
-        layouts={narrow: lay_out(tokens, narrow, keeps_text) for narrow in dict.fromkeys(cached)},
+        layouts={narrow: replace(one, loras=loras) for narrow, one in layouts.items()} if loras else layouts,
         image=image.to(pairs[0][1].text.dtype),
         positions=concat([one for job, one in zip(jobs, where, strict=True) for _ in job.branches if one is not None])
         if positions
@@ -214,7 +217,10 @@ def image_tokens(tokens: JobTokens, num_text: int) -> ImageTokens:
 
 def template_columns(jobs: Sequence[Job]) -> TemplateColumns:
     readers = readers_of(jobs)
-    times = [job.activations.time_at(job.step, branch) if job.activations else None for job, branch in readers]
+    times = [
+        job.activations.time_at(job.step, branch) if job.activations and job.activations.kind == "y" else None
+        for job, branch in readers
+    ]
     anyone = next(time for time in times if time is not None)
     time = torch.stack([torch.zeros_like(anyone) if time is None else time for time in times])
     return TemplateColumns(time, tuple(map(kept_rotary, jobs)))

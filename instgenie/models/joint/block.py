@@ -119,7 +119,7 @@ class JointBlock(ABC):
         is_text: bool = False,
     ) -> None:
         """Write K and V [2, tokens, heads, head channels] of rows that go into the block. A template's own rows have no
-        owners."""
+        owners, unless an edit's LoRAs project them."""
         for number, entry in enumerate(self.entries(is_text)):
             _, *layers = entry.projections[:3]
             rows_in, _ = modulated(entry, Residual(rows), mod, owners.index if owners else None, reads_fp8(layers[0]))
@@ -214,8 +214,8 @@ def modulated(
     entry: EntryLayers, x: Residual, mod: Modulation, rows: Tensor | None, fp8: bool = False
 ) -> tuple[Rows, Sequence[Tensor]]:
     """Return the input of an attention, and the columns [branches, width] after its own that modulate the rest of the
-    block. Rows give the branch of each token; a template's own tokens have none, and a single time."""
-    shift, scale, *others = mod.of(entry.modulation, has_owners=rows is not None)[entry.first :]
+    block. Rows give the branch of each token; rows that a branch has kept have none, and a single time."""
+    shift, scale, *others = mod.of(entry.modulation)[entry.first :]
     if entry.scale_first:
         shift, scale = scale, shift
     return x.normed(shift, scale, rows, entry.eps, fp8), others

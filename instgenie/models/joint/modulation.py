@@ -6,15 +6,17 @@ reads its row.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from instgenie.adapters.applied import AppliedLoras
 from instgenie.jobs.job import Job
 from instgenie.models.layers.linear import EACH_BRANCH, Owners, linear
+from instgenie.models.packed import loras_of
 
 MAX_STEPS = 32  # whose columns a job keeps: for FLUX.1-dev 2 MB each
 
@@ -25,21 +27,25 @@ class Modulated(Protocol):
     @property
     def modulation_layers(self) -> list[nn.Linear]: ...
 
-    def embed(self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype) -> Tensor: ...
+    def embed(
+        self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype, owners: Owners = EACH_BRANCH
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Modulation:
-    """What modulates a step, per branch: computed block by block from the time, or read from columns."""
+    """What modulates a step, per branch: computed block by block from the time, or read from columns. A template's own
+    has no owners."""
 
     time: Tensor | None = None  # [branches, width], the input of every modulation layer
     columns: Tensor | None = None  # [branches, outputs of all layers]
     firsts: Mapping[nn.Module, int] = field(default_factory=dict)  # the first column of each layer
+    owners: Owners | None = EACH_BRANCH
 
-    def of(self, layer: nn.Linear, has_owners: bool = True) -> Sequence[Tensor]:
-        """The outputs of a layer, each [branches, width]: shifts, scales and gates. A template's own have no owners."""
+    def of(self, layer: nn.Linear) -> Sequence[Tensor]:
+        """The outputs of a layer, each [branches, width]: shifts, scales and gates."""
         if self.time is not None:
-            out = linear(layer, self.time, EACH_BRANCH if has_owners else None)
+            out = linear(layer, self.time, self.owners)
         else:
             assert self.columns is not None
             first = self.firsts[layer]
@@ -54,9 +60,10 @@ class StepColumns:
 
     first_step: int
     columns: Tensor  # [branches, steps, outputs of all layers]
+    loras: AppliedLoras | None  # with which they were computed
 
-    def has(self, step: int) -> bool:
-        return 0 <= step - self.first_step < self.columns.shape[1]
+    def serves(self, job: Job) -> bool:
+        return job.loras is self.loras and 0 <= job.step - self.first_step < self.columns.shape[1]
 
     def at(self, step: int) -> Tensor:  # [branches, outputs of all layers]
         return self.columns[:, step - self.first_step]
@@ -74,7 +81,7 @@ class ModulationTables:
 
     def at(self, jobs: Sequence[Job]) -> Tensor:  # [branches, outputs of all layers]
         """The columns of each job's present step."""
-        missing = [job for job in jobs if job not in self._tables or not self._tables[job].has(job.step)]
+        missing = [job for job in jobs if job not in self._tables or not self._tables[job].serves(job)]
         if missing:
             self._tables |= compute(self.network, missing)
         return torch.cat([self._tables[job].at(job.step) for job in jobs])
@@ -87,12 +94,13 @@ def compute(network: Modulated, jobs: Sequence[Job]) -> dict[Job, StepColumns]:
     sigma = torch.cat([job.timesteps[steps.start : steps.stop] for job, _, steps in members])
     guidance = torch.cat([job.guidance.expand(len(steps)) for job, _, steps in members])
     pooled = torch.cat([branch.pooled.expand(len(steps), -1) for _, branch, steps in members])
-    time = network.embed(sigma, guidance, pooled, members[0][1].text.dtype)
+    each = Owners(loras=loras_of(jobs), counts=tuple(len(steps) for _, _, steps in members))
+    time = network.embed(sigma, guidance, pooled, members[0][1].text.dtype, each)
     index = [sigma.new_full((len(steps),), branch, dtype=torch.int64) for branch, (_, _, steps) in enumerate(members)]
-    owners = Owners(torch.cat(index))  # made on the device, which no copy keeps waiting
+    owners = replace(each, index=torch.cat(index))  # made on the device, which no copy keeps waiting
     columns = torch.cat([linear(layer, time, owners) for layer in network.modulation_layers], dim=1)
     parts = columns.split([len(job.branches) * len(steps) for job, steps in zip(jobs, ranges, strict=True)])
     return {
-        job: StepColumns(steps.start, part.unflatten(0, (len(job.branches), len(steps))))
+        job: StepColumns(steps.start, part.unflatten(0, (len(job.branches), len(steps))), job.loras)
         for job, steps, part in zip(jobs, ranges, parts, strict=True)
     }

@@ -24,7 +24,7 @@ from instgenie.models.joint.flow import Apart, Flow
 from instgenie.models.joint.layout import Layout
 from instgenie.models.joint.modulation import Modulation
 from instgenie.models.joint.residual import Residual
-from instgenie.models.layers.linear import Owners, join, linear
+from instgenie.models.layers.linear import EACH_BRANCH, Owners, join, linear
 from instgenie.models.layers.products import products
 
 
@@ -48,7 +48,9 @@ class JointNetwork(ABC):
         """[image tokens, width]"""
 
     @abstractmethod
-    def embed(self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed(
+        self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype, owners: Owners = EACH_BRANCH
+    ) -> Tensor:
         """The input of every modulation layer [rows, width]."""
 
     def order(self, predicted: Tensor) -> Tensor:
@@ -72,7 +74,8 @@ class JointNetwork(ABC):
 
     def embed_time(self, batch: JointBatch) -> Tensor:
         """The input of every modulation layer [branches, width]."""
-        return self.embed(batch.sigma, batch.guidance, batch.pooled, batch.text.dtype)
+        owners = EACH_BRANCH.of(batch.loras)
+        return self.embed(batch.sigma, batch.guidance, batch.pooled, batch.text.dtype, owners)
 
     def unembed(self, image: Tensor, mod: Modulation, layout: Layout) -> Tensor:
         norm = self.transformer.norm_out
@@ -104,7 +107,7 @@ def velocity(network: JointNetwork, batch: JointBatch) -> Tensor:
 
 def find_modulation(network: JointNetwork, batch: JointBatch) -> Modulation:
     if batch.modulation is None:
-        return Modulation(network.embed_time(batch))
+        return Modulation(network.embed_time(batch), owners=EACH_BRANCH.of(batch.loras))
     return Modulation(columns=batch.modulation, firsts=network.first_columns)
 
 
@@ -137,7 +140,7 @@ def walk(network: JointNetwork, batch: JointBatch, mod: Modulation) -> Iterator[
 def observe(network: JointNetwork, batch: JointBatch, kind: Kind, with_text: bool = False) -> Iterator[Tensor]:
     """Yield what activations keep of each block [2 or 1, image tokens, width], from a dense pass; `with_text` the rows
     of each branch's text lie before those of its image."""
-    mod, layout = Modulation(network.embed_time(batch)), batch.layout
+    mod, layout = find_modulation(network, batch), batch.layout
     text_rotary, rotary = layout.part(layout.rotary.split(layout.num_joint))
     for block, text, image in walk(network, batch, mod):
         if kind == "y":
@@ -183,12 +186,19 @@ def recall_one(block: JointBlock, batch: JointBatch, job: int, reader: int, sour
     assert batch.template is not None
     y = keys.new_empty(1, len(rest), batch.text.shape[1])
     gather_rows(source, rest, tokens.num_rows, y)
-    mod, rotary = Modulation(batch.template.time[reader, None]), batch.template.rotary[job]
+    owners = kept_owners(batch, reader, len(rest))
+    mod, rotary = Modulation(batch.template.time[reader, None], owners=owners), batch.template.rotary[job]
     num = tokens.num_padding
     if num:
         places = HeadPlaces(joint=rest[:num], keys=rest[:num])
-        block.project_keys(y[0, :num], mod, rotary, None, keys, places, is_text=True)
-    block.project_keys(y[0, num:], mod, rotary, None, keys, HeadPlaces(joint=rest[num:], keys=rest[num:]))
+        block.project_keys(y[0, :num], mod, rotary, owners, keys, places, is_text=True)
+    block.project_keys(y[0, num:], mod, rotary, owners, keys, HeadPlaces(joint=rest[num:], keys=rest[num:]))
+
+
+def kept_owners(batch: JointBatch, reader: int, num_rows: int) -> Owners | None:
+    """The owners of rows that a reader projects from Y: none, or itself if it has LoRAs, which change projections."""
+    loras = batch.loras and batch.loras.of_branch(reader)
+    return Owners(loras=loras, counts=(num_rows,)) if loras else None
 
 
 def keep_y(index: int, batch: JointBatch, parts: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -5,14 +5,17 @@ Every product over rows of a batch goes through `linear` or `linears`, so that w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from instgenie.kernels.quantize import Rows
+from instgenie.adapters.applied import BatchLoras, hooked
+from instgenie.kernels.quantize import Rows, as_tensor
 from instgenie.models.layers.fp8_linear import Fp8Linear, multiply_fp8
 
 
@@ -25,12 +28,34 @@ class Owners:
 
     index: Tensor | None = None  # [rows]; None stands for the numbers of the rows
     per_branch: int = 1
+    loras: BatchLoras | None = None  # of the branches; None: no branch has any
+    counts: tuple[int, ...] | None = None  # rows per branch, which lie together; None: `per_branch` each
 
     def branches(self, rows: Rows) -> Tensor:
         """The number of the owner of each row [rows]."""
         values = rows if isinstance(rows, Tensor) else rows.values
         index = torch.arange(values.shape[:-1].numel(), device=values.device) if self.index is None else self.index
         return index // self.per_branch
+
+    def of(self, loras: BatchLoras | None) -> "Owners":
+        """The same owners with the LoRAs of a batch."""
+        return self if loras is None else replace(self, loras=loras)
+
+    @cached_property
+    def bounds(self) -> Sequence[int]:
+        """Row numbers between the branches."""
+        if self.counts is not None:
+            return (0, *accumulate(self.counts))
+        num_branches = max(group.end for group in self.loras.groups) if self.loras else 0
+        return range(0, (num_branches + 1) * self.per_branch, self.per_branch)
+
+    def add(self, layer: nn.Module, rows: Rows, out: Tensor) -> Tensor:
+        """Add what the LoRAs of the branches patch to the output of a layer. Costs nothing where there are none."""
+        if self.loras is not None and self.loras.patches(layer):
+            values = as_tensor(rows, out.dtype)
+            flat = out if out.ndim == 2 else out.view(-1, out.shape[-1])
+            self.loras.add(layer, values.reshape(-1, values.shape[-1]), flat, self.bounds)
+        return out
 
 
 EACH_BRANCH = Owners()  # one row per branch
@@ -41,9 +66,22 @@ def linear(layer: nn.Module, rows: Rows, owners: Owners | None) -> Tensor:
     template's own, which no branch may change."""
     if isinstance(layer, nn.Conv2d):  # with its bias in the same launch
         assert isinstance(rows, Tensor)
-        return F.linear(rows, layer.weight.flatten(1), layer.bias)
-    out: Tensor = layer(rows)
+        out: Tensor = F.linear(rows, layer.weight.flatten(1), layer.bias)
+    else:
+        out = layer(rows)
+    return out if owners is None else owners.add(layer, rows, out)
+
+
+def call(module: nn.Module, owners: Owners, *inputs: Tensor) -> Tensor:
+    """Call a module as a whole. Its layers that LoRAs patch add their products to the rows of each branch."""
+    with patched(module, owners):
+        out: Tensor = module(*inputs)
     return out
+
+
+def patched(module: nn.Module | None, owners: Owners) -> AbstractContextManager[None]:
+    """While inside, calls of a module add what LoRAs patch."""
+    return hooked(module, owners.loras, owners.bounds) if module and owners.loras else nullcontext()
 
 
 def linears(layers: Sequence[nn.Module], rows: Rows, owners: Owners | None) -> Sequence[Tensor]:
@@ -54,7 +92,7 @@ def linears(layers: Sequence[nn.Module], rows: Rows, owners: Owners | None) -> S
     if product is None:
         return [linear(layer, rows, owners) for layer in layers]
     columns: Sequence[Tensor] = product.split([layer.out_features for layer in alike], dim=1)
-    return columns
+    return columns if owners is None else list(map(owners.add, layers, [rows] * len(layers), columns))
 
 
 def find_alike(layers: Sequence[nn.Module]) -> list[nn.Linear] | list[Fp8Linear]:

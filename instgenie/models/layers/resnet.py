@@ -1,5 +1,7 @@
 """diffusers' convolutional residual block, with norms and biases fused into neighbouring launches."""
 
+from collections.abc import Iterator
+
 import torch.nn.functional as F
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
@@ -10,8 +12,9 @@ from instgenie.kernels.switch import runs_fused
 from instgenie.models.layers.linear import EACH_BRANCH, Owners, linear
 
 
-def convolve(resnet: ResnetBlock2D, x: Tensor, active: Tensor | None = None) -> Tensor:
+def convolve(resnet: ResnetBlock2D, x: Tensor, active: Tensor | None = None, owners: Owners = EACH_BRANCH) -> Tensor:
     """Run a plain block. `active` [pictures, width] is the embedded time, where there is one, as linear layers read it.
+    LoRAs may patch its projection of the time, but none of its convolutions.
 
     torch adds the bias of a convolution in a launch of its own that reads and writes the whole picture. Where kernels
     run, the norm adds the first convolution's bias together with the time, and the final sum adds the second's.
@@ -19,7 +22,7 @@ def convolve(resnet: ResnetBlock2D, x: Tensor, active: Tensor | None = None) -> 
     column = None
     if resnet.time_emb_proj is not None:
         assert active is not None
-        column = linear(resnet.time_emb_proj, active, EACH_BRANCH)
+        column = linear(resnet.time_emb_proj, active, owners)
     first, second, shortcut = resnet.conv1, resnet.conv2, resnet.conv_shortcut
     if not runs_fused(x):
         inner = first(group_norm(x, resnet.norm1, activates=True))
@@ -41,6 +44,10 @@ def go_around(shortcut: nn.Conv2d, x: Tensor) -> Tensor:
 
 def without_bias(conv: nn.Conv2d, x: Tensor) -> Tensor:
     return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def convolutions(resnet: ResnetBlock2D) -> Iterator[nn.Module]:
+    return (conv for conv in (resnet.conv1, resnet.conv2, resnet.conv_shortcut) if conv is not None)
 
 
 def is_plain(resnet: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from instgenie.jobs.sampler import FlowSchedule, flow_schedule
 from instgenie.models.joint.batch import JointBatch, pack
 from instgenie.models.joint.model import JointModel
 from instgenie.models.model import count_tokens, tokenize
+from instgenie.models.sd3.lora_names import original_names
 from instgenie.models.sd3.network import Sd3Network, find_positions
 from instgenie.types import Edit
 
@@ -31,6 +32,7 @@ NUM_GRIDS = 64  # whose positions are kept on the device
 @dataclass(frozen=True, eq=False)
 class Sd3Model(JointModel):
     family = "sd3"
+    foreign_names = staticmethod(original_names)
     needs_true_guidance = False
 
     transformer: SD3Transformer2DModel

@@ -17,7 +17,7 @@ from instgenie.jobs.job import Grid
 from instgenie.models.joint.batch import JointBatch
 from instgenie.models.joint.block import DoubleBlock, EntryLayers, ExitLayers, JointBlock
 from instgenie.models.joint.network import JointNetwork
-from instgenie.models.layers.linear import linear
+from instgenie.models.layers.linear import EACH_BRANCH, Owners, call, linear
 from instgenie.models.layers.products import products
 
 SECOND = 6  # the output of a modulation layer at which those of the second attention begin
@@ -40,8 +40,10 @@ class Sd3Network(JointNetwork):
         embedded: Tensor = (rows + table[batch.positions]).to(rows.dtype)
         return embedded
 
-    def embed(self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.silu(self.transformer.time_text_embed(sigma * 1000, pooled))
+    def embed(
+        self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype, owners: Owners = EACH_BRANCH
+    ) -> Tensor:
+        return F.silu(call(self.transformer.time_text_embed, owners, sigma * 1000, pooled))
 
     def order(self, predicted: Tensor) -> Tensor:
         """The last layer predicts the channels of one latent after those of another."""

@@ -4,8 +4,8 @@ Convolutions see whole pictures of one size, so a batch has one size; transforme
 differ freely.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -13,13 +13,15 @@ import torch
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
+from instgenie.adapters.applied import BatchLoras
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, JobRows, RowReader, StepRows
-from instgenie.models.packed import Column, PackedBatch, Static
+from instgenie.models.packed import Column, PackedBatch, Static, loras_of
 from instgenie.models.unet.layout import LevelKey, LevelLayout, bounds_of_keys, lay_out_levels
 
-Cross: TypeAlias = Callable[[tuple[Branch, ...]], tuple[Tensor, ...]]  # K and V of prompts; see `UnetBatch.crossed`
+# K and V of the prompts of a batch, which its LoRAs change; see `UnetBatch.crossed`
+Cross: TypeAlias = Callable[[tuple[Branch, ...], BatchLoras | None, Hashable], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,14 @@ def pack(
     plans = [job.present_plan or (False,) * num_blocks for job, _ in members]
     cached = tuple(zip(*plans, strict=True))
     layouts = lay_out_levels([job for job, _ in members], level_keys(positions, cached, len(jobs[0].masked)), pads)
+    loras = loras_of(jobs)
+    if loras:
+        layouts = {key: replace(layout, loras=loras) for key, layout in layouts.items()}
     key_counts = sorted({len(branches[0].text), *(num_all for num_all, _ in layouts)})
     return UnetBatch(
         jobs=tuple(jobs),
         rows=JobRows(members, step_rows),
+        loras=loras,
         kinds=tuple(
             job.activations.kind if job.activations and any(plan) else None
             for (job, _), plan in zip(members, plans, strict=True)
@@ -96,7 +102,7 @@ def pack(
         timestep=torch.stack([job.timestep for job, _ in members]),
         pooled=torch.stack([branch.pooled for branch in branches]),
         sizes=size_numbers(height, width, device, dtype).expand(len(members), 6),
-        crossed=cross(branches),
+        crossed=cross(branches, loras, tuple(job.loras and job.loras.token for job, _ in members)),
         layouts=layouts,
         key_bounds={num_keys: bounds_of_keys(len(members), num_keys, device) for num_keys in key_counts},
     )

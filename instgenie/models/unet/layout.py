@@ -13,11 +13,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from instgenie.adapters.applied import BatchLoras
 from instgenie.cost.network import common_share, padded_count
 from instgenie.jobs.job import Job
 from instgenie.jobs.tokens import Level, pad
 from instgenie.models.layers.linear import Owners
-from instgenie.models.packed import Column, Static
+from instgenie.models.packed import Column, LeftOut, Static
 
 LevelKey: TypeAlias = tuple[int, tuple[bool, ...]]  # tokens of a whole picture; per branch, whether it is cached
 
@@ -32,6 +33,8 @@ class LevelLayout:
     index: Column[Tensor | None] = None  # [computed tokens], among the tokens of all branches; None: all are computed
     origin: Column[Tensor | None] = None  # [branches, all tokens], which computed token each is; -1: not computed
     bounds: Column[Tensor | None] = None  # [branches + 1], between the branches; None if all are equally long
+    counts: LeftOut[tuple[int, ...] | None] = None  # computed tokens per branch; None: all
+    loras: LeftOut[BatchLoras | None] = None
 
     @property
     def num_branches(self) -> int:
@@ -39,12 +42,12 @@ class LevelLayout:
 
     @cached_property
     def owners(self) -> Owners:
-        return Owners(self.index, self.num_all)
+        return Owners(self.index, self.num_all, self.loras, self.counts)
 
     @cached_property
     def whole_owners(self) -> Owners:
         """Owners of all tokens of every picture."""
-        return Owners(per_branch=self.num_all)
+        return Owners(per_branch=self.num_all, loras=self.loras)
 
 
 def lay_out_levels(members: Sequence[Job], keys: Sequence[LevelKey], pads: bool) -> dict[LevelKey, LevelLayout]:
@@ -83,7 +86,7 @@ def lay_out(levels: tuple[Level, ...], cached: tuple[bool, ...], share: int | No
     origin = torch.where(first == len(index), -1, first).view(len(levels), num_all)
     counts = [len(tokens) for tokens in chosen]
     bounds = None if pads_each and len(set(counts)) == 1 else place_bounds(counts, device)
-    return LevelLayout(len(index), num_all, cached, index, origin, bounds)
+    return LevelLayout(len(index), num_all, cached, index, origin, bounds, tuple(counts))
 
 
 def place_bounds(counts: Sequence[int], device: torch.device) -> Tensor:  # [branches + 1]

@@ -5,10 +5,11 @@ UNets have no guidance embedding: `guidance` is the scale of classifier-free gui
 value of 1 or less turns it off. A `true_guidance` above 1 means the same and takes precedence.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import interpolate
 from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
+from instgenie.adapters.applied import BatchLoras
 from instgenie.cost.network import NetworkShape
 from instgenie.errors import EditError
 from instgenie.jobs.activations import Kind
@@ -27,14 +29,34 @@ from instgenie.jobs.sampler import Schedule, ddim_schedule, euler_schedule
 from instgenie.models.model import Keep, Model, pack_latents, tokenize
 from instgenie.models.packed import PackedBatch
 from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
+from instgenie.models.unet.lora_names import original_names
 from instgenie.models.unet.network import Recorder, cross, describe, find_positions, predict, transformers
 from instgenie.types import Edit
 
 MAX_CAPTURED = 16
+MAX_CROSSED = 4  # batches
 # cuDNN's attention clears a word of memory before every call. With few branches this costs more than cuDNN gains, and
 # several times more while activations are being copied to the device.
 MAX_FLASH = 4  # branches
 FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class CrossedPrompts:
+    """K and V of the prompts of the batches that ran last."""
+
+    def __init__(self, unet: UNet2DConditionModel) -> None:
+        self.unet = unet
+        self._found: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
+
+    def __call__(self, branches: tuple[Branch, ...], loras: BatchLoras | None, token: Hashable) -> tuple[Tensor, ...]:
+        """The token tells the LoRAs of the branches, merged or not, and holds none of their tensors."""
+        key = branches, token
+        if key not in self._found:
+            self._found[key] = cross(self.unet, branches, loras)
+        self._found.move_to_end(key)
+        if len(self._found) > MAX_CROSSED:
+            self._found.popitem(last=False)
+        return self._found[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +67,7 @@ class UnetModel(Model):
     network_name = "unet"
     is_convolutional = True
     latents_per_token = 1
+    foreign_names = staticmethod(original_names)
     needs_true_guidance = False
     whole_strength = 0.75  # what front ends for Stable Diffusion start with
 
@@ -135,7 +158,7 @@ class UnetModel(Model):
     @cached_property
     def cross(self) -> Cross:
         """K and V of the prompts of a batch, cached: the same jobs usually stay together for many steps."""
-        return lru_cache(maxsize=4)(partial(cross, self.unet))
+        return CrossedPrompts(self.unet)
 
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Jobs of one size, those that compute every token apart, so that few captured passes serve all batches."""

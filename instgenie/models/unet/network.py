@@ -9,6 +9,7 @@ each at its own place, and the output of the transformer is completed with the o
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, compress
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 
+from instgenie.adapters.applied import BatchLoras
 from instgenie.cost.network import BlockShape, NetworkShape
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch
@@ -31,10 +33,10 @@ from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
 from instgenie.kernels.quantize import Rows
 from instgenie.models.layers.feed_forward import feed_forward, first_layer
 from instgenie.models.layers.fp8_linear import reads_fp8
-from instgenie.models.layers.linear import Owners, linear
+from instgenie.models.layers.linear import EACH_BRANCH, Owners, call, linear, patched
 from instgenie.models.layers.products import products
+from instgenie.models.layers.resnet import convolutions, is_plain
 from instgenie.models.layers.resnet import convolve as convolve_plain
-from instgenie.models.layers.resnet import is_plain
 from instgenie.models.unet.attention import attend
 from instgenie.models.unet.batch import Positions, TransformerPosition, UnetBatch
 from instgenie.models.unet.layout import LevelLayout
@@ -60,11 +62,18 @@ class Pass:
     active: Tensor  # [branches, width], the input of linear layers
     recorder: Recorder | None = None
 
+    @cached_property
+    def each_branch(self) -> Owners:
+        """Owners of one row, or one picture, per branch."""
+        return EACH_BRANCH.of(self.batch.loras)
 
-def cross(unet: UNet2DConditionModel, branches: tuple[Branch, ...]) -> tuple[Tensor, ...]:
+
+def cross(
+    unet: UNet2DConditionModel, branches: tuple[Branch, ...], loras: BatchLoras | None = None
+) -> tuple[Tensor, ...]:
     """K and V of the text in every block [2, branches, text tokens, width]: the same at all steps."""
     text = torch.stack([branch.text for branch in branches])
-    owners = Owners(per_branch=text.shape[1])
+    owners = Owners(per_branch=text.shape[1], loras=loras)
     attentions = [block.attn2 for transformer in transformers(unet) for block in transformer.transformer_blocks]
     return tuple(torch.stack([linear(layer, text, owners) for layer in (attn.to_k, attn.to_v)]) for attn in attentions)
 
@@ -75,7 +84,7 @@ def predict(
     """[branches, channels, rows, columns]"""
     time = embed_time(unet, batch)
     run = Pass(batch, positions, time, F.silu(time), recorder)
-    x = unet.conv_in(batch.sample)
+    x = call(unet.conv_in, run.each_branch, batch.sample)
     skips = [x]
     for block in unet.down_blocks:
         x = down(block, x, run, skips)
@@ -83,15 +92,17 @@ def predict(
     for block in unet.up_blocks:
         x = up(block, x, run, skips)
     if isinstance(unet.conv_act, nn.SiLU):
-        out: Tensor = unet.conv_out(group_norm(x, unet.conv_norm_out, activates=True))
+        x = group_norm(x, unet.conv_norm_out, activates=True)
     else:
-        out = unet.conv_out(unet.conv_act(unet.conv_norm_out(x)))
-    return out
+        x = unet.conv_act(unet.conv_norm_out(x))
+    return call(unet.conv_out, run.each_branch, x)
 
 
 def embed_time(unet: UNet2DConditionModel, batch: UnetBatch) -> Tensor:  # [branches, width]
-    embedded: Tensor = unet.time_embedding(unet.get_time_embed(batch.sample, batch.timestep))
-    added = unet.get_aug_embed(embedded, None, {"text_embeds": batch.pooled, "time_ids": batch.sizes})
+    owners = EACH_BRANCH.of(batch.loras)
+    embedded = call(unet.time_embedding, owners, unet.get_time_embed(batch.sample, batch.timestep))
+    with patched(getattr(unet, "add_embedding", None), owners):
+        added = unet.get_aug_embed(embedded, None, {"text_embeds": batch.pooled, "time_ids": batch.sizes})
     return embedded if added is None else embedded + added
 
 
@@ -100,7 +111,7 @@ def down(block: UnetBlock, x: Tensor, run: Pass, skips: list[Tensor]) -> Tensor:
         x = transform(transformer, convolve(resnet, x, run), run)
         skips.append(x)
     for sampler in block.downsamplers or ():
-        x = sampler(x)
+        x = call(sampler, run.each_branch, x)
         skips.append(x)
     return x
 
@@ -119,7 +130,7 @@ def up(block: UnetBlock, x: Tensor, run: Pass, skips: list[Tensor]) -> Tensor:
     for resnet, transformer in pairs(block):
         x = transform(transformer, convolve(resnet, torch.cat([x, skips.pop()], dim=1), run), run)
     for sampler in block.upsamplers or ():
-        x = sampler(x)
+        x = call(sampler, run.each_branch, x)
     return x
 
 
@@ -130,10 +141,10 @@ def pairs(block: UnetBlock) -> Iterator[tuple[nn.Module, Transformer2DModel | No
 
 
 def convolve(resnet: ResnetBlock2D, x: Tensor, run: Pass) -> Tensor:
-    if is_plain(resnet):
-        return convolve_plain(resnet, x, run.active)
-    out: Tensor = resnet(x, run.time)
-    return out
+    loras = run.batch.loras
+    if is_plain(resnet) and not (loras and any(map(loras.patches, convolutions(resnet)))):
+        return convolve_plain(resnet, x, run.active, run.each_branch)
+    return call(resnet, run.each_branch, x, run.time)
 
 
 def transformers(unet: UNet2DConditionModel) -> list[Transformer2DModel]:

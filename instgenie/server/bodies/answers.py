@@ -11,9 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from instgenie.cluster.orders import Facts, Finished
-from instgenie.cluster.wire import ModelFacts
-from instgenie.pictures.picture import MAX_SIZE
 from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
+from instgenie.server.bodies.loras import lora_notes
 from instgenie.server.errors import ApiError
 from instgenie.types import Box, Notes, ReuseFound, TierName
 
@@ -30,6 +29,14 @@ class Seconds(AnswerBody):
     prepare: float
     denoise: float
     finish: float
+
+
+class LoraSummary(AnswerBody):
+    """How the LoRAs of an edit were applied."""
+
+    from_step: int  # counted from 0
+    tier: str  # where the slowest of them was found
+    waited_seconds: float
 
 
 class CropBox(AnswerBody):
@@ -60,6 +67,7 @@ class EditSummary(AnswerBody):
     predicted_ms: int  # from acceptance to the picture, as predicted when the edit was accepted
     in_time: bool | None  # whether the edit met its deadline; None: it had none
     num_preemptions: int  # times that the edit left a batch for another
+    loras: LoraSummary | None  # None: the edit has none
 
 
 class PictureAnswer(EditSummary):
@@ -108,31 +116,6 @@ class ImagesAnswer(AnswerBody):
     output_format: Literal["png", "jpeg", "webp"]
     usage: TokenUsage
     notes: list[str]  # plain sentences: how the request was read, where that may surprise
-
-
-class ModelAbilities(AnswerBody):
-    mask: bool  # edits the masked part of a picture and leaves the rest as it is
-    max_references: int  # pictures beside the edited one that a request may have
-    negative_prompt: bool
-    native_size: str  # WIDTHxHEIGHT that the model works best at
-    size_multiple: int  # sides in pixels that the model works at are multiples of this
-    max_side: int  # in pixels, that the model works at
-    steps: int  # of requests that ask for no number of steps
-    guidance_scale: float  # of requests that ask for none
-
-
-class ModelAnswer(AnswerBody):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    family: str | None = None  # None until the model is loaded
-    abilities: ModelAbilities | None = None
-
-
-class ModelsAnswer(AnswerBody):
-    object: Literal["list"]
-    data: list[ModelAnswer]
 
 
 class TemplateAnswer(AnswerBody):
@@ -193,7 +176,7 @@ def images_answer(
         errors=[IndexedError(index=index, **errors[index].body) for index in sorted(errors)],
         **picture_format(size_of(facts[0]), fields),
         usage=token_usage(facts, fields.prompt),
-        notes=notes,
+        notes=[*notes, *lora_notes(facts, fields.lora_names)],
     )
     return slots.fill(json.dumps(answer.model_dump(exclude_unset=True)))
 
@@ -242,7 +225,15 @@ def edit_summary(facts: Facts) -> dict[str, Any]:
         predicted_ms=round(1000 * facts.predicted_seconds),
         in_time=facts.in_time,
         num_preemptions=facts.num_preemptions,
+        loras=lora_summary(facts),
     ).model_dump()
+
+
+def lora_summary(facts: Facts) -> LoraSummary | None:
+    if facts.loras is None:
+        return None
+    waited = round(facts.loras.waited_seconds, 4)
+    return LoraSummary(from_step=facts.loras.step, tier=facts.loras.tier, waited_seconds=waited)
 
 
 def reuse_reason(facts: Facts) -> str | None:
@@ -302,7 +293,7 @@ def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields:
             **picture_format(size_of(finished.facts), fields),
             **edit_summary(finished.facts),
             "usage": token_usage([finished.facts], fields.prompt).model_dump(),
-            "notes": notes,
+            "notes": [*notes, *lora_notes([finished.facts], fields.lora_names)],
         },
     )
 
@@ -353,21 +344,3 @@ def encoded(picture: bytes) -> list[bytes]:
     view = memoryview(picture)
     pieces = range(0, len(view), PIECE)
     return [binascii.b2a_base64(view[start : start + PIECE], newline=False) for start in pieces]
-
-
-def describe_model(name: str, facts: ModelFacts | None) -> ModelAnswer:
-    """Tell what a model can; before it is loaded, only its name."""
-    answer = ModelAnswer(id=name, object="model", created=0, owned_by="instgenie")
-    if facts is None:
-        return answer
-    abilities = ModelAbilities(
-        mask=True,
-        max_references=facts.max_references,
-        negative_prompt=True,
-        native_size=f"{facts.own_size}x{facts.own_size}",
-        size_multiple=facts.size_multiple,
-        max_side=min(facts.max_side or MAX_SIZE, MAX_SIZE),
-        steps=facts.steps,
-        guidance_scale=facts.guidance,
-    )
-    return answer.model_copy(update={"family": facts.family, "abilities": abilities})

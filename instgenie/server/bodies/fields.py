@@ -23,6 +23,7 @@ from instgenie.pictures.mask import MaskMode
 from instgenie.pictures.photo import Metadata
 from instgenie.pictures.picture import MAX_CROP_PADDING, MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
 from instgenie.server.bodies.body import RequestForm
+from instgenie.server.bodies.loras import LoraList, LoraName, LoraScale, asked_loras
 from instgenie.server.bodies.names import hint
 from instgenie.server.errors import ApiError, bad, echo
 from instgenie.types import CropMode, Notes, Reuse, Source
@@ -157,6 +158,11 @@ class ImageFields(Fields):
         "that is predicted it is refused at once, before any work, and otherwise given up at its deadline, both with "
         "status 408; degrade: if that is predicted it is made with a lower quality, then with fewer steps.",
     )
+    loras: LoraList = Field(
+        [], description="LoRAs to paint with, added one to the other. In a form: JSON, or NAME:SCALE,NAME:SCALE."
+    )
+    lora: LoraName | None = Field(None, description="One LoRA, instead of a list of them.")
+    lora_scale: LoraScale | None = Field(None, description="Scale of lora; 1 if omitted.")
     idempotency_key: str | None = Field(
         None, min_length=1, max_length=MAX_KEY,
         description="Requests with the same key run once; also the header Idempotency-Key. The edit then runs to its "
@@ -165,7 +171,8 @@ class ImageFields(Fields):
 
     def settled(self) -> Self:
         seed = None if self.seed == RANDOM_SEED else self.seed
-        return self.model_copy(update={"seed": seed, "size": self._asked_size()})
+        loras = {"loras": asked_loras(self.loras, self.lora, self.lora_scale), "lora": None, "lora_scale": None}
+        return self.model_copy(update={"seed": seed, "size": self._asked_size(), **loras})
 
     def _asked_size(self) -> str:
         if self.width is None and self.height is None:
@@ -177,6 +184,10 @@ class ImageFields(Fields):
         if self.size not in ("auto", asked):
             raise bad("size", f"The size is {self.size}, but width and height are {asked}: one of them is expected.")
         return asked
+
+    @property
+    def lora_names(self) -> list[str]:
+        return [lora["name"] for lora in self.loras]
 
     def check_together(self) -> None:
         """Check the rules between fields."""
@@ -312,6 +323,13 @@ class GenerationFields(ImageFields):
 
     def edit_settings(self, seed: int) -> Wish:
         return replace(super().edit_settings(seed), from_nothing=True)
+
+
+class LoraFields(Fields):
+    name: str | None = Field(None, max_length=128, description="The name that edits use.")
+    path: str | None = Field(None, max_length=1024, description="A file or a folder of the server's folder of LoRAs.")
+    lora_name: str | None = Field(None, max_length=128, description="Another way to say name.")
+    lora_path: str | None = Field(None, max_length=1024, description="Another way to say path.")
 
 
 class TemplateFields(Fields):

@@ -26,6 +26,9 @@ OTHER_NAMES = {
     "output_format": "format image_format file_format output_type",
     "output_compression": "jpeg_quality output_quality compression",
     "deadline_ms": "timeout timeout_ms",
+    "loras": "adapters lora_adapters lora_weights lora_list",
+    "lora": "lora_name lora_path adapter adapter_name lora_id",
+    "lora_scale": "lora_weight lora_strength adapter_weight",
     "template": "template_id image_id file_id",
     "crop": "inpaint_full_res only_masked hd_strategy use_croper crop_mode",
     "crop_padding": "inpaint_full_res_padding padding_mask_crop only_masked_padding mask_padding "
@@ -41,7 +44,7 @@ NO_COUNTERPART = {
     "masks always mark what to edit, by alpha 0 or by white": "inpainting_mask_invert invert_mask mask_invert",
     "'size' alone gives the size of the answer": "resize_mode aspect_ratio upscale enable_hr hr_scale enable_upscaling "
     "upscaling_scale",
-    "the model is served as it is": "lora loras lora_scale lora_path controlnet control_image control_strength "
+    "the model is served as it is": "controlnet control_image control_strength "
     "ip_adapter_image alwayson_scripts override_settings",
     "the model edits one picture and has no use for reference pictures": "reference_image reference_images ref_image "
     "ref_images paint_by_example_example_image",

@@ -12,22 +12,28 @@ from instgenie.server.bodies.answers import (
     Error,
     HealthState,
     ImagesAnswer,
-    ModelAnswer,
-    ModelsAnswer,
     TemplateAnswer,
     TemplateLeaving,
     TemplateRemoved,
     TemplatesAnswer,
 )
-from instgenie.server.bodies.fields import EditFields, Fields, GenerationFields, TemplateFields, VariationFields
+from instgenie.server.bodies.fields import (
+    EditFields,
+    Fields,
+    GenerationFields,
+    LoraFields,
+    TemplateFields,
+    VariationFields,
+)
 from instgenie.server.bodies.forms import DATA_URL_PREFIX
+from instgenie.server.bodies.models import LoraAnswer, LoraRemoved, LorasAnswer, ModelAnswer, ModelsAnswer
 from instgenie.server.bodies.status import StatusAnswer
 
 ERRORS = {
     400: "The request is not valid.",
     401: "The API key is missing or unknown.",
     403: "The host is not a name of this server, or the web page may not call it.",
-    404: "The named model, template or edit does not exist.",
+    404: "The named model, LoRA, template or edit does not exist.",
     408: "The body arrived too slowly, or the deadline has passed.",
     413: "The body is too large.",
     415: "The content type is not accepted.",
@@ -94,9 +100,11 @@ def nullable(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def form_schema(kind: type[Fields]) -> dict[str, Any]:
-    """In a form an optional field is absent, never null."""
+    """In a form an optional field is absent, never null, and a list is text."""
     schema = kind.model_json_schema()
     for name, shape in schema["properties"].items():
+        if shape.get("type") == "array":
+            schema["properties"][name] = {"type": "string"} | {"description": shape.get("description", "")}
         if "anyOf" in shape:
             [only] = [one for one in shape.pop("anyOf") if one != {"type": "null"}]
             schema["properties"][name] = only | {k: v for k, v in shape.items() if k != "default"}
@@ -137,6 +145,13 @@ REMOVED_TEMPLATE: dict[str, Any] = {
     "responses": answers(TemplateRemoved, 401, 403, 404)
     | {202: {"model": TemplateLeaving, "description": "Not used any more, but not yet deleted.", "headers": HEADERS}}
 }
+LORA: dict[str, Any] = {
+    "responses": answers(LoraAnswer, *UPLOAD_ERRORS, status=201),
+    "openapi_extra": body(LoraFields),
+}
+LORAS: dict[str, Any] = {"responses": answers(LorasAnswer, 401, 403)}
+ONE_LORA: dict[str, Any] = {"responses": answers(LoraAnswer, 400, 401, 403, 404)}
+REMOVED_LORA: dict[str, Any] = {"responses": answers(LoraRemoved, 400, 401, 403, 404)}
 HEALTH: dict[str, Any] = {
     "responses": {
         200: {"model": HealthState, "description": "Yes."},

@@ -40,6 +40,7 @@ class WorkerAnswer(AnswerBody):
     predicted_seconds: float  # until all its work is done, with that of other fronts
     num_templates: int
     tier_bytes: dict[TierName, int]
+    lora_bytes: dict[str, int]  # of LoRAs in its memory, by tier
     processes: list[ProcessAnswer]
 
 
@@ -115,6 +116,7 @@ def worker_answer(worker: WorkerStatus, has_nodes: bool) -> WorkerAnswer:
         predicted_seconds=round(worker.predicted_seconds, 3),
         num_templates=len(worker.templates),
         tier_bytes=worker.tier_bytes,
+        lora_bytes=worker.lora_bytes,
         processes=[process_answer(process) for process in worker.processes],
     )
 

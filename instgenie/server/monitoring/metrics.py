@@ -20,6 +20,7 @@ STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 INTERRUPTIONS = "instgenie:step_loop_interruptions_total"
+LORA_SOURCES = ("gpu", "host", "disk")  # where LoRAs are found
 OWN_TIERS: tuple[TierName, ...] = ("gpu", "host")
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 REASONS = ("stop", "abort", "error")  # finished, cancelled, failed
@@ -55,6 +56,13 @@ class Metrics(Observer):
         self.cache_hits = counter("cache_hits_total", "Lookups that found the activations.", "tier")
         self.fetched_bytes = counter("cache_fetched_bytes_total", "Bytes of activations brought into memory.", "tier")
         self.fetch_time = counter("cache_fetch_seconds_total", "Seconds that bringing them into memory took.", "tier")
+        self.lora_edits = counter("lora_edits_total", "Finished edits with LoRAs, by where these were found.", "tier")
+        self.lora_waits = counter("lora_wait_seconds_total", "Seconds that edits stood still for their LoRAs.")
+        self.lora_loads = counter("lora_loads_total", "LoRAs brought near the steps.", "tier")
+        self.lora_load_time = counter("lora_load_seconds_total", "Seconds that this took.", "tier")
+        for tier in LORA_SOURCES:
+            for counted in (self.lora_edits, self.lora_loads, self.lora_load_time):
+                counted.labels(tier)
         self.http = counter("http_requests_total", "Answered HTTP requests.", "method", "route", "status")
         for reason in REASONS:
             self.success.labels(reason)
@@ -83,11 +91,18 @@ class Metrics(Observer):
         self.fetched_bytes.labels(tier).inc(num_bytes)
         self.fetch_time.labels(tier).inc(seconds)
 
+    def lora_loaded(self, tier: str, num_bytes: int, seconds: float) -> None:
+        self.lora_loads.labels(tier).inc()
+        self.lora_load_time.labels(tier).inc(seconds)
+
     def finished(self, facts: Facts, seconds: float) -> None:
         self.latency.observe(seconds)
         self.queue_time.observe(facts.queue_seconds)
         self.success.labels("stop").inc()
         self.edits.labels(facts.reuse).inc()
+        if facts.loras:
+            self.lora_edits.labels(facts.loras.tier).inc()
+            self.lora_waits.inc(facts.loras.waited_seconds)
         if facts.in_time is not None:
             self.deadlines.labels("yes" if facts.in_time else "no").inc()
 
@@ -126,6 +141,10 @@ class ClusterCollector(Collector):
             per_worker = [worker.tier_bytes.get(tier, 0) for worker in status.workers]
             usage.add_metric([tier], max(per_worker) if tier in SHARED else sum(per_worker))
         yield usage
+        loras = GaugeMetricFamily("instgenie:lora_bytes", "LoRAs in the memory of all workers.", labels=["tier"])
+        for tier in OWN_TIERS:
+            loras.add_metric([tier], sum(worker.lora_bytes.get(tier, 0) for worker in status.workers))
+        yield loras
         if status.nodes:
             yield gauge("num_nodes", "Nodes with workers.", len(status.nodes))
             yield gauge("num_fronts", "Fronts that share the workers.", len(status.fronts))

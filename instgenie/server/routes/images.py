@@ -17,7 +17,7 @@ from instgenie.pictures.header import Header, crop_bytes, decoding_bytes, kept_b
 from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
-from instgenie.server.bodies.answers import EditPending, ModelsAnswer, describe_model, images_answer
+from instgenie.server.bodies.answers import EditPending, images_answer
 from instgenie.server.bodies.fields import (
     EditFields,
     GenerationFields,
@@ -27,6 +27,7 @@ from instgenie.server.bodies.fields import (
     parse_fields,
 )
 from instgenie.server.bodies.forms import EditForm, check_references, read_edit
+from instgenie.server.bodies.models import ModelsAnswer, describe_as_model, describe_model
 from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_edit, decode_reference
 from instgenie.server.bodies.schema import EARLIER, EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
@@ -45,7 +46,7 @@ from instgenie.server.service import (
     trace_of,
 )
 from instgenie.server.watch import in_time, unless_gone
-from instgenie.types import Notes, PixelMask, Pixels
+from instgenie.types import LoraUse, Notes, PixelMask, Pixels
 
 FieldsT = TypeVar("FieldsT", bound=ImageFields)
 
@@ -85,8 +86,9 @@ async def run_edit(
     """Run an edit, or follow the one with its key. A claim is that of an earlier request, whose body this is."""
     service = service_of(request)
     async with body as edit:
-        fields = check_fields(service, edit.fields, edit.notes)
+        fields = check_fields(service, edit.fields, edit.notes, tenant_of(request))
         check_references(len(edit.references), service.model_facts.max_references)
+        loras = await service.find_loras(tenant_of(request), fields)
         if run := await enter_run(request, fields, claim, edit.image, edit.mask, edit.references):
             if run.tickets:
                 return await answer(repetition(request, run, fields))
@@ -100,7 +102,7 @@ async def run_edit(
     notes = edit.notes
     del edit  # its encoded pictures no longer count towards the intake's limit
     fields.describe_answer(photo.source, notes)
-    orders = [replace(order, references=references) for order in make_orders(request, photo, mask, fields)]
+    orders = [replace(order, references=references) for order in make_orders(request, photo, mask, fields, loras)]
     del photo, mask, references
     orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
@@ -122,7 +124,8 @@ async def run_generation(
     request: Request, fields: GenerationFields, notes: Notes, claim: KeyClaim | None = None
 ) -> Response:
     service = service_of(request)
-    fields = check_fields(service, fields, notes)
+    fields = check_fields(service, fields, notes, tenant_of(request))
+    loras = await service.find_loras(tenant_of(request), fields)
     if run := await enter_run(request, fields, claim):
         if run.tickets:
             return await answer(repetition(request, run, fields))
@@ -132,7 +135,7 @@ async def run_generation(
     admitted = service.admit(request, fields.n)
     admitted.keep(kept_bytes(Header(width, height), None))
     blank, mask = await service.decoder.run(blank_edit, (height, width))
-    orders = with_deadline(service, request, make_orders(request, blank, mask, fields), fields, notes)
+    orders = with_deadline(service, request, make_orders(request, blank, mask, fields, loras), fields, notes)
     return await answer(Submission(request, service, admitted, orders, fields, notes, "image_generation", run))
 
 
@@ -164,21 +167,32 @@ async def resume(request: Request, claim: KeyClaim, body: DepositedRequest) -> R
 @router.get("/models", summary="List the models", **MODELS)
 async def list_models(request: Request) -> Response:
     service = service_of(request)
-    data = [describe_model(name, service.cluster.model_facts) for name in service.config.served_model_names]
-    answer = ModelsAnswer(object="list", data=data)
-    return JsonResponse(answer.model_dump())
+    names, facts = service.config.served_model_names, service.cluster.model_facts
+    loras = await service.decoder.run(service.loras.list, tenant_of(request))
+    listed = [describe_model(name, facts) for name in names]
+    listed += [describe_as_model(lora, names[0]) for lora in loras]
+    return JsonResponse(ModelsAnswer(object="list", data=listed).model_dump(exclude_none=True))
 
 
 @router.get("/models/{model:path}", summary="Describe one model", **MODEL)
 async def get_model(request: Request, model: str) -> Response:
-    service = service_of(request)
-    if model not in service.config.served_model_names:
+    service, tenant = service_of(request), tenant_of(request)
+    names = service.config.served_model_names
+    if model not in names and service.loras.has(model, tenant):
+        lora = await service.decoder.run(service.loras.find, model, tenant)
+        return JsonResponse(describe_as_model(lora, names[0]).model_dump(exclude_none=True))
+    if model not in names:
         raise not_found("model", model, "model_not_found", "model")
-    return JsonResponse(describe_model(model, service.cluster.model_facts).model_dump())
+    return JsonResponse(describe_model(model, service.cluster.model_facts).model_dump(exclude_none=True))
 
 
-def check_fields(service: HttpService, fields: FieldsT, notes: Notes) -> FieldsT:
-    """Check what needs more than one field or the model; return the fields with the values that the model chooses."""
+def check_fields(service: HttpService, fields: FieldsT, notes: Notes, tenant: str) -> FieldsT:
+    """Check what needs more than one field or the model; return the fields with the values that the model chooses. A
+    LoRA may be named as the model, since it is listed as one."""
+    model, names = fields.model, service.config.served_model_names
+    if model and model not in names and service.loras.has(model, tenant):
+        named = [{"name": model, "scale": 1.0}] if model not in fields.lora_names else []
+        fields = fields.model_copy(update={"loras": [*named, *fields.loras], "model": None})
     service.check_model(fields.model, notes)
     service.check_work(fields.num_inference_steps, fields.n)
     fields.check_together()
@@ -241,7 +255,9 @@ async def template_picture(service: HttpService, tenant: str, name: str) -> Pixe
     return picture
 
 
-def make_orders(request: Request, photo: Photo, mask: PixelMask, fields: ImageFields) -> list[Order]:
+def make_orders(
+    request: Request, photo: Photo, mask: PixelMask, fields: ImageFields, loras: tuple[LoraUse, ...]
+) -> list[Order]:
     """Return `fields.n` orders that differ only in their seeds."""
     height, width, _ = photo.pixels.shape
     longest = MAX_SIDE[fields.output_format.upper()]
@@ -255,7 +271,7 @@ def make_orders(request: Request, photo: Photo, mask: PixelMask, fields: ImageFi
             picture=photo.pixels,
             mask=mask,
             source=photo.source,
-            wish=fields.edit_settings(seed),
+            wish=replace(fields.edit_settings(seed), loras=loras),
             output_format=fields.output_format,
             output_compression=fields.output_compression,
             num_partials=fields.partial_images,

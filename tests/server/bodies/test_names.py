@@ -31,7 +31,7 @@ def test_names_of_other_servers(theirs: str, ours: str) -> None:
     assert refusal(theirs) == f"Unknown field {theirs!r}: it is called {ours!r} here."
 
 
-@pytest.mark.parametrize("name", ["use_extender", "sampler_name", "scheduler", "loras"])
+@pytest.mark.parametrize("name", ["use_extender", "sampler_name", "scheduler", "controlnet"])
 def test_names_without_a_counterpart(name: str) -> None:
     message = refusal(name)
     assert message.startswith(f"Unknown field {name!r}: it has no counterpart here, because ")

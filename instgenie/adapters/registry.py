@@ -1,0 +1,172 @@
+"""The LoRAs that edits may name, and the files behind the names. Needs no torch.
+
+Names come from three places: the server's options, which all tenants share; the files of a folder, which all tenants
+share, too; and requests, whose names belong to the tenant that sent them and stand for files of the folder. A name of
+the tenant's own goes first.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from instgenie.adapters.files import LoraFile, open_lora
+from instgenie.adapters.fitting import fit
+from instgenie.adapters.layers import LayerTable
+from instgenie.errors import LoraError, LoraNotFoundError
+from instgenie.types import LoraUse
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+SHARED = ""  # the tenant of names that all may use
+
+
+@dataclass(frozen=True)
+class RegisteredLora:
+    name: str
+    path: Path
+    tenant: str
+    file: LoraFile
+    changed: tuple[int, int]  # size and time of the file when it was read
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.file.header.num_bytes
+
+
+class LoraRegistry:
+    def __init__(self, modules: Mapping[str, str] | None = None, folder: str | None = None) -> None:
+        """Raises a LoraError if a file of `modules` is no LoRA."""
+        self.folder = Path(folder).resolve() if folder else None
+        if self.folder and not self.folder.is_dir():
+            raise LoraError(f"the folder of LoRAs {folder} does not exist")
+        self.table: LayerTable | None = None  # of the model; None: not known yet, and nothing is fitted
+        self._known: dict[tuple[str, str], RegisteredLora] = {}
+        self._fitting: set[str] = set()  # versions of files that fit the model
+        for name, path in (modules or {}).items():
+            self._put(check_name(name), Path(path).resolve(), SHARED)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no edit can ever name a LoRA."""
+        return not self._known and self.folder is None
+
+    def add(self, name: str, path: str, tenant: str) -> RegisteredLora:
+        """Give a name to a file of the folder, for one tenant."""
+        check_name(name)
+        if self.folder is None:
+            raise LoraError("this server takes no LoRAs by request: it was started without --lora-dir")
+        found = (self.folder / path).resolve()
+        if not found.is_relative_to(self.folder) or found == self.folder:
+            raise LoraError(f"the path {path!r} is not inside the folder of LoRAs")
+        known = self._known.get((tenant, name))
+        if known and known.path != found:
+            raise LoraError(f"the name {name!r} is taken: DELETE it first")
+        if not found.exists():
+            raise LoraNotFoundError(f"the folder of LoRAs has no {path!r}")
+        added = self._put(name, found, tenant)
+        try:
+            self._check(added)
+        except LoraError:
+            del self._known[tenant, name]
+            raise
+        return added
+
+    def open(self, name: str, path: Path) -> RegisteredLora:
+        """Give any name to any file, for all: where no requests come from others."""
+        return self._put(name, path.resolve(), SHARED)
+
+    def remove(self, name: str, tenant: str) -> None:
+        """Take a name away that the tenant has given."""
+        if (tenant, name) not in self._known or tenant == SHARED:
+            shared = self._find(name, tenant)
+            raise LoraError(f"the LoRA {shared.name!r} is the server's own and stays")
+        del self._known[tenant, name]
+
+    def find(self, name: str, tenant: str) -> RegisteredLora:
+        """The LoRA of a name; raises a LoraNotFoundError, or a LoraError if its file does not fit the model."""
+        found = self._find(name, tenant)
+        self._check(found)
+        return found
+
+    def resolve(self, uses: Sequence[LoraUse], tenant: str) -> tuple[LoraUse, ...]:
+        """The same uses with the files behind their names."""
+        found = [(use, self.find(use.name, tenant)) for use in uses]
+        return tuple(
+            use._replace(path=str(one.path), version=one.file.version, num_bytes=one.num_bytes) for use, one in found
+        )
+
+    def list(self, tenant: str) -> list[RegisteredLora]:
+        """All LoRAs that a tenant may name. Files of the folder that are no LoRAs are left out."""
+        for path in self._files():
+            if (SHARED, path.stem) not in self._known and NAME.fullmatch(path.stem):
+                try:
+                    self._put(path.stem, path, SHARED)
+                except LoraError:
+                    continue
+        seen = {one.name: one for (owner, _), one in self._known.items() if owner == SHARED and one.path.exists()}
+        seen |= {one.name: one for (owner, _), one in self._known.items() if owner == tenant}
+        return sorted(seen.values(), key=lambda one: one.name)
+
+    def has(self, name: str, tenant: str) -> bool:
+        try:
+            self._find(name, tenant)
+        except LoraError:
+            return False
+        return True
+
+    def _find(self, name: str, tenant: str) -> RegisteredLora:
+        known = self._known.get((tenant, name)) or self._known.get((SHARED, name))
+        if known is None:
+            path = self._file_of(name)
+            if path is None:
+                raise LoraNotFoundError(f"the LoRA {name[:128]!r} does not exist")
+            return self._put(name, path, SHARED)
+        if not known.path.exists():
+            del self._known[known.tenant, name]
+            raise LoraNotFoundError(f"the file of the LoRA {name!r} is gone")
+        return known if stamp(known.path) == known.changed else self._put(name, known.path, known.tenant)
+
+    def _files(self) -> Iterator[Path]:
+        for path in sorted(self.folder.iterdir()) if self.folder else ():
+            if path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors"))):
+                yield path
+
+    def _file_of(self, name: str) -> Path | None:
+        """A file or a folder of PEFT's, of this name."""
+        if self.folder is None or not NAME.fullmatch(name):
+            return None
+        found = (self.folder / f"{name}.safetensors", self.folder / name)
+        inside = (path for path in found if path.exists() and path.resolve().is_relative_to(self.folder))
+        return next(inside, None)
+
+    def _put(self, name: str, path: Path, tenant: str) -> RegisteredLora:
+        found = RegisteredLora(name, path, tenant, open_lora(path), stamp(path))
+        self._known[tenant, name] = found
+        return found
+
+    def _check(self, lora: RegisteredLora) -> None:
+        """Raise a LoraError unless the file fits the model."""
+        if self.table is None or lora.file.version in self._fitting:
+            return
+        try:
+            fit(lora.file.header, self.table, lora.file.settings)
+        except LoraError as error:
+            raise LoraError(f"the LoRA {lora.name!r} does not fit: {error}") from None
+        self._fitting.add(lora.file.version)
+
+
+def check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise LoraError(
+            f"the name {name!r} is not one for a LoRA: up to 128 letters, digits, dots, dashes and underscores are "
+            "expected, a letter or a digit first"
+        )
+    return name
+
+
+def stamp(path: Path) -> tuple[int, int]:
+    """Tells a file from what it was before."""
+    facts = path.stat()
+    return facts.st_size, facts.st_mtime_ns

@@ -1,0 +1,166 @@
+"""LoRAs in memory: loaded in threads, the least recently used dropped, those in use kept; and the names of files."""
+
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+from helpers.loras import save_lora
+
+from instgenie.adapters.registry import LoraRegistry
+from instgenie.adapters.tiers import LoraTiers
+from instgenie.engine.adapting import make_tiers
+from instgenie.errors import LoraError, LoraNotFoundError
+from instgenie.models.model import Model
+from instgenie.types import LoraUse
+
+LAYERS = ["down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"]
+
+
+@pytest.fixture
+def sd(models: dict[str, Model]) -> Model:
+    return models["sd"]
+
+
+@pytest.fixture
+def folder(sd: Model, tmp_path: Path) -> Path:
+    found = tmp_path / "loras"
+    found.mkdir()
+    for seed, name in enumerate("abcd"):
+        save_lora(found / f"{name}.safetensors", sd, LAYERS, seed=seed, rank=4)
+    return found
+
+
+def tiers_for(model: Model, num_loras: int) -> LoraTiers:
+    """Room for so many LoRAs of these: 16 inputs and outputs, of rank 4, in float32."""
+    return make_tiers(model, num_loras * 2 * 16 * 4 * 4, 0)
+
+
+def uses(folder: Path, names: str) -> list[LoraUse]:
+    registry = LoraRegistry(folder=str(folder))
+    return [registry.resolve([LoraUse(name, 0.5)], "")[0] for name in names]
+
+
+def test_the_least_recently_used_goes_first_and_those_in_use_stay(sd: Model, folder: Path) -> None:
+    tiers = tiers_for(sd, 2)
+    a, b, c, d = uses(folder, "abcd")
+    first, second = tiers.fetch([a]), tiers.fetch([b])
+    assert (first.tier, second.tier) == ("disk", "disk")
+    [(lora, scale)] = first.result()
+    assert scale == 0.5
+    assert len(second.result()) == 1
+    tiers.release(first)
+    tiers.release(second)
+    again = tiers.fetch([a])
+    assert again.tier == "host"
+    assert again.is_done
+    assert again.result()[0][0] is lora  # nothing is read again
+    third = tiers.fetch([c])
+    third.result()
+    assert tiers.versions() == (a.version, c.version)  # b was used least recently
+    fourth = tiers.fetch([d, c])
+    fourth.result()
+    assert set(tiers.versions()) == {a.version, c.version, d.version}  # all are in use, though there is room for two
+    assert tiers.num_bytes() == {"host": 3 * 512, "gpu": 0}
+    tiers.release(third)
+    tiers.release(fourth)
+    tiers.release(again)
+    assert tiers.num_bytes()["host"] == 2 * 512
+    assert not tiers.pins
+    assert [tier for tier, _, _ in tiers.loaded_seconds] == ["disk"] * 4
+
+
+def test_edits_of_one_lora_share_a_load(sd: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers, go = tiers_for(sd, 4), Event()
+    read, num_reads = tiers._read, []
+
+    def slow(use: LoraUse) -> object:
+        num_reads.append(use)
+        assert go.wait(60)
+        return read(use)
+
+    monkeypatch.setattr(tiers, "_read", slow)
+    [a] = uses(folder, "a")
+    fetches = [tiers.fetch([a]) for _ in range(3)]
+    assert not any(fetch.is_done for fetch in fetches)
+    go.set()
+    tiers.warm([a])  # an announcement joins the load, too
+    found = {id(fetch.result()[0][0]) for fetch in fetches}
+    assert (len(found), len(num_reads)) == (1, 1)
+
+
+def test_a_lora_that_cannot_be_read_fails_its_edits_and_is_tried_again(sd: Model, folder: Path) -> None:
+    tiers = tiers_for(sd, 4)
+    [a] = uses(folder, "a")
+    good = Path(a.path).read_bytes()
+    Path(a.path).write_bytes(good[:-9])
+    with pytest.raises(LoraError, match=r"'a' cannot be used: a\.safetensors is truncated"):
+        tiers.fetch([a]).result()
+    Path(a.path).write_bytes(good)
+    assert tiers.fetch([a]).result()
+
+
+def test_names_of_the_folder_and_of_tenants(sd: Model, folder: Path) -> None:
+    registry = LoraRegistry({"mine": str(folder / "b.safetensors")}, str(folder))
+    registry.table = sd.layer_table
+    assert [one.name for one in registry.list("alice")] == ["a", "b", "c", "d", "mine"]
+    save_lora(folder / "late.safetensors", sd, LAYERS)  # files that come later are found, too
+    assert registry.find("late", "alice").path.name == "late.safetensors"
+    own = registry.add("style", "a.safetensors", "alice")
+    assert registry.find("style", "alice") is own
+    assert registry.has("style", "alice")
+    assert not registry.has("style", "bob")
+    with pytest.raises(LoraNotFoundError, match="'style' does not exist"):
+        registry.find("style", "bob")
+    with pytest.raises(LoraNotFoundError):
+        registry.remove("style", "bob")
+    with pytest.raises(LoraError, match="'mine' is the server's own"):
+        registry.remove("mine", "alice")
+    with pytest.raises(LoraError, match="'style' is taken"):
+        registry.add("style", "b.safetensors", "alice")
+    registry.remove("style", "alice")
+    assert not registry.has("style", "alice")
+    (folder / "late.safetensors").unlink()
+    with pytest.raises(LoraNotFoundError, match="is gone"):
+        registry.find("late", "alice")
+
+
+def test_paths_outside_the_folder_are_refused(sd: Model, folder: Path) -> None:
+    save_lora(folder.parent / "secret.safetensors", sd, LAYERS)
+    (folder / "link.safetensors").symlink_to(folder.parent / "secret.safetensors")
+    registry = LoraRegistry(folder=str(folder))
+    for path in ("../secret.safetensors", str(folder.parent / "secret.safetensors"), "link.safetensors", "."):
+        with pytest.raises(LoraError, match="not inside the folder"):
+            registry.add("x", path, "alice")
+    for name in ("../secret", "link", "a/../../secret", ""):
+        assert not registry.has(name, "alice")
+    for name in ("", "../x", "a b", "-a", "x" * 129):
+        with pytest.raises(LoraError, match="is not one for a LoRA"):
+            registry.add(name, "a.safetensors", "alice")
+    with pytest.raises(LoraError, match="--lora-dir"):
+        LoraRegistry().add("x", "a.safetensors", "alice")
+    with pytest.raises(LoraError, match="does not exist"):
+        LoraRegistry(folder=str(folder / "nowhere"))
+    with pytest.raises(LoraNotFoundError, match=r"has no 'z\.safetensors'"):
+        registry.add("z", "z.safetensors", "alice")
+
+
+def test_a_file_that_does_not_fit_the_model_gets_no_name(sd: Model, models: dict[str, Model], folder: Path) -> None:
+    save_lora(folder / "other.safetensors", models["sdxl"], ["add_embedding.linear_1"])
+    registry = LoraRegistry(folder=str(folder))
+    registry.table = sd.layer_table
+    with pytest.raises(LoraError, match=r"'other' does not fit: the key .*add_embedding.*"):
+        registry.add("other", "other.safetensors", "alice")
+    assert not [one for one in registry.list("alice") if one.tenant == "alice"]
+    with pytest.raises(LoraError, match="does not fit"):
+        registry.find("other", "alice")
+
+
+def test_a_file_that_is_replaced_is_another_lora(sd: Model, folder: Path) -> None:
+    registry, tiers = LoraRegistry(folder=str(folder)), tiers_for(sd, 4)
+    [before] = registry.resolve([LoraUse("a")], "")
+    old = tiers.fetch([before]).result()[0][0]
+    save_lora(folder / "a.safetensors", sd, LAYERS, seed=77, rank=4)
+    [after] = registry.resolve([LoraUse("a")], "")
+    assert before.version != after.version
+    assert not torch.equal(old.memory, tiers.fetch([after]).result()[0][0].memory)

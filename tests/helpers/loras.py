@@ -1,0 +1,102 @@
+"""LoRA files for any model, in the formats of the trainers in use, and the same model with their weights merged."""
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from helpers.edits import close
+from instgenie.adapters.applied import AppliedLoras, apply_loras
+from instgenie.adapters.files import open_lora
+from instgenie.adapters.fitting import fit
+from instgenie.adapters.keys import NETWORK
+from instgenie.adapters.layers import LayerShape
+from instgenie.adapters.lora import Lora, read_lora
+from instgenie.models.model import Model
+
+Pair = tuple[Tensor, Tensor]
+
+
+def draw_pairs(shapes: Mapping[str, LayerShape], names: Iterable[str], rank: int, seed: int) -> dict[str, Pair]:
+    """Random tensors for layers, large enough to change a result."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = {}
+    for name in names:
+        shape = shapes[name]
+        inputs = (shape.inputs, *(shape.kernel or ()))
+        down = torch.randn(rank, *inputs, generator=generator) * (torch.Size(inputs).numel() ** -0.5)
+        up = torch.randn(shape.outputs, rank, *(() if shape.kernel is None else (1, 1)), generator=generator)
+        pairs[name] = down, 0.5 * up * rank**-0.5
+    return pairs
+
+
+def save_lora(
+    path: Path,
+    model: Model,
+    names: Iterable[str] | None = None,
+    rank: int = 3,
+    seed: int = 0,
+    alpha: float | None = None,
+    part: str = NETWORK,
+    **extra: Tensor,
+) -> Path:
+    """Save a LoRA for layers of a model, by default all of its network, as PEFT and diffusers name them."""
+    shapes = model.layer_table.shapes[part]
+    prefix = model.network_name if part == NETWORK else part
+    tensors: dict[str, Tensor] = {}
+    for name, (down, up) in draw_pairs(shapes, shapes if names is None else names, rank, seed).items():
+        tensors[f"{prefix}.{name}.lora_A.weight"], tensors[f"{prefix}.{name}.lora_B.weight"] = down, up
+        if alpha is not None:
+            tensors[f"{prefix}.{name}.alpha"] = torch.tensor(alpha)
+    save_file(tensors | extra, path)
+    return path
+
+
+def load_lora(path: Path, model: Model) -> Lora:
+    file = open_lora(path)
+    fitted = fit(file.header, model.layer_table, file.settings)
+    return read_lora(file, fitted, model.dtype).to(model.device)
+
+
+def applied(model: Model, *loras: tuple[Path, float]) -> AppliedLoras:
+    return apply_loras({NETWORK: model.network}, [(load_lora(path, model), scale) for path, scale in loras])
+
+
+def merged(model: Model, *loras: tuple[Path, float]) -> Model:
+    """The model with W + scale * up @ down in the place of each weight: what diffusers computes after it has loaded and
+    fused such LoRAs. PEFT is not needed for that."""
+    parts: dict[str, Any] = {
+        model.network_name if part == NETWORK else part: copy.deepcopy(module)
+        for part, module in model.patchable.items()
+    }
+    for path, scale in loras:
+        for (part, name), low in load_lora(path, model).layers.items():
+            module = parts[model.network_name if part == NETWORK else part].get_submodule(name)
+            add_to(module, scale * low.delta)
+    return replace(model, **parts)
+
+
+@torch.no_grad()
+def add_to(module: nn.Module, delta: Tensor) -> None:
+    weight = module.get_parameter("weight")
+    weight.copy_(weight.float() + delta.view_as(weight))
+
+
+def tolerance(model: Model) -> float:
+    """How far results with products of low rank may be from those with merged weights. In float32 only the order of
+    sums differs, and they end within a sixth of this. In bfloat16 merged weights are rounded as well, an error of the
+    same size."""
+    return close(model) if model.dtype == torch.float32 else 2 * close(model)
+
+
+def write_header(path: Path, header: Mapping[str, object], data: bytes = b"") -> Path:
+    """A safetensors file with any header."""
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+    return path
