@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from instgenie.adapters.applied import AppliedLoras
-from instgenie.adapters.lora import LowRank
 from instgenie.jobs.job import Job
+from instgenie.kernels.low_rank import LowRank
 from instgenie.machine.device_memory import is_out_of_memory
 
 MIN_STEPS_LEFT = 4  # of a batch for which merging pays: it reads and writes every patched weight
