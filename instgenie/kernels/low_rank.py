@@ -123,7 +123,7 @@ def to_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
     return kept.to(device, non_blocking=True)
 
 
-@triton.jit()
+@triton.jit(do_not_specialize=["number"])
 def add_low_rank_kernel(  # type: ignore[no-untyped-def]
     rows, out, row_stride, out_stride, parts, number, num_inputs, num_outputs,
     block_rows: tl.constexpr, block_inputs: tl.constexpr, block_outputs: tl.constexpr, block_rank: tl.constexpr,
