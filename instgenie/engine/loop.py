@@ -53,11 +53,12 @@ class Engine:
         self.graphs = graphs
         self.own = own or OwnActivations(model)
         self.merging = merging or Merging(is_on=False)
+        self.sides = model.describe().sides
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
         """Take a job into the batch. This may wait for the device, no step does."""
-        locate(job)
+        locate(job, self.sides)
         self.jobs.append(job)
 
     def leave(self, job: Job) -> None:
