@@ -97,7 +97,7 @@ def add_low_rank_fused(rows: Tensor, out: Tensor, parts: tuple[RowPart, ...], nu
     num_tiles = triton.cdiv(num_rows, block_rows)
     num_shares = min(NUM_PROGRAMS // (num_tiles * len(parts)), triton.cdiv(num_outputs, 4 * block_outputs))
     add_low_rank_kernel[(num_tiles, len(parts), max(num_shares, 1))](
-        rows, out, rows.stride(0), out.stride(0), locate(parts, rows.device), number, rows.shape[1], num_outputs,
+        rows, out, rows.stride(0), out.stride(0), addresses_of(parts, rows.device), number, rows.shape[1], num_outputs,
         block_rows=block_rows, block_inputs=64, block_outputs=block_outputs,
         block_rank=min(max(power_of_two(max(ranks)), 16), MAX_BLOCK_RANK),
         is_aligned=all(rank % 8 == 0 for rank in ranks), num_warps=4,
@@ -105,7 +105,7 @@ def add_low_rank_fused(rows: Tensor, out: Tensor, parts: tuple[RowPart, ...], nu
 
 
 @lru_cache(maxsize=64)  # jobs that stay together keep their parts from step to step
-def locate(parts: tuple[RowPart, ...], device: torch.device) -> Tensor:
+def addresses_of(parts: tuple[RowPart, ...], device: torch.device) -> Tensor:
     """[parts, 4]: the first row and the end of each, the address of its table and the products per layer in it."""
     numbers = [
         (part.first, part.end, part.layers.table.data_ptr(), part.layers.max_products)
