@@ -1,6 +1,7 @@
 """LoRAs over HTTP: named in requests, listed, registered and refused."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,7 +228,7 @@ def test_loras_on_the_page(visitor: "Visitor") -> None:
     [form] = sent_forms(page)
     assert form["loras"] == b"style:0.5,one:1"
     page.get_by_label("Remove one").click()
-    page.wait_for_function("location.hash.includes('loras=style%3A0.5&')")
+    expect(page).to_have_url(re.compile("loras=style%3A0.5&"))
     page.reload()
     expect(page.get_by_label("Scale of style")).to_have_value("0.5")
     expect(page.locator("#loras li")).to_have_count(1)
