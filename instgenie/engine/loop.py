@@ -52,8 +52,8 @@ class Engine:
         self.loader = loader or Loader(model)
         self.graphs = graphs
         self.own = own or OwnActivations(model)
-        self.merging = merging or Merging(is_on=False)
         self.sides = model.describe().sides
+        self.merging = merging or Merging(is_on=False)
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
