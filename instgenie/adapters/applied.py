@@ -3,18 +3,22 @@
     y = W x + scale * up (down x)
 
 Edits with different LoRAs, with several and with none share a pass: the product with W is one for all rows, the small
-products are made for the rows of each edit alone. A pass without LoRAs has no object of this kind.
+products are made for the rows of each edit alone, in one launch. A pass without LoRAs has no object of this kind.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from instgenie.adapters.lora import Lora, LowRank
+from instgenie.adapters.lora import Lora
+from instgenie.adapters.modules import shape_of
+from instgenie.kernels.low_rank import LowRank, LowRankLayers, RowPart, add_low_rank
 
 
 @dataclass(eq=False)
@@ -28,9 +32,15 @@ class AppliedLoras:
     share one object."""
 
     layers: Mapping[nn.Module, tuple[LowRank, ...]]
+    numbers: Mapping[nn.Module, int]  # of all layers that LoRAs may patch, the same for all edits
     names: tuple[tuple[str, float], ...] = ()  # version and scale of each
     token: object = field(default_factory=object)  # tells it from all others in keys of caches, and holds no tensors
     merging: MergeState = field(default_factory=MergeState)
+
+    @cached_property
+    def low_rank(self) -> LowRankLayers:
+        """By number of the layer."""
+        return LowRankLayers([self.layers.get(layer, ()) for layer in self.numbers])
 
     def inside(self, module: nn.Module) -> list[nn.Module]:
         """The layers of a module that are patched."""
@@ -48,7 +58,13 @@ def apply_loras(
             if part in parts and scale:
                 module = parts[part].get_submodule(name)
                 layers[module] = (*layers.get(module, ()), LowRank(low.down, low.up, low.scale * scale))
-    return AppliedLoras(layers, names)
+    return AppliedLoras(layers, number_layers(parts.values()), names)
+
+
+def number_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, int]:
+    """Number the layers that LoRAs may patch. The same modules give the same numbers."""
+    layers = chain.from_iterable(module.modules() for module in modules)
+    return {layer: number for number, layer in enumerate(layer for layer in layers if shape_of(layer))}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +94,13 @@ class BatchLoras:
         found = [group for group in self.groups if group.first <= branch < group.end]
         return BatchLoras((LoraGroup(0, 1, found[0].applied),)) if found else None
 
-    def add(self, layer: nn.Module, rows: Tensor, out: Tensor, bounds: Sequence[int]) -> None:
-        """Add to the output [rows, outputs] of a linear layer, in place. Rows of branch `b` are those from `bounds[b]`
-        up to `bounds[b + 1]`."""
-        for group in self.groups:
-            for low in group.applied.layers.get(layer, ()):
-                own = slice(bounds[group.first], bounds[group.end])
-                add_product(low, rows[own], out[own])
+    def parts(self, bounds: Sequence[int]) -> tuple[RowPart, ...]:
+        """The rows that LoRAs patch, where those of branch `b` are the rows from `bounds[b]` up to `bounds[b + 1]`."""
+        return tuple(RowPart(bounds[group.first], bounds[group.end], group.applied.low_rank) for group in self.groups)
+
+    def add(self, layer: nn.Module, rows: Tensor, out: Tensor, parts: tuple[RowPart, ...]) -> None:
+        """Add to the output [rows, outputs] of a linear layer, in place."""
+        add_low_rank(rows, out, parts, self.groups[0].applied.numbers[layer])
 
     def add_convolved(self, layer: nn.Conv2d, pictures: Tensor, out: Tensor) -> None:
         """Add to the output [branches, channels, rows, columns] of a convolution, in place."""
@@ -108,11 +124,6 @@ def batch_loras(branches: Sequence[AppliedLoras | None]) -> BatchLoras | None:
     return BatchLoras(tuple(groups)) if groups else None
 
 
-def add_product(low: LowRank, rows: Tensor, out: Tensor) -> None:  # [rows, inputs], [rows, outputs]
-    hidden = F.linear(rows, low.down.flatten(1))  # also of a convolution whose patches are rows
-    out.addmm_(hidden, low.up.T, alpha=low.scale)
-
-
 def add_convolution(layer: nn.Conv2d, low: LowRank, pictures: Tensor, out: Tensor) -> None:
     down = low.down if low.down.ndim == 4 else low.down[:, :, None, None]
     hidden = F.conv2d(pictures, down, None, layer.stride, layer.padding, layer.dilation)
@@ -129,7 +140,7 @@ def hooked(module: nn.Module, loras: BatchLoras, bounds: Sequence[int] | None) -
             loras.add_convolved(layer, args[0], out)
             return
         rows, flat = args[0].flatten(0, -2), out.view(-1, out.shape[-1])
-        loras.add(layer, rows, flat, bounds or (0, len(rows)))
+        loras.add(layer, rows, flat, loras.parts(bounds or (0, len(rows))))
 
     with ExitStack() as hooks:
         for layer in loras.patches_inside(module):

@@ -13,23 +13,9 @@ from torch import Tensor
 from instgenie.adapters.files import LoraFile
 from instgenie.adapters.fitting import Fitted
 from instgenie.errors import LoraError
+from instgenie.kernels.low_rank import LowRank
 
 ALIGNMENT = 16  # bytes between the starts of tensors, as kernels prefer it
-
-
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """What a LoRA adds to one layer: W becomes W + scale * up @ down."""
-
-    down: Tensor  # [rank, inputs]; of a convolution [rank, inputs, height, width]
-    up: Tensor  # [outputs, rank]
-    scale: float  # alpha / rank
-
-    @property
-    def delta(self) -> Tensor:
-        """What is added to the weight, in float32 [outputs, inputs, ...]"""
-        product = self.up.float() @ self.down.float().flatten(1)
-        return self.scale * product.view(len(self.up), *self.down.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -42,7 +28,7 @@ class LoraPiece:
     down_shape: tuple[int, ...]
     up: int
     up_shape: tuple[int, ...]
-    scale: float
+    scale: float  # alpha / rank
 
 
 @dataclass(frozen=True, eq=False)

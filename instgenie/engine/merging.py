@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from instgenie.adapters.applied import AppliedLoras
-from instgenie.adapters.lora import LowRank
 from instgenie.jobs.job import Job
-from instgenie.machine.device_memory import is_out_of_memory
+from instgenie.kernels.low_rank import LowRank
+from instgenie.machine.device_memory import available_bytes, is_out_of_memory
 
 MIN_STEPS_LEFT = 4  # of a batch for which merging pays: it reads and writes every patched weight
 MIN_STEPS_TOGETHER = 2  # that a batch must have shared its LoRAs, so that batches which change often are left alone
@@ -32,19 +32,25 @@ class Merging:
         self._originals: list[tuple[Tensor, Tensor]] = []  # weights, and what they were
         self._last: AppliedLoras | None = None
         self._num_together = 0
+        self._refused: AppliedLoras | None = None  # found not to be mergeable; asked again after others
 
     def settle(self, jobs: Sequence[Job]) -> None:
         """Merge what the jobs of the next pass share, or take out what they do not. To be called before every pass."""
         shared = shared_loras(jobs)
         self._num_together = self._num_together + 1 if shared is self._last else 1
+        self._refused = self._refused if shared is self._last else None
         self._last = shared
         if self.merged is not None and shared is not self.merged:
             self.undo()
         if shared is None or self.merged is not None or not self.is_on:
             return
         num_left = max(job.num_steps - job.step for job in jobs)
-        if self._num_together >= MIN_STEPS_TOGETHER and num_left >= MIN_STEPS_LEFT and can_merge(shared):
+        if self._num_together < MIN_STEPS_TOGETHER or num_left < MIN_STEPS_LEFT or self._refused is shared:
+            return
+        if can_merge(shared):
             self.merge(shared)
+        else:
+            self._refused = shared
 
     @torch.no_grad()
     def merge(self, loras: AppliedLoras) -> None:
@@ -89,8 +95,12 @@ def shared_loras(jobs: Sequence[Job]) -> AppliedLoras | None:
 
 
 def can_merge(loras: AppliedLoras) -> bool:
-    """True if all layers have weights of plain numbers; those of low precision would lose what is added."""
-    return all(isinstance(layer, nn.Linear | nn.Conv2d) for layer in loras.layers)
+    """True if all layers have weights of plain numbers, since those of low precision would lose what is added, and if
+    the originals leave half of the free memory to steps."""
+    if not all(isinstance(layer, nn.Linear | nn.Conv2d) for layer in loras.layers):
+        return False
+    weights = [layer.get_parameter("weight") for layer in loras.layers]
+    return not weights or 2 * sum(weight.nbytes for weight in weights) <= available_bytes(weights[0].device)
 
 
 def add_up(weight: Tensor, lows: Sequence[LowRank]) -> Tensor:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -19,6 +20,7 @@ from instgenie.engine.loop import Engine, free_memory
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, name_key, observe_span, reuse
 from instgenie.jobs.job import Job, Template
+from instgenie.kernels.low_rank import LowRank, LowRankLayers, RowPart, add_low_rank
 from instgenie.machine.clock import now
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
@@ -67,6 +69,17 @@ def warm_up_steps(model: Model, cache_dtype: CacheDtype) -> None:
             engine.join(one)
             while engine.jobs:
                 engine.step()
+        now(model.device)
+
+
+@torch.inference_mode()
+def warm_up_loras(model: Model) -> None:
+    """Add products of the usual ranks to a few rows and to many."""
+    with room_or_not(model):
+        for num_rows, rank in product((16, 64), (16, 32, 64)):
+            rows = torch.zeros(num_rows, rank, device=model.device, dtype=model.dtype)
+            low = LowRank(down=rows.new_zeros(rank, rank), up=rows.new_zeros(rank, rank), scale=1.0)
+            add_low_rank(rows, torch.zeros_like(rows), (RowPart(0, num_rows, LowRankLayers([[low]])),), 0)
         now(model.device)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None  # only CUDA builds of torch come with it
-triton: Any = import_module("triton") if HAS_TRITON else SimpleNamespace(jit=lambda: lambda kernel: kernel)
+triton: Any = import_module("triton") if HAS_TRITON else SimpleNamespace(jit=lambda **options: lambda kernel: kernel)
 tl: Any = import_module("triton.language") if HAS_TRITON else SimpleNamespace(constexpr=int)
 
 ENABLED = True  # if False, references run everywhere

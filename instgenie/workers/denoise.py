@@ -45,7 +45,7 @@ from instgenie.engine.merging import Merging
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import make_planning
 from instgenie.engine.pricing import price_of, price_steps
-from instgenie.engine.warm import warm_up_finishing, warm_up_preparing, warm_up_steps
+from instgenie.engine.warm import warm_up_finishing, warm_up_loras, warm_up_preparing, warm_up_steps
 from instgenie.jobs.job import Job
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
@@ -311,6 +311,8 @@ class Denoiser:
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
     warm_up_steps(model, config.cache.dtype)
+    if config.loras.is_on:
+        warm_up_loras(model)
     if config.batching in ONE_PROCESS:
         warm_up_preparing(model)
         warm_up_finishing(model)

@@ -11,6 +11,7 @@ from helpers.edits import apart, far, make_edit, run
 from helpers.loras import applied, save_lora, tolerance
 
 from instgenie.adapters.keys import NETWORK
+from instgenie.engine import merging as engine_merging
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.merging import MIN_STEPS_LEFT, Merging
@@ -116,3 +117,15 @@ def test_a_batch_that_has_few_steps_left_is_not_merged(models: dict[str, Model],
     while off.jobs:
         off.step()
     assert off.merging.num_merges == 0
+
+
+def test_without_room_for_the_originals_nothing_is_merged(
+    models: dict[str, Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models["sd"]
+    loras = applied(model, (save_lora(tmp_path / "x.safetensors", model), 0.8))
+    job = replace(prepare(make_edit(steps=8), model), loras=loras)
+    monkeypatch.setattr(engine_merging, "available_bytes", lambda device: 1000)
+    _, engine = run_merging(model, [job])
+    assert engine.merging.num_merges == 0
+    assert engine.merging.is_on  # another time there may be room

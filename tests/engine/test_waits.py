@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.cached import register_for
 from helpers.edits import make_edit
+from helpers.loras import applied, save_lora
 from helpers.names import FAMILIES
 from helpers.waits import Waits
 from torch import Tensor
@@ -45,6 +46,15 @@ def test_no_step_waits(family: str, folders: dict[str, Path]) -> None:
     model = load(str(folders[family]), "cpu")
     jobs = make_jobs(model)
     waits_of(model, jobs)  # what the model keeps for all jobs is there afterwards
+    assert waits_of(model, jobs) == []
+
+
+@pytest.mark.parametrize("family", ["blend", "sdxl"])
+def test_no_step_with_loras_waits(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load(str(folders[family]), "cpu")
+    loras = [applied(model, (save_lora(tmp_path / "x.safetensors", model, seed=seed), 0.5)) for seed in (1, 2)]
+    jobs = [replace(job, loras=own) for job, own in zip(make_jobs(model), loras, strict=True)]
+    waits_of(model, jobs)
     assert waits_of(model, jobs) == []
 
 

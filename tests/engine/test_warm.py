@@ -35,7 +35,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_steps_are_warmed_up_with_the_network_alone(
     family: str, dtype: CacheDtype, folders: dict[str, Path], plans: list[bool]
 ) -> None:
-    warm.warm_up_steps(load_part(folders[family], denoise.PARTS), dtype)
+    model = load_part(folders[family], denoise.PARTS)
+    warm.warm_up_steps(model, dtype)
+    warm.warm_up_loras(model)
     assert plans == [False, False, True, True]
 
 
@@ -51,7 +53,9 @@ def test_both_ends_are_warmed_up_with_their_own_weights(family: str, folders: di
 def test_every_part_is_warmed_up_on_a_gpu(
     family: str, dtype: CacheDtype, folders: dict[str, Path], plans: list[bool]
 ) -> None:
-    warm.warm_up_steps(load_part(folders[family], denoise.PARTS, "cuda"), dtype)
+    model = load_part(folders[family], denoise.PARTS, "cuda")
+    warm.warm_up_steps(model, dtype)
+    warm.warm_up_loras(model)
     warm.warm_up_preparing(load_part(folders[family], prepare.PARTS, "cuda"))
     warm.warm_up_finishing(load_part(folders[family], finish.PARTS, "cuda"))
     assert plans == [False, False, True, True]

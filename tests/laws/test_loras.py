@@ -111,6 +111,18 @@ def test_law_lora_eight_in_a_batch_are_each_alone(model: Model, files: list[Path
     assert min(itertools.starmap(apart, itertools.combinations(same_size, 2))) > far(model)
 
 
+def test_law_lora_that_overflows_harms_its_own_edit_alone(model: Model, files: list[Path]) -> None:
+    """Others in the batch get the very pictures that they would get beside an honest edit."""
+    jobs = [prepare(make_edit(steps=2, seed=seed, **GUIDED), model) for seed in range(3)]
+    last, honest, wild = (applied(model, (files[0], scale)) for scale in (0.5, 0.5, 1e30))
+    beside_honest, beside_wild = (
+        run(model, [jobs[0], with_loras(jobs[1], middle), with_loras(jobs[2], last)]) for middle in (honest, wild)
+    )
+    assert not beside_wild[1].isfinite().all()
+    for one in (0, 2):
+        assert torch.equal(beside_wild[one], beside_honest[one])
+
+
 def test_law_lora_off_again_is_never_on(model: Model, files: list[Path]) -> None:
     """Bit-identical, also for what the model caches from step to step."""
     job = prepare(make_edit(steps=2, **GUIDED), model)

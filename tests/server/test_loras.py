@@ -1,6 +1,7 @@
 """LoRAs over HTTP: named in requests, listed, registered and refused."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,9 @@ from helpers.serving import ALICE, BOB, MASK, PICTURE, Running, pixels_of, runni
 from instgenie.adapters.keys import NETWORK
 
 if TYPE_CHECKING:
+    from helpers.browser import Visitor
+    from playwright.sync_api import Browser
+
     from instgenie.models.model import Model
 
 FIELDS = {"prompt": "a red cat", "num_inference_steps": "2", "seed": "5", "reuse": "off"}
@@ -22,6 +26,7 @@ FIELDS = {"prompt": "a red cat", "num_inference_steps": "2", "seed": "5", "reuse
 def loras(
     folders: dict[str, Path], models: "dict[str, Model]", tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
+    import torch
     from helpers.loras import save_lora
     from safetensors.torch import load_file, save_file
 
@@ -36,6 +41,11 @@ def loras(
     (folder / "dir" / "cut.safetensors").write_bytes(good[:-3])
     tensors = load_file(folder / "dir" / "one.safetensors")
     save_file({key: tensor * float("nan") for key, tensor in tensors.items()}, folder / "dir" / "nan.safetensors")
+    save_file(
+        {key.replace("down_blocks", "nowhere"): tensor for key, tensor in tensors.items()}, folder / "ghost.safetensors"
+    )
+    first = next(key for key, tensor in tensors.items() if tensor.ndim == 2)
+    save_file(tensors | {first: torch.zeros(7, 5)}, folder / "shapes.safetensors")
     flags = ["--lora-dir", str(folder / "dir"), "--lora-modules", f"style={folder / 'style.safetensors'}"]
     keys = ["--api-key", ALICE, "--api-key", BOB, "--served-model-name", "tiny"]
     with running_server(folder, str(folders["sd_fill"]), *flags, *keys) as running:
@@ -156,3 +166,72 @@ def test_a_lora_belongs_to_the_key_that_named_it(loras: Running) -> None:
             assert message in answer.json()["error"]["message"]
         assert client.delete("/v1/loras/style").status_code == 400  # the server's own
         assert client.post("/v1/loras", json={"name": "x"}).json()["error"]["param"] == "path"
+
+
+def test_attacks_lose_nothing(loras: Running) -> None:
+    """Files that are wrong in every way, and one that is damaged after it was named, while an honest edit runs."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    folder = loras.log.parent
+    honest = {"lora": "style", "num_inference_steps": "6"}
+    alone = painted(loras, **honest)
+    with loras.http() as client, ThreadPoolExecutor(1) as threads:
+        for name in ("ghost", "shapes"):
+            (folder / f"{name}.safetensors").rename(folder / "dir" / f"{name}.safetensors")
+        running = threads.submit(painted, loras, **honest)
+        wrong = {"ghost": "nowhere", "shapes": "has the shape [7, 5]", "nan": "not finite", "cut": "truncated"}
+        for name, message in wrong.items():
+            refused = edit(loras, lora=name)
+            assert refused.status_code == 400, refused.text
+            assert message in refused.json()["error"]["message"]
+        good = (folder / "dir" / "two.safetensors").read_bytes()
+        late = folder / "dir" / "late.safetensors"
+        late.write_bytes(good)
+        assert client.post("/v1/loras", json={"name": "victim", "path": late.name}).status_code == 201
+        late.write_bytes(good[: len(good) // 2])
+        assert "truncated" in edit(loras, lora="victim").json()["error"]["message"]
+        late.unlink()
+        assert "is gone" in edit(loras, lora="victim").json()["error"]["message"]
+        assert np.array_equal(alone, running.result())
+    assert loras.metric("instgenie:worker_restarts_total") == 0
+    assert np.array_equal(alone, painted(loras, **honest))
+
+
+@pytest.fixture
+def visitor(browser: "Browser", loras: Running) -> "Iterator[Visitor]":
+    from helpers.browser import Visitor
+
+    visitor = Visitor(browser, loras.url, ALICE)
+    yield visitor
+    visitor.close()
+    assert visitor.faults == []
+
+
+def test_loras_on_the_page(visitor: "Visitor") -> None:
+    """They are chosen from a list and have scales, are named beside the result, and outlive a reload."""
+    from helpers.browser import WAIT, drag, fill_settings, open_picture_on, sent_forms
+    from playwright.sync_api import expect
+
+    page = visitor.open()
+    open_picture_on(page)
+    drag(page, (0.4, 0.4), (0.6, 0.6))
+    page.select_option("#add-lora", "style")
+    page.select_option("#add-lora", "two")
+    page.get_by_label("Scale of style").fill("0.5")
+    page.get_by_label("Remove two").click()
+    page.select_option("#add-lora", "one")
+    expect(page.locator("#add-lora option", has_text="one")).to_have_count(0)  # none is chosen twice
+    fill_settings(page, steps=2)
+    page.click("#run")
+    expect(page.locator("#facts")).to_contain_text("style × 0.5, one × 1", timeout=WAIT)
+    expect(page.locator("#facts")).to_contain_text("The LoRAs 'style', 'one' were applied from the first of 2 steps")
+    [form] = sent_forms(page)
+    assert form["loras"] == b"style:0.5,one:1"
+    page.get_by_label("Remove one").click()
+    expect(page).to_have_url(re.compile("loras=style%3A0.5&"))
+    page.reload()
+    expect(page.get_by_label("Scale of style")).to_have_value("0.5")
+    expect(page.locator("#loras li")).to_have_count(1)
+    page.click("#strip button")
+    page.click("#again")  # the settings of the result
+    expect(page.locator("#loras li")).to_have_text(["style0.5×", "one1×"])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instgenie.adapters.applied import BatchLoras
 from instgenie.cost.network import NetworkShape
 from instgenie.jobs.activations import Kind
 from instgenie.kernels.addresses import RowSource
@@ -186,18 +187,21 @@ def recall_one(block: JointBlock, batch: JointBatch, job: int, reader: int, sour
     assert batch.template is not None
     y = keys.new_empty(1, len(rest), batch.text.shape[1])
     gather_rows(source, rest, tokens.num_rows, y)
-    owners = kept_owners(batch, reader, len(rest))
-    mod, rotary = Modulation(batch.template.time[reader, None], owners=owners), batch.template.rotary[job]
+    loras = batch.loras and batch.loras.of_branch(reader)
+    mod, rotary = (
+        Modulation(batch.template.time[reader, None], owners=kept_owners(loras, 1)),
+        batch.template.rotary[job],
+    )
     num = tokens.num_padding
     if num:
         places = HeadPlaces(joint=rest[:num], keys=rest[:num])
-        block.project_keys(y[0, :num], mod, rotary, owners, keys, places, is_text=True)
-    block.project_keys(y[0, num:], mod, rotary, owners, keys, HeadPlaces(joint=rest[num:], keys=rest[num:]))
+        block.project_keys(y[0, :num], mod, rotary, kept_owners(loras, num), keys, places, is_text=True)
+    places = HeadPlaces(joint=rest[num:], keys=rest[num:])
+    block.project_keys(y[0, num:], mod, rotary, kept_owners(loras, len(rest) - num), keys, places)
 
 
-def kept_owners(batch: JointBatch, reader: int, num_rows: int) -> Owners | None:
-    """The owners of rows that a reader projects from Y: none, or itself if it has LoRAs, which change projections."""
-    loras = batch.loras and batch.loras.of_branch(reader)
+def kept_owners(loras: BatchLoras | None, num_rows: int) -> Owners | None:
+    """The owners of rows that a branch projects from Y: none, or itself if it has LoRAs, which change projections."""
     return Owners(loras=loras, counts=(num_rows,)) if loras else None
 
 

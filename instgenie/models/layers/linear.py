@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from instgenie.adapters.applied import BatchLoras, hooked
+from instgenie.kernels.low_rank import RowPart
 from instgenie.kernels.quantize import Rows, as_tensor
 from instgenie.models.layers.fp8_linear import Fp8Linear, multiply_fp8
 
@@ -49,12 +50,17 @@ class Owners:
         num_branches = max(group.end for group in self.loras.groups) if self.loras else 0
         return range(0, (num_branches + 1) * self.per_branch, self.per_branch)
 
+    @cached_property
+    def lora_parts(self) -> tuple[RowPart, ...]:
+        """The rows of branches that have LoRAs."""
+        return self.loras.parts(self.bounds) if self.loras else ()
+
     def add(self, layer: nn.Module, rows: Rows, out: Tensor) -> Tensor:
         """Add what the LoRAs of the branches patch to the output of a layer. Costs nothing where there are none."""
         if self.loras is not None and self.loras.patches(layer):
             values = as_tensor(rows, out.dtype)
             flat = out if out.ndim == 2 else out.view(-1, out.shape[-1])
-            self.loras.add(layer, values.reshape(-1, values.shape[-1]), flat, self.bounds)
+            self.loras.add(layer, values.reshape(-1, values.shape[-1]), flat, self.lora_parts)
         return out
 
 

@@ -3,6 +3,7 @@ import { ask } from "./api.js";
 import { Board } from "./board.js";
 import { bytes, element, find, percent, press } from "./dom.js";
 import { BoardInput } from "./input.js";
+import { Loras } from "./loras.js";
 import { Mask } from "./mask.js";
 import { openPicture, PictureError } from "./picture.js";
 import { maskPng, textIn } from "./png.js";
@@ -30,6 +31,7 @@ const stage = new Stage(board, showResult);
 const toolbar = new Toolbar(input, useTool);
 const results = new Results({ onChoose: showResult, onForget: ({ id }) => saved.forget(id), say });
 const prompts = new Prompts(find("prompt"), find("suggestions"), find("chips"));
+const loras = new Loras(later(keepSettings)); // a control that settings read and write
 const settings = new Settings(later(keepSettings));
 const saved = new Saved();
 let facts = null; // about the server
@@ -41,6 +43,7 @@ async function loadFacts() {
   facts = await (await ask("/page/facts")).json();
   showServer(facts.is_ready ? facts.model : "loading the model", facts.is_ready ? "ready" : "loading");
   settings.learn(facts.fields);
+  await loras.load();
   prompts.check(facts.words);
   const { num_ready = 0, num = 0 } = facts.warmed ?? {};
   find("warmed").textContent = num_ready < num ? `Getting the examples ready: ${num_ready} of ${num}` : "";
@@ -335,6 +338,7 @@ const ON_CLICK = {
   remove,
   reuse: useAsSource,
   again: useSettings,
+  "about-loras": () => (find("about-loras").ariaExpanded = String(!(find("loras-help").hidden = !find("loras-help").hidden))),
   forget: () => (results.forgetAll(), (stage.result = null), stage.setMode("mask")),
 };
 for (const [id, act] of Object.entries(ON_CLICK)) find(id).addEventListener("click", act);

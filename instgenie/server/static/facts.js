@@ -1,9 +1,10 @@
 // Facts shown beside a result: how much was computed, where the rest came from, how long it took.
 import { percent, seconds, terms } from "./dom.js";
+import { chosenIn } from "./loras.js";
 
 const TIERS = { gpu: "GPU memory", host: "host memory", disk: "disk", peer: "the memory of another worker", remote: "remote store" };
 
-export function showFacts(list, { facts, share }) {
+export function showFacts(list, { facts, share, values }) {
   const { queue, prepare, denoise, finish } = facts.seconds;
   list.replaceChildren(
     ...terms([
@@ -13,6 +14,7 @@ export function showFacts(list, { facts, share }) {
       ["Steps took", seconds(denoise), ...savedOf(facts)],
       ["Other time", seconds(queue + prepare + finish), `of which ${seconds(queue)} waiting`],
       ["Seed", String(facts.seed)],
+      ...(values.loras ? [["LoRAs", chosenIn(values.loras).map(([name, scale]) => `${name} × ${scale}`).join(", ")]] : []),
       ...(facts.notes.length ? [["Notes", ...facts.notes]] : []),
     ]),
   );

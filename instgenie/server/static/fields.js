@@ -15,6 +15,7 @@
 // help     one or two sentences behind the label's "?"
 export const FIELDS = [
   { name: "prompt", id: "prompt", label: "What should be there?", kind: "own" },
+  { name: "loras", id: "loras", label: "LoRAs", kind: "own" },
   {
     name: "n", id: "count", label: "Variants", kind: "number", place: "main", first: "1",
     help: "How many results to make. They differ only in their seeds and are shown side by side.",
