@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from instgenie.adapters.controlnets import ControlShape
 from instgenie.adapters.layers import LayerTable
 from instgenie.cluster import wire
 from instgenie.cluster.clerk import Clerk
@@ -197,6 +198,7 @@ class Cluster:
         edits, reporter = self._coordinator.edits, self._coordinator.reporter
         return ClusterStatus(
             workers=tuple(self._worker_status(worker) for worker in self.workers),
+            services=tuple(process.status for process in self._supervisor.services),
             nodes=self.nodes,
             fronts=self.fronts,
             num_waiting=edits.num_waiting + self._coordinator.front.num_reserved,
@@ -244,6 +246,11 @@ class Cluster:
 def layers_of(cluster: Cluster) -> LayerTable | None:
     """The layers that LoRAs may patch; None until a worker has told them."""
     return cluster._coordinator.naming.layer_table
+
+
+def control_shape_of(cluster: Cluster) -> ControlShape | None:
+    """What ControlNets must have in common with the model; None until a worker has told it."""
+    return cluster._coordinator.naming.control_shape
 
 
 def has_asked_for(cluster: Cluster, order: Order) -> bool:

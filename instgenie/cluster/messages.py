@@ -17,7 +17,7 @@ class Send(Protocol):
 def prepare_message(entry: EditEntry) -> tuple[wire.Prepare, list[wire.Frame]]:
     order = entry.order
     message = wire.Prepare(entry.id, entry.attempt, order.wish, order.picture.shape[:2], order.trace, entry.request_id)
-    return message, wire.picture_frames(order.picture, order.mask)
+    return message, wire.picture_frames(order.picture, order.mask, *order.control_images)
 
 
 def denoising(

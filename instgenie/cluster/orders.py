@@ -27,6 +27,7 @@ class Order:
     wish: Wish
     source: Source | None = None  # the picture's file; None: the picture is all there is
     whole: Whole | None = None  # where the picture is a crop: the photograph that the answer shows
+    control_images: tuple[Pixels, ...] = ()  # of the picture's size, one per ControlNet of the wish
     output_format: OutputFormat = "png"
     output_compression: int = 100
     num_partials: int = 0  # pictures to send before the final one

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from instgenie.engine.adapting import PromptLoras
 from instgenie.errors import EditError
+from instgenie.jobs.controls import JobControl
 from instgenie.jobs.job import Branch, Job, Template
 from instgenie.models.model import Model, pack_latents
 from instgenie.models.vae.autoencoder import encode_pictures
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.picture import check_edit
 from instgenie.pictures.resizing import resize_mask, resize_picture, working_size
-from instgenie.types import Edit, PixelMask, Pixels
+from instgenie.types import ControlUse, Edit, PixelMask, Pixels
 
 MAX_ENCODINGS = 64
 
@@ -84,11 +85,23 @@ def make_job(
         template=template,
         masked=masked,
         conditioning=condition(picture, mask, masked, template, model),
-        branches=encodings.get(("prompts", prompts, grid, versions), encode_prompts),
+        branches=encodings.get(("prompts", prompts, grid, versions, bool(edit.controls)), encode_prompts),
         scale=model.guidance_scale(edit),
         schedule=schedule,
         latents=torch.where(masked, start, template.at(0, schedule)),
+        controls=tuple(
+            JobControl(use, make_hint(use, image, size, model))
+            for use, image in zip(edit.controls, edit.control_images, strict=True)
+        ),
     )
+
+
+def make_hint(use: ControlUse, image: Pixels, size: tuple[int, int], model: Model) -> Tensor:
+    """What a ControlNet sees of its image."""
+    pixels = picture_tensor(resize_picture(image, size), model.device)
+    if use.reads_latents:
+        return encode(pixels, model)
+    return pixels[0] if model.guided.signed else (pixels[0] + 1) / 2
 
 
 def choose_size(edit: Edit, model: Model) -> tuple[int, int]:

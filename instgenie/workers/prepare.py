@@ -52,7 +52,8 @@ class Preparer:
         picture = read_picture(frames[0], message.size)
         if isinstance(message, Prepare):
             mask = read_mask(frames[1], message.size)
-            edit = message.wish.edit(picture, mask, self.model.steps, self.model.guidance)
+            images = tuple(read_picture(frame, message.size) for frame in frames[2:])
+            edit = message.wish.edit(picture, mask, self.model.steps, self.model.guidance, images)
             return prepare(edit, self.model, self.encodings, self.prompt_loras)
         return template_job(template_edit(picture, self.model, None, message.steps, message.guidance), self.model)
 

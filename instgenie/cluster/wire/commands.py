@@ -41,7 +41,7 @@ class Assigned(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Turn an edit into a job. Frames: picture, mask."""
+    """Turn an edit into a job. Frames: picture, mask, control images."""
 
     id: str
     attempt: int

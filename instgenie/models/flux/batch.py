@@ -22,6 +22,7 @@ from instgenie.jobs.tokens import JobTokens, concat
 from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.heads import HeadPlaces
+from instgenie.models.flux.controls import Depth, FluxResiduals, pack_residuals
 from instgenie.models.layers.linear import Owners
 from instgenie.models.packed import Column, LeftOut, PackedBatch, Static, loras_of
 
@@ -188,6 +189,7 @@ class FluxBatch(PackedBatch):
     sigma: Column[Tensor]  # [branches]
     guidance: Column[Tensor]  # [branches]
     template: Column[TemplateColumns | None]  # if any job reads Y
+    control: Column[FluxResiduals | None]  # if ControlNets guide any job
     modulation: Column[Tensor | None]  # [branches, outputs of all modulation layers]; None: blocks compute their own
 
     @property
@@ -285,7 +287,11 @@ def turn_one(
 
 
 def pack(
-    jobs: Sequence[Job], pads: bool = False, step_rows: StepRows = OWN_ROWS, modulation: Tensor | None = None
+    jobs: Sequence[Job],
+    pads: bool = False,
+    step_rows: StepRows = OWN_ROWS,
+    modulation: Tensor | None = None,
+    depth: Depth = (0, 0),
 ) -> FluxBatch:
     """With `pads`, lists of masked tokens are as long as those of many other masks."""
     pairs = list(branches(jobs))
@@ -303,6 +309,7 @@ def pack(
         jobs=tuple(jobs),
         rows=JobRows(readers_of(jobs), step_rows),
         loras=loras,
+        residuals=(),
         kinds=kinds,
         num_kept=tuple(job.activations.num_branches if job.activations else 1 for job in jobs),
         kept_kinds=tuple(job.kept_kind for job, _ in pairs),
@@ -316,6 +323,7 @@ def pack(
         sigma=torch.stack([job.timestep for job, _ in pairs]),
         guidance=torch.stack([job.guidance for job, _ in pairs]),
         template=template_columns(jobs) if "y" in kinds else None,
+        control=pack_residuals(jobs, tokens, cached, depth),
         modulation=modulation,
     )
 

@@ -5,8 +5,10 @@ from typing import Any
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from transformers import CLIPTextModel, T5Config, T5EncoderModel
 
+from instgenie.adapters.controlnets import FLUX_KIND
 from instgenie.errors import ModelError
 from instgenie.models.family import TWO_ENCODERS, Family, LoadedPipeline
+from instgenie.models.flux.controlnet import load_flux_controlnet
 from instgenie.models.flux.model import MAX_TEXT_TOKENS, FluxModel
 from instgenie.models.flux.network import join_projections
 from instgenie.models.recipe import CLIP_TOKENS, VOCABULARY, Recipe, clip_config, make_autoencoder, make_tokenizer
@@ -67,6 +69,7 @@ FLUX = Family(
     dummies={"flux.1-dev": Recipe("FluxPipeline", dev_transformer, dev_autoencoder, dev_others)},
     prompt_layers=("context_embedder",),
     join_layers=join_projections,
+    controlnets={FLUX_KIND: load_flux_controlnet},
     fp8_layers=(
         r"transformer_blocks\.\d+\.(attn|ff|ff_context)\..+",
         r"single_transformer_blocks\.\d+\.(attn\..+|proj_mlp|proj_out)",

@@ -18,6 +18,7 @@ from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
 from instgenie.models.flux.batch import FluxBatch, pack
+from instgenie.models.flux.controlnet import GuidedFluxes
 from instgenie.models.flux.lora_names import original_names
 from instgenie.models.flux.modulation import ModulationTables
 from instgenie.models.flux.network import (
@@ -47,6 +48,7 @@ class FluxModel(Model):
     foreign_names = staticmethod(original_names)
     needs_true_guidance = True
     text_flows = True
+    guided = GuidedFluxes()
 
     transformer: FluxTransformer2DModel
     text_encoder_2: T5EncoderModel
@@ -104,7 +106,7 @@ class FluxModel(Model):
 
     def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
         prompts = (edit.prompt, edit.negative_prompt) if self.guidance_scale(edit) > 1 else (edit.prompt,)
-        return tuple(self.branch(prompt, grid) for prompt in prompts)
+        return tuple(self.branch(prompt, grid, keeps_words=bool(edit.controls)) for prompt in prompts)
 
     def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
         branch = self.branch(prompt, grid)
@@ -117,11 +119,12 @@ class FluxModel(Model):
         pooled = text.new_zeros(self.transformer.config.pooled_projection_dim)
         return Branch(text, pooled, embed_positions(self.transformer, len(text), grid))
 
-    def branch(self, prompt: str, grid: tuple[int, int]) -> Branch:
-        sequence = embed_prompt(self.transformer, self.encode_sequence(prompt))
+    def branch(self, prompt: str, grid: tuple[int, int], keeps_words: bool = False) -> Branch:
+        words = self.encode_sequence(prompt)
+        sequence = embed_prompt(self.transformer, words)
         rotary = embed_positions(self.transformer, len(sequence), grid)
         num_prompt = count_tokens(self.tokenizer_2, prompt, self.num_text_tokens)
-        return Branch(sequence, self.encode_pooled(prompt), rotary, num_prompt)
+        return Branch(sequence, self.encode_pooled(prompt), rotary, num_prompt, words if keeps_words else None)
 
     def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]
         ids = tokenize(self.tokenizer_2, prompt, self.num_text_tokens).to(self.device)
@@ -142,7 +145,8 @@ class FluxModel(Model):
         return ModulationTables(self.transformer)
 
     def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> FluxBatch:
-        return pack(jobs, pads, rows, self.modulation.at(jobs))
+        depth = len(self.transformer.transformer_blocks), len(self.transformer.single_transformer_blocks)
+        return pack(jobs, pads, rows, self.modulation.at(jobs), depth)
 
     def run(self, packed: PackedBatch) -> Tensor:
         assert isinstance(packed, FluxBatch)

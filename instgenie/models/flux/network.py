@@ -61,6 +61,8 @@ def run_blocks(
             text, image_rows = Residual(text_turned), Residual(turned)
         heads = recall(block, index, batch, layout)
         text, image_rows = double_block(block, text, image_rows, mod, layout, heads)
+        if batch.control and (rows := batch.control.behind(index)) is not None:
+            image_rows = Residual(image_rows.total + rows)
         keep_kv(index, batch, layout, heads)
     joint = Residual(layout.join(text.total, image_rows.total))
     for index, block in enumerate(singles, len(doubles)):
@@ -71,6 +73,8 @@ def run_blocks(
             joint = Residual(turned)
         heads = recall(block, index, batch, layout)
         joint = single_block(block, joint, mod, layout, heads)
+        if batch.control and (rows := batch.control.behind(index)) is not None:
+            joint = Residual(joint.total.index_add(0, layout.image_places.joint, rows))
         keep_kv(index, batch, layout, heads)
     layout, _, image = batch.turn(
         layout, *layout.part(joint.total.split(layout.num_joint)), len(doubles) + len(singles)

@@ -8,17 +8,20 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from instgenie.adapters.controlnets import RegisteredControlNet
 from instgenie.adapters.registry import RegisteredLora
 from instgenie.cluster.cluster import has_asked_for
 from instgenie.cluster.ledger import KeyClaim
 from instgenie.cluster.orders import Order
-from instgenie.errors import ClosedError, InstGenieError, MaskError, PictureError
+from instgenie.errors import ClosedError, ControlError, InstGenieError, MaskError, PictureError
 from instgenie.pictures.cropping import Canvas, choose_box, describe_crop
+from instgenie.pictures.fitting import crop
 from instgenie.pictures.header import Header, crop_bytes, decoding_bytes, kept_bytes
 from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import EditPending, ModelAnswer, ModelsAnswer, images_answer
+from instgenie.server.bodies.controls import is_word
 from instgenie.server.bodies.fields import (
     EditFields,
     GenerationFields,
@@ -27,10 +30,19 @@ from instgenie.server.bodies.fields import (
     answer_size,
     parse_fields,
 )
-from instgenie.server.bodies.forms import EditForm, read_edit
-from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_edit
+from instgenie.server.bodies.forms import EditForm, decode_data_url, read_edit, take_control_files, with_control_files
+from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_control, decode_edit
 from instgenie.server.bodies.schema import EARLIER, EDIT, GENERATION, MODEL, MODELS, VARIATION
-from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
+from instgenie.server.errors import (
+    ApiError,
+    JsonResponse,
+    bad,
+    closed,
+    echo,
+    from_control_error,
+    from_user_error,
+    not_found,
+)
 from instgenie.server.idempotency import digest, fingerprint_of, key_of, sent_fields
 from instgenie.server.lateness import with_deadline
 from instgenie.server.routes.events import EventStream, Repetition, Submission, answer_headers
@@ -46,7 +58,7 @@ from instgenie.server.service import (
     trace_of,
 )
 from instgenie.server.watch import in_time, unless_gone
-from instgenie.types import LoraUse, Notes, PixelMask, Pixels
+from instgenie.types import ControlUse, LoraUse, Notes, PixelMask, Pixels
 
 FieldsT = TypeVar("FieldsT", bound=ImageFields)
 
@@ -88,6 +100,7 @@ async def run_edit(
     async with body as edit:
         fields = check_fields(service, edit.fields, edit.notes, tenant_of(request))
         loras = await service.find_loras(tenant_of(request), fields)
+        controls = service.find_controls(fields)
         if run := await enter_run(request, fields, claim, edit.image, edit.mask):
             if run.tickets:
                 return await answer(repetition(request, run, fields))
@@ -100,8 +113,9 @@ async def run_edit(
     notes = edit.notes
     del edit  # its encoded pictures no longer count towards the intake's limit
     fields.describe_answer(photo.source, notes)
-    orders = make_orders(request, photo, mask, fields, loras)
-    del photo, mask
+    images = await open_controls(service, admitted, fields, photo.pixels)
+    orders = make_orders(request, photo, mask, fields, loras, controls, images)
+    del photo, mask, images
     orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
@@ -114,7 +128,8 @@ async def generate_images(request: Request) -> Response:
     service = service_of(request)
     service.check_open()
     async with service.intake.form(request) as form:
-        fields = parse_fields(GenerationFields, form)
+        files = take_control_files(form)
+        fields = with_control_files(parse_fields(GenerationFields, form), files)
     return await run_generation(request, fields, form.notes)
 
 
@@ -124,6 +139,9 @@ async def run_generation(
     service = service_of(request)
     fields = check_fields(service, fields, notes, tenant_of(request))
     loras = await service.find_loras(tenant_of(request), fields)
+    controls = service.find_controls(fields)
+    if any(is_word(control["image"]) for control in fields.controls):
+        raise bad("controls", "A generation has no picture whose edges could be drawn: send the control image.")
     if run := await enter_run(request, fields, claim):
         if run.tickets:
             return await answer(repetition(request, run, fields))
@@ -133,7 +151,9 @@ async def run_generation(
     admitted = service.admit(request, fields.n)
     admitted.keep(kept_bytes(Header(width, height), None))
     blank, mask = await service.decoder.run(blank_edit, (height, width))
-    orders = with_deadline(service, request, make_orders(request, blank, mask, fields, loras), fields, notes)
+    images = await open_controls(service, admitted, fields, blank.pixels)
+    orders = make_orders(request, blank, mask, fields, loras, controls, images)
+    orders = with_deadline(service, request, orders, fields, notes)
     return await answer(Submission(request, service, admitted, orders, fields, notes, "image_generation", run))
 
 
@@ -167,7 +187,11 @@ async def list_models(request: Request) -> Response:
     service = service_of(request)
     names = service.config.served_model_names
     loras = await service.decoder.run(service.loras.list, tenant_of(request))
-    listed = [*map(describe_model, names), *(describe_lora(lora, names[0]) for lora in loras)]
+    listed = [
+        *map(describe_model, names),
+        *(describe_adapter(lora, names[0]) for lora in loras),
+        *(describe_adapter(net, names[0]) for net in service.controlnets.list()),
+    ]
     return JsonResponse(ModelsAnswer(object="list", data=listed).model_dump(exclude_none=True))
 
 
@@ -177,7 +201,9 @@ async def get_model(request: Request, model: str) -> Response:
     names = service.config.served_model_names
     if model not in names and service.loras.has(model, tenant):
         lora = await service.decoder.run(service.loras.find, model, tenant)
-        return JsonResponse(describe_lora(lora, names[0]).model_dump())
+        return JsonResponse(describe_adapter(lora, names[0]).model_dump())
+    if model not in names and service.controlnets.has(model):
+        return JsonResponse(describe_adapter(service.controlnets.find(model), names[0]).model_dump())
     if model not in names:
         raise not_found("model", model, "model_not_found", "model")
     return JsonResponse(describe_model(model).model_dump(exclude_none=True))
@@ -187,14 +213,14 @@ def describe_model(name: str) -> ModelAnswer:
     return ModelAnswer(id=name, object="model", created=0, owned_by="instgenie")
 
 
-def describe_lora(lora: RegisteredLora, model: str) -> ModelAnswer:
-    """A LoRA among the models, as vLLM lists them."""
+def describe_adapter(adapter: RegisteredLora | RegisteredControlNet, model: str) -> ModelAnswer:
+    """A LoRA or a ControlNet among the models, as vLLM lists them."""
     return ModelAnswer(
-        id=lora.name,
+        id=adapter.name,
         object="model",
-        created=lora.created,
+        created=adapter.created,
         owned_by="instgenie",
-        root=lora.path.name,
+        root=adapter.path.name,
         parent=model,
     )
 
@@ -237,6 +263,30 @@ async def open_edit(service: HttpService, tenant: str, edit: EditForm, admitted:
         raise from_user_error(error) from None
 
 
+async def open_controls(
+    service: HttpService, admitted: Admitted, fields: ImageFields, picture: Pixels
+) -> tuple[Pixels, ...]:
+    """Decode or make the images of a request's ControlNets, one after the other."""
+    images = []
+    own = Header(picture.shape[1], picture.shape[0])
+    for control in fields.controls:
+        admitted.keep(kept_bytes(own, None))
+        try:
+            image: str | bytes = control["image"]
+            header = own
+            if isinstance(image, str) and not is_word(image):
+                image = await service.decoder.run(decode_data_url, "controls", image)
+                header = await service.decoder.header(image, PictureError)
+            max_pixels = service.config.max_pixels
+            needed = decoding_bytes(own, header)
+            images.append(await admitted.decode(needed, decode_control, image, picture, max_pixels))
+        except ControlError as error:
+            raise from_control_error(error) from None
+        except PictureError as error:
+            raise bad("controls", f"The control image cannot be used: {error}.") from None
+    return tuple(images)
+
+
 def template_header(service: HttpService, tenant: str, name: str) -> Header:
     status = service.cluster.template(tenant, name)
     if status is None:
@@ -256,7 +306,13 @@ async def template_picture(service: HttpService, tenant: str, name: str) -> Pixe
 
 
 def make_orders(
-    request: Request, photo: Photo, mask: PixelMask, fields: ImageFields, loras: tuple[LoraUse, ...]
+    request: Request,
+    photo: Photo,
+    mask: PixelMask,
+    fields: ImageFields,
+    loras: tuple[LoraUse, ...],
+    controls: tuple[ControlUse, ...],
+    control_images: tuple[Pixels, ...],
 ) -> list[Order]:
     """Return `fields.n` orders that differ only in their seeds."""
     height, width, _ = photo.pixels.shape
@@ -271,7 +327,8 @@ def make_orders(
             picture=photo.pixels,
             mask=mask,
             source=photo.source,
-            wish=replace(fields.edit_settings(seed), loras=loras),
+            wish=replace(fields.edit_settings(seed), loras=loras, controls=controls),
+            control_images=control_images,
             output_format=fields.output_format,
             output_compression=fields.output_compression,
             num_partials=fields.partial_images,
@@ -295,7 +352,10 @@ async def crop_orders(
         return orders
     admitted.keep(crop_bytes(box))
     picture, mask, whole = await service.decoder.run(cut_out, first.picture, first.mask, first.source, box)
-    return [replace(order, picture=picture, mask=mask, source=None, whole=whole) for order in orders]
+    images = tuple(crop(image, box).copy() for image in first.control_images)
+    return [
+        replace(order, picture=picture, mask=mask, control_images=images, source=None, whole=whole) for order in orders
+    ]
 
 
 async def enter_run(
