@@ -150,6 +150,7 @@ class Facts:
     in_time: bool | None = None  # whether it met its deadline; None: it had none
     loras: LoraFacts | None = None  # None: it has none
     num_steps: int = 0
+    num_control_retries: int = 0  # steps that were repeated because a process of ControlNets had died
 
 
 @dataclass(frozen=True, eq=False)

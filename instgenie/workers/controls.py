@@ -2,9 +2,10 @@
 waits for residuals where it needs them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +21,7 @@ from instgenie.cluster.wire.controls import (
     ResidualsRefused,
     StepHead,
 )
-from instgenie.engine.controls import size_of, texts_of
+from instgenie.engine.controls import StepControls, size_of, texts_of
 from instgenie.errors import ControlError
 from instgenie.jobs.controls import JobControl
 from instgenie.jobs.job import Job, control_scales
@@ -250,6 +251,23 @@ class RemoteControls:
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.model.device, self.model.dtype)
+
+
+class ControlUser(Protocol):
+    """A job that may have ControlNets."""
+
+    job: Job
+
+
+def settle_controls(controls: StepControls, users: Iterable[ControlUser]) -> Iterator[tuple[ControlUser, ControlError]]:
+    """Let jobs wait until their ControlNets are there. Yields the jobs whose ControlNets cannot be loaded."""
+    for user in users:
+        if not user.job.controls:
+            continue
+        try:
+            user.job.awaits_controls = not controls.is_open(user.job)
+        except ControlError as error:
+            yield user, error
 
 
 def view_of(head: TensorHead, memory: memoryview, first: int) -> Tensor:

@@ -48,7 +48,6 @@ from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import make_planning
 from instgenie.engine.pricing import price_of, price_steps
 from instgenie.engine.warm import warm_up_finishing, warm_up_preparing, warm_up_steps
-from instgenie.errors import ControlError
 from instgenie.jobs.job import Job
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
@@ -57,7 +56,7 @@ from instgenie.scheduling.policies import make_policy
 from instgenie.scheduling.policy import Situation
 from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
-from instgenie.workers.controls import ControlsLostError, RemoteControls
+from instgenie.workers.controls import ControlsLostError, RemoteControls, settle_controls
 from instgenie.workers.keyed import KeyedJobs
 from instgenie.workers.keys import Keys
 from instgenie.workers.line import Line
@@ -256,8 +255,7 @@ class Denoiser:
 
     def step(self) -> None:
         """Take a step and report on it. Its seconds include the device's work, but not loads for the next step."""
-        self.settle_loras()
-        self.settle_controls()
+        self.settle_adapters()
         jobs = self.engine.pick()
         if not jobs:
             self.stepped_at = None
@@ -286,23 +284,14 @@ class Denoiser:
         for job in result.finished:
             self.hand_over(self.running[job])
 
-    def settle_loras(self) -> None:
-        """Give running jobs the LoRAs that have come. Jobs whose LoRAs cannot be loaded fail."""
-        for tracked, error in list(self.loras.settle(self.running.values())):
+    def settle_adapters(self) -> None:
+        """Give running jobs the LoRAs and ControlNets that have come. Jobs fail whose own cannot be loaded."""
+        running = self.running.values()
+        for tracked, error in (*self.loras.settle(running), *settle_controls(self.controls, running)):
             assert isinstance(tracked, TrackedJob)
             self.mailbox.report_failure(tracked, error)
             self.engine.leave(tracked.job)
             self.leave(tracked)
-
-    def settle_controls(self) -> None:
-        """Let running jobs wait until their ControlNets are there. Jobs whose ControlNets cannot be loaded fail."""
-        for tracked in [tracked for tracked in self.running.values() if tracked.job.controls]:
-            try:
-                tracked.job.awaits_controls = not self.controls.is_open(tracked.job)
-            except ControlError as error:
-                self.mailbox.report_failure(tracked, error)
-                self.engine.leave(tracked.job)
-                self.leave(tracked)
 
     def repeats(self, job: Job, error: Exception) -> bool:
         """Return whether a job goes on after a step that failed: the process of its ControlNets has died, and the step

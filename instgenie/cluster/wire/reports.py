@@ -148,6 +148,7 @@ class Denoised(Message, frozen=True):
     seconds: float
     reuse: ReuseFound = "none"  # whose activations it has read
     loras: LoraFacts | None = None  # None: it has none
+    num_control_retries: int = 0  # steps that were repeated because a process of ControlNets had died
 
 
 class Registered(Message, frozen=True):

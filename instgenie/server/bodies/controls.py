@@ -99,7 +99,11 @@ def control_notes(facts: Sequence[Facts], controls: Sequence[Mapping[str, Any]])
     """One sentence per ControlNet on how it guided the edit."""
     if not facts or not facts[0].num_steps:
         return []
-    return [describe_control(one, facts[0].num_steps) for one in controls]
+    notes = [describe_control(one, facts[0].num_steps) for one in controls]
+    if repeated := sum(one.num_control_retries for one in facts):
+        steps = "A step was" if repeated == 1 else f"{repeated} steps were"
+        notes.append(f"{steps} repeated, because the process that computes ControlNets had died.")
+    return notes
 
 
 def describe_control(one: Mapping[str, Any], num_steps: int) -> str:
