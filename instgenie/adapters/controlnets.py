@@ -33,6 +33,9 @@ class ControlShape:
     facts: dict[str, Any]  # fields of its config
 
 
+NO_SHAPE = ControlShape("", {})  # of a model that takes no ControlNets
+
+
 @dataclass(frozen=True)
 class RegisteredControlNet:
     name: str
@@ -66,6 +69,8 @@ class RegisteredControlNet:
 
     def check(self, shape: ControlShape) -> None:
         """Raise a ControlError unless it fits the model."""
+        if shape == NO_SHAPE:
+            raise ControlError(f"the ControlNet {self.name!r} does not fit: models of this family take none")
         if self.kind != shape.kind:
             raise ControlError(f"the ControlNet {self.name!r} is a {self.kind}: this model needs a {shape.kind}")
         for key, expected in shape.facts.items():

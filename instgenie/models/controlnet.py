@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from instgenie.adapters.controlnets import ControlShape
+from instgenie.adapters.controlnets import NO_SHAPE, ControlShape
 from instgenie.jobs.job import Job
 
 MAX_JOBS = 16  # of one pass through a ControlNet
@@ -69,6 +69,18 @@ class GuidedFamily(ABC):
     def rows(self, job: Job) -> Tensor | None:
         """Indices of the tokens whose residuals a job's present step needs; None: all."""
         return None
+
+
+class Unguided(GuidedFamily):
+    """A family without ControlNets."""
+
+    signed = False
+
+    def shape(self, config: Any, latent_channels: int) -> ControlShape:
+        return NO_SHAPE
+
+    def sample(self, job: Job) -> Tensor:
+        raise NotImplementedError("no ControlNet fits this family")
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import Schedule
-from instgenie.models.controlnet import GuidedFamily
+from instgenie.models.controlnet import GuidedFamily, Unguided
 from instgenie.models.packed import PackedBatch
 from instgenie.models.parts import PipelineParts
 from instgenie.types import Edit
@@ -45,7 +45,7 @@ class Model(PipelineParts):
 
     needs_true_guidance: ClassVar[bool]  # True if only a true guidance above 1 makes use of the negative prompt
     text_flows: ClassVar[bool] = False  # True if text tokens go through the blocks beside those of the image
-    guided: ClassVar[GuidedFamily]  # what ControlNets of the family see
+    guided: ClassVar[GuidedFamily] = Unguided()  # what ControlNets of the family see
 
     @property
     @abstractmethod

@@ -30,9 +30,15 @@ def make_controls(values: Mapping[str, Any], devices: tuple[str, ...]) -> Contro
         ControlNetRegistry(dict(modules))
     except ControlError as error:
         raise ConfigError(str(error)) from None
+    given = values["controlnet_devices"]
+    if values["cluster"] and given not in ("auto", "worker"):
+        raise ConfigError(
+            f"the option controlnet-devices is {given!r}: with --cluster, workers run ControlNets themselves"
+        )
+    given = "worker" if values["cluster"] else given
     return ControlConfig(
         modules=modules,
-        devices=choose_places(values["controlnet_devices"], devices) if modules else (),
+        devices=choose_places(given, devices) if modules else (),
         max_bytes=round(values["controlnet_gib"] * GIB),
     )
 

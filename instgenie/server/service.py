@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from instgenie.adapters.controlnets import ControlNetRegistry
 from instgenie.adapters.registry import LoraRegistry
-from instgenie.cluster.cluster import Cluster, control_shape_of, layers_of
+from instgenie.cluster.cluster import Cluster, control_shape_of, layers_of, why_no_controls
 from instgenie.cluster.orders import Order
 from instgenie.cluster.wire import ModelFacts
 from instgenie.errors import ClosedError, ControlError, LoraError
@@ -127,6 +127,8 @@ class HttpService:
         """The folders of the ControlNets that a request names; refuses names that do not exist, folders that do not
         fit, and images that cannot be made."""
         self.controlnets.shape = control_shape_of(self.cluster)
+        if fields.controls and (why := why_no_controls(self.cluster)):
+            raise closed(f"No process of ControlNets can be started: {why}.", SECONDS_TO_RECOVER, "unavailable")
         try:
             for control in fields.controls:
                 if is_word(control["image"]):

@@ -31,7 +31,7 @@ from instgenie.workers.control_link import ControlLink, Reply
 from instgenie.workers.frames import read_tensor, tensor_frame, tensor_head
 
 SECONDS_BETWEEN_BEATS = 0.25
-SECONDS_TO_ANSWER = 60.0  # after which residuals count as lost
+SECONDS_TO_OPEN = 600.0  # after which a job is given up
 
 
 class ControlsLostError(Exception):
@@ -58,6 +58,11 @@ class OpenPart:
     numbers: tuple[int, ...]  # among the job's own
     reply: Reply | None = None  # to its opening; None: it is to be opened
     is_open: bool = False
+    wanted_from: float = field(default_factory=time.monotonic)  # when it began to wait for its opening
+
+    def lose(self) -> None:
+        """Note that it is to be opened again."""
+        self.is_open, self.reply, self.wanted_from = False, None, time.monotonic()
 
 
 @dataclass(eq=False)
@@ -134,11 +139,13 @@ class RemoteControls:
         for part in remote.parts:
             reply = part.reply
             if reply is None or (reply.come.is_set() and reply.message is None):
-                part.is_open = False
-                part.reply = self._send_open(job, remote, part)
-            elif reply.come.is_set():
-                if isinstance(reply.message, ControlsRefused):
-                    raise ControlError(reply.message.message)
+                part.is_open, part.reply = False, self._send_open(job, remote, part)
+            elif not reply.come.is_set():
+                if time.monotonic() - part.wanted_from > SECONDS_TO_OPEN:
+                    raise ControlError(f"no process of ControlNets has answered for {SECONDS_TO_OPEN:g} s")
+            elif isinstance(reply.message, ControlsRefused):
+                raise ControlError(reply.message.message)
+            else:
                 part.is_open = True
         return all(part.is_open for part in remote.parts)
 
@@ -168,8 +175,8 @@ class RemoteControls:
         """Note, in the link's thread, that a process has died: what was open there is to be opened again."""
         for remote in list(self._jobs.values()):
             for part in remote.parts:
-                if part.link is link and part.is_open:
-                    part.is_open, part.reply = False, None
+                if part.link is link and part.reply and part.reply.come.is_set():
+                    part.lose()
 
     # steps
 
@@ -182,6 +189,8 @@ class RemoteControls:
             if not any(control_scales(job)):
                 continue
             self.open(job)
+            if not self.is_open(job):
+                raise ControlsLostError("its ControlNets are not there")
             for part in self._jobs[job.controls[0]].parts:
                 scales = tuple(control_scales(job)[number] for number in part.numbers)
                 if any(scales):
@@ -213,12 +222,10 @@ class RemoteControls:
         needed = time.monotonic()
         while not question.reply.come.wait(SECONDS_BETWEEN_BEATS):
             self.keep_alive()
-            if time.monotonic() - needed > SECONDS_TO_ANSWER:
-                break
         message = question.reply.message
         if not isinstance(message, ResidualsReady):
             for part in question.parts:
-                part.is_open, part.reply = False, None
+                part.lose()
             why = message.message if isinstance(message, ResidualsRefused) else "the process of ControlNets has died"
             raise ControlsLostError(why)
         tensors = self._read(question.link, message, question.reply.frames)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,14 @@ class FluxControlNet(ControlNet):
     def positions(self, one: ControlInput) -> Tensor:  # [image tokens, 3]
         height, width = one.size
         side = round((height * width / len(one.sample)) ** 0.5)
-        rows, columns = torch.meshgrid(torch.arange(height // side), torch.arange(width // side), indexing="ij")
-        positions = torch.stack([torch.zeros_like(rows), rows, columns], dim=2).flatten(0, 1)
-        return positions.to(self.device, self.dtype, non_blocking=True)
+        return grid_positions(height // side, width // side, self.device, self.dtype)
+
+
+@lru_cache(maxsize=16)  # making them copies to the device
+def grid_positions(num_rows: int, num_columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    rows, columns = torch.meshgrid(torch.arange(num_rows), torch.arange(num_columns), indexing="ij")
+    positions = torch.stack([torch.zeros_like(rows), rows, columns], dim=2).flatten(0, 1)
+    return positions.to(device, dtype)
 
 
 def load_flux_controlnet(folder: Path, device: torch.device, dtype: torch.dtype) -> FluxControlNet:
