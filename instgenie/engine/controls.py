@@ -1,6 +1,7 @@
 """ControlNets of the jobs of a step loop, in the same process. On CUDA they run on streams of their own, beside the
 network that needs their residuals."""
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +19,13 @@ from instgenie.adapters.controlnets import ControlShape, read_config
 from instgenie.errors import ControlError
 from instgenie.jobs.controls import JobControl
 from instgenie.jobs.job import Job, control_scales
+from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.controlnet import Asked, ControlledJob, ControlNet, ControlStep, add_up, compute_parts
 from instgenie.models.families import CONTROLNETS
 from instgenie.models.model import Model
 from instgenie.types import ControlUse
+
+log = logging.getLogger(__name__)
 
 DEFAULT_BYTES = 16 * 2**30  # of ControlNets in memory
 
@@ -77,13 +81,14 @@ class ControlShelf:
         return tuple(self._kept)
 
     def _load(self, use: ControlUse) -> ControlNet:
-        kind = read_config(use.name, Path(use.path))["_class_name"]
         self.num_loads += 1
         try:
+            kind = read_config(use.name, Path(use.path))["_class_name"]
             return CONTROLNETS[kind](Path(use.path), self.device, self.dtype)
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise ControlError(f"the ControlNet {use.name!r} cannot be loaded: {reason}") from error
+        except (ControlError, OSError, ValueError, RuntimeError) as error:
+            log.error("ControlNet not loaded", extra={"controlnet": use.name, "reason": str(error)})
+            why = "it does not fit into memory" if is_out_of_memory(error) else "its folder is damaged or incomplete"
+            raise ControlError(f"the ControlNet {use.name!r} cannot be loaded: {why}") from error
 
 
 @dataclass(eq=False)
@@ -179,6 +184,7 @@ class Streams:
             self._of[net] = torch.cuda.Stream(self.device)
         stream = self._of[net]
         stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_stream(self._sums)  # which may still read what this stream left at the last step
         self._running.append(stream)
         with torch.cuda.stream(stream):
             yield

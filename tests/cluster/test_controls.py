@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from helpers.clusters import Run, are_equal, collect, edit, make_config, make_or
 from instgenie.adapters.controlnets import ControlNetRegistry
 from instgenie.cluster.cluster import Cluster
 from instgenie.cluster.config import ControlConfig
-from instgenie.cluster.orders import Failed, Finished, Order
+from instgenie.cluster.orders import Event, Failed, Finished, Order
 from instgenie.types import ControlUse, Pixels
 
 if TYPE_CHECKING:
@@ -73,11 +73,16 @@ def some_orders(modules: dict[str, str], steps: int = 4) -> list[Order]:
     return [controlled(modules, *own, seed=seed, steps=steps, guidance=2.0) for seed, own in enumerate(uses)]
 
 
+async def edit_each(cluster: Cluster, orders: Sequence[Order]) -> list[Event]:
+    """Submit each order as a request of its own."""
+    return await collect([ticket for order in orders for ticket in cluster.submit([order])])
+
+
 def test_edits_through_processes_are_those_in_one(
     run: Run, cluster: Cluster, modules: dict[str, str], models: "dict[str, Model]"
 ) -> None:
     orders = some_orders(modules)
-    found = pictures(run(collect([ticket for order in orders for ticket in cluster.submit([order])])))
+    found = pictures(run(edit_each(cluster, orders)))
     assert are_equal(found, [edit_alone(order, models["sd"]) for order in orders])
     plain = [edit_alone(replace(order, wish=replace(order.wish, controls=()), control_images=()), models["sd"])
              for order in orders[:3]]  # fmt: skip
@@ -119,7 +124,7 @@ def steps_taken(cluster: Cluster) -> int:
 
 def test_a_broken_controlnet_fails_its_edit_alone(run: Run, cluster: Cluster, modules: dict[str, str]) -> None:
     bad, good = controlled(modules, ControlUse("broken")), controlled(modules, ControlUse("edges"), seed=1)
-    failed, finished = run(collect([*cluster.submit([bad]), *cluster.submit([good])]))
+    failed, finished = run(edit_each(cluster, [bad, good]))
     assert isinstance(failed, Failed)
     assert (failed.kind, failed.param) == ("bad_input", "controls")
     assert "the ControlNet 'broken' cannot be loaded" in failed.message

@@ -14,6 +14,7 @@ from helpers.edits import CLOSE, apart, close, far, make_edit, run, stock_argume
 from PIL import Image
 from torch import Tensor
 
+from instgenie.engine.controls import LocalControls
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
@@ -22,6 +23,7 @@ from instgenie.engine.register import reuse
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Job
 from instgenie.models.flux.model import is_flux
+from instgenie.models.loading.load import load
 from instgenie.models.model import Model, unpack_latents
 from instgenie.types import Edit
 
@@ -151,6 +153,28 @@ def test_law_controls_captured_is_uncaptured(model: Model, nets: list[Path]) -> 
             engine.step()
         pairs = zip(copies, expected, strict=True)
         assert max(apart(job.latents, latents) for job, latents in pairs) <= 5 * close(model)
+    if not is_flux(model):  # one whose residuals enter in the middle is captured in two halves
+        assert {has_residuals for *_, has_residuals in graphs.captured} == {True, False}
+
+
+@pytest.mark.gpu
+def test_controlnets_run_on_streams_of_their_own(tmp_path: Path, models: dict[str, Model]) -> None:
+    """They begin before the network and end when it needs them, whatever the network's stream does meanwhile."""
+    model = load(models["sd"].name, "cuda", "float32")
+    nets = [save_controlnet(tmp_path / str(seed), model, seed) for seed in range(2)]
+    job = prepare(with_controls(make_edit(steps=3, **GUIDED), nets, BOTH), model)
+    controls = LocalControls(model)
+    assert controls.streams is not None
+    controls.begin([job])  # loads them
+    assert job.residuals is not None
+    expected = [residual.clone() for residual in job.residuals.result()]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)  # the stream of the steps is busy; they wait for their inputs there, and then run
+    controls.begin([job])
+    streams = {stream.stream_id for stream in controls.streams._of.values()}
+    assert len(streams) == 2
+    assert torch.cuda.current_stream().stream_id not in streams
+    assert all(torch.equal(a, b) for a, b in zip(job.residuals.result(), expected, strict=True))
 
 
 def test_residuals_of_masked_tokens_alone(model: Model, nets: list[Path]) -> None:
