@@ -158,14 +158,15 @@ class Editor:
         kind: Kind = "kv",
         on_step: OnStep | None = None,
         loras: Sequence[Any] = (),
+        references: tuple[Pixels, ...] = (),
     ) -> RegisterResult:
-        """Compute and keep the picture's activations. Edits with the same size, steps and guidance will use them. Steps
-        that are already kept are not computed again. With LoRAs, the activations are for edits with the same ones;
-        without, for all edits that find none of their own."""
+        """Compute and keep the picture's activations. Edits with the same size, steps, guidance and references will use
+        them. Steps that are already kept are not computed again. With LoRAs, the activations are for edits with the
+        same ones; without, for all edits that find none of their own."""
         applied = self.loras.apply(read_uses(loras)) if loras else None
         with memory_guard("the activations of a template"):
             options = size, steps, guidance, kind, self.cache_dtype, on_step, self.cache_stride, self.keeps_text
-            return register_in(self.store, picture, self.model, *options, applied)
+            return register_in(self.store, picture, self.model, *options, applied, references)
 
     @property
     def keeps_text(self) -> bool:
@@ -187,7 +188,7 @@ class Editor:
         loras = self.loras.fetch(edit) if edit.loras else None
         if edit.reuse == "template":
             self._register_for(edit)
-        if self.store.is_empty or not may_reuse(edit):
+        if self.store.is_empty or not may_reuse(edit, self.model):
             return QueuedEdit(edit, None, 0.0, loras)
         key, seconds = self._timed(self._find, edit)
         return QueuedEdit(edit, (key, self.store.prefetch(key, self.model.device)) if key else None, seconds, loras)
@@ -217,15 +218,15 @@ class Editor:
         return None if edit.whole else choose_box(edit.mask, canvas, edit.crop, edit.crop_padding)
 
     def _is_registered(self, edit: Edit) -> bool:
-        return not self.store.is_empty and may_reuse(edit) and self._find(edit, self.model) is not None
+        return not self.store.is_empty and may_reuse(edit, self.model) and self._find(edit, self.model) is not None
 
     def _register_for(self, edit: Edit) -> None:
         """Register the picture of an edit that insists on activations, unless it is registered."""
-        if not may_reuse(edit):
+        if not may_reuse(edit, self.model):
             what = f"{edit.dense_steps} of {edit.steps} steps are dense, and the mask covers {edit.mask.mean():.0%}"
             raise EditError(f"the edit cannot use a template: {what}")
         if self._find(edit, self.model) is None:
-            self.register(edit.picture, edit.size, edit.steps, edit.guidance)
+            self.register(edit.picture, edit.size, edit.steps, edit.guidance, references=edit.references)
 
     def _find(self, edit: Edit, model: Model) -> Key | None:
         """Find the edit's template in the store: first one that saw the same LoRAs, then the base model's. If both

@@ -90,7 +90,7 @@ class Edit:
     prompt: str
     seed: int = 0
     steps: int = 28
-    guidance: float = 3.5  # input of Flux's guidance embedding, if it has one; classifier-free guidance for UNets
+    guidance: float = 3.5  # input of Flux's guidance embedding, if it has one; classifier-free guidance for others
     true_guidance: float = 1.0  # > 1: classifier-free guidance against the negative prompt, two branches
     negative_prompt: str = ""
     strength: float = 1.0  # share of the trajectory that is run; < 1 keeps traces of the original
@@ -107,6 +107,8 @@ class Edit:
     source: Source | None = None  # the picture's file; None: the picture is all there is
     crop: CropMode = "auto"  # whether a crop around the mask is edited in the place of the picture
     crop_padding: int | None = None  # pixels that a crop shows around the mask at least; None: a share of its box
+    references: tuple[Pixels, ...] = ()  # pictures that the model looks at beside the edited one, if it can
+    from_nothing: bool = False  # True: the picture stands for none, so a model that sees pictures sees none
     whole: Whole | None = None  # where the picture is a crop: the photograph that the result is put back into
     loras: tuple[LoraUse, ...] = ()  # added one to the other
     controls: tuple[ControlUse, ...] = ()

@@ -109,7 +109,8 @@ def batch_loras(branches: Sequence[AppliedLoras | None]) -> BatchLoras | None:
 
 
 def add_product(low: LowRank, rows: Tensor, out: Tensor) -> None:  # [rows, inputs], [rows, outputs]
-    out.addmm_(F.linear(rows, low.down), low.up.T, alpha=low.scale)
+    hidden = F.linear(rows, low.down.flatten(1))  # also of a convolution whose patches are rows
+    out.addmm_(hidden, low.up.T, alpha=low.scale)
 
 
 def add_convolution(layer: nn.Conv2d, low: LowRank, pictures: Tensor, out: Tensor) -> None:

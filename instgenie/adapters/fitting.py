@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instgenie.adapters.header import WeightsHeader
-from instgenie.adapters.keys import NETWORK, parse_key, underscored
+from instgenie.adapters.keys import NETWORK, T5, parse_key, underscored
 from instgenie.adapters.layers import Alias, LayerShape, LayerTable
 from instgenie.errors import LoraError
 
@@ -41,9 +41,10 @@ def fit(header: WeightsHeader, table: LayerTable, settings: Mapping[str, Any] | 
     """Fit every key of a file, or raise a LoraError that names the first that does not. Settings are those of PEFT,
     where they lie beside the file."""
     pairs: dict[tuple[str, str], dict[str, str]] = {}
+    last = max((part for part in table.shapes if part != NETWORK), default=T5)  # of the text encoders
     for key in header.tensors:
         part, layer, tensor = parse_key(key)
-        pairs.setdefault((part, layer), {})[tensor] = key
+        pairs.setdefault((last if part == T5 else part, layer), {})[tensor] = key
     inside = settings or read_settings(header.metadata)
     if inside.get("use_dora") or any(key.endswith(".use_dora") and value for key, value in inside.items()):
         raise LoraError("the settings of the file say use_dora: DoRA is not supported")

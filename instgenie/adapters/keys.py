@@ -13,6 +13,7 @@ from instgenie.errors import LoraError
 Tensor = Literal["down", "up", "alpha"]
 
 NETWORK = "network"  # the part that denoises, whatever a pipeline calls it
+T5 = "t5"  # the last text encoder, which kohya numbers 3 where a pipeline has only two
 
 ENDINGS: dict[str, Tensor] = {
     ".lora_A.weight": "down",
@@ -30,11 +31,13 @@ ENDINGS: dict[str, Tensor] = {
     ".alpha": "alpha",
 }
 PARTS = {  # how keys of a part begin; the first that fits counts
+    "base_model.model.text_encoder_3.": "text_encoder_3",
     "base_model.model.text_encoder_2.": "text_encoder_2",
     "base_model.model.text_encoder.": "text_encoder",
     "base_model.model.unet.": NETWORK,
     "base_model.model.transformer.": NETWORK,
     "base_model.model.": NETWORK,
+    "text_encoder_3.": "text_encoder_3",
     "text_encoder_2.": "text_encoder_2",
     "text_encoder.": "text_encoder",
     "unet.": NETWORK,
@@ -46,7 +49,7 @@ PARTS = {  # how keys of a part begin; the first that fits counts
     "lora_te_": "text_encoder",
     "lora_te1_": "text_encoder",
     "lora_te2_": "text_encoder_2",
-    "lora_te3_": "text_encoder_2",  # Flux's T5
+    "lora_te3_": T5,
 }
 OTHERS = {  # parts of keys that tell other methods
     "dora_scale": "DoRA",
@@ -63,7 +66,7 @@ OTHERS = {  # parts of keys that tell other methods
 
 
 class LoraKey(NamedTuple):
-    part: str  # "network", "text_encoder" or "text_encoder_2"
+    part: str  # "network", "text_encoder", "text_encoder_2", "text_encoder_3" or "t5"
     layer: str  # its name, with underscores for dots
     tensor: Tensor
 

@@ -6,8 +6,6 @@ mask take alone, and loads are shares of the rate at which the server works off 
 """
 
 import asyncio
-import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,7 +18,15 @@ from rich.table import Table
 
 from instgenie.bench.files import check_folder, write_text
 from instgenie.bench.latencies import Latencies
-from instgenie.bench.load_client import EditAnswer, LoadClient, draw_masks, http_client, started, templates_of
+from instgenie.bench.load_client import (
+    EditAnswer,
+    LoadClient,
+    draw_masks,
+    host_text,
+    http_client,
+    started,
+    templates_of,
+)
 from instgenie.bench.points import DeadlinePoint, rate_chart, summary
 from instgenie.bench.recorder import StepRecorder
 from instgenie.bench.served import AloneSeconds, ServedEdit, ServedRecord, ServedRun, ServedStudy, read_record
@@ -84,10 +90,7 @@ async def warm_up(study: ServedStudy, url: str, record: ServedRecord | None) -> 
         sender, recorder = LoadClient(client), StepRecorder()
         with Progress(transient=True) as progress:
             templates = all_templates(study.recipe)
-            task = progress.add("templates", len(templates))
-            for template in templates:
-                await sender.register(template)
-                task.advance()
+            await sender.register_all(templates, progress, "templates")
             draw_masks(burst)
             check(await sender.run(burst[:NUM_WARM]))
             if record:
@@ -97,8 +100,7 @@ async def warm_up(study: ServedStudy, url: str, record: ServedRecord | None) -> 
                 check(await sender.run(burst))
                 capacity = NUM_BURST / (time.perf_counter() - start)
             alone = await measure_alone(sender, templates, [arrival.mask_ratio for arrival in workload_at(study, 1.0)])
-    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    return ServedRecord(study, machine, recorder.num_workers, recorder.max_batch_size, capacity, alone)
+    return ServedRecord(study, host_text(), recorder.num_workers, recorder.max_batch_size, capacity, alone)
 
 
 def all_templates(recipe: WorkloadRecipe) -> list[Arrival]:
@@ -182,7 +184,8 @@ def report(record: ServedRecord, out: Path) -> None:
     points = [point_of(run) for run in record.runs]
     for sentence in summary(points):
         console.print(sentence)
-    write_text(rate_chart(f"Edits in time on a real server: {record.study.model}", points).svg(), out / f"{NAME}.svg")
+    model = Path(record.study.model).name  # of a folder its name
+    write_text(rate_chart(f"Edits in time on a real server: {model}", points).svg(), out / f"{NAME}.svg")
 
 
 def title_of(record: ServedRecord) -> str:

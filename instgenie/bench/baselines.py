@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
 from instgenie.bench.cost import square_flops
@@ -15,11 +14,12 @@ from instgenie.bench.metrics import mask_box
 from instgenie.cost.plan import DENSE
 from instgenie.jobs.job import Branch, Job, Template
 from instgenie.jobs.tokens import concat
-from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel
-from instgenie.models.flux.modulation import Modulation
-from instgenie.models.flux.network import embed_time, modulated, run_blocks, unembed
-from instgenie.models.flux.residual import Residual
+from instgenie.models.joint.batch import pack
+from instgenie.models.joint.block import modulated
+from instgenie.models.joint.modulation import Modulation
+from instgenie.models.joint.network import JointNetwork, run_blocks
+from instgenie.models.joint.residual import Residual
 from instgenie.pictures.resizing import working_size
 from instgenie.types import Edit, Pixels
 
@@ -117,8 +117,8 @@ class StepSkipping:
     """TeaCache: runs the blocks if their input has changed enough since they last ran, and otherwise adds their last
     residual again. The first and the last step are always computed."""
 
-    def __init__(self, transformer: FluxTransformer2DModel, threshold: float) -> None:
-        self.transformer = transformer
+    def __init__(self, network: JointNetwork, threshold: float) -> None:
+        self.network = network
         self.threshold = threshold
 
     @torch.inference_mode()
@@ -133,16 +133,16 @@ class StepSkipping:
 
     def step(self, jobs: Sequence[Job], tracks: Sequence[SkipState]) -> list[Tensor]:
         batch = pack(jobs)
-        layout, mod = batch.layout, Modulation(embed_time(self.transformer, batch))
-        embedded = self.transformer.x_embedder(batch.image)
-        self.watch(tracks, first_input(self.transformer, embedded, mod, layout.image_rows).split(layout.num_image))
+        layout, mod = batch.layout, Modulation(self.network.embed_time(batch))
+        embedded = self.network.embed_image(batch)
+        self.watch(tracks, first_input(self.network, embedded, mod, layout.image_rows).split(layout.num_image))
         parts = embedded.split(layout.num_image)
         at_end = jobs[0].step in (0, jobs[0].num_steps - 1)
         chosen = [index for index, track in enumerate(tracks) if at_end or track.change >= self.threshold]
         if chosen:
             self.compute([jobs[i] for i in chosen], [tracks[i] for i in chosen], [parts[i] for i in chosen])
         added = [track.residual for track in tracks if track.residual is not None]
-        return list(unembed(self.transformer, embedded + concat(added), mod, layout).split(layout.num_image))
+        return list(self.network.unembed(embedded + concat(added), mod, layout).split(layout.num_image))
 
     def watch(self, tracks: Sequence[SkipState], modulated: Sequence[Tensor]) -> None:
         """Add up the change of each job's input."""
@@ -156,14 +156,14 @@ class StepSkipping:
     def compute(self, jobs: Sequence[Job], tracks: Sequence[SkipState], embedded: Sequence[Tensor]) -> None:
         batch = pack(jobs)
         image = concat(embedded)
-        _, hidden = run_blocks(self.transformer, batch, image, Modulation(embed_time(self.transformer, batch)))
+        _, hidden = run_blocks(self.network, batch, image, Modulation(self.network.embed_time(batch)))
         for track, residual in zip(tracks, (hidden - image).split(batch.layout.num_image), strict=True):
             track.residual, track.change = residual, 0.0
             track.num_computed += 1
 
 
-def first_input(transformer: FluxTransformer2DModel, embedded: Tensor, mod: Modulation, rows: Tensor) -> Tensor:
-    first, _ = modulated(transformer.transformer_blocks[0].norm1, Residual(embedded), mod, rows)
+def first_input(network: JointNetwork, embedded: Tensor, mod: Modulation, rows: Tensor) -> Tensor:
+    first, _ = modulated(network.blocks[0].entries(is_text=False)[0], Residual(embedded), mod, rows)
     assert isinstance(first, Tensor)
     return first
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import socket
 import statistics
 import subprocess
@@ -18,7 +19,7 @@ import httpx
 from instgenie.bench.pictures import make_mask, make_picture
 from instgenie.bench.workload import Arrival
 from instgenie.errors import ServeError
-from instgenie.telemetry.progress import show_status
+from instgenie.telemetry.progress import Progress, show_status
 
 NUM_ALONE = 3
 TIMEOUT = 1800.0
@@ -32,7 +33,6 @@ class EditAnswer:
     latency: float
     mask_ratio: float
     error: str  # empty: none
-    deadline: float | None = None  # seconds; None: the request gave none
     facts: dict[str, Any] | None = None  # what the server says about the edit; None: it failed
 
 
@@ -64,6 +64,11 @@ def wait_until_ready(base_url: str, process: subprocess.Popen[bytes]) -> None:
                 pass
             time.sleep(0.2)
     raise ServeError(f"the server ended with {process.returncode} before it was ready: run instgenie serve to see why")
+
+
+def host_text() -> str:
+    """This machine, on which the client and the servers that it starts run."""
+    return f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
 
 
 def http_client(base_url: str, api_key: str | None = None) -> httpx.AsyncClient:
@@ -123,6 +128,12 @@ class LoadClient:
                 return
             await asyncio.sleep(0.1)
 
+    async def register_all(self, templates: Sequence[Arrival], progress: Progress, title: str) -> None:
+        task = progress.add(title, len(templates))
+        for template in templates:
+            await self.register(template)
+            task.advance()
+
     async def alone(self, templates: Sequence[Arrival], mask_ratio: float) -> float:
         """Return the mean latency of edits on the idle server, all with masks of one size."""
         chosen = (templates[index % len(templates)] for index in range(NUM_ALONE + 1))
@@ -165,13 +176,13 @@ class LoadClient:
         try:
             answer = await self.client.post("/v1/images/edits", files=files, data=fields)
         except httpx.TransportError as failed:
-            return EditAnswer(time.perf_counter() - start, ratio, str(failed) or type(failed).__name__, deadline)
+            return EditAnswer(time.perf_counter() - start, ratio, str(failed) or type(failed).__name__)
         seconds = time.perf_counter() - start
         if answer.status_code != 200:
-            return EditAnswer(seconds, ratio, f"{answer.status_code} {error_text(answer)}", deadline)
+            return EditAnswer(seconds, ratio, f"{answer.status_code} {error_text(answer)}")
         [facts] = answer.json()["data"]
         del facts["b64_json"]
-        return EditAnswer(seconds, ratio, "", deadline, facts)
+        return EditAnswer(seconds, ratio, "", facts)
 
 
 def fields_of(arrival: Arrival) -> dict[str, str]:

@@ -62,7 +62,11 @@ def bench_predictors(
         table.add_row(row.predictor, *(f"{one:.1%}" for one in (row.mean_error, row.p95_error, row.worst_error)))
     Console().print(table)
     if json_path:
-        write_json({"machine": describe_machine(model), "rows": [asdict(row) for row in rows]}, json_path)
+        recorded = [
+            {"features": row, "seconds": taken} for row, taken in zip(features(mixes).tolist(), seconds, strict=True)
+        ]
+        figures = {"rows": [asdict(row) for row in rows], "mixes": recorded}
+        write_json({"machine": describe_machine(model)} | figures, json_path)
 
 
 def draw_mixes(model: Model, size: tuple[int, int], num_mixes: int, seed: int) -> list[Case]:

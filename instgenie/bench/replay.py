@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from instgenie.bench.latencies import Latencies
-from instgenie.bench.reproduce.traffic import fit_line
+from instgenie.bench.reproduce.traffic import fit_line, step_sample
 from instgenie.bench.served import ServedEdit, ServedRecord, ServedRun, ServedStep, read_record
 from instgenie.cost.latency import Latency, StepSample, fit_latency
 from instgenie.cost.pricing import JobShape
@@ -132,11 +132,12 @@ def fitted(steps: Sequence[ServedStep], shape: JobShape) -> Latency:
 
 
 def sample_of(step: ServedStep, shape: JobShape) -> StepSample:
-    demands = [
-        shape.demand(job.num_tokens, job.num_masked_tokens, True)
-        if job.is_cached and job.step >= SETTINGS[DEFAULT].dense_steps(job.num_steps)
-        else shape.dense_demand(job.num_tokens)
+    jobs = [
+        (
+            job.num_tokens,
+            job.num_masked_tokens,
+            job.is_cached and job.step >= SETTINGS[DEFAULT].dense_steps(job.num_steps),
+        )
         for job in step.jobs
     ]
-    plan = (any(demand.kind for demand in demands),) * len(shape.network.blocks)
-    return StepSample(tuple(demands), plan, step.seconds)
+    return step_sample(shape, jobs, step.seconds)

@@ -6,8 +6,6 @@ after batch; and one that computes every token, lets edits join at every step, a
 """
 
 import asyncio
-import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ from instgenie.bench.load_client import (
     EditAnswer,
     LoadClient,
     draw_masks,
+    host_text,
     http_client,
     started,
     templates_of,
@@ -91,10 +90,7 @@ async def measure(system: str, study: ServeStudy, base_url: str, api_key: str | 
         sender = LoadClient(client, study.max_concurrency)
         with Progress(transient=True) as progress:
             await sender.check()
-            task = progress.add(f"{system}: templates", len(templates))
-            for template in templates if study.registers else ():
-                await sender.register(template)
-                task.advance()
+            await sender.register_all(templates if study.registers else (), progress, f"{system}: templates")
             ratio = statistics.median(arrival.mask_ratio for arrival in study.workload)
             alone = await sender.alone(templates if study.registers else others_like(templates), ratio)
             task = progress.add(f"{system}: edits", len(study.workload))
@@ -131,7 +127,7 @@ def make_row(system: str, answers: Sequence[EditAnswer], duration: float, alone:
 
 
 def report(rows: Sequence[ServeRow], study: ServeStudy, json_path: Path | None) -> None:
-    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    machine = host_text()
     table = Table(title=f"{study.title}, {machine}")
     columns = (
         "edits/s",

@@ -119,14 +119,14 @@ def count_steps(system: System, model: FluxModel, edits: Sequence[Edit]) -> int:
 
 
 def skipping_system(model: FluxModel, tuning: Sequence[Edit]) -> System:
-    tracks = StepSkipping(model.transformer, 0.0).run([prepare(edit, model) for edit in tuning])
+    tracks = StepSkipping(model.joint_network, 0.0).run([prepare(edit, model) for edit in tuning])
     threshold = find_threshold([track.changes for track in tracks], SHARE_OF_STEPS * tuning[0].steps)
 
     def run(edits: Sequence[Edit]) -> Timing:
         start = now(model.device)
         jobs = [prepare(edit, model) for edit in edits]
         prepared = now(model.device)
-        StepSkipping(model.transformer, threshold).run(jobs)
+        StepSkipping(model.joint_network, threshold).run(jobs)
         end = now(model.device)
         return Timing(edit=end - start, denoise=end - prepared)
 

@@ -176,12 +176,12 @@ class Runner:
 
     def skip(self, jobs: Sequence[Job], target: float) -> Outcome:
         """Skip steps down to the target's cost; a dense run of a few jobs gives the threshold."""
-        transformer = self.model.transformer
-        tuning = StepSkipping(transformer, 0.0).run([replace(job) for job in jobs[:NUM_TUNING]])
+        network = self.model.joint_network
+        tuning = StepSkipping(network, 0.0).run([replace(job) for job in jobs[:NUM_TUNING]])
         threshold = find_threshold([track.changes for track in tuning], target * jobs[0].num_steps)
         own = [replace(job) for job in jobs]
         start = now(self.model.device)
-        tracks = StepSkipping(transformer, threshold).run(own)
+        tracks = StepSkipping(network, threshold).run(own)
         seconds = now(self.model.device) - start
         costs = [track.num_computed / job.num_steps for track, job in zip(tracks, own, strict=True)]
         return Outcome(SKIPPING, self.finish(own), costs, seconds)

@@ -49,6 +49,8 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", type=Path, metavar="OUT", help=about_output)
 
+    about_reference = "picture that the model looks at beside PHOTO, if it can; may be given several times"
+    parser.add_argument("--reference", type=Path, action="append", default=[], metavar="FILE", help=about_reference)
     about_metadata = "EXIF to keep: all but the place (safe, the default), all of it, or none"
     parser.add_argument("--metadata", choices=get_args(Metadata), default="safe", help=about_metadata)
 
@@ -122,6 +124,7 @@ def run_edit(options: argparse.Namespace) -> None:
     given |= {"loras": tuple(given.get("loras", ()))}
     given |= open_controls(options, photo.pixels)
     given |= {"picture": photo.pixels, "mask": make_mask(photo, options, notes), "source": photo.source}
+    given["references"] = tuple(open_photo(path).pixels for path in options.reference)
     check_edit(Edit(**given))
     for note in notes:
         complain(note)
@@ -238,7 +241,7 @@ def run_register(options: argparse.Namespace) -> None:
 def register_behind(edit: Edit, editor: "Editor", console: Console) -> None:
     """Register the photograph of a saved edit; a failure here is only reported."""
     try:
-        register(editor, edit.picture, edit.size, edit.steps, edit.guidance, "kv", console)
+        register(editor, edit.picture, edit.size, edit.steps, edit.guidance, "kv", console, edit.references)
     except KeyboardInterrupt:
         complain("registering was interrupted: the next edit of this photograph resumes it")
     except InstGenieError as error:
@@ -253,10 +256,12 @@ def register(
     guidance: float | None,
     kind: "Kind",
     console: Console,
+    references: tuple[Pixels, ...] = (),
 ) -> RegisterResult:
     """Register a photograph, and return when all of it is written."""
     with Progress(console) as progress:
-        registered = editor.register(picture, size, steps, guidance, kind, progress.add("registering").update)
+        on_step = progress.add("registering").update
+        registered = editor.register(picture, size, steps, guidance, kind, on_step, references)
         editor.store.settle()
     return registered
 

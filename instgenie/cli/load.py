@@ -79,8 +79,8 @@ def run_bench_serve(options: argparse.Namespace) -> None:
         flags=tuple(options.server_flags),
     )
     if options.compare:
-        others = [options.against] if options.against else ["static", "naive"]
-        systems = [name for name in SYSTEMS if name.split()[0] in ("instgenie", *others)]
+        others = (options.against,) if options.against else ("static", "naive")
+        systems = [name for name in SYSTEMS if name.startswith(("instgenie", *others))]
         compare(study, systems, options.model, options.device, options.json)
     else:
         bench_serve(study, options.base_url, options.api_key, options.json)

@@ -78,7 +78,7 @@ def picture_of(status: Mapping[str, Any]) -> Any:
         parts.append(node_table(status))
     parts.append(worker_table(status))
     if status["fronts"]:
-        parts.append(Text(f"{len(status['fronts'])} fronts: {', '.join(status['fronts'])}"))
+        parts.append(Text(f"{plural(len(status['fronts']), 'front')}: {', '.join(status['fronts'])}"))
     troubles = [trouble for worker in status["workers"] for trouble in troubles_of(worker)]
     parts += [Text(trouble, style="red") for trouble in troubles]
     return Group(*parts)

@@ -68,8 +68,9 @@ class LoraConfig:
         return bool(self.modules or self.folder)
 
     def num_free_steps(self, num_steps: int) -> int:
-        """Steps that an edit may take before its LoRAs are there."""
-        return math.ceil(self.wait_share * num_steps) if self.wait_steps is None else self.wait_steps
+        """Steps that an edit may take before its LoRAs are there: never all of them."""
+        free = math.floor(self.wait_share * num_steps) if self.wait_steps is None else self.wait_steps
+        return min(free, num_steps - 1)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ class Order:
     source: Source | None = None  # the picture's file; None: the picture is all there is
     whole: Whole | None = None  # where the picture is a crop: the photograph that the answer shows
     control_images: tuple[Pixels, ...] = ()  # of the picture's size, one per ControlNet of the wish
+    references: tuple[Pixels, ...] = ()  # pictures that the model looks at beside the edited one
+    sees_picture: bool = False  # the model sees the picture, or a reference, beside what it computes
     output_format: OutputFormat = "png"
     output_compression: int = 100
     num_partials: int = 0  # pictures to send before the final one
@@ -60,13 +62,19 @@ class Order:
             return "the quality 'exact' computes every token"
         if wish.steps is not None and SETTINGS[wish.quality].dense_steps(wish.steps) >= wish.steps:
             return f"the quality {wish.quality!r} computes {wish.steps} of {wish.steps} steps in full"
-        return "the mask covers the whole picture" if masked_share(self.mask) == 1 else ""
+        if self.references:
+            return "it has a reference picture, and templates are registered without"
+        return "the mask covers the whole picture" if self.is_all_masked and not self.sees_picture else ""
+
+    @property
+    def is_all_masked(self) -> bool:
+        return masked_share(self.mask) == 1
 
     def own_share(self, num_steps: int) -> float:
         """Share of the steps that compute every token if the edit reads what these leave behind; 1 if it may not. Steps
         that are found on the way are taken to be as many as those of `balanced`."""
         wish = self.wish
-        if wish.reuse not in ("auto", "own") or masked_share(self.mask) == 1:
+        if wish.reuse not in ("auto", "own") or (self.is_all_masked and not self.sees_picture):
             return 1.0
         quality = DEFAULT if SETTINGS[wish.quality].max_change else wish.quality
         return len(SETTINGS[quality].own_steps(num_steps)) / num_steps

@@ -23,6 +23,7 @@ class Wish:
     reuse: Reuse = "auto"
     loras: tuple[LoraUse, ...] = ()  # with their files
     controls: tuple[ControlUse, ...] = ()  # with their folders
+    from_nothing: bool = False  # the picture stands for none
 
     def edit(
         self,
@@ -48,5 +49,6 @@ class Wish:
             loras=self.loras,
             controls=self.controls,
             control_images=control_images,
+            from_nothing=self.from_nothing,
         )
         return with_quality(edit, self.quality)

@@ -32,6 +32,11 @@ class BlockShape:
     output_width: int = 0  # of the output rows that a UNet's transformer also caches after its last block
     side: int = 1  # a token of this level covers side x side tokens of the finest level
     joint: bool = False  # text flows with the image, and the branches of a job share one copy of the activations
+    num_attentions: int = 1  # for which image tokens have K and V; in those after the first they attend to each other
+
+    def row_width(self, kind: Kind) -> int:
+        """The width of a row of Y, or of one of K or V."""
+        return self.width * self.num_attentions if kind == "kv" else self.width
 
 
 @dataclass(frozen=True)
@@ -137,13 +142,10 @@ def block_flops(shape: BlockShape, demand: Demand, cached: bool) -> int:
     """FLOPs of one job in a block; a job without activations is dense even if the plan caches the block."""
     num_flowing, num_text = demand.num_flowing(shape, cached), demand.num_flowing_text(cached)
     num_queries = num_flowing + num_text * shape.joint
-    num_keys = demand.num_tokens // shape.side**2 + demand.num_text
-    branch = (
-        shape.per_token * num_flowing
-        + shape.per_text * num_text
-        + shape.per_pair * num_queries * num_keys
-        + shape.per_branch
-    )
+    num_image_keys = demand.num_tokens // shape.side**2
+    num_pairs = num_queries * (num_image_keys + demand.num_text)
+    num_pairs += (shape.num_attentions - 1) * num_flowing * num_image_keys
+    branch = shape.per_token * num_flowing + shape.per_text * num_text + shape.per_pair * num_pairs + shape.per_branch
     projects = cached and demand.kind == "y"
     num_projections = (1 if shape.joint else demand.num_branches) * projects
     num_read = demand.num_rest(shape) + demand.num_padding
@@ -167,7 +169,7 @@ def load_bytes(shape: BlockShape, demand: Demand) -> int:
     one."""
     if demand.kind is None:
         return 0
-    width = NUM_PARTS[demand.kind] * shape.width + shape.output_width
+    width = NUM_PARTS[demand.kind] * shape.row_width(demand.kind) + shape.output_width
     num_rows = demand.num_tokens // shape.side**2 if demand.loads_masked else demand.num_rest(shape)
     num_rows += demand.num_padding
     return round(demand.num_kept * num_rows * width * demand.value_bytes / demand.num_served)

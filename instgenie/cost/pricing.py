@@ -29,11 +29,15 @@ class JobShape:
     stride: int = 1  # every so many steps are kept
     kind: Kind = "kv"  # of the activations
     num_prompt: int = 0  # text tokens that are computed where padding is read from activations; 0: all text is computed
+    sees_picture: bool = False  # the network sees the picture, or a reference, as so many tokens again
+
+    def num_seen(self, num_tokens: int) -> int:
+        return 2 * num_tokens if self.sees_picture else num_tokens
 
     def demand(self, num_tokens: int, num_masked: int, in_gpu: bool) -> Demand:
         """The demand of a job with activations."""
         demand = Demand(
-            num_tokens=num_tokens,
+            num_tokens=self.num_seen(num_tokens),
             num_masked={shape.side: -(-num_masked // shape.side**2) for shape in self.network.blocks},
             num_text=self.num_text,
             num_branches=self.num_branches,
@@ -46,8 +50,9 @@ class JobShape:
         return pad_demands([demand])[0] if self.network.pads_lists else demand
 
     def dense_demand(self, num_tokens: int) -> Demand:
-        everything = {shape.side: num_tokens // shape.side**2 for shape in self.network.blocks}
-        return Demand(num_tokens, everything, self.num_text, self.num_branches)
+        num_seen = self.num_seen(num_tokens)
+        everything = {shape.side: num_seen // shape.side**2 for shape in self.network.blocks}
+        return Demand(num_seen, everything, self.num_text, self.num_branches)
 
 
 def make_costs(

@@ -24,11 +24,10 @@ def make_demands(jobs: Sequence[Job], network: NetworkShape) -> list[Demand]:
 
 def make_demand(job: Job, network: NetworkShape) -> Demand:
     """Describe the current step of a job. Activations on the job's device need no loading."""
-    num_tokens = len(job.masked)
     sides = {shape.side for shape in network.blocks}
     demand = Demand(
-        num_tokens=num_tokens,
-        num_masked={side: len(job.level(num_tokens // side**2).inside) for side in sides},
+        num_tokens=job.num_seen,
+        num_masked={side: len(job.level(len(job.masked) // side**2).inside) for side in sides},
         num_text=len(job.branches[0].text),
         num_branches=len(job.branches),
     )

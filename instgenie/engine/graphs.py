@@ -209,7 +209,7 @@ def dtypes_of(readers: Sequence[RowReader]) -> tuple[CacheDtype, ...]:
 
 
 def num_computed(job: Job) -> int:
-    return len(job.inside) if places_of(job) else len(job.masked)
+    return len(job.inside) if places_of(job) else job.num_seen
 
 
 def capture_halves(

@@ -90,7 +90,7 @@ def own_steps(edit: Edit, num_steps: int) -> KeptSteps:
 def can_reuse_own(job: Job) -> bool:
     """Return whether the job's own dense steps would save it any work."""
     steps = own_steps(job.edit, job.num_steps)
-    return job.edit.reuse in ("auto", "own") and len(job.outside) > 0 and len(steps.steps) < job.num_steps
+    return job.edit.reuse in ("auto", "own") and len(job.rest) > 0 and len(steps.steps) < job.num_steps
 
 
 def reuse_found(job: Job) -> ReuseFound:
@@ -102,7 +102,7 @@ def reuse_found(job: Job) -> ReuseFound:
 
 def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind, num_text: int = 0) -> None:
     """Give a job memory for what it keeps. Nothing is read there before a dense step has written it."""
-    specs = room_specs(network, len(job.masked), len(job.branches), kind, model.dtype, num_text)
+    specs = room_specs(network, job.num_seen, len(job.branches), kind, model.dtype, num_text)
     memory = torch.empty(sum(spec.num_bytes for spec in specs), dtype=torch.uint8, device=job.device)
     job.activations = Activations(
         key=replace(own_key(job, model, kind), num_text=num_text),
@@ -123,7 +123,7 @@ def room_specs(
     specs = []
     for number, block in enumerate(network.blocks, 1):
         num_rows = num_text + num_tokens // block.side**2
-        specs.append(TensorSpec((num_branches, 1, NUM_PARTS[kind], num_rows, block.width), dtype))
+        specs.append(TensorSpec((num_branches, 1, NUM_PARTS[kind], num_rows, block.row_width(kind)), dtype))
         if number in ends and block.output_width:
             specs.append(TensorSpec((num_branches, 1, 1, num_rows, block.output_width), dtype))
     return specs
@@ -131,7 +131,7 @@ def room_specs(
 
 def room_bytes(job: Job, model: Model, network: NetworkShape, kind: Kind = "kv", num_text: int = 0) -> int:
     """Bytes that the job's own activations take on its device."""
-    specs = room_specs(network, len(job.masked), len(job.branches), kind, model.dtype, num_text)
+    specs = room_specs(network, job.num_seen, len(job.branches), kind, model.dtype, num_text)
     return sum(spec.num_bytes for spec in specs)
 
 

@@ -4,9 +4,11 @@ Noise is drawn on the CPU, so that a result depends neither on the device nor on
 """
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from torch import Tensor
 from instgenie.engine.adapting import PromptLoras
 from instgenie.errors import EditError
 from instgenie.jobs.controls import JobControl
-from instgenie.jobs.job import Branch, Job, Template
+from instgenie.jobs.job import Branch, Grid, Job, Template
+from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, pack_latents
 from instgenie.models.vae.autoencoder import encode_pictures
 from instgenie.pictures.mask import token_mask
@@ -71,10 +74,12 @@ def make_job(
     )
     prompts = edit.prompt, edit.negative_prompt if model.guidance_scale(edit) > 1 else None
     versions = tuple((lora.version, lora.scale) for lora in edit.loras)
+    check_references(edit, model)
+    references = reference_grids(edit, size, model)
 
     def encode_prompts() -> tuple[Branch, ...]:
         with prompt_loras.applied(edit.loras) if prompt_loras else nullcontext():
-            return model.branches(edit, grid)
+            return model.branches(edit, grid, references)
 
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
@@ -85,10 +90,11 @@ def make_job(
         template=template,
         masked=masked,
         conditioning=condition(picture, mask, masked, template, model),
-        branches=encodings.get(("prompts", prompts, grid, versions, bool(edit.controls)), encode_prompts),
+        branches=encodings.get(("prompts", prompts, grid, references, versions, bool(edit.controls)), encode_prompts),
         scale=model.guidance_scale(edit),
         schedule=schedule,
         latents=torch.where(masked, start, template.at(0, schedule)),
+        reference=find_reference(edit, size, template, model, encodings),
         controls=tuple(
             JobControl(use, make_hint(use, image, size, model))
             for use, image in zip(edit.controls, edit.control_images, strict=True)
@@ -104,16 +110,65 @@ def make_hint(use: ControlUse, image: Pixels, size: tuple[int, int], model: Mode
     return pixels[0] if model.guided.signed else (pixels[0] + 1) / 2
 
 
+def find_reference(
+    edit: Edit, size: tuple[int, int], template: Template, model: Model, encodings: Encodings
+) -> Tensor | None:  # [reference tokens, channels]
+    """The tokens that the network sees beside those of the picture: those of the edit's references, or of the picture
+    itself."""
+    if not sees_picture(edit, model):
+        return None
+    pairs = zip(edit.references, reference_sizes(edit, size, model), strict=True)
+    tokens = [encodings.get(("reference", template_seed(*pair)), partial(encode_at, *pair, model)) for pair in pairs]
+    return concat(tokens) if tokens else template.clean
+
+
+def sees_picture(edit: Edit, model: Model) -> bool:
+    """Return whether the network sees the picture, or a reference, as further tokens."""
+    return model.sees_picture and (not edit.from_nothing or len(edit.references) > 0)
+
+
+def reference_grids(edit: Edit, size: tuple[int, int], model: Model) -> tuple[Grid, ...]:
+    """The grids of the tokens that the network sees beside those of the picture."""
+    if not sees_picture(edit, model):
+        return ()
+    sizes = reference_sizes(edit, size, model) or [size]
+    return tuple((height // model.patch, width // model.patch) for height, width in sizes)
+
+
+def reference_sizes(edit: Edit, size: tuple[int, int], model: Model) -> list[tuple[int, int]]:
+    """A reference keeps its shape and has about as many tokens as the picture."""
+    side = model.patch * math.ceil(math.sqrt(size[0] * size[1]) / model.patch)
+    shapes = [picture.shape for picture in edit.references]
+    return [working_size(height, width, model.size_multiple, side) for height, width, _ in shapes]
+
+
+def check_references(edit: Edit, model: Model) -> None:
+    num, most = len(edit.references), model.max_references
+    if num > most:
+        pictures, takes = "picture" if num == 1 else "pictures", f"at most {most}" if most else "none"
+        raise EditError(f"the edit has {num} {pictures} beside the edited one: this model takes {takes}")
+
+
+def encode_at(picture: Pixels, size: tuple[int, int], model: Model) -> Tensor:
+    return encode(picture_tensor(resize_picture(picture, size), model.device), model)
+
+
 def choose_size(edit: Edit, model: Model) -> tuple[int, int]:
     if edit.size is None:
         height, width = edit.picture.shape[:2]
-        return working_size(height, width, model.size_multiple, model.own_size)
+        return check_side(working_size(height, width, model.size_multiple, model.own_size), model)
     height, width = edit.size
     if height % model.size_multiple or width % model.size_multiple:
         raise EditError(
             f"the working size is {edit.size}: multiples of {model.size_multiple}, for this model, are expected"
         )
-    return height, width
+    return check_side((height, width), model)
+
+
+def check_side(size: tuple[int, int], model: Model) -> tuple[int, int]:
+    if model.max_side is not None and max(size) > model.max_side:
+        raise EditError(f"the working size is {size}: this model takes sides up to {model.max_side} pixels")
+    return size
 
 
 def template_seed(picture: Pixels, size: tuple[int, int]) -> int:

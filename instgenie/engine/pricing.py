@@ -42,6 +42,7 @@ def job_shape(model: Model, value_bytes: float, stride: int = 1, keeps_text: boo
         num_branches=2 if model.guidance_scale(edit) > 1 else 1,
         value_bytes=value_bytes,
         stride=stride,
+        sees_picture=model.sees_picture,
         num_prompt=text_bucket(1, model.num_flowing_text) if keeps_text and model.num_flowing_text else 0,
     )
 
@@ -55,7 +56,7 @@ def price_of(job: Job, costs: StepCosts) -> Price:
 def priced(job: Job, costs: StepCosts, terms: Terms = NO_TERMS, num_overtaken: int = 0) -> PricedJob:
     """The job as the scheduler sees it, with the mean price of its remaining steps."""
     tier, num_left = tier_of(job), job.num_steps - job.step
-    price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, job.num_dense_left, num_left)
+    price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, num_dense_left(job), num_left)
     return PricedJob(price, num_left, terms, num_overtaken)
 
 
@@ -70,6 +71,13 @@ class SingleJob:
 
     def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
         return [priced(self.job, costs)]
+
+
+def num_dense_left(job: Job) -> int:
+    """Dense steps among those that a job has still to take, as far as they are known."""
+    if job.own_steps is None:
+        return min(max(job.edit.dense_steps - job.step, 0), job.num_steps - job.step)
+    return max(sum(step >= job.step for step in job.own_steps.steps), int(job.kept_step is None))
 
 
 def tier_of(job: Job) -> TierName | None:

@@ -19,7 +19,7 @@ from instgenie.adapters.applied import AppliedLoras
 from instgenie.cache.store import Store
 from instgenie.cache.tier import estimate
 from instgenie.cost.plan import Plan
-from instgenie.engine.prepare import choose_size, make_job
+from instgenie.engine.prepare import choose_size, make_job, reference_grids, sees_picture
 from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import (
     NUM_PARTS,
@@ -36,7 +36,7 @@ from instgenie.jobs.job import Job, locate
 from instgenie.kernels.packed import is_packed, pack_rows
 from instgenie.models.identity import code_version
 from instgenie.models.model import Model
-from instgenie.pictures.digest import digest
+from instgenie.pictures.digest import digest, digest_all
 from instgenie.pictures.picture import check_edit
 from instgenie.types import Edit, OnStep, Pixels, RegisterResult
 
@@ -55,11 +55,12 @@ def register(
     on_step: OnStep | None = None,
     stride: int = 1,
     keeps_text: bool = False,
+    references: tuple[Pixels, ...] = (),
 ) -> Activations:
     """Register a picture on the model's device. More steps at once are faster and need more memory; the numbers stay
     the same. The passes see `prompt`, or no text at all if `isolated`. With `keeps_text` edits read the padding of
     their text from the template."""
-    edit = template_edit(picture, model, size, steps, guidance)
+    edit = template_edit(picture, model, size, steps, guidance, references)
     check_registration(kind, num_steps_at_once, stride)
     key = make_key(edit, model, kind, cache_dtype, stride, keeps_text and not isolated)
     key = replace(key, prompt=prompt, isolated=isolated)
@@ -81,10 +82,11 @@ def register_in(
     stride: int = 1,
     keeps_text: bool = False,
     loras: AppliedLoras | None = None,
+    references: tuple[Pixels, ...] = (),
 ) -> RegisterResult:
     """Compute the missing spans of a template and put each into the store as it is done. With LoRAs it is a template of
     its own, for edits with the same ones."""
-    edit = template_edit(picture, model, size, steps, guidance)
+    edit = template_edit(picture, model, size, steps, guidance, references)
     check_registration(kind, NUM_STEPS_AT_ONCE, stride)
     key = make_key(edit, model, kind, cache_dtype, stride, keeps_text)
     key = replace(key, loras=name_loras(loras.names)) if loras else key
@@ -121,7 +123,8 @@ def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = Fa
     """Make the job whose steps a registration runs."""
     size = choose_size(edit, model)
     job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
-    job = replace(job, branches=model.template_branches(job.grid, prompt, isolated))
+    branches = model.template_branches(job.grid, prompt, isolated, reference_grids(edit, size, model))
+    job = replace(job, branches=branches)
     locate(job)
     return job
 
@@ -221,13 +224,18 @@ def check_registration(kind: Kind, num_steps_at_once: int, stride: int) -> None:
 
 
 def template_edit(
-    picture: Pixels, model: Model, size: tuple[int, int] | None, steps: int | None, guidance: float | None
+    picture: Pixels,
+    model: Model,
+    size: tuple[int, int] | None,
+    steps: int | None,
+    guidance: float | None,
+    references: tuple[Pixels, ...] = (),
 ) -> Edit:
     """Make the edit whose steps a registration runs. Its picture and options are checked."""
     steps = model.steps if steps is None else steps
     guidance = model.guidance if guidance is None else guidance
     mask = np.ones(np.shape(picture)[:2], dtype=np.bool_)
-    edit = Edit(picture, mask, prompt="", steps=steps, guidance=guidance, size=size)
+    edit = Edit(picture, mask, prompt="", steps=steps, guidance=guidance, size=size, references=references)
     check_edit(edit)
     return edit
 
@@ -241,7 +249,7 @@ def make_key(
     keeps_text: bool = False,
 ) -> Key:
     named = digest(edit.picture), model.digest, edit, model, kind, cache_dtype
-    return name_key(*named, stride=stride, keeps_text=keeps_text)
+    return name_key(*named, stride=stride, keeps_text=keeps_text, references=digest_all(edit.references))
 
 
 def name_key(
@@ -254,10 +262,11 @@ def name_key(
     tenant: str = "",
     stride: int = 1,
     keeps_text: bool = False,
+    references: str = "",
 ) -> Key:
-    """Make the key of a template from the digests of its picture and of the model's weights. The key covers the whole
-    schedule: an edit with a strength below 1 takes the last of the same steps. If the edit has a size, its pixels are
-    not looked at."""
+    """Make the key of a template from the digests of its picture, its references and the model's weights. The key
+    covers the whole schedule: an edit with a strength below 1 takes the last of the same steps. If the edit has a size,
+    its pixels are not looked at."""
     size = choose_size(edit, model)
     schedule = model.schedule(replace(edit, strength=1.0), num_tokens(size, model))
     return Key(
@@ -274,6 +283,7 @@ def name_key(
         code=code_version(),
         stride=stride,
         num_text=model.num_flowing_text if keeps_text else 0,
+        references=references,
     )
 
 
@@ -287,14 +297,16 @@ def num_tokens(size: tuple[int, int], model: Model) -> int:
     return (height // model.patch) * (width // model.patch)
 
 
-def may_reuse(edit: Edit) -> bool:
-    """Return whether a template's activations may save the edit any work, as far as its fields tell."""
-    return edit.reuse in ("auto", "template") and edit.dense_steps < edit.steps and not edit.mask.all()
+def may_reuse(edit: Edit, model: Model) -> bool:
+    """Return whether a template's activations may save the edit any work, as far as its fields tell. A model that sees
+    pictures has templates of pictures that it saw."""
+    has_rest = sees_picture(edit, model) if model.sees_picture else not edit.mask.all()
+    return edit.reuse in ("auto", "template") and edit.dense_steps < edit.steps and has_rest
 
 
 def can_reuse(job: Job) -> bool:
     """Return whether activations would save the job any work."""
-    return len(job.outside) > 0 and job.edit.dense_steps < job.num_steps
+    return len(job.rest) > 0 and job.edit.dense_steps < job.num_steps
 
 
 def reuse(job: Job, activations: Activations, plan: Plan | None = None) -> Job:

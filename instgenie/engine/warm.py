@@ -114,8 +114,9 @@ def blank_job(edit: Edit, model: Model) -> Job:
         template=Template(clean, clean),
         masked=masked,
         conditioning=model.beside(clean, pixels) if model.is_fill else clean[:, :0],
-        branches=(model.blank_branch(grid),) * num_branches,
+        branches=(model.blank_branch(grid, (grid,) if model.sees_picture else ()),) * num_branches,
         scale=model.guidance_scale(edit),
         schedule=model.schedule(edit, len(masked)),
         latents=clean,
+        reference=clean if model.sees_picture else None,
     )

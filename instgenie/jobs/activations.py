@@ -39,13 +39,15 @@ class Key:
     stride: int = 1  # every so many steps are kept
     num_text: int = 0  # text tokens whose rows are kept, for edits that read its padding
     loras: tuple[str, ...] = ()  # that the registration saw: version and scale of each; none: the base model's own
+    references: str = ""  # digest of the pictures that the model saw beside it, if it saw any
 
     @property
     def text(self) -> str:
         """The key as JSON, the same in every process. A key without a stride is that of a template with all steps, one
-        without `num_text` that of a template without rows of its text, one without `loras` that of the base model."""
+        without `num_text` that of a template without rows of its text, one without `loras` that of the base model, one
+        without `references` that of a picture alone."""
         fields = asdict(self)
-        for name in ("stride", "num_text", "loras"):
+        for name in ("stride", "num_text", "loras", "references"):
             if fields[name] == Key.__dataclass_fields__[name].default:
                 del fields[name]
         return json.dumps(fields, sort_keys=True)
@@ -115,14 +117,14 @@ class Activations:
     Blocks come in runs; tokens dropped in a run stay dropped to its end. A Flux is a single run, a UNet has one per
     transformer. After the blocks of each run a UNet also keeps the run's output, because convolutions read every token.
     A Flux does not: it needs velocities of masked tokens alone. Rows of the text, if they are kept, lie before those of
-    the image.
+    the image. Where a block has two attentions, a row of K or V has the heads of both.
     """
 
     key: Key
     run_lengths: tuple[int, ...]  # number of blocks in each run
     num_tokens: int  # at full resolution; coarser levels of a UNet have fewer
     rows: tuple[Tensor, ...]  # per place, in the order of the pass [branches, slots, 2 or 1, tokens, width or bytes]
-    time: Tensor  # [slots, width] or [slots, branches, width], the input of modulation in a Flux; others: no width
+    time: Tensor  # [slots, width] or [slots, branches, width], the input of modulation; a UNet's has no width
     steps: KeptSteps | None = None  # the steps whose rows lie in the slots; None: every step
 
     @property

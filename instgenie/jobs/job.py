@@ -23,6 +23,8 @@ from instgenie.jobs.sampler import Schedule
 from instgenie.jobs.tokens import JobTokens, Level, pool, spread, text_bucket
 from instgenie.types import Edit
 
+Grid = tuple[int, int]  # rows and columns of image tokens
+
 
 @dataclass(frozen=True, eq=False)
 class Template:
@@ -41,7 +43,7 @@ class Branch:
 
     text: Tensor  # [text tokens, width], embedded
     pooled: Tensor  # [pooled channels; 0 for models without a pooled embedding]
-    rotary: Tensor  # [text tokens + image tokens, head channels / 2], complex; empty for models without
+    rotary: Tensor  # [text tokens + image tokens seen, head channels / 2], complex; no channels for models without
     num_prompt: int | None = None  # leading text tokens that are the prompt's; those after them are padding. None: all
     words: Tensor | None = None  # [text tokens, channels], for ControlNets where `text` is not what they embed
 
@@ -51,7 +53,7 @@ class Job:
     """An edit on a worker. It has one owner, which advances it step by step."""
 
     edit: Edit
-    grid: tuple[int, int]  # rows and columns of image tokens
+    grid: Grid
     template: Template
     masked: Tensor  # [tokens, 1], bool
     conditioning: Tensor  # [tokens, channels that fill models see beside the latents; 0 for other models]
@@ -69,6 +71,7 @@ class Job:
     controls: tuple[JobControl, ...] = ()
     residuals: Promise | None = None  # of the ControlNets that guide its present step; None: none does
     awaits_controls: bool = False  # True while it waits in the batch for its ControlNets, and takes no step
+    reference: Tensor | None = None  # [reference tokens, channels] beside its own, the same at every step
 
     def __post_init__(self) -> None:
         cache = self.activations
@@ -102,6 +105,17 @@ class Job:
     def outside(self) -> Tensor:  # [the other tokens], their indices
         return (~self.computed[:, 0]).nonzero()[:, 0]
 
+    @property
+    def num_seen(self) -> int:
+        """Image tokens that the network sees: the picture's own, then those of references."""
+        return len(self.masked) + (0 if self.reference is None else len(self.reference))
+
+    @cached_property
+    def rest(self) -> Tensor:  # [tokens outside, then reference tokens], the indices of all that may be read
+        if self.reference is None:
+            return self.outside
+        return torch.cat([self.outside, torch.arange(len(self.masked), self.num_seen, device=self.device)])
+
     @cached_property
     def timesteps(self) -> Tensor:  # [steps], on the device from the first step on
         return torch.tensor([self.schedule.timestep(step) for step in range(self.num_steps)], device=self.device)
@@ -118,7 +132,7 @@ class Job:
     def tokens(self) -> JobTokens:
         num_text = tuple(len(branch.text) for branch in self.branches)
         rotary = tuple(branch.rotary for branch in self.branches)
-        return JobTokens(len(self.masked), self.inside, self.outside, num_text, rotary, self.num_prompt)
+        return JobTokens(self.num_seen, self.inside, self.rest, num_text, rotary, self.num_prompt)
 
     @cached_property
     def num_prompt(self) -> int:
@@ -126,17 +140,12 @@ class Job:
         prompts of about that length, so that few captured passes serve all prompts."""
         num_text = max(len(branch.text) for branch in self.branches)
         longest = max(len(branch.text) if branch.num_prompt is None else branch.num_prompt for branch in self.branches)
-        return text_bucket(longest, num_text) if len(self.outside) else num_text
+        return text_bucket(longest, num_text) if len(self.rest) else num_text
 
     @cached_property
     def padded_tokens(self) -> JobTokens:
         """The job's tokens in lists as long as those of many other masks."""
         return self.tokens.padded(reads_padding=self.activations is not None and self.activations.num_text > 0)
-
-    @cached_property
-    def image_rotary(self) -> Tensor:  # [image tokens, head channels / 2], the same in all branches
-        branch = self.branches[0]
-        return branch.rotary[len(branch.text) :]
 
     @cached_property
     def levels(self) -> dict[int, Level]:
@@ -168,13 +177,6 @@ class Job:
     def kept_kind(self) -> Kind | None:
         """The kind of the activations that this step leaves behind; None if it leaves none."""
         return self.activations.kind if self.activations and self.keeps_activations else None
-
-    @property
-    def num_dense_left(self) -> int:
-        """Dense steps among those that it has still to take, as far as they are known."""
-        if self.own_steps is None:
-            return min(max(self.edit.dense_steps - self.step, 0), self.num_steps - self.step)
-        return max(sum(step >= self.step for step in self.own_steps.steps), int(self.kept_step is None))
 
     @property
     def present_plan(self) -> Plan:

@@ -7,7 +7,7 @@ A schedule describes the steps of one edit. It is frozen and holds no current st
 import copy
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
@@ -189,9 +189,13 @@ def euler(x: Tensor, predicted: Tensor, sigma: float, sigma_next: float, predict
 
 
 def flow_schedule(
-    scheduler: FlowMatchEulerDiscreteScheduler, steps: int, num_tokens: int, strength: float = 1.0
+    scheduler: FlowMatchEulerDiscreteScheduler,
+    steps: int,
+    num_tokens: int,
+    strength: float = 1.0,
+    own_spacing: bool = False,
 ) -> FlowSchedule:
-    return FlowSchedule(tuple(flow_sigmas(scheduler, steps, num_tokens, strength).tolist()))
+    return FlowSchedule(tuple(flow_sigmas(scheduler, steps, num_tokens, strength, own_spacing).tolist()))
 
 
 def ddim_schedule(scheduler: DDIMScheduler, steps: int, strength: float = 1.0) -> DdimSchedule:
@@ -229,10 +233,18 @@ def num_skipped(steps: int, strength: float) -> int:
 
 
 def flow_sigmas(
-    scheduler: FlowMatchEulerDiscreteScheduler, steps: int, num_tokens: int, strength: float = 1.0
+    scheduler: FlowMatchEulerDiscreteScheduler,
+    steps: int,
+    num_tokens: int,
+    strength: float = 1.0,
+    own_spacing: bool = False,
 ) -> Tensor:  # [steps run + 1], the last one is the clean end
+    """Noise levels before the shift fall evenly from 1 to 1/steps or, with `own_spacing`, to the scheduler's least."""
     table = copy.copy(scheduler)
-    table.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=flow_shift(scheduler, num_tokens))
+    spacing: dict[str, Any] = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+    if own_spacing:
+        spacing = {"num_inference_steps": steps}
+    table.set_timesteps(**spacing, mu=flow_shift(scheduler, num_tokens))
     num_skipped = int(max(steps - min(steps * strength, steps), 0))
     sigmas: Tensor = table.sigmas[num_skipped:]
     return sigmas

@@ -2,10 +2,12 @@
 
 from instgenie.models.family import Family
 from instgenie.models.flux.family import FLUX
+from instgenie.models.sd3.family import SD3
 from instgenie.models.unet.family import UNET
 
 FAMILIES: dict[str, Family] = {
     "flux": FLUX,
+    "sd3": SD3,
     "unet": UNET,
 }
 

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
+from instgenie.errors import ModelError
 from instgenie.models.controlnet import ControlNet
 from instgenie.models.model import Model
 from instgenie.models.recipe import Recipe
 
 ONE_ENCODER = ("vae", "text_encoder", "tokenizer", "scheduler")
 TWO_ENCODERS = (*ONE_ENCODER, "text_encoder_2", "tokenizer_2")
+THREE_ENCODERS = (*TWO_ENCODERS, "text_encoder_3", "tokenizer_3")
 WEIGHTLESS = ("tokenizer", "scheduler")  # how the names of parts without weights begin
 
 LoadControlNet = Callable[[Path, torch.device, torch.dtype], ControlNet]
@@ -57,3 +60,12 @@ class Family:
 
     def kind_of(self, part: str) -> PartKind:
         return "network" if part == self.network_name else "vae" if part == "vae" else "text_encoder"
+
+
+def check_flow_scheduler(name: str, scheduler: object) -> None:
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        raise ModelError(
+            f"the model {name!r} has a {type(scheduler).__name__}: a FlowMatchEulerDiscreteScheduler is expected"
+        )
+    if scheduler.config.stochastic_sampling or scheduler.config.invert_sigmas:
+        raise ModelError(f"the scheduler of {name!r} has stochastic_sampling or invert_sigmas on: both must be off")

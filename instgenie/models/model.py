@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from instgenie.cost.network import NetworkShape
 from instgenie.jobs.activations import Kind
-from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.job import Branch, Grid, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import Schedule
 from instgenie.models.controlnet import GuidedFamily, Unguided
@@ -45,7 +45,9 @@ class Model(PipelineParts):
 
     needs_true_guidance: ClassVar[bool]  # True if only a true guidance above 1 makes use of the negative prompt
     text_flows: ClassVar[bool] = False  # True if text tokens go through the blocks beside those of the image
+    sees_picture: ClassVar[bool] = False  # True if the network sees the picture, or a reference, as further tokens
     guided: ClassVar[GuidedFamily] = Unguided()  # what ControlNets of the family see
+    max_references: ClassVar[int] = 0  # pictures beside the edited one that an edit may have
 
     @property
     @abstractmethod
@@ -105,15 +107,18 @@ class Model(PipelineParts):
         return float(edit.guidance) if self.embeds_guidance else 0.0
 
     @abstractmethod
-    def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
-        """The branch of the prompt, and with classifier-free guidance that of the negative prompt."""
+    def branches(self, edit: Edit, grid: Grid, references: Sequence[Grid] = ()) -> tuple[Branch, ...]:
+        """The branch of the prompt, and with classifier-free guidance that of the negative prompt. References are the
+        grids of the tokens that follow those of the picture."""
 
     @abstractmethod
-    def blank_branch(self, grid: tuple[int, int]) -> Branch:
+    def blank_branch(self, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
         """A branch with zeros for its embeddings, which needs no text encoder."""
 
     @abstractmethod
-    def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
+    def template_branches(
+        self, grid: Grid, prompt: str, isolated: bool, references: Sequence[Grid] = ()
+    ) -> tuple[Branch, ...]:
         """The branches of a registration: that of the prompt, and that of the empty negative prompt if it differs. An
         isolated registration has one branch without text."""
 

@@ -99,3 +99,8 @@ class PipelineParts(ABC):
     def patch(self) -> int:
         """Side of a token's patch in pixels."""
         return self.latents_per_token * self.pixels_per_latent
+
+    @property
+    def max_side(self) -> int | None:
+        """The largest side in pixels of a working size; None if the model has no limit of its own."""
+        return None

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import CLIPTextConfig, PreTrainedTokenizerFast
+from transformers import CLIPTextConfig, PreTrainedTokenizerFast, T5Config
 
 VOCABULARY = {"<pad>": 0, "</s>": 1, "<unk>": 2}
 CLIP_TOKENS = 77
@@ -44,6 +44,10 @@ def clip_config(width: int, **config: int) -> CLIPTextConfig:
         num_attention_heads=width // 64, max_position_embeddings=CLIP_TOKENS,
         pad_token_id=0, bos_token_id=1, eos_token_id=1, **config,
     )  # fmt: skip
+
+
+def t5_config(width: int) -> T5Config:
+    return T5Config(vocab_size=len(VOCABULARY), d_model=width, d_kv=64, d_ff=64, num_layers=1, num_heads=1)
 
 
 def make_tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:

@@ -3,7 +3,7 @@ pixels, and masked shares. Each is computed once per array; `measure` computes t
 
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -19,6 +19,11 @@ def digest(picture: Pixels) -> str:
     hashed = hashlib.sha256(str(picture.shape).encode())
     hashed.update(np.ascontiguousarray(picture).data)  # no copy, and other threads go on meanwhile
     return hashed.hexdigest()
+
+
+def digest_all(pictures: Sequence[Pixels]) -> str:
+    """A digest of several pictures in their order; empty if there are none."""
+    return hashlib.sha256(" ".join(map(digest, pictures)).encode()).hexdigest() if pictures else ""
 
 
 def share(mask: PixelMask) -> float:

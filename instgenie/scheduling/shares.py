@@ -3,7 +3,7 @@
 Each tenant has an account of the seconds that steps spent on its jobs, divided by its weight. A tenant whose account is
 ahead of the least served one that has work is over its share, and goes behind those that are not. A tenant that used
 less than its share keeps that as credit, up to a limit, so that one who sends an edit now and then is served at once
-beside one who sends without pause. One who comes new has less of it: the others did not take the time from him.
+beside one who sends without pause. A new tenant has less of it, since it has not waited for the others.
 """
 
 from collections.abc import Iterable, Mapping

@@ -72,17 +72,19 @@ class DepositedRequest:
     fields: dict[str, Any]
     image: bytes | None
     mask: bytes | None
+    references: tuple[bytes, ...] = ()
 
     def frames(self) -> list[Frame]:
-        pictures = [self.image, self.mask]
+        pictures = [self.image, self.mask, *self.references]
         head = {"kind": self.kind, "fields": self.fields, "has": [picture is not None for picture in pictures]}
         return [msgspec.json.encode(head), *(picture or b"" for picture in pictures)]
 
 
 def read_request(frames: Sequence[Frame]) -> DepositedRequest:
     head = msgspec.json.decode(frames[0])
-    image, mask = (bytes(frame) if is_there else None for frame, is_there in zip(frames[1:], head["has"], strict=True))
-    return DepositedRequest(head["kind"], head["fields"], image, mask)
+    pictures = [bytes(frame) if is_there else None for frame, is_there in zip(frames[1:], head["has"], strict=True)]
+    image, mask, *references = pictures
+    return DepositedRequest(head["kind"], head["fields"], image, mask, tuple(filter(None, references)))
 
 
 @dataclass(eq=False)

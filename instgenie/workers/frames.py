@@ -16,7 +16,7 @@ from instgenie.jobs.sampler import DdimSchedule, EulerSchedule, FlowSchedule, Sc
 from instgenie.types import ControlUse, Edit, LoraUse
 
 SCHEDULES: dict[str, Any] = {kind.__name__: kind for kind in (FlowSchedule, DdimSchedule, EulerSchedule)}
-PIXELS = ("picture", "mask", "source", "whole", "control_images")
+PIXELS = ("picture", "mask", "source", "whole", "references", "control_images")
 
 
 def job_frames(job: Job) -> tuple[JobHead, list[Frame]]:
@@ -36,6 +36,7 @@ def job_frames(job: Job) -> tuple[JobHead, list[Frame]]:
 
 def job_tensors(job: Job) -> Iterator[Tensor]:
     yield from (job.template.clean, job.template.noise, job.masked, job.conditioning, job.latents)
+    yield job.latents[:0] if job.reference is None else job.reference
     for branch in job.branches:
         yield from (branch.text, branch.pooled, branch.rotary)
     yield from (control.hint for control in job.controls)
@@ -45,7 +46,7 @@ def job_tensors(job: Job) -> Iterator[Tensor]:
 def read_job(head: JobHead, frames: Sequence[Frame], device: torch.device) -> Job:
     """Read a job at its first step. Its edit has no pixels."""
     tensors = (read_tensor(*pair).to(device) for pair in zip(head.tensors, frames, strict=True))
-    clean, noise, masked, conditioning, latents = (next(tensors) for _ in range(5))
+    clean, noise, masked, conditioning, latents, reference = (next(tensors) for _ in range(6))
     schedule: Schedule = msgspec.msgpack.decode(head.schedule, type=SCHEDULES[head.schedule_kind])
     edit = read_edit(head.edit)
     branches = [Branch(next(tensors), next(tensors), next(tensors), num) for num in head.num_prompts]
@@ -63,6 +64,7 @@ def read_job(head: JobHead, frames: Sequence[Frame], device: torch.device) -> Jo
         schedule=schedule,
         latents=latents,
         controls=controls,
+        reference=reference if len(reference) else None,
     )
 
 

@@ -11,7 +11,6 @@ from instgenie.cluster.config import LoraConfig
 from instgenie.cluster.orders import LoraFacts
 from instgenie.cluster.wire import LorasKept
 from instgenie.engine.adapting import JobLoras, make_tiers
-from instgenie.errors import LoraError
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 from instgenie.workers.line import Line
@@ -53,7 +52,7 @@ class LoraDesk:
         if uses and user.loras is None:
             user.loras = LoraWait(self.tiers.fetch(uses), self.config.num_free_steps(user.job.num_steps))
 
-    def settle(self, users: Iterable[LoraUser]) -> Iterator[tuple[LoraUser, LoraError]]:
+    def settle(self, users: Iterable[LoraUser]) -> Iterator[tuple[LoraUser, Exception]]:
         """Give running jobs the LoRAs that have come, and hold those that have taken their steps without. Yields the
         jobs whose LoRAs cannot be loaded."""
         for user in users:
@@ -65,7 +64,7 @@ class LoraDesk:
                 continue
             try:
                 self.job_loras.give(user.job, wait.fetch)
-            except LoraError as error:
+            except Exception as error:  # a bad file, or no memory for a good one
                 yield user, error
                 continue
             wait.step = user.job.step

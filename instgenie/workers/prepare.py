@@ -4,6 +4,7 @@ It remembers recent encodings: templates by their picture, prompts by their text
 """
 
 import time
+from dataclasses import replace
 
 from instgenie.cluster.config import ProcessConfig
 from instgenie.cluster.wire import Frame, Prepare, Prepared, PrepareTemplate, read_mask, read_picture
@@ -52,9 +53,11 @@ class Preparer:
         picture = read_picture(frames[0], message.size)
         if isinstance(message, Prepare):
             mask = read_mask(frames[1], message.size)
-            images = tuple(read_picture(frame, message.size) for frame in frames[2:])
+            num_references = len(message.references)
+            references = tuple(map(read_picture, frames[2 : 2 + num_references], message.references))
+            images = tuple(read_picture(frame, message.size) for frame in frames[2 + num_references :])
             edit = message.wish.edit(picture, mask, self.model.steps, self.model.guidance, images)
-            return prepare(edit, self.model, self.encodings, self.prompt_loras)
+            return prepare(replace(edit, references=references), self.model, self.encodings, self.prompt_loras)
         return template_job(template_edit(picture, self.model, None, message.steps, message.guidance), self.model)
 
 

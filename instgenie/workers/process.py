@@ -105,6 +105,9 @@ def facts_of(model: Model) -> ModelFacts:
         num_blocks=model.num_blocks,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
+        sees_picture=model.sees_picture,
+        max_references=model.max_references,
+        max_side=model.max_side,
     )
 
 

@@ -126,6 +126,53 @@ def test_kohya_of_flux_splits_what_one_layer_computes(flux: Model, tmp_path: Pat
     assert shared.num_bytes < 4 * (sum(map(Tensor.numel, tensors.values())) + 16 * len(tensors))  # down is there once
 
 
+def test_kohya_of_stable_diffusion_3(models: dict[str, Model], tmp_path: Path) -> None:
+    """Here, too, Q, K and V are one matrix; the text of the last block has a scale before its shift in diffusers."""
+    model, generator = models["sd3"], torch.Generator().manual_seed(0)
+    width, last = 32, 2
+    stems = {
+        f"joint_blocks_{last}_context_block_adaLN_modulation_1": (width, 2 * width),
+        "joint_blocks_0_context_block_adaLN_modulation_1": (width, 6 * width),
+        "joint_blocks_0_x_block_attn2_qkv": (width, 3 * width),
+        "joint_blocks_1_context_block_mlp_fc2": (4 * width, width),
+        "y_embedder_mlp_0": (24, width),
+    }
+    tensors = {"lora_unet_x_embedder_proj.lora_down.weight": torch.randn(2, 16, 2, 2, generator=generator)}
+    tensors |= {"lora_unet_x_embedder_proj.lora_up.weight": torch.randn(width, 2, 1, 1, generator=generator)}
+    for stem, (inputs, outputs) in stems.items():
+        tensors[f"lora_unet_{stem}.lora_down.weight"] = torch.randn(2, inputs, generator=generator)
+        tensors[f"lora_unet_{stem}.lora_up.weight"] = torch.randn(outputs, 2, generator=generator)
+    save_file(tensors, tmp_path / "k.safetensors")
+
+    def delta(stem: str) -> Tensor:
+        up, down = (tensors[f"lora_unet_{stem}.lora_{one}.weight"].flatten(1) for one in ("up", "down"))
+        return up @ down
+
+    shift, scale = delta(f"joint_blocks_{last}_context_block_adaLN_modulation_1").chunk(2)
+    q, k, v = delta("joint_blocks_0_x_block_attn2_qkv").chunk(3)
+    expected = {
+        f"transformer_blocks.{last}.norm1_context.linear": torch.cat([scale, shift]),
+        "transformer_blocks.0.norm1_context.linear": delta("joint_blocks_0_context_block_adaLN_modulation_1"),
+        "transformer_blocks.0.attn2.to_q": q,
+        "transformer_blocks.0.attn2.to_k": k,
+        "transformer_blocks.0.attn2.to_v": v,
+        "transformer_blocks.1.ff_context.net.2": delta("joint_blocks_1_context_block_mlp_fc2"),
+        "time_text_embed.text_embedder.linear_1": delta("y_embedder_mlp_0"),
+        "pos_embed.proj": delta("x_embedder_proj").view(width, 16, 2, 2),
+    }
+    check_same(deltas(tmp_path / "k.safetensors", model), {(NETWORK, name): one for name, one in expected.items()})
+
+
+@pytest.mark.parametrize(("family", "part"), [("blend_guided", "text_encoder_2"), ("sd3", "text_encoder_3")])
+def test_the_third_encoder_of_kohya_is_the_t5(models: dict[str, Model], tmp_path: Path, family: str, part: str) -> None:
+    name = "encoder.block.0.layer.0.SelfAttention.q"
+    own = save_lora(tmp_path / "d.safetensors", models[family], [name], part=part)
+    [(_, down), (_, up)] = sorted(load_file(own).items())
+    stem = f"lora_te3_{name.replace('.', '_')}"
+    save_file({f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up}, tmp_path / "k.safetensors")
+    check_same(deltas(tmp_path / "k.safetensors", models[family]), deltas(own, models[family]))
+
+
 @pytest.mark.parametrize("prefix", ["transformer.", "base_model.model.", "base_model.model.transformer.", ""])
 def test_prefixes_of_peft(flux: Model, tmp_path: Path, prefix: str) -> None:
     own = save_lora(tmp_path / "d.safetensors", flux, ["transformer_blocks.0.attn.to_q", "proj_out"])

@@ -86,7 +86,7 @@ def test_the_side_of_a_cost_costs_no_more(flux: FluxModel) -> None:
 def test_skipping_nothing_is_dense(flux: FluxModel) -> None:
     jobs = [prepare(make_edit(prompt, seed=seed), flux) for seed, prompt in enumerate(("a red cat", "sky"))]
     own = [replace(job) for job in jobs]
-    tracks = StepSkipping(flux.transformer, threshold=0.0).run(own)
+    tracks = StepSkipping(flux.joint_network, threshold=0.0).run(own)
     assert [track.num_computed for track in tracks] == [4, 4]
     for job, skipped in zip(jobs, own, strict=True):
         assert apart(skipped.latents, denoised(flux, job).latents) < 1e-4
@@ -95,7 +95,7 @@ def test_skipping_nothing_is_dense(flux: FluxModel) -> None:
 def test_first_and_last_step_are_always_computed(flux: FluxModel) -> None:
     job = prepare(make_edit(steps=6), flux)
     own = replace(job)
-    [track] = StepSkipping(flux.transformer, threshold=1e9).run([own])
+    [track] = StepSkipping(flux.joint_network, threshold=1e9).run([own])
     assert track.num_computed == 2
     assert own.done
     assert apart(own.latents, denoised(flux, job).latents) > 1e-3
@@ -103,12 +103,12 @@ def test_first_and_last_step_are_always_computed(flux: FluxModel) -> None:
 
 def test_a_threshold_is_found_for_a_number_of_steps(flux: FluxModel) -> None:
     job = prepare(make_edit(steps=8), flux)
-    [track] = StepSkipping(flux.transformer, threshold=0.0).run([replace(job)])
+    [track] = StepSkipping(flux.joint_network, threshold=0.0).run([replace(job)])
     assert len(track.changes) == 8
     for num_computed in (3, 5, 8):
         threshold = find_threshold([track.changes], num_computed)
         found = count_computed(track.changes, threshold)
         assert 2 <= found <= num_computed
-        [again] = StepSkipping(flux.transformer, threshold).run([replace(job)])
+        [again] = StepSkipping(flux.joint_network, threshold).run([replace(job)])
         assert abs(again.num_computed - found) <= 2  # it changes otherwise where steps are skipped
     assert count_computed([1.0] * 9, 2.0) == 2 + 3

@@ -92,3 +92,21 @@ def test_a_template_of_the_whole_photograph_is_used_and_the_command_says_so(
     told = capsys.readouterr()
     assert "a crop of" not in told.out
     assert "--crop masked edits a sharper crop" in told.err
+
+
+def test_a_reference_beside_the_photograph(
+    desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(255 - open_picture("photo.jpg")).save("other.png")
+    model = ["--model", str(folders["kontext"]), "--no-cache", "--mask", "alpha.png"]
+    assert edit_here(*model, "-o", "alone.png") == 0
+    assert edit_here(*model, "-o", "beside.png", "--reference", "other.png") == 0
+    mask = box_mask((20, 10, 40, 30), (60, 100))
+    photo, alone, beside = map(open_picture, ("photo.jpg", "alone.png", "beside.png"))
+    assert np.array_equal(alone[~mask], photo[~mask])
+    assert np.array_equal(beside[~mask], photo[~mask])
+    assert not np.array_equal(alone[mask], beside[mask])
+    assert (
+        edit_here("--model", str(folders["sd"]), "--no-cache", "--box", "20,10,40,30", "--reference", "other.png") != 0
+    )
+    assert "1 picture beside the edited one: this model takes none" in capsys.readouterr().err

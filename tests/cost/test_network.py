@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.edits import make_edit
+from helpers.names import FAMILIES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,9 +16,10 @@ from instgenie.engine.demand import make_demand, make_demands
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.job import Job
-from instgenie.models.flux import network as flux
+from instgenie.models.flux.network import FluxNetwork
 from instgenie.models.loading.dummy import find_dummy, on_meta
 from instgenie.models.model import Model
+from instgenie.models.sd3.network import Sd3Network
 from instgenie.models.unet import network as unet
 from instgenie.types import Kind
 
@@ -47,7 +49,7 @@ def make_plans(model: Model) -> list[Plan]:
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
-@pytest.mark.parametrize("family", ["blend", "blend_guided", "fill", "sd", "sdxl", "sd_fill"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_flops_equal_those_torch_counts(models: dict[str, Model], family: str, kind: Kind) -> None:
     model = models[family]
     network = model.describe()
@@ -93,7 +95,7 @@ def test_lists_of_one_size_are_padded_together() -> None:
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
-@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill"])
+@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill", "sd3"])
 def test_bytes_equal_those_registered(models: dict[str, Model], family: str, kind: Kind) -> None:
     """If nothing is masked, a step loads all of its activations."""
     model = models[family]
@@ -127,7 +129,11 @@ def test_dense_steps_of_an_edit_demand_no_activations(models: dict[str, Model]) 
 
 @pytest.mark.parametrize(
     ("name", "num_tokens", "num_text", "num_branches", "tera_flops", "kv_mega_bytes"),
-    [("flux.1-dev", 4096, 512, 1, 74.4, 2869), ("sdxl-base-1.0", 16384, 77, 2, 13.5, 923)],
+    [
+        ("flux.1-dev", 4096, 512, 1, 74.4, 2869),
+        ("sd3.5-large", 4096, 333, 2, 62.2, 3028),
+        ("sdxl-base-1.0", 16384, 77, 2, 13.5, 923),
+    ],
 )
 def test_published_architectures(
     name: str, num_tokens: int, num_text: int, num_branches: int, tera_flops: float, kv_mega_bytes: float
@@ -135,7 +141,9 @@ def test_published_architectures(
     """FLOPs of a dense step of one picture, and the bytes of its activations at two bytes per value."""
     _, recipe = find_dummy(name)
     part = on_meta(recipe.network)
-    network = flux.describe(part) if name.startswith("flux") else unet.describe(part)
+    views = {"flux": FluxNetwork, "sd3.5": Sd3Network}
+    view = next((view for start, view in views.items() if name.startswith(start)), None)
+    network = view(part).describe() if view else unet.describe(part)
     sides = {shape.side for shape in network.blocks}
     demand = Demand(num_tokens, dict.fromkeys(sides, 0), num_text, num_branches, "kv", num_kept=num_branches)
     assert step_flops(network, [demand], [False] * len(network.blocks)) / 1e12 == pytest.approx(tera_flops, rel=0.005)

@@ -22,7 +22,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, Kind, Span
 from instgenie.jobs.job import Job
-from instgenie.models.flux.model import FluxModel
+from instgenie.models.joint.model import JointModel
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.types import CacheDtype
@@ -173,7 +173,7 @@ def test_masks_of_about_one_size_share_a_pass(models: dict[str, Model]) -> None:
     batches = [model.pack([job], pads=True) for job in jobs]
     assert batches[0].signature == batches[1].signature != batches[2].signature
     assert len({len(job.inside) for job in jobs}) == 3
-    assert isinstance(model, FluxModel)
+    assert isinstance(model, JointModel)
     for job, batch in zip(jobs, batches, strict=True):
         [[padded]], [[plain]] = batch.deal(model.run(batch)), model.predict([job])
         assert padded.shape == plain.shape
@@ -282,7 +282,7 @@ def test_a_step_that_lies_in_one_piece_moves_as_one(model: Model, kind: Kind, ca
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["kv", "y"])
-@pytest.mark.parametrize("family", ["blend_guided", "sdxl"])
+@pytest.mark.parametrize("family", ["blend_guided", "sdxl", "sd3"])
 def test_rows_in_main_memory_are_captured_too(family: str, kind: Kind, folders: dict[str, Path]) -> None:
     """Results are bit-identical for jobs at different steps."""
     model = load(str(folders[family]), "cuda")

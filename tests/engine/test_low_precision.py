@@ -20,7 +20,7 @@ from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 
 pytestmark = pytest.mark.gpu
-FAMILIES = ["fill", "sdxl", "builtin"]
+FAMILIES = ["fill", "sdxl", "sd3", "builtin"]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -50,8 +50,8 @@ def test_layers_are_exchanged_and_joined(low: Model) -> None:
     layers = [layer for layer in low.network.modules() if isinstance(layer, Fp8Linear)]
     assert layers
     assert all(layer.weight.is_cuda and layer.scale.is_cuda for layer in layers)
-    if low.family == "flux":
-        attn = low.network.single_transformer_blocks[0].attn
+    if low.text_flows:
+        attn = low.network.transformer_blocks[0].attn
         assert as_one([attn.to_q.weight, attn.to_k.weight, attn.to_v.weight]) is not None
 
 

@@ -1,5 +1,6 @@
-"""Tiny random pipelines of every supported shape, saved as folders: Flux models that blend (two) and fill, UNets that
-blend (Stable Diffusion 2.1 and XL) and fill (1.5).
+"""Tiny random pipelines of every supported shape, saved as folders: Flux models that blend (two), fill, and see the
+picture, UNets that blend (Stable Diffusion 2.1 and XL) and fill (1.5), and Stable Diffusion 3 with a second
+attention and without.
 
 Weights are drawn wide enough that every part of the network matters to the result: a network that answers zero would
 hide every mistake.
@@ -17,9 +18,12 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     PNDMScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
@@ -75,22 +79,37 @@ def blend_guided() -> DiffusionPipeline:
     return make_flux(FluxPipeline, transformer, tiny_kl(), scheduler, num_text=7)
 
 
+def kontext(vae: AutoencoderKL | AutoencoderTiny | None = None) -> DiffusionPipeline:
+    """Sees the picture as further tokens."""
+    transformer = FluxTransformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 6, 6), guidance_embeds=True,
+    )  # fmt: skip
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    return make_flux(FluxKontextPipeline, transformer, vae or tiny_kl(), scheduler, num_text=6)
+
+
 def fill() -> DiffusionPipeline:
     transformer = FluxTransformer2DModel(
         in_channels=2 * 20 + 4 * 16, out_channels=20, num_layers=2, num_single_layers=2, attention_head_dim=16,
         num_attention_heads=4, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 6, 6),
         guidance_embeds=True,
     )  # fmt: skip
-    vae = AutoencoderTiny(
-        latent_channels=5, encoder_block_out_channels=(8, 8, 8), decoder_block_out_channels=(8, 8, 8),
-        num_encoder_blocks=(1, 1, 1), num_decoder_blocks=(1, 1, 1), scaling_factor=1.3, shift_factor=0.1,
-    )  # fmt: skip
     scheduler = FlowMatchEulerDiscreteScheduler(shift=2.0)
-    return make_flux(FluxFillPipeline, transformer, vae, scheduler, num_text=6)
+    return make_flux(FluxFillPipeline, transformer, tiny_autoencoder(5, 3), scheduler, num_text=6)
+
+
+def tiny_autoencoder(num_latent: int, num_levels: int) -> AutoencoderTiny:
+    """Each level but the first halves the picture."""
+    widths, ones = (8,) * num_levels, (1,) * num_levels
+    return AutoencoderTiny(
+        latent_channels=num_latent, encoder_block_out_channels=widths, decoder_block_out_channels=widths,
+        num_encoder_blocks=ones, num_decoder_blocks=ones, scaling_factor=1.3, shift_factor=0.1,
+    )  # fmt: skip
 
 
 def make_flux(
-    pipeline: type[FluxPipeline] | type[FluxFillPipeline],
+    pipeline: type[FluxPipeline] | type[FluxFillPipeline] | type[FluxKontextPipeline],
     transformer: FluxTransformer2DModel,
     vae: AutoencoderKL | AutoencoderTiny,
     scheduler: FlowMatchEulerDiscreteScheduler,
@@ -105,6 +124,43 @@ def make_flux(
     widen(vae, *modules.values())
     tokenizers = {"tokenizer": tiny_tokenizer(9), "tokenizer_2": tiny_tokenizer(num_text)}
     return pipeline(**modules, **tokenizers, vae=vae, scheduler=scheduler)
+
+
+def sd3() -> DiffusionPipeline:
+    """Like 3.5 medium: heads are normalised, and the first block has a second attention."""
+    transformer = SD3Transformer2DModel(
+        sample_size=16, num_layers=3, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=48,
+        caption_projection_dim=32, pooled_projection_dim=24, pos_embed_max_size=25, dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )  # fmt: skip
+    return make_sd3(transformer, FlowMatchEulerDiscreteScheduler(shift=3.0), num_text=11)
+
+
+def sd3_plain() -> DiffusionPipeline:
+    """Like 3.0: heads are not normalised, and no block has a second attention."""
+    transformer = SD3Transformer2DModel(
+        sample_size=16, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=48,
+        caption_projection_dim=32, pooled_projection_dim=24, pos_embed_max_size=24,
+    )  # fmt: skip
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    return make_sd3(transformer, scheduler, num_text=6)
+
+
+def make_sd3(
+    transformer: SD3Transformer2DModel, scheduler: FlowMatchEulerDiscreteScheduler, num_text: int
+) -> DiffusionPipeline:
+    t5 = T5Config(vocab_size=len(WORDS), d_model=48, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
+    modules = {
+        "transformer": transformer,
+        "text_encoder": CLIPTextModelWithProjection(tiny_clip(16, num_layers=2, projection_dim=8)),
+        "text_encoder_2": CLIPTextModelWithProjection(tiny_clip(24, num_layers=2, projection_dim=16)),
+        "text_encoder_3": T5EncoderModel(t5),
+        "vae": tiny_kl(num_latent=16),  # the inpainting pipeline takes no other number
+    }
+    widen(*modules.values())
+    tokenizers = {"tokenizer": tiny_tokenizer(9), "tokenizer_2": tiny_tokenizer(9)}
+    tokenizers |= {"tokenizer_3": tiny_tokenizer(num_text)}
+    return StableDiffusion3Pipeline(**modules, **tokenizers, scheduler=scheduler)
 
 
 def sd() -> DiffusionPipeline:
@@ -162,10 +218,10 @@ def sdxl() -> DiffusionPipeline:
     )  # fmt: skip
 
 
-def tiny_kl(shift_factor: float | None = 0.2, num_levels: int = 2) -> AutoencoderKL:
+def tiny_kl(shift_factor: float | None = 0.2, num_levels: int = 2, num_latent: int = 4) -> AutoencoderKL:
     """Each level but the first halves both sides."""
     return AutoencoderKL(
-        latent_channels=4, block_out_channels=(8,) * num_levels, norm_num_groups=4, sample_size=32,
+        latent_channels=num_latent, block_out_channels=(8,) * num_levels, norm_num_groups=4, sample_size=32,
         down_block_types=("DownEncoderBlock2D",) * num_levels, up_block_types=("UpDecoderBlock2D",) * num_levels,
         use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.4, shift_factor=shift_factor,
     )  # fmt: skip

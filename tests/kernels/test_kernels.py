@@ -88,6 +88,28 @@ def test_places(device: str, dtype: torch.dtype, num_heads: int, head_channels: 
         assert found[1].abs().sum() > 1
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("has_places", [True, False])
+def test_places_beside_other_heads(device: str, dtype: torch.dtype, has_places: bool) -> None:
+    """Rows have room for the heads of another attention; nothing is normalised or rotated."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 7, 48, device=device, dtype=dtype)
+    rotary = torch.empty(7, 0, dtype=torch.complex64, device=device)
+    order = torch.randperm(7).to(device)
+
+    def run(put: object) -> tuple[Tensor, Tensor]:
+        out, keys = (torch.zeros(*shape, 6, 16, device=device, dtype=dtype) for shape in ((7,), (2, 7)))
+        places = HeadPlaces(order, order) if has_places else None
+        put(Projected(q, k, v, None, None), rotary, places, Heads(out[:, 3:], keys[:, :, 3:]))
+        return out, keys
+
+    found, expected = run(place_fused), run(place_reference)
+    assert all(map(torch.equal, found, expected))
+    assert not found[0][:, :3].any()
+    at = order if has_places else torch.arange(7, device=device)
+    assert torch.equal(found[1][:, at, 3:].flatten(2), torch.stack([k, v]))
+
+
 def place_in_double(tokens: Projected, rotary: Tensor, places: HeadPlaces | None, heads: Heads) -> None:
     place_reference(tokens, rotary.to(torch.complex128), places, heads)
 

@@ -11,6 +11,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from helpers.cached import KINDS, register_for
 from helpers.controlnets import control_image, controlled, controlnet_pipeline, save_controlnet
 from helpers.edits import CLOSE, apart, close, far, make_edit, run, stock_arguments
+from helpers.names import TINY
 from PIL import Image
 from torch import Tensor
 
@@ -32,6 +33,11 @@ WINDOW: list[dict[str, Any]] = [{"scale": 0.7, "start": 0.25, "end": 0.75}]
 TWO: list[dict[str, Any]] = [{"scale": 0.5, "end": 0.5}, {"scale": 1.1, "start": 0.5}]
 BOTH: list[dict[str, Any]] = [{"scale": 0.6}, {"scale": -0.4}]
 GUIDED = {"true_guidance": 2.5, "negative_prompt": "sky"}
+
+
+@pytest.fixture(params=[*(name for name, family in TINY.items() if family in ("flux", "unet")), "builtin"])
+def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
+    return models[request.param]
 
 
 @pytest.fixture
@@ -73,8 +79,8 @@ def stock_latents(model: Model, edit: Edit, nets: list[Path], monkeypatch: pytes
 def test_law_controls_full_mask_is_diffusers(
     model: Model, nets: list[Path], uses: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_flux(model) and model.is_fill:
-        pytest.skip("diffusers has no pipeline of Flux Fill with ControlNets")
+    if is_flux(model) and (model.is_fill or model.sees_picture):
+        pytest.skip("diffusers has no pipeline of Flux Fill or Kontext with ControlNets")
     edit = make_edit(share=1.0, seed=7, guidance=2.5, negative_prompt="sky")
     guided = with_controls(edit, nets, uses)
     [latents] = run(model, [guided])

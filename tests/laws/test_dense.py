@@ -35,12 +35,9 @@ def stock_latents(model: FluxModel, edit: Edit) -> Tensor:
     grid = height // model.patch, width // model.patch
     noise = draw_noise(edit.seed, grid, model).to(model.dtype)
     true = {"true_cfg_scale": edit.true_guidance, "negative_prompt": edit.negative_prompt}
-    latents: Tensor = quiet_pipeline(model)(
-        **stock_arguments(edit),
-        latents=noise[None] if model.is_fill else unpack_latents(noise, grid),
-        max_sequence_length=model.num_text_tokens,
-        **({} if model.is_fill else true),
-    ).images[0]
+    given = stock_arguments(edit) | model.stock_arguments | ({} if model.is_fill else true)
+    start = noise[None] if model.is_fill else unpack_latents(noise, grid)
+    latents: Tensor = quiet_pipeline(model)(**given, latents=start).images[0]
     return latents.float()
 
 
@@ -64,7 +61,7 @@ def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
     clean = pack((clean - model.vae.config.shift_factor) * model.vae.config.scaling_factor)
     noise = draw_noise(template_seed(edit.picture, (height, width)), (rows, cols), model)[None].to(**here)
 
-    beside = clean[..., :0]
+    beside, further = clean[..., :0], [clean] if model.sees_picture else []
     if model.is_fill:
         pixels, hole = pipeline.prepare_mask_latents(
             mask, picture * (1 - mask), 1, model.latent_channels, 1, height, width, model.dtype, model.device, None
@@ -84,14 +81,16 @@ def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
     prompts = [edit.prompt, edit.negative_prompt] if edit.true_guidance > 1 else [edit.prompt]
     texts = [pipeline.encode_prompt(text, text, max_sequence_length=model.num_text_tokens) for text in prompts]
     positions = pipeline._prepare_latent_image_ids(1, rows, cols, **here)
+    if model.sees_picture:
+        positions = torch.cat([positions, positions + torch.tensor([1, 0, 0], **here)])
     guidance = torch.tensor([edit.guidance], device=model.device) if model.transformer.config.guidance_embeds else None
     for timestep, sigma_next in zip(scheduler.timesteps[skipped:], sigmas[1:], strict=True):
         first, *rest = [
             model.transformer(
-                hidden_states=torch.cat([x, beside], dim=2), timestep=timestep[None].to(model.dtype) / 1000,
-                guidance=guidance, pooled_projections=pooled, encoder_hidden_states=sequence,
-                txt_ids=text_positions, img_ids=positions,
-            ).sample
+                hidden_states=torch.cat([torch.cat([x, beside], dim=2), *further], dim=1),
+                timestep=timestep[None].to(model.dtype) / 1000, guidance=guidance, pooled_projections=pooled,
+                encoder_hidden_states=sequence, txt_ids=text_positions, img_ids=positions,
+            ).sample[:, : x.shape[1]]
             for sequence, pooled, text_positions in texts
         ]  # fmt: skip
         velocity = rest[0] + edit.true_guidance * (first - rest[0]) if rest else first
@@ -109,7 +108,16 @@ def own_edit(model: Model, divided_by: int = 1, **fields: object) -> Edit:
 # FluxFillPipeline has no true guidance.
 @pytest.mark.parametrize(
     ("family", "true_guidance"),
-    [("blend", 1.0), ("blend", 2.5), ("blend_guided", 1.0), ("blend_guided", 2.5), ("fill", 1.0), ("builtin", 1.0)],
+    [
+        ("blend", 1.0),
+        ("blend", 2.5),
+        ("blend_guided", 1.0),
+        ("blend_guided", 2.5),
+        ("fill", 1.0),
+        ("builtin", 1.0),
+        ("kontext", 1.0),
+        ("kontext", 2.5),
+    ],
 )
 def test_law_1_full_mask_is_the_stock_pipeline(models: dict[str, Model], family: str, true_guidance: float) -> None:
     model = models[family]

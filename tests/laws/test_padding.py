@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.cached import KINDS, feasible, on_trajectory, predict, register_for
 from helpers.edits import apart, close, far, make_edit, run
-from helpers.names import FLUX_FAMILIES
+from helpers.names import JOINT_FAMILIES
 from torch import Tensor
 
 from instgenie.cache.disk import DiskTier
@@ -25,7 +25,7 @@ from instgenie.types import Edit
 SHORT, LONG = "flower", "a red cat on grass a red cat"  # one token, and more than the models take
 
 
-@pytest.fixture(params=FLUX_FAMILIES)
+@pytest.fixture(params=JOINT_FAMILIES)
 def flux(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
     return models[request.param]
 
@@ -49,7 +49,7 @@ def test_law_3_padding_is_what_the_registration_saw(flux: Model, kind: Kind) -> 
     edit = make_edit(prompt="", steps=3)
     expected = predict(flux, job := on_trajectory(flux, edit, 1))
     cache = register_for(flux, edit, kind, keeps_text=True)
-    assert cache.rows[0].shape[3] == flux.num_flowing_text + len(job.masked)
+    assert cache.rows[0].shape[3] == flux.num_flowing_text + job.num_seen
     assert job.num_prompt < flux.num_flowing_text
     for plan in feasible(kind, flux.run_lengths):
         assert max(map(apart, predict(flux, reuse(job, cache, plan)), expected)) <= close(flux), plan
@@ -70,7 +70,11 @@ def test_law_4_padding_of_kv_is_that_of_y(flux: Model) -> None:
 
 
 def test_law_1_a_full_mask_and_a_dense_edit_compute_all_text(flux: Model) -> None:
-    for edit in (make_edit(prompt=SHORT, share=1.0), make_edit(prompt=SHORT, dense_steps=4)):
+    """A full mask leaves a model that sees the picture the tokens of that picture to read, and then it reads padding
+    too: that one has the dense edit alone."""
+    full, all_dense = make_edit(prompt=SHORT, share=1.0), make_edit(prompt=SHORT, dense_steps=4)
+    assert (make_job(flux, full, "kv").num_prompt < flux.num_flowing_text) == flux.sees_picture
+    for edit in (all_dense,) if flux.sees_picture else (full, all_dense):
         job = make_job(flux, edit, "kv")
         assert apart(run(flux, [job])[0], run(flux, [prepare(edit, flux)])[0]) <= close(flux)
 

@@ -39,5 +39,5 @@ def test_only_flux_passes_as_flux(name: str, models: dict[str, Model]) -> None:
     if is_flux(model):
         assert as_flux(model) is model
     else:
-        with pytest.raises(ModelError, match=r"of the family 'unet': .*Flux"):
+        with pytest.raises(ModelError, match=f"of the family {TINY[name]!r}: .*Flux"):
             as_flux(model)

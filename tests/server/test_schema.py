@@ -40,8 +40,8 @@ def has_empty_field(case: schemathesis.Case) -> bool:
 
 
 def make_quick(body: Any, mode: GenerationMode) -> None:
-    """Reduce a valid request, which the server really runs, to one small picture and one step. What makes a request
-    invalid stays in it."""
+    """Reduce a valid request, which the server really runs, to one small picture and one step. In an invalid one these
+    fields stay as they are: the one that is out of its range may be all that is wrong with the request."""
     if isinstance(body, dict) and isinstance(body.get("prompt"), str):
         for name, quick in (("n", 1), ("num_inference_steps", 1), ("size", "auto")):
             is_replaced = mode == GenerationMode.POSITIVE and type(body.get(name)) is type(quick)

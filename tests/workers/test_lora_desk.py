@@ -120,7 +120,7 @@ def test_after_its_free_steps_a_job_waits_and_others_go_on(
         engine.join(one.job)
     for _ in range(4):
         slow.step(engine, [user, other])
-    assert (user.job.step, other.job.step) == (2, 4)  # ceil(0.3 * 6) steps, then it stands still
+    assert (user.job.step, other.job.step) == (1, 4)  # at most 0.3 * 6 steps, then it stands still
     assert user.job.is_held
     assert engine.pick() == [other.job]
     assert other.loras is None
@@ -128,12 +128,20 @@ def test_after_its_free_steps_a_job_waits_and_others_go_on(
     slow.step(engine, [user, other])
     assert not user.job.is_held
     assert user.loras
-    assert user.loras.facts.step == 2
+    assert user.loras.facts.step == 1
     assert user.loras.facts.waited_seconds > 0
     while engine.jobs:
         slow.step(engine, [user, other])
     assert user.job.done
     assert other.job.done
+
+
+def test_no_edit_ends_without_its_lora() -> None:
+    for config in (LoraConfig(), LoraConfig(wait_share=1.0), LoraConfig(wait_steps=1000)):
+        free = [config.num_free_steps(num_steps) for num_steps in range(1, 101)]
+        assert all(0 <= num < num_steps for num_steps, num in enumerate(free, 1))
+    assert LoraConfig().num_free_steps(28) == 8  # at most 30 %
+    assert LoraConfig(wait_steps=3).num_free_steps(28) == 3
 
 
 def test_no_free_steps_means_the_edit_waits_at_once(
@@ -185,3 +193,24 @@ def test_a_lora_that_cannot_be_loaded_fails_its_job_alone(models: dict[str, Mode
     assert "truncated" in str(error)
     desk.release(user)
     assert not desk.tiers.pins
+
+
+def test_a_lora_without_memory_fails_its_job_alone(
+    models: dict[str, Model], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong in the thread that loads, the step loop goes on."""
+    model, line = models["sd"], FakeLine()
+    desk = LoraDesk(model, LoraConfig(), line)  # type: ignore[arg-type]
+
+    def fail(use: LoraUse) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(desk.tiers, "_read", fail)
+    user = User(make_job(model, path))
+    desk.begin(user)
+    assert user.loras
+    with pytest.raises(MemoryError):
+        user.loras.fetch.result()
+    [(failed, error)] = desk.settle([user])
+    assert failed is user
+    assert isinstance(error, MemoryError)

@@ -15,11 +15,13 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import reuse
 from instgenie.jobs.job import Job
 from instgenie.machine.clock import now
-from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import as_flux, is_flux
-from instgenie.models.flux.modulation import Modulation
-from instgenie.models.flux.network import Block, double_block, embed_time, recall, single_block
-from instgenie.models.flux.residual import Residual
+from instgenie.models.joint.batch import pack
+from instgenie.models.joint.block import DoubleBlock, JointBlock
+from instgenie.models.joint.flow import Apart, Together
+from instgenie.models.joint.modulation import Modulation
+from instgenie.models.joint.network import recall
+from instgenie.models.joint.residual import Residual
 
 NAME = "fig15"
 NUM_RUNS = 8  # per block
@@ -52,11 +54,10 @@ def run(lab: Lab) -> Section:
 
 def measure_blocks(lab: Lab) -> Iterator[tuple[str, float, float, float]]:
     """Yield the kind of block, the mask ratio, and the seconds cached and dense."""
-    transformer = as_flux(lab.model).transformer
-    kinds: dict[str, tuple[Block, int]] = {
-        "double": (transformer.transformer_blocks[-1], len(transformer.transformer_blocks) - 1),
-        "single": (transformer.single_transformer_blocks[-1], lab.model.num_blocks - 1),
-    }
+    blocks = as_flux(lab.model).joint_network.blocks
+    kinds: dict[str, tuple[JointBlock, int]] = {
+        "double" if isinstance(block, DoubleBlock) else "single": (block, index) for index, block in enumerate(blocks)
+    }  # the last of each kind
     for ratio in lab.scale.mask_ratios:
         lab.tell(f"blocks at mask ratio {ratio:g}")
         dense = prepare(lab.edit(ratio), lab.model)
@@ -67,18 +68,18 @@ def measure_blocks(lab: Lab) -> Iterator[tuple[str, float, float, float]]:
 
 
 @torch.inference_mode()
-def time_block(lab: Lab, block: Block, index: int, job: Job) -> float:
+def time_block(lab: Lab, block: JointBlock, index: int, job: Job) -> float:
     batch = pack([job])
-    layout, mod = batch.layout, Modulation(embed_time(as_flux(lab.model).transformer, batch))
+    layout, mod = batch.layout, Modulation(as_flux(lab.model).joint_network.embed_time(batch))
     width = batch.text.shape[1]
     image = torch.randn(sum(layout.num_image), width, dtype=batch.text.dtype, device=job.device)
     joint = layout.join(batch.text, image)
 
     def call() -> object:
         heads = recall(block, index, batch, layout)
-        if hasattr(block, "norm1"):
-            return double_block(block, Residual(batch.text), Residual(image), mod, layout, heads)
-        return single_block(block, Residual(joint), mod, layout, heads)
+        is_double = isinstance(block, DoubleBlock)
+        flow = Apart(Residual(batch.text), Residual(image)) if is_double else Together(Residual(joint))
+        return block(flow, mod, layout, heads)
 
     return timed(call, lab.model.device)
 

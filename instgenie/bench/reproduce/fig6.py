@@ -16,10 +16,10 @@ from instgenie.bench.reproduce.section import Section, Table, row
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import at_step, template_job
 from instgenie.jobs.job import Job
-from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel, as_flux
-from instgenie.models.flux.modulation import Modulation
-from instgenie.models.flux.network import embed_time, velocity, walk
+from instgenie.models.joint.batch import pack
+from instgenie.models.joint.modulation import Modulation
+from instgenie.models.joint.network import velocity, walk
 from instgenie.pictures.examples import EXAMPLES, read_examples
 from instgenie.pictures.samples import MIDDLE, mask_around
 from instgenie.types import Edit
@@ -108,7 +108,7 @@ def look(model: FluxModel, jobs: Sequence[Job], template: Job) -> Look:
 
 def walked(model: FluxModel, job: Job) -> Iterator[tuple[object, Tensor]]:
     batch = pack([job])
-    steps = walk(model.transformer, batch, Modulation(embed_time(model.transformer, batch)))
+    steps = walk(model.joint_network, batch, Modulation(model.joint_network.embed_time(batch)))
     return ((block, image) for block, _, image in steps)
 
 
@@ -141,7 +141,7 @@ def attention(model: FluxModel, job: Job) -> list[list[float]]:
     batch = pack([job])
     recorder = AttentionRecorder(len(job.branches[0].text), job.masked[:, 0])
     with recorder:
-        velocity(model.transformer, batch)
+        velocity(model.joint_network, batch)
     return recorder.shares
 
 

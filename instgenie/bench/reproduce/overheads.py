@@ -19,8 +19,9 @@ from instgenie.cost.planner import plan_batch
 from instgenie.engine.finish import decode as decode_picture
 from instgenie.engine.register import register, reuse
 from instgenie.machine.clock import now
-from instgenie.models.flux.batch import lay_out, pack
 from instgenie.models.flux.model import is_flux
+from instgenie.models.joint.batch import pack
+from instgenie.models.joint.layout import lay_out
 from instgenie.pictures.samples import MIDDLE, mask_around, sample_picture
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.types import PixelMask

@@ -6,7 +6,7 @@ the practice steps, and that model is all the simulator knows of the cluster whe
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from instgenie.bench.latencies import Latencies
@@ -15,6 +15,7 @@ from instgenie.bench.reproduce.serving import Run, Served, Session, Step, in_ses
 from instgenie.bench.workload import Arrival, WorkloadRecipe, draw_workload
 from instgenie.cluster.config import CacheConfig, ClusterConfig
 from instgenie.cost.latency import Latency, StepSample, fit_latency
+from instgenie.cost.pricing import JobShape
 from instgenie.jobs.quality import DEFAULT, SETTINGS
 from instgenie.scheduling.names import Batching
 from instgenie.simulate.cluster import make_job
@@ -97,14 +98,21 @@ def fitted(lab: Lab, run: Run) -> Latency:
 
 def sample(lab: Lab, step: Step) -> StepSample:
     num_dense = dense_steps(lab)
-    demands = [
-        lab.shape.demand(job.num_tokens, job.num_masked_tokens, in_gpu=True)
-        if any(job.plan) and num_taken >= num_dense
-        else lab.shape.dense_demand(job.num_tokens)
+    jobs = [
+        (job.num_tokens, job.num_masked_tokens, any(job.plan) and num_taken >= num_dense)
         for job, num_taken in step.jobs
     ]
-    plan = (any(demand.kind for demand in demands),) * len(lab.network.blocks)
-    return StepSample(tuple(demands), plan, step.seconds)
+    return step_sample(lab.shape, jobs, step.seconds)
+
+
+def step_sample(shape: JobShape, jobs: Iterable[tuple[int, int, bool]], seconds: float) -> StepSample:
+    """A measured step; of each job its tokens, its masked tokens, and whether it read activations."""
+    demands = [
+        shape.demand(num_tokens, num_masked, in_gpu=True) if is_cached else shape.dense_demand(num_tokens)
+        for num_tokens, num_masked, is_cached in jobs
+    ]
+    plan = (any(demand.kind for demand in demands),) * len(shape.network.blocks)
+    return StepSample(tuple(demands), plan, seconds)
 
 
 def side_seconds(run: Run) -> SideSeconds:

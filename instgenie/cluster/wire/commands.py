@@ -41,7 +41,7 @@ class Assigned(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Turn an edit into a job. Frames: picture, mask, control images."""
+    """Turn an edit into a job. Frames: picture, mask, references, control images."""
 
     id: str
     attempt: int
@@ -49,6 +49,7 @@ class Prepare(Message, frozen=True):
     size: tuple[int, int]  # (height, width) of the picture
     trace: str = ""  # traceparent; empty: not traced
     request_id: str = ""  # for logs; empty: no request asked for it
+    references: tuple[tuple[int, int], ...] = ()  # (height, width) of each
 
 
 class PrepareTemplate(Message, frozen=True):

@@ -59,3 +59,6 @@ class ModelFacts(Struct, frozen=True):
     num_blocks: int
     device: str
     dtype: str
+    sees_picture: bool = False  # True if the network sees the picture, or a reference, as further tokens
+    max_references: int = 0  # pictures beside the edited one that an edit may have
+    max_side: int | None = None  # in pixels, of a working size; None: no limit of the model's own

@@ -57,8 +57,8 @@ class SharedRows:
 def rows_read(job: Job, num_rows: int) -> Tensor:
     """Indices of the rows that a job reads of the `num_rows` that its activations keep at a place."""
     num_text = job.activations.num_text if job.activations else 0
-    outside = job.level(num_rows - num_text).outside
-    return with_padding(outside, num_text, job.num_prompt) if num_text else outside
+    rest = job.level(num_rows - num_text).outside if job.reference is None else job.rest
+    return with_padding(rest, num_text, job.num_prompt) if num_text else rest
 
 
 def union(indices: Sequence[Tensor], num_rows: int) -> Tensor:

@@ -3,23 +3,24 @@
 from typing import Any
 
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
-from transformers import CLIPTextModel, T5Config, T5EncoderModel
+from transformers import CLIPTextModel, T5EncoderModel
 
 from instgenie.adapters.controlnets import FLUX_KIND
-from instgenie.errors import ModelError
-from instgenie.models.family import TWO_ENCODERS, Family, LoadedPipeline
+from instgenie.models.family import TWO_ENCODERS, Family, LoadedPipeline, check_flow_scheduler
 from instgenie.models.flux.controlnet import load_flux_controlnet
-from instgenie.models.flux.model import MAX_TEXT_TOKENS, FluxModel
-from instgenie.models.flux.network import join_projections
-from instgenie.models.recipe import CLIP_TOKENS, VOCABULARY, Recipe, clip_config, make_autoencoder, make_tokenizer
+from instgenie.models.flux.model import MAX_TEXT_TOKENS, FluxKontextModel, FluxModel
+from instgenie.models.flux.network import FluxNetwork
+from instgenie.models.recipe import CLIP_TOKENS, Recipe, clip_config, make_autoencoder, make_tokenizer, t5_config
 
 PARTS = ("transformer", *TWO_ENCODERS)
+KONTEXT = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
 
 
 def make_flux(loaded: LoadedPipeline) -> FluxModel:
-    check_scheduler(loaded.name, loaded.parts["scheduler"])
+    check_flow_scheduler(loaded.name, loaded.parts["scheduler"])
     own_size, steps, guidance = stock_defaults(loaded.pipeline, loaded.parts["transformer"])
-    return FluxModel(**loaded.parts, **loaded.placement, own_size=own_size, steps=steps, guidance=guidance)
+    make = FluxKontextModel if loaded.pipeline in KONTEXT else FluxModel
+    return make(**loaded.parts, **loaded.placement, own_size=own_size, steps=steps, guidance=guidance)
 
 
 def stock_defaults(pipeline: str, transformer: FluxTransformer2DModel) -> tuple[int, int, float]:
@@ -27,15 +28,6 @@ def stock_defaults(pipeline: str, transformer: FluxTransformer2DModel) -> tuple[
     if pipeline == "FluxFillPipeline":
         return 1024, 50, 30.0
     return (1024, 28, 3.5) if transformer.config.guidance_embeds else (1024, 4, 0.0)
-
-
-def check_scheduler(name: str, scheduler: object) -> None:
-    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        raise ModelError(
-            f"the model {name!r} has a {type(scheduler).__name__}: a FlowMatchEulerDiscreteScheduler is expected"
-        )
-    if scheduler.config.stochastic_sampling or scheduler.config.invert_sigmas:
-        raise ModelError(f"the scheduler of {name!r} has stochastic_sampling or invert_sigmas on: both must be off")
 
 
 def dev_transformer() -> FluxTransformer2DModel:
@@ -52,10 +44,9 @@ def dev_autoencoder() -> AutoencoderKL:
 
 
 def dev_others() -> dict[str, Any]:
-    t5 = T5Config(vocab_size=len(VOCABULARY), d_model=4096, d_kv=64, d_ff=64, num_layers=1, num_heads=1)
     return {
         "text_encoder": CLIPTextModel(clip_config(768)),
-        "text_encoder_2": T5EncoderModel(t5),
+        "text_encoder_2": T5EncoderModel(t5_config(4096)),
         "tokenizer": make_tokenizer(CLIP_TOKENS),
         "tokenizer_2": make_tokenizer(MAX_TEXT_TOKENS),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
@@ -63,13 +54,16 @@ def dev_others() -> dict[str, Any]:
 
 
 FLUX = Family(
-    pipelines={"FluxPipeline": PARTS, "FluxInpaintPipeline": PARTS, "FluxFillPipeline": PARTS},
+    pipelines=dict.fromkeys(("FluxPipeline", "FluxInpaintPipeline", "FluxFillPipeline", *KONTEXT), PARTS),
     network_name=FluxModel.network_name,
     make=make_flux,
-    dummies={"flux.1-dev": Recipe("FluxPipeline", dev_transformer, dev_autoencoder, dev_others)},
+    dummies={
+        "flux.1-dev": Recipe("FluxPipeline", dev_transformer, dev_autoencoder, dev_others),
+        "flux.1-kontext-dev": Recipe("FluxKontextPipeline", dev_transformer, dev_autoencoder, dev_others),
+    },
     prompt_layers=("context_embedder",),
-    join_layers=join_projections,
     controlnets={FLUX_KIND: load_flux_controlnet},
+    join_layers=lambda transformer: FluxNetwork(transformer).join_projections(),
     fp8_layers=(
         r"transformer_blocks\.\d+\.(attn|ff|ff_context)\..+",
         r"single_transformer_blocks\.\d+\.(attn\..+|proj_mlp|proj_out)",

@@ -24,9 +24,9 @@ def find_dummy(name: str) -> tuple[Family, Recipe]:
 
 
 def count_dummy(recipe: Recipe, family: Family, hollow: Collection[str] = ()) -> int:
-    """Count the parameters of network and autoencoder that get weights, without making any."""
+    """Count the values of network and autoencoder that are filled, without making any."""
     makes = [make for part, make in large_parts(recipe, family).items() if part not in hollow]
-    return sum(parameter.numel() for make in makes for parameter in on_meta(make).parameters())
+    return sum(value.numel() for make in makes for value in on_meta(make).state_dict().values())
 
 
 def make_parts(
@@ -68,4 +68,6 @@ def fill_randomly(module: nn.Module) -> nn.Module:
             parameter.normal_(std=parameter[0].numel() ** -0.5)
         else:
             parameter.fill_(0 if name.endswith("bias") else 1)
+    for buffer in module.buffers():  # tables that a checkpoint holds, such as positions
+        buffer.normal_() if buffer.is_floating_point() else buffer.zero_()
     return module

@@ -23,7 +23,7 @@ from instgenie.adapters.applied import BatchLoras
 from instgenie.cost.network import NetworkShape
 from instgenie.errors import EditError
 from instgenie.jobs.activations import Kind
-from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.job import Branch, Grid, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import Schedule, ddim_schedule, euler_schedule
 from instgenie.models.model import Keep, Model, pack_latents, tokenize
@@ -127,11 +127,13 @@ class UnetModel(Model):
     def embeds_guidance(self) -> bool:
         return False
 
-    def branches(self, edit: Edit, grid: tuple[int, int]) -> tuple[Branch, ...]:
+    def branches(self, edit: Edit, grid: Grid, references: Sequence[Grid] = ()) -> tuple[Branch, ...]:
         positive = self.branch(edit.prompt)
         return (positive, self.negative(edit.negative_prompt)) if self.guidance_scale(edit) > 1 else (positive,)
 
-    def template_branches(self, grid: tuple[int, int], prompt: str, isolated: bool) -> tuple[Branch, ...]:
+    def template_branches(
+        self, grid: Grid, prompt: str, isolated: bool, references: Sequence[Grid] = ()
+    ) -> tuple[Branch, ...]:
         if isolated:
             raise EditError("an isolated registration is for Flux: every transformer of a UNet reads the text")
         positive, negative = self.branch(prompt), self.negative("")
@@ -140,7 +142,7 @@ class UnetModel(Model):
     def negative(self, prompt: str) -> Branch:
         return self.branch(prompt)
 
-    def blank_branch(self, grid: tuple[int, int]) -> Branch:
+    def blank_branch(self, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
         text = torch.zeros(
             self.num_text_tokens, self.unet.config.cross_attention_dim, device=self.device, dtype=self.dtype
         )

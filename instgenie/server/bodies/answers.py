@@ -119,41 +119,6 @@ class ImagesAnswer(AnswerBody):
     notes: list[str]  # plain sentences: how the request was read, where that may surprise
 
 
-class ModelAnswer(AnswerBody):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str | None = None  # of a LoRA: its file
-    parent: str | None = None  # of a LoRA: the model that it is for
-
-
-class LoraAnswer(AnswerBody):
-    id: str
-    object: Literal["lora"]
-    created: int
-    root: str
-    parent: str
-    num_bytes: int
-    shared: bool  # with all API keys
-
-
-class LorasAnswer(AnswerBody):
-    object: Literal["list"]
-    data: list[LoraAnswer]
-
-
-class LoraRemoved(AnswerBody):
-    id: str
-    object: Literal["lora"]
-    deleted: bool
-
-
-class ModelsAnswer(AnswerBody):
-    object: Literal["list"]
-    data: list[ModelAnswer]
-
-
 class TemplateAnswer(AnswerBody):
     id: str
     object: Literal["template"]

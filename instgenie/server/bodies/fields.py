@@ -24,7 +24,7 @@ from instgenie.pictures.photo import Metadata
 from instgenie.pictures.picture import MAX_CROP_PADDING, MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
 from instgenie.server.bodies.body import RequestForm
 from instgenie.server.bodies.controls import ControlList
-from instgenie.server.bodies.loras import LoraList, LoraName, LoraScale
+from instgenie.server.bodies.loras import LoraList, LoraName, LoraScale, asked_loras
 from instgenie.server.bodies.names import hint
 from instgenie.server.errors import ApiError, bad, echo
 from instgenie.types import CropMode, Notes, Reuse, Source
@@ -75,7 +75,7 @@ class PictureField:
     """A field that carries an encoded picture: a file in a form, a data: URL in JSON."""
 
     name: str
-    may_be_list: bool = False  # a list of one picture is accepted too: `name[]` in a form
+    may_be_list: bool = False  # a list of pictures is accepted too: `name[]` in a form
     other_names: tuple[str, ...] = ()
 
 
@@ -176,17 +176,8 @@ class ImageFields(Fields):
 
     def settled(self) -> Self:
         seed = None if self.seed == RANDOM_SEED else self.seed
-        lone = {"lora": None, "lora_scale": None}
-        return self.model_copy(update={"seed": seed, "size": self._asked_size(), "loras": self._asked_loras(), **lone})
-
-    def _asked_loras(self) -> list[dict[str, Any]]:
-        if self.lora is None and self.lora_scale is not None:
-            raise bad("lora_scale", "The request has a lora_scale, but no lora: both or neither are expected.")
-        if self.lora is None:
-            return self.loras
-        if self.loras:
-            raise bad("lora", "The request has both lora and loras: one of them is expected.")
-        return [{"name": self.lora, "scale": 1.0 if self.lora_scale is None else self.lora_scale}]
+        loras = {"loras": asked_loras(self.loras, self.lora, self.lora_scale), "lora": None, "lora_scale": None}
+        return self.model_copy(update={"seed": seed, "size": self._asked_size(), **loras})
 
     def _asked_size(self) -> str:
         if self.width is None and self.height is None:
@@ -312,6 +303,9 @@ class EditFields(ImageFields):
         lower strength."""
         if self.strength is not None:
             return self
+        if model.sees_picture:
+            notes.append("There is no mask, so the whole picture was edited: a mask keeps what is outside.")
+            return self
         steps = max(self.num_inference_steps or model.steps, 2)
         own = model.whole_strength if self.prompt.strip() else round(UNPROMPTED * model.whole_strength, 2)
         strength = min(own, (1000 - math.ceil(1000 / steps)) / 1000)
@@ -331,6 +325,9 @@ class VariationFields(EditFields):
 
 class GenerationFields(ImageFields):
     style: Annotated[Literal["vivid", "natural"], AnyCase] = Field("natural", description="Accepted, but not used.")
+
+    def edit_settings(self, seed: int) -> Wish:
+        return replace(super().edit_settings(seed), from_nothing=True)
 
 
 class LoraFields(Fields):

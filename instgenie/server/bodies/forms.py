@@ -3,7 +3,7 @@ no file name and no declared type."""
 
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from instgenie.types import Notes
 FieldsT = TypeVar("FieldsT", bound=ImageFields)
 
 DATA_URL_PREFIX = r"data:image/[a-z0-9.+-]{1,32}(;[a-z0-9-]{1,32}=[^;,]{0,64}){0,4};base64,"
+MAX_PICTURES = 16  # of one field; OpenAI's limit
 WHITESPACE = b" \t\r\n"  # allowed within base64
 
 
@@ -27,18 +28,21 @@ class EditForm:
     image: bytes | None  # None: a template is named instead
     mask: bytes | None  # None: the whole picture is masked
     notes: Notes  # the form's
+    references: tuple[bytes, ...] = ()  # pictures to look at beside the edited one
 
 
 def read_edit(form: RequestForm, kind: type[EditFields] = EditFields) -> EditForm:
     pictures = take_pictures(kind, form)
     files = take_control_files(form)
     fields = with_control_files(parse_fields(kind, form), files)
-    image = pictures.get("image")
+    images = pictures.get("image", [])
+    image = images[0] if images else None
     if fields.template is None and image is None:
         raise missing_image()
     if fields.template is not None and image is not None:
         raise bad("template", "The request has both an image and a template: one of them is expected.")
-    return EditForm(fields, image, pictures.get("mask"), form.notes)
+    mask = next(iter(pictures.get("mask", ())), None)
+    return EditForm(fields, image, mask, form.notes, tuple(images[1:]))
 
 
 def read_template(form: RequestForm) -> tuple[TemplateFields, bytes]:
@@ -46,7 +50,10 @@ def read_template(form: RequestForm) -> tuple[TemplateFields, bytes]:
     fields = parse_fields(TemplateFields, form)
     if "image" not in pictures:
         raise missing_image()
-    return fields, pictures["image"]
+    image, *others = pictures["image"]
+    if others:
+        raise bad("image", f"There are {1 + len(others)} images: a template is one picture.")
+    return fields, image
 
 
 def take_control_files(form: RequestForm) -> list[bytes]:
@@ -75,25 +82,32 @@ def missing_image() -> ApiError:
     return bad("image", "The field 'image' is missing: a picture is expected.", "missing_required_parameter")
 
 
-def take_pictures(kind: type[Fields], form: RequestForm) -> dict[str, bytes]:
+def take_pictures(kind: type[Fields], form: RequestForm) -> Mapping[str, Sequence[bytes]]:
     """Remove the picture fields from the form and return the encoded pictures by field name."""
     found = {picture.name: take_picture(picture, form) for picture in kind.pictures}
-    return {name: encoded for name, encoded in found.items() if encoded is not None}
+    return {name: encoded for name, encoded in found.items() if encoded}
 
 
-def take_picture(picture: PictureField, form: RequestForm) -> bytes | None:
-    """Remove all fields that carry the picture, in a list or not, and return the one picture they hold."""
+def take_picture(picture: PictureField, form: RequestForm) -> list[bytes]:
+    """Remove all fields that carry the picture, in a list or not, and return the pictures they hold, in their order."""
     sent = [one for name in list(form.values) if is_of(picture, name) for one in form.values.pop(name)]
     if picture.may_be_list and form.is_json:
         sent = [one for value in sent for one in (value if isinstance(value, list) else [value])]
-    if len(sent) > 1:
-        why = (
-            "this model edits one picture and has no use for reference pictures"
-            if picture.may_be_list
-            else "one is expected"
-        )
-        raise bad(picture.name, f"There are {len(sent)} {picture.name}s: {why}.")
-    return picture_bytes(picture.name, sent[0]) if sent else None
+    if len(sent) > 1 and not picture.may_be_list:
+        raise bad(picture.name, f"There are {len(sent)} {picture.name}s: one is expected.")
+    if len(sent) > MAX_PICTURES:
+        raise bad(picture.name, f"There are {len(sent)} {picture.name}s: at most {MAX_PICTURES} are read.")
+    return [picture_bytes(picture.name, one) for one in sent]
+
+
+def check_references(num: int, most: int) -> None:
+    """Raise unless a model that takes `most` references can edit one picture with `num` of them."""
+    if num <= most:
+        return
+    why = "this model edits one picture and has no use for reference pictures"
+    if most:
+        why = f"this model edits the first and looks at {most} other{'s' if most > 1 else ''} at most"
+    raise bad("image", f"There are {1 + num} images: {why}.")
 
 
 def is_of(picture: PictureField, name: str) -> bool:

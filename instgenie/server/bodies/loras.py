@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from instgenie.adapters.registry import RegisteredLora
 from instgenie.cluster.orders import Facts
 from instgenie.pictures.picture import MAX_LORA_SCALE, MAX_LORAS
+from instgenie.server.errors import bad
 from instgenie.types import Notes
 
 NAME_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128}
@@ -77,6 +77,17 @@ LoraName = Annotated[str, Field(min_length=1, max_length=128)]
 LoraScale = Annotated[float, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE)]
 
 
+def asked_loras(loras: list[dict[str, Any]], lora: str | None, scale: float | None) -> list[dict[str, Any]]:
+    """The LoRAs of a request, which names them in a list, or one by itself."""
+    if lora is None and scale is not None:
+        raise bad("lora_scale", "The request has a lora_scale, but no lora: both or neither are expected.")
+    if lora is None:
+        return loras
+    if loras:
+        raise bad("lora", "The request has both lora and loras: one of them is expected.")
+    return [{"name": lora, "scale": 1.0 if scale is None else scale}]
+
+
 def lora_notes(facts: Sequence[Facts], names: Sequence[str]) -> Notes:
     """One sentence on how the LoRAs of a request were applied."""
     told = [one for one in facts if one.loras]
@@ -85,20 +96,10 @@ def lora_notes(facts: Sequence[Facts], names: Sequence[str]) -> Notes:
     latest = max(told, key=lambda one: one.loras.step if one.loras else 0)
     assert latest.loras is not None
     what = f"The LoRA {names[0]!r} was" if len(names) == 1 else f"The LoRAs {', '.join(map(repr, names))} were"
-    if latest.loras.step == 0:
-        return [f"{what} applied from the first of {latest.num_steps} steps."]
     waited = latest.loras.waited_seconds
-    how = f", and the edit waited {waited:.2f} s for it" if waited else ""
-    return [f"{what} applied from step {latest.loras.step + 1} of {latest.num_steps}: until then it was loading{how}."]
-
-
-def lora_answer(lora: RegisteredLora, model: str) -> dict[str, Any]:
-    return {
-        "id": lora.name,
-        "object": "lora",
-        "created": lora.created,
-        "root": lora.path.name,
-        "parent": model,
-        "num_bytes": lora.num_bytes,
-        "shared": not lora.tenant,
-    }
+    how = f", and the edit waited {waited:.2f} s for {'it' if len(names) == 1 else 'them'}" if waited else ""
+    if latest.loras.step == 0:
+        return [f"{what} applied from the first of {latest.num_steps} steps{how}."]
+    loading = "it was" if len(names) == 1 else "they were"
+    from_step = f"from step {latest.loras.step + 1} of {latest.num_steps}"
+    return [f"{what} applied {from_step}: until then {loading} loading{how}."]

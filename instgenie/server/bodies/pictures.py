@@ -106,6 +106,10 @@ def decode_template(image: bytes, max_pixels: int) -> Photo:
     return photo
 
 
+def decode_reference(image: bytes, max_pixels: int) -> Pixels:
+    return open_photo(image, max_pixels).pixels
+
+
 def blank_edit(size: tuple[int, int]) -> tuple[Photo, PixelMask]:
     """Return the picture and the mask of a generation. All of it is masked, so none of the picture remains."""
     blank, mask = np.full((*size, 3), GREY, np.uint8), np.ones(size, np.bool_)

@@ -12,11 +12,6 @@ from instgenie.server.bodies.answers import (
     Error,
     HealthState,
     ImagesAnswer,
-    LoraAnswer,
-    LoraRemoved,
-    LorasAnswer,
-    ModelAnswer,
-    ModelsAnswer,
     TemplateAnswer,
     TemplateLeaving,
     TemplateRemoved,
@@ -31,6 +26,7 @@ from instgenie.server.bodies.fields import (
     VariationFields,
 )
 from instgenie.server.bodies.forms import DATA_URL_PREFIX
+from instgenie.server.bodies.models import LoraAnswer, LoraRemoved, LorasAnswer, ModelAnswer, ModelsAnswer
 from instgenie.server.bodies.status import StatusAnswer
 
 ERRORS = {

@@ -8,19 +8,16 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from instgenie.adapters.controlnets import RegisteredControlNet
-from instgenie.adapters.registry import RegisteredLora
 from instgenie.cluster.cluster import has_asked_for
 from instgenie.cluster.ledger import KeyClaim
 from instgenie.cluster.orders import Order
-from instgenie.errors import ClosedError, ControlError, InstGenieError, MaskError, PictureError
 from instgenie.pictures.cropping import Canvas, choose_box, describe_crop
 from instgenie.pictures.fitting import crop
-from instgenie.pictures.header import Header, crop_bytes, decoding_bytes, kept_bytes
+from instgenie.pictures.header import Header, crop_bytes, kept_bytes
 from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
-from instgenie.server.bodies.answers import EditPending, ModelAnswer, ModelsAnswer, images_answer
+from instgenie.server.bodies.answers import EditPending, images_answer
 from instgenie.server.bodies.controls import is_word
 from instgenie.server.bodies.fields import (
     EditFields,
@@ -30,26 +27,31 @@ from instgenie.server.bodies.fields import (
     answer_size,
     parse_fields,
 )
-from instgenie.server.bodies.forms import EditForm, decode_data_url, read_edit, take_control_files, with_control_files
-from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_control, decode_edit
+from instgenie.server.bodies.forms import (
+    EditForm,
+    check_references,
+    read_edit,
+    take_control_files,
+    with_control_files,
+)
+from instgenie.server.bodies.models import ModelsAnswer, describe_as_model, describe_model
+from instgenie.server.bodies.pictures import (
+    blank_edit,
+    cut_out,
+)
 from instgenie.server.bodies.schema import EARLIER, EDIT, GENERATION, MODEL, MODELS, VARIATION
 from instgenie.server.errors import (
-    ApiError,
     JsonResponse,
     bad,
-    closed,
-    echo,
-    from_control_error,
-    from_user_error,
     not_found,
 )
 from instgenie.server.idempotency import digest, fingerprint_of, key_of, sent_fields
 from instgenie.server.lateness import with_deadline
 from instgenie.server.routes.events import EventStream, Repetition, Submission, answer_headers
+from instgenie.server.routes.opening import open_controls, open_edit, open_references
 from instgenie.server.routes.sending import LargeResponse
 from instgenie.server.runs import DepositedRequest, EditRun
 from instgenie.server.service import (
-    SECONDS_TO_LOAD,
     HttpService,
     deadline_of,
     draw_seed,
@@ -99,15 +101,17 @@ async def run_edit(
     service = service_of(request)
     async with body as edit:
         fields = check_fields(service, edit.fields, edit.notes, tenant_of(request))
+        check_references(len(edit.references), service.model_facts.max_references)
         loras = await service.find_loras(tenant_of(request), fields)
         controls = service.find_controls(fields)
-        if run := await enter_run(request, fields, claim, edit.image, edit.mask):
+        if run := await enter_run(request, fields, claim, edit.image, edit.mask, edit.references):
             if run.tickets:
                 return await answer(repetition(request, run, fields))
             fields = fields.seeded(run.seed)
         admitted = service.admit(request, fields.n)
         opening = open_edit(service, tenant_of(request), edit, admitted)
         photo, mask = await unless_gone(request, in_time(deadline_of(request, fields), opening))
+        references = await open_references(service, edit, admitted)
     if edit.mask is None and mask.all():
         fields = fields.for_whole_picture(service.model_facts, edit.notes)
     notes = edit.notes
@@ -115,7 +119,8 @@ async def run_edit(
     fields.describe_answer(photo.source, notes)
     images = await open_controls(service, admitted, fields, photo.pixels)
     orders = make_orders(request, photo, mask, fields, loras, controls, images)
-    del photo, mask, images
+    orders = [replace(order, references=references) for order in orders]
+    del photo, mask, references, images
     orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
@@ -178,20 +183,18 @@ async def resume(request: Request, claim: KeyClaim, body: DepositedRequest) -> R
     if body.kind == GenerationFields.__name__:
         return await run_generation(request, GenerationFields.model_validate(body.fields), [], claim)
     kind = {one.__name__: one for one in (EditFields, VariationFields)}[body.kind]
-    form = EditForm(kind.model_validate(body.fields), body.image, body.mask, [])
+    form = EditForm(kind.model_validate(body.fields), body.image, body.mask, [], body.references)
     return await run_edit(request, nullcontext(form), claim)
 
 
 @router.get("/models", summary="List the models", **MODELS)
 async def list_models(request: Request) -> Response:
     service = service_of(request)
-    names = service.config.served_model_names
+    names, facts = service.config.served_model_names, service.cluster.model_facts
     loras = await service.decoder.run(service.loras.list, tenant_of(request))
-    listed = [
-        *map(describe_model, names),
-        *(describe_adapter(lora, names[0]) for lora in loras),
-        *(describe_adapter(net, names[0]) for net in service.controlnets.list()),
-    ]
+    listed = [describe_model(name, facts) for name in names]
+    listed += [describe_as_model(lora, names[0]) for lora in loras]
+    listed += [describe_as_model(net, names[0]) for net in service.controlnets.list()]
     return JsonResponse(ModelsAnswer(object="list", data=listed).model_dump(exclude_none=True))
 
 
@@ -201,28 +204,13 @@ async def get_model(request: Request, model: str) -> Response:
     names = service.config.served_model_names
     if model not in names and service.loras.has(model, tenant):
         lora = await service.decoder.run(service.loras.find, model, tenant)
-        return JsonResponse(describe_adapter(lora, names[0]).model_dump())
+        return JsonResponse(describe_as_model(lora, names[0]).model_dump(exclude_none=True))
     if model not in names and service.controlnets.has(model):
-        return JsonResponse(describe_adapter(service.controlnets.find(model), names[0]).model_dump())
+        net = service.controlnets.find(model)
+        return JsonResponse(describe_as_model(net, names[0]).model_dump(exclude_none=True))
     if model not in names:
         raise not_found("model", model, "model_not_found", "model")
-    return JsonResponse(describe_model(model).model_dump(exclude_none=True))
-
-
-def describe_model(name: str) -> ModelAnswer:
-    return ModelAnswer(id=name, object="model", created=0, owned_by="instgenie")
-
-
-def describe_adapter(adapter: RegisteredLora | RegisteredControlNet, model: str) -> ModelAnswer:
-    """A LoRA or a ControlNet among the models, as vLLM lists them."""
-    return ModelAnswer(
-        id=adapter.name,
-        object="model",
-        created=adapter.created,
-        owned_by="instgenie",
-        root=adapter.path.name,
-        parent=model,
-    )
+    return JsonResponse(describe_model(model, service.cluster.model_facts).model_dump(exclude_none=True))
 
 
 def check_fields(service: HttpService, fields: FieldsT, notes: Notes, tenant: str) -> FieldsT:
@@ -238,71 +226,6 @@ def check_fields(service: HttpService, fields: FieldsT, notes: Notes, tenant: st
     fields.describe(notes)
     notes.extend(service.vocabulary.notes(fields.prompt))
     return fields.guided(service.model_facts, notes)
-
-
-async def open_edit(service: HttpService, tenant: str, edit: EditForm, admitted: Admitted) -> tuple[Photo, PixelMask]:
-    """Decode the picture and the mask of an edit, once the headers show that there is room for both."""
-    fields, decoder = edit.fields, service.decoder
-    size = answer_size(fields.size, decoder.max_pixels)
-    try:
-        headers = [await decoder.header(edit.mask, MaskError)] if edit.mask else []
-        if edit.image is None:
-            name = fields.template or ""
-            own = template_header(service, tenant, name)
-            admitted.keep(kept_bytes(own, size))
-            image: bytes | Pixels = await template_picture(service, tenant, name)
-        else:
-            own = await decoder.header(edit.image, PictureError)
-            admitted.keep(kept_bytes(own, size))
-            image = edit.image
-        sources = EditSources(
-            image, edit.mask, fields.mask_mode, size, fields.fit, fields.metadata, fields.reads_alpha, edit.notes
-        )
-        return await admitted.decode(decoding_bytes(own, *headers), decode_edit, sources, decoder.max_pixels)
-    except InstGenieError as error:
-        raise from_user_error(error) from None
-
-
-async def open_controls(
-    service: HttpService, admitted: Admitted, fields: ImageFields, picture: Pixels
-) -> tuple[Pixels, ...]:
-    """Decode or make the images of a request's ControlNets, one after the other."""
-    images = []
-    own = Header(picture.shape[1], picture.shape[0])
-    for control in fields.controls:
-        admitted.keep(kept_bytes(own, None))
-        try:
-            image: str | bytes = control["image"]
-            header = own
-            if isinstance(image, str) and not is_word(image):
-                image = await service.decoder.run(decode_data_url, "controls", image)
-                header = await service.decoder.header(image, PictureError)
-            max_pixels = service.config.max_pixels
-            needed = decoding_bytes(own, header)
-            images.append(await admitted.decode(needed, decode_control, image, picture, max_pixels))
-        except ControlError as error:
-            raise from_control_error(error) from None
-        except PictureError as error:
-            raise bad("controls", f"The control image cannot be used: {error}.") from None
-    return tuple(images)
-
-
-def template_header(service: HttpService, tenant: str, name: str) -> Header:
-    status = service.cluster.template(tenant, name)
-    if status is None:
-        raise not_found("template", name, "template_not_found", "template")
-    return Header(status.width, status.height)
-
-
-async def template_picture(service: HttpService, tenant: str, name: str) -> Pixels:
-    try:
-        picture = await service.cluster.picture(tenant, name)
-    except ClosedError:
-        raise closed("The template's picture cannot be read at present.", SECONDS_TO_LOAD, "unavailable") from None
-    if picture is None:
-        message = f"The picture of the template {echo(name)} is no longer kept: send it as the image."
-        raise ApiError(404, message, "template_picture_dropped", "template")
-    return picture
 
 
 def make_orders(
@@ -334,6 +257,7 @@ def make_orders(
             num_partials=fields.partial_images,
             may_store=fields.store,
             trace=trace_of(request),
+            sees_picture=service_of(request).model_facts.sees_picture and not isinstance(fields, GenerationFields),
         )
         for seed in range(first_seed, first_seed + fields.n)
     ]
@@ -359,7 +283,12 @@ async def crop_orders(
 
 
 async def enter_run(
-    request: Request, fields: ImageFields, claim: KeyClaim | None, image: bytes | None = None, mask: bytes | None = None
+    request: Request,
+    fields: ImageFields,
+    claim: KeyClaim | None,
+    image: bytes | None = None,
+    mask: bytes | None = None,
+    references: tuple[bytes, ...] = (),
 ) -> EditRun | None:
     """The run of a request's idempotency key; None: it has none. A run without tickets is to be submitted."""
     service, kind = service_of(request), type(fields).__name__
@@ -367,11 +296,11 @@ async def enter_run(
         key = key_of(request, fields)
         if key is None:
             return None
-        fingerprint = await service.decoder.run(fingerprint_of, kind, fields, image, mask)
+        fingerprint = await service.decoder.run(fingerprint_of, kind, fields, image, mask, *references)
         claim = KeyClaim(digest(tenant_of(request), key), fingerprint)
     run = await unless_gone(request, service.idempotency.enter(request, tenant_of(request), claim))
     if not run.tickets and service.cluster.deposits.is_shared:
-        run.request = DepositedRequest(kind, sent_fields(fields), image, mask)
+        run.request = DepositedRequest(kind, sent_fields(fields), image, mask, references)
     return run
 
 

@@ -7,9 +7,8 @@ from starlette.responses import Response
 from instgenie.adapters.registry import RegisteredLora
 from instgenie.cluster.cluster import layers_of
 from instgenie.errors import LoraError
-from instgenie.server.bodies.answers import LoraAnswer, LoraRemoved, LorasAnswer
 from instgenie.server.bodies.fields import LoraFields, parse_fields
-from instgenie.server.bodies.loras import lora_answer
+from instgenie.server.bodies.models import LoraAnswer, LoraRemoved, LorasAnswer, describe_lora
 from instgenie.server.bodies.schema import LORA, LORAS, ONE_LORA, REMOVED_LORA
 from instgenie.server.errors import JsonResponse, bad, from_lora_error
 from instgenie.server.service import HttpService, service_of, tenant_of
@@ -63,4 +62,4 @@ async def delete_lora(request: Request, name: str) -> Response:
 
 
 def describe(service: HttpService, lora: RegisteredLora) -> LoraAnswer:
-    return LoraAnswer(**lora_answer(lora, service.config.served_model_names[0]))
+    return describe_lora(lora, service.config.served_model_names[0])

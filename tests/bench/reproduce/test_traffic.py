@@ -10,7 +10,7 @@ import pytest
 
 from instgenie.bench.pictures import draw_mask
 from instgenie.bench.reproduce import serving
-from instgenie.bench.reproduce.serving import Run, Served, Session, Watch
+from instgenie.bench.reproduce.serving import Run, Served, Session, Step, Watch
 from instgenie.bench.reproduce.traffic import fit_line, side_seconds
 from instgenie.bench.workload import Arrival
 from instgenie.cluster.cluster import Cluster
@@ -70,8 +70,10 @@ def test_edits_are_sent_when_they_arrive_however_long_their_masks_take_to_draw(m
 def test_finishing_is_learnt_as_a_line_over_masked_tokens() -> None:
     """Threads take the last tenth of a second."""
     facts = [replace(FACTS, num_masked_tokens=num, finish_seconds=0.2 + 0.01 * num + 0.1) for num in (10, 20, 60)]
-    run = Run(ClusterConfig(), 1.0, [Served(ARRIVAL, 1.0, one) for one in facts], [], [], [])
+    steps = [Step(0, 1.0, between, ()) for between in (0.0, 0.02)]
+    run = Run(ClusterConfig(), 1.0, [Served(ARRIVAL, 1.0, one) for one in facts], steps, [], [])
     side = side_seconds(run)
+    assert side.between == pytest.approx(0.01)
     assert (side.decode, side.decode_token) == pytest.approx((0.2, 0.01))
     assert (side.prepare, side.finish_thread) == pytest.approx((0.1, 0.1))
     assert side.finish_seconds(30) == pytest.approx(0.6)

@@ -1,5 +1,6 @@
 """One Ray cluster for all tests here. They are skipped where Ray is not installed."""
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     from helpers.rays import RayNodes
 
 pytest.importorskip("ray")
+logging.setLogRecordFactory(logging.LogRecord)  # Ray's own adds a field to every line of the log
 
 
 @pytest.fixture(scope="session")

@@ -46,8 +46,9 @@ def serve(listener: socket.socket, parent: int) -> dict[str, Any]:
             os._exit(0)
         elif file == listener.fileno():
             asker, _ = listener.accept()
-            data, files, _, _ = socket.recv_fds(asker, MAX_REQUEST_BYTES, 4)
+            data, files, _, _ = receive(asker)
             if not data:  # it was killed
+                asker.close()
                 continue
             if (pid := os.fork()) == 0:
                 for descriptor in (listener.detach(), asker.detach(), parent, *forks):
@@ -57,7 +58,8 @@ def serve(listener: socket.socket, parent: int) -> dict[str, Any]:
                 return json.loads(data) | {"files": files, "server": server}
             for descriptor in files:
                 os.close(descriptor)
-            asker.send(str(pid).encode())
+            with suppress(OSError):  # it was killed, which is seen below
+                asker.send(str(pid).encode())
             forks[ended := os.pidfd_open(pid)] = Fork(pid, asker)
             poll.register(ended, select.POLLIN)
             poll.register(asker, select.POLLIN)
@@ -66,14 +68,22 @@ def serve(listener: socket.socket, parent: int) -> dict[str, Any]:
             _, status = os.waitpid(fork.pid, 0)
             poll.unregister(file)
             os.close(file)
-            with suppress(BrokenPipeError, KeyError):  # what asked was killed
-                fork.asker.send(str(os.waitstatus_to_exitcode(status)).encode())
+            with suppress(KeyError):  # what asked was killed before
                 poll.unregister(fork.asker)
+            with suppress(OSError):  # it was killed just now
+                fork.asker.send(str(os.waitstatus_to_exitcode(status)).encode())
             fork.asker.close()
         else:  # what asked was killed
+            poll.unregister(file)
             [fork] = [fork for fork in forks.values() if fork.asker.fileno() == file]
             os.kill(fork.pid, signal.SIGKILL)
-            poll.unregister(file)
+
+
+def receive(asker: socket.socket) -> tuple[bytes, list[int], int, Any]:
+    try:
+        return socket.recv_fds(asker, MAX_REQUEST_BYTES, 4)
+    except ConnectionResetError:
+        return b"", [], 0, None
 
 
 def become(request: dict[str, Any]) -> None:

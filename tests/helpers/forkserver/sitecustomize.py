@@ -81,12 +81,16 @@ def connect(folder):
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with open(f"{place}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not os.path.exists(place):
+        try:
+            server.connect(place)
+        except (FileNotFoundError, ConnectionRefusedError):  # nobody has started it, or it has died
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                if os.path.exists(place):
+                    os.unlink(place)
                 listener.bind(place)
                 listener.listen(100)
                 start_server(listener.fileno(), environment, f"{place}.log")
-        server.connect(place)
+            server.connect(place)
     return server
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from instgenie.adapters.controlnets import ControlNetRegistry
 from instgenie.engine.prepare import draw_noise, prepare
 from instgenie.errors import ControlError
-from instgenie.models.flux.controls import residual_behind
+from instgenie.models.joint.controls import residual_behind
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model, unpack_latents
 from instgenie.types import ControlUse, Edit

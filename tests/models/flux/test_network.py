@@ -11,9 +11,10 @@ from torch import Tensor
 
 from instgenie.jobs.job import Branch, Job, Template
 from instgenie.jobs.sampler import FlowSchedule
-from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel
-from instgenie.models.flux.network import embed_positions, embed_prompt, velocity
+from instgenie.models.flux.network import embed_positions
+from instgenie.models.joint.batch import pack
+from instgenie.models.joint.network import velocity
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ def stock(model: FluxModel, sequence: Sequence, dtype: torch.dtype) -> Tensor:
 
 def ragged(model: FluxModel, sequences: list[Sequence], dtype: torch.dtype) -> list[Tensor]:
     batch = pack([make_job(model, sequence, dtype) for sequence in sequences])
-    return list(velocity(model.transformer, batch).split(batch.layout.num_image))
+    return list(velocity(model.joint_network, batch).split(batch.layout.num_image))
 
 
 def make_job(model: FluxModel, sequence: Sequence, dtype: torch.dtype) -> Job:
-    text = embed_prompt(model.transformer, sequence.text.to(dtype))
+    text = model.joint_network.embed_prompt(sequence.text.to(dtype))
     rotary = embed_positions(model.transformer, len(text), sequence.grid)
     image = sequence.image
     return Job(

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -17,7 +18,6 @@ from instgenie.engine.register import register, reuse
 from instgenie.errors import ConfigError, ModelError
 from instgenie.kernels.quantize import Fp8Rows, quantize_rows
 from instgenie.models.families import FAMILIES
-from instgenie.models.flux.network import join_projections
 from instgenie.models.layers.fp8_linear import Fp8Linear, quantizable, quantize_layers
 from instgenie.models.layers.linear import as_one, join, linear, linears
 from instgenie.models.loading.load import load
@@ -36,13 +36,9 @@ def low(models: dict[str, Model]) -> Model:
 
 def quantized(model: Model) -> Model:
     """The same model with layers of low precision."""
-    found = copy.copy(model)
     network = copy.deepcopy(model.network)
-    object.__setattr__(found, model.network_name, network)
-    for name in ("positions", "cross", "modulation", "digest"):
-        found.__dict__.pop(name, None)  # what the model derives from its network
     quantize_layers(network, FAMILIES[model.family].fp8_layers, model.device)
-    return found
+    return replace(model, **{model.network_name: network})
 
 
 def test_products_over_tokens_are_of_low_precision_and_the_others_are_not(low: Model, models: dict[str, Model]) -> None:
@@ -133,15 +129,13 @@ def test_joined_layers_are_one_product(is_low: bool, has_bias: bool) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["blend_guided", "fill"])
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd3"])
 @pytest.mark.parametrize("is_low", [False, True])
 def test_a_network_of_joined_layers_computes_the_same(models: dict[str, Model], family: str, is_low: bool) -> None:
     whole = quantized(models[family]) if is_low else models[family]
-    joined = copy.copy(whole)
-    object.__setattr__(joined, "transformer", copy.deepcopy(whole.network))
-    joined.__dict__.pop("modulation", None)
-    join_projections(joined.network)
-    attn = joined.network.single_transformer_blocks[0].attn
+    joined = replace(whole, transformer=copy.deepcopy(whole.network))
+    joined.joint_network.join_projections()
+    attn = joined.network.transformer_blocks[0].attn
     assert as_one([attn.to_q.weight, attn.to_k.weight, attn.to_v.weight]) is not None
     edits = [make_edit(size=(32, 32), steps=2, share=share, true_guidance=2.0) for share in (0.2, 0.5)]
     for kind in ("kv", "y"):

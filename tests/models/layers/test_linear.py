@@ -11,12 +11,15 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Job
-from instgenie.models.flux import modulation
 from instgenie.models.flux import network as flux_network
-from instgenie.models.flux.batch import FluxBatch
+from instgenie.models.joint import block as joint_block
+from instgenie.models.joint import modulation
+from instgenie.models.joint import network as joint_network
+from instgenie.models.joint.batch import JointBatch
 from instgenie.models.layers import feed_forward, resnet
 from instgenie.models.layers.linear import EACH_BRANCH, Owners, linear
 from instgenie.models.model import Model
+from instgenie.models.sd3 import network as sd3_network
 from instgenie.models.unet import network as unet_network
 from instgenie.models.unet.batch import UnetBatch
 
@@ -45,9 +48,11 @@ class Recording:
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     recording = Recording()
-    for module in (flux_network, modulation, unet_network, feed_forward, resnet):
+    joint = joint_block, joint_network, modulation, flux_network, sd3_network
+    for module in (*joint, unet_network, feed_forward, resnet):
         monkeypatch.setattr(module, "linear", recording)
-    monkeypatch.setattr(flux_network, "linears", recording.several)
+    for module in (joint_block, flux_network):
+        monkeypatch.setattr(module, "linears", recording.several)
     return recording
 
 
@@ -65,7 +70,7 @@ def repeat(counts: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl"])
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl", "sd3"])
 def test_every_linear_layer_is_seen(models: dict[str, Model], family: str, recording: Recording) -> None:
     model = models[family]
     jobs = make_jobs(model, "kv")
@@ -87,7 +92,7 @@ def test_owners_in_a_flux(models: dict[str, Model], recording: Recording) -> Non
     jobs = make_jobs(model, "kv")
     recording.seen.clear()
     packed = model.pack(jobs)
-    assert isinstance(packed, FluxBatch)
+    assert isinstance(packed, JointBatch)
     model.run(packed)
     steps = [job.num_steps for job in jobs for _ in job.branches]  # modulated by one product per layer
     texts = [len(branch.text) for job in jobs for branch in job.branches]

@@ -11,7 +11,14 @@ from instgenie.models.loading.load import load
 from instgenie.models.recipe import Recipe
 from instgenie.models.unet.family import sd21_others
 
-PUBLISHED = {"flux.1-dev": 11_901_408_320, "sdxl-base-1.0": 2_567_463_684, "sd2.1": 865_910_724}
+PUBLISHED = {
+    "flux.1-dev": 11_901_408_320,
+    "flux.1-kontext-dev": 11_901_408_320,
+    "sd3.5-large": 8_056_627_520,
+    "sd3.5-medium": 2_243_171_520,
+    "sdxl-base-1.0": 2_567_463_684,
+    "sd2.1": 865_910_724,
+}
 
 
 @pytest.mark.parametrize("name", DUMMIES)
@@ -27,7 +34,7 @@ def test_published_shapes(name: str) -> None:
 
 def test_unknown() -> None:
     assert find_dummy("dummy:sd2.1") == (FAMILIES["unet"], FAMILIES["unet"].dummies["sd2.1"])
-    with pytest.raises(ModelError, match=r"'dummy:sd9': dummy:flux.1-dev, dummy:sdxl-base-1.0, dummy:sd2.1 are"):
+    with pytest.raises(ModelError, match=r"'dummy:sd9': dummy:flux.1-dev, dummy:flux.1-kontext-dev, .*dummy:sd2.1 are"):
         load("dummy:sd9", "cpu")
 
 

@@ -35,6 +35,7 @@ def test_facts(models: dict[str, Model]) -> None:
         "blend": (False, 4, 4, 5, 4, 0.0),
         "blend_guided": (False, 4, 4, 7, 28, 3.5),
         "fill": (True, 8, 5, 6, 50, 30.0),
+        "kontext": (False, 4, 4, 6, 28, 3.5),
     }
 
 
@@ -154,7 +155,8 @@ def test_parameters_are_counted(folders: dict[str, Path], models: dict[str, Mode
         model = models[family]
         pipeline = folder_module.check_index(folders[family])
         parts = [getattr(model, part) for part in PIPELINES[pipeline].weights_of(pipeline)]
-        expected = sum(parameter.numel() for part in parts for parameter in part.parameters())
+        values = (value for part in parts for value in part.state_dict().values())  # parameters and tables
+        expected = sum(value.numel() for value in values)
         assert folder_module.count_parameters(folders[family], pipeline) == pytest.approx(expected, rel=0.01)
 
 

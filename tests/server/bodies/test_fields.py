@@ -53,7 +53,7 @@ def test_an_error_names_the_field_and_the_value(values: dict[str, Any], param: s
 
 def test_pictures_are_taken_out_of_the_form() -> None:
     sent = RequestForm({"outline": [b"1"], "photo[]": [b"2"], "reuse": ["off"]})
-    assert take_pictures(SampleFields, sent) == {"outline": b"1", "photo": b"2"}
+    assert take_pictures(SampleFields, sent) == {"outline": [b"1"], "photo": [b"2"]}
     assert list(sent.values) == ["reuse"]
     listed = form(is_json=True, outline=["data:image/png;base64,MQ=="])
     with pytest.raises(ApiError, match=r"The field 'outline' is .* a picture as a data: URL is expected"):

@@ -1,147 +1,25 @@
-"""The ragged batch of a Flux: tokens of all jobs packed into one tensor, differences between jobs as columns.
+"""The ragged batch of models whose text flows beside the image: tokens of all jobs packed into one tensor, differences
+between jobs as columns.
 
 Knows tokens, branches and plans; knows no prompt and no module of a model. Tokens lie one branch after the other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate, islice
-from operator import and_
+from itertools import accumulate
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from instgenie.adapters.applied import BatchLoras
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, JobRows, RowReader, StepRows
 from instgenie.jobs.tokens import JobTokens, concat
 from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
-from instgenie.kernels.heads import HeadPlaces
-from instgenie.models.flux.controls import Depth, FluxResiduals, pack_residuals
-from instgenie.models.layers.linear import Owners
-from instgenie.models.packed import Column, LeftOut, PackedBatch, Static, loras_of
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Which tokens a block computes and where they lie. The joint tokens of a branch are its text, then its image; rows
-    give the branch that each token belongs to, places where each token goes."""
-
-    cached: Static[tuple[bool, ...]]  # per job: True if its masked tokens are computed alone
-    num_branches: Static[tuple[int, ...]]  # per job
-    num_text: Static[tuple[int, ...]]  # per branch
-    num_all_text: Static[tuple[int, ...]]  # per branch, including padding that is not computed
-    num_image: Static[tuple[int, ...]]  # per branch
-    num_all: Static[tuple[int, ...]]  # per branch, image tokens including those that are not computed
-    rotary: Column[Tensor]  # [joint tokens, head channels / 2]
-    text_rows: Column[Tensor]  # [text tokens]
-    image_rows: Column[Tensor]  # [image tokens]
-    joint_rows: Column[Tensor]  # [joint tokens]
-    text_places: Column[HeadPlaces]
-    image_places: Column[HeadPlaces]
-    joint_places: Column[HeadPlaces]
-    loras: LeftOut[BatchLoras | None] = None
-
-    @cached_property
-    def num_joint(self) -> tuple[int, ...]:
-        return tuple(text + image for text, image in zip(self.num_text, self.num_image, strict=True))
-
-    @cached_property
-    def num_keys(self) -> tuple[int, ...]:
-        return tuple(text + image for text, image in zip(self.num_all_text, self.num_all, strict=True))
-
-    @cached_property
-    def text_owners(self) -> Owners:
-        return Owners(self.text_rows, loras=self.loras, counts=self.num_text)
-
-    @cached_property
-    def image_owners(self) -> Owners:
-        return Owners(self.image_rows, loras=self.loras, counts=self.num_image)
-
-    @cached_property
-    def joint_owners(self) -> Owners:
-        return Owners(self.joint_rows, loras=self.loras, counts=self.num_joint)
-
-    def kept_keys(self, num_text: Sequence[int]) -> list[list[slice]]:
-        """Per job and branch, the slice of the keys that belongs to its image tokens, each token at its own place, and
-        for jobs whose activations keep text to its text too. `num_text` has the text tokens that are kept, per job."""
-        branches = zip(accumulate(self.num_keys), self.num_all, strict=True)
-        kept = zip(num_text, self.num_branches, strict=True)
-        return [[slice(end - image - text, end) for end, image in islice(branches, num)] for text, num in kept]
-
-    def join(self, text: Tensor, image: Tensor) -> Tensor:
-        """[text tokens, ...] and [image tokens, ...] -> [joint tokens, ...]"""
-        pairs = zip(text.split(self.num_text), image.split(self.num_image), strict=True)
-        return torch.cat([part for pair in pairs for part in pair])
-
-    def part(self, joint: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Per branch [joint tokens, ...] -> [text tokens, ...] and [image tokens, ...]; views if there is one branch"""
-        sizes = zip(self.num_text, self.num_image, strict=True)
-        texts, images = zip(*(one.split(size) for one, size in zip(joint, sizes, strict=True)), strict=True)
-        return concat(texts), concat(images)
-
-
-@lru_cache(maxsize=16)  # jobs that stay together keep their layouts from step to step
-def lay_out(tokens: tuple[JobTokens, ...], cached: tuple[bool, ...], keeps_text: tuple[bool, ...]) -> Layout:
-    """Numbers that do not depend on the mask are counted in main memory and move to the device in one copy: the device
-    waits for every launch that a changed batch needs. A cached block reads the padding of a text that is kept."""
-    jobs = list(zip(tokens, cached, map(and_, cached, keeps_text), strict=True))
-    members = [(own, narrow) for own, narrow, _ in jobs for _ in own.num_text]
-    num_text = np.array([num for own, _, reads_padding in jobs for num in own.num_computed_text(reads_padding)])
-    num_all_text = np.array([num for own in tokens for num in own.num_text])
-    num_image = np.array([own.num_image(narrow) for own, narrow in members])
-    num_all = np.array([own.num_all for own, _ in members])
-    first_text, first_image, first_key = (starts(nums) for nums in (num_text, num_image, num_all_text + num_all))
-    counted = [rows(nums) for nums in (num_text, num_image, num_text + num_image)]
-    texts, images, joint = (np.arange(len(found)) for found in counted)
-    of_text, of_image, _ = counted
-    counted += [joint, texts + first_image[of_text], images + (first_text + num_text)[of_image]]
-    counted += [texts + (first_key - first_text)[of_text], (first_key + num_all_text)[of_image]]
-    moved = to_device(counted, tokens[0].inside.device)
-    text_rows, image_rows, joint_rows, joint_places, text_places, image_places, text_keys, image_starts = moved
-    image_keys = image_starts + concat([own.computed(narrow) for own, narrow in members])
-    joint_keys = torch.empty_like(joint_places)
-    joint_keys[text_places], joint_keys[image_places] = text_keys, image_keys
-    return Layout(
-        cached=cached,
-        num_branches=tuple(len(own.num_text) for own in tokens),
-        num_text=tuple(num_text.tolist()),
-        num_all_text=tuple(num_all_text.tolist()),
-        num_image=tuple(num_image.tolist()),
-        num_all=tuple(num_all.tolist()),
-        rotary=concat([table for own, narrow, reads_padding in jobs for table in own.tables(narrow, reads_padding)]),
-        text_rows=text_rows,
-        image_rows=image_rows,
-        joint_rows=joint_rows,
-        text_places=HeadPlaces(text_places, text_keys),
-        image_places=HeadPlaces(image_places, image_keys),
-        joint_places=HeadPlaces(joint_places, joint_keys),
-    )
-
-
-def to_device(columns: Sequence[NDArray[np.int64]], device: torch.device) -> Sequence[Tensor]:
-    """Move columns in one asynchronous copy. Each begins at an even place, as kernels prefer it."""
-    places = starts(np.array([len(column) + len(column) % 2 for column in columns]))
-    together = torch.empty(int(places[-1]) + len(columns[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
-    for place, column in zip(places, columns, strict=True):
-        together[place : place + len(column)] = torch.from_numpy(column)
-    moved = together.to(device, non_blocking=True)
-    return [moved[place : place + len(column)] for place, column in zip(places, columns, strict=True)]
-
-
-def starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(2, 3, 1) -> [0, 2, 5]"""
-    return lengths.cumsum() - lengths
-
-
-def rows(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(2, 3) -> [0, 0, 1, 1, 1]"""
-    return np.arange(len(lengths)).repeat(lengths)
+from instgenie.models.joint.controls import BlockResiduals, Depth, pack_residuals
+from instgenie.models.joint.layout import Layout, lay_out
+from instgenie.models.packed import Column, PackedBatch, Static, loras_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +51,7 @@ class TemplateColumns:
 
 
 @dataclass(frozen=True, eq=False)
-class FluxBatch(PackedBatch):
+class JointBatch(PackedBatch):
     """One step of jobs of any sizes: what the model sees, and the layouts of its blocks."""
 
     kinds: Static[tuple[Kind | None, ...]]  # per job, of the activations it reads or keeps
@@ -184,12 +62,13 @@ class FluxBatch(PackedBatch):
     image_tokens: Column[tuple[ImageTokens, ...]]  # per job
     layouts: Column[dict[tuple[bool, ...], Layout]]
     image: Column[Tensor]  # [image tokens, latent + conditioning channels]
+    positions: Column[Tensor | None]  # [image tokens], for models that embed positions with the image
     text: Column[Tensor]  # [text tokens, width]
     pooled: Column[Tensor]  # [branches, pooled channels]
     sigma: Column[Tensor]  # [branches]
     guidance: Column[Tensor]  # [branches]
     template: Column[TemplateColumns | None]  # if any job reads Y
-    control: Column[FluxResiduals | None]  # if ControlNets guide any job
+    control: Column[BlockResiduals | None]  # if ControlNets guide any job
     modulation: Column[Tensor | None]  # [branches, outputs of all modulation layers]; None: blocks compute their own
 
     @property
@@ -257,7 +136,7 @@ class FluxBatch(PackedBatch):
         last = self.layouts[self.cached[-1]]
         velocities = iter(predicted.split(last.num_image))
         return [
-            [next(velocities)[: len(job.inside) if narrow else None] for _ in job.branches]
+            [next(velocities)[: len(job.inside if narrow else job.masked)] for _ in job.branches]
             for job, narrow in zip(self.jobs, last.cached, strict=True)
         ]
 
@@ -291,9 +170,12 @@ def pack(
     pads: bool = False,
     step_rows: StepRows = OWN_ROWS,
     modulation: Tensor | None = None,
+    positions: Callable[[tuple[int, int]], Tensor] | None = None,
     depth: Depth = (0, 0),
-) -> FluxBatch:
-    """With `pads`, lists of masked tokens are as long as those of many other masks."""
+) -> JointBatch:
+    """With `pads`, lists of masked tokens are as long as those of many other masks. `positions` gives the positions of
+    the tokens of a grid, for models that embed them; `depth` the double and single blocks, for models that ControlNets
+    guide."""
     pairs = list(branches(jobs))
     tokens = tuple(job.padded_tokens if pads else job.tokens for job in jobs)
     num_blocks = max(len(job.plan) for job in jobs)
@@ -301,11 +183,14 @@ def pack(
     kinds = tuple(job.activations.kind if job.activations else None for job in jobs)
     seen = [inputs(job, own) for job, own in zip(jobs, tokens, strict=True)]
     image = concat([one for job, one in zip(jobs, seen, strict=True) for _ in job.branches])
+    where = [
+        chosen(positions(job.grid), job, own) if positions else None for job, own in zip(jobs, tokens, strict=True)
+    ]
     num_text = tuple(job.activations.num_text if job.activations else 0 for job in jobs)
     keeps_text = tuple(num > 0 for num in num_text)
     loras = loras_of(jobs)
     layouts = {narrow: lay_out(tokens, narrow, keeps_text) for narrow in dict.fromkeys(cached)}
-    return FluxBatch(
+    return JointBatch(
         jobs=tuple(jobs),
         rows=JobRows(readers_of(jobs), step_rows),
         loras=loras,
@@ -318,6 +203,9 @@ def pack(
         image_tokens=tuple(map(image_tokens, tokens, num_text)),
         layouts={narrow: replace(one, loras=loras) for narrow, one in layouts.items()} if loras else layouts,
         image=image.to(pairs[0][1].text.dtype),
+        positions=concat([one for job, one in zip(jobs, where, strict=True) for _ in job.branches if one is not None])
+        if positions
+        else None,
         text=concat([text for job, keeps in zip(jobs, keeps_text, strict=True) for text in texts(job, keeps)]),
         pooled=torch.stack([branch.pooled for _, branch in pairs]),
         sigma=torch.stack([job.timestep for job, _ in pairs]),
@@ -346,7 +234,8 @@ def template_columns(jobs: Sequence[Job]) -> TemplateColumns:
 
 def kept_rotary(job: Job) -> Tensor:  # [tokens whose rows its activations keep, head channels / 2]
     keeps_text = job.activations is not None and job.activations.num_text > 0
-    return job.branches[0].rotary if keeps_text else job.image_rotary
+    branch = job.branches[0]  # all have the same positions
+    return branch.rotary if keeps_text else branch.rotary[len(branch.text) :]
 
 
 def texts(job: Job, keeps_text: bool) -> tuple[Tensor, ...]:
@@ -357,6 +246,11 @@ def texts(job: Job, keeps_text: bool) -> tuple[Tensor, ...]:
 
 def inputs(job: Job, tokens: JobTokens) -> Tensor:  # [image tokens that the first block computes, channels]
     image = torch.cat([job.latents, job.conditioning], dim=1)
+    return chosen(image if job.reference is None else torch.cat([image, job.reference]), job, tokens)
+
+
+def chosen(image: Tensor, job: Job, tokens: JobTokens) -> Tensor:
+    """Of all image tokens, those that the first block computes."""
     return image[tokens.inside] if job.is_cached(0) else image
 
 

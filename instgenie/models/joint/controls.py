@@ -1,4 +1,4 @@
-"""Residuals of ControlNets in a packed batch of Flux: rows that are added to image tokens behind blocks.
+"""Residuals of ControlNets in a packed batch: rows that are added to image tokens behind blocks.
 
 A ControlNet has fewer blocks than the transformer; each of its residuals serves several blocks. Jobs of a batch may
 have ControlNets of different depths, or none, so the rows of a batch are put together per block.
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from instgenie.jobs.job import Job
@@ -19,7 +20,7 @@ Depth = tuple[int, int]  # double and single blocks
 
 
 @dataclass(frozen=True, eq=False)
-class FluxResiduals:
+class BlockResiduals:
     numbers: Static[tuple[int | None, ...]]  # per block, which of the rows are added behind it; None: none
     rows: Column[tuple[Tensor, ...]]  # [image tokens, width] each
 
@@ -30,7 +31,7 @@ class FluxResiduals:
 
 def pack_residuals(
     jobs: Sequence[Job], tokens: Sequence[JobTokens], cached: Sequence[tuple[bool, ...]], depth: Depth
-) -> FluxResiduals | None:
+) -> BlockResiduals | None:
     """Waits for the residuals of the jobs. `cached` says per block and job whether masked tokens are computed alone."""
     found = [list(job.residuals.result()) if job.residuals else [] for job in jobs]
     if not any(found):
@@ -50,7 +51,7 @@ def pack_residuals(
             chosen = [None if number is None else own[number] for own, number in zip(found, serving, strict=True)]
             rows.append(join_rows(jobs, tokens, narrow, chosen))
         numbers.append(made[serving, narrow])
-    return FluxResiduals(tuple(numbers), tuple(rows))
+    return BlockResiduals(tuple(numbers), tuple(rows))
 
 
 def residual_behind(block: int, job: Job, depth: Depth) -> int | None:
@@ -88,6 +89,7 @@ def lay_out_rows(job: Job, tokens: JobTokens, alone: bool, residual: Tensor) -> 
     if alone:
         return residual[:, tokens.inside]
     if not is_narrow:
-        return residual
+        num_beside = tokens.num_all - residual.shape[1]  # tokens of references, which have none
+        return F.pad(residual, (0, 0, 0, num_beside)) if num_beside else residual
     whole = residual.new_zeros(len(residual), tokens.num_all, residual.shape[2])
     return whole.index_copy_(1, job.inside, residual)

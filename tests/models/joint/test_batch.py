@@ -10,7 +10,8 @@ from helpers.jobs import CHANNELS, WIDTH, make_ragged
 from instgenie.jobs.activations import Activations, Key
 from instgenie.jobs.job import Job
 from instgenie.jobs.rows import OWN_ROWS
-from instgenie.models.flux.batch import pack, rows
+from instgenie.models.joint.batch import pack
+from instgenie.models.joint.layout import rows
 
 
 @pytest.fixture

@@ -1,27 +1,35 @@
-"""Shifts, scales and gates of all blocks of a Flux. They depend on the time, the guidance and the pooled prompt, and on
-no token.
+"""Shifts, scales and gates of all blocks. They depend on the time, the guidance and the pooled prompt, and on no token.
 
-The layers that compute them hold a quarter of the transformer's weights. A step that multiplied by them would read all
-of these for one row per branch. So a job computes the columns of many steps at once, in one product per layer, and a
-step reads its row.
+The layers that compute them hold a quarter of the weights of a Flux. A step that multiplied by them would read all of
+these for one row per branch. So a job computes the columns of many steps at once, in one product per layer, and a step
+reads its row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
-from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
 from instgenie.adapters.applied import AppliedLoras
 from instgenie.jobs.job import Job
-from instgenie.models.layers.linear import EACH_BRANCH, Owners, call, linear
+from instgenie.models.layers.linear import EACH_BRANCH, Owners, linear
 from instgenie.models.packed import loras_of
 
 MAX_STEPS = 32  # whose columns a job keeps: for FLUX.1-dev 2 MB each
+
+
+class Modulated(Protocol):
+    """A network whose blocks are modulated."""
+
+    @property
+    def modulation_layers(self) -> list[nn.Linear]: ...
+
+    def embed(
+        self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype, owners: Owners = EACH_BRANCH
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +72,8 @@ class StepColumns:
 class ModulationTables:
     """The columns of the jobs at hand; those of a job go with it."""
 
-    def __init__(self, transformer: FluxTransformer2DModel) -> None:
-        self.transformer = transformer
+    def __init__(self, network: Modulated) -> None:
+        self.network = network
         self._tables: WeakKeyDictionary[Job, StepColumns] = WeakKeyDictionary()
 
     def __len__(self) -> int:
@@ -75,52 +83,24 @@ class ModulationTables:
         """The columns of each job's present step."""
         missing = [job for job in jobs if job not in self._tables or not self._tables[job].serves(job)]
         if missing:
-            self._tables |= compute(self.transformer, missing)
+            self._tables |= compute(self.network, missing)
         return torch.cat([self._tables[job].at(job.step) for job in jobs])
 
 
-def compute(transformer: FluxTransformer2DModel, jobs: Sequence[Job]) -> dict[Job, StepColumns]:
+def compute(network: Modulated, jobs: Sequence[Job]) -> dict[Job, StepColumns]:
     """The columns of the next steps of the jobs, with one product per layer for all of them."""
     ranges = [range(job.step, min(job.step + MAX_STEPS, job.num_steps)) for job in jobs]
     members = [(job, branch, steps) for job, steps in zip(jobs, ranges, strict=True) for branch in job.branches]
     sigma = torch.cat([job.timesteps[steps.start : steps.stop] for job, _, steps in members])
     guidance = torch.cat([job.guidance.expand(len(steps)) for job, _, steps in members])
     pooled = torch.cat([branch.pooled.expand(len(steps), -1) for _, branch, steps in members])
-    loras = loras_of(jobs)
-    counts = tuple(len(steps) for _, _, steps in members)
-    time = embed(transformer, sigma, guidance, pooled, members[0][1].text.dtype, Owners(loras=loras, counts=counts))
+    each = Owners(loras=loras_of(jobs), counts=tuple(len(steps) for _, _, steps in members))
+    time = network.embed(sigma, guidance, pooled, members[0][1].text.dtype, each)
     index = [sigma.new_full((len(steps),), branch, dtype=torch.int64) for branch, (_, _, steps) in enumerate(members)]
-    owners = Owners(torch.cat(index), loras=loras, counts=counts)  # made on the device, which no copy keeps waiting
-    columns = torch.cat([linear(layer, time, owners) for layer in layers_of(transformer)], dim=1)
+    owners = replace(each, index=torch.cat(index))  # made on the device, which no copy keeps waiting
+    columns = torch.cat([linear(layer, time, owners) for layer in network.modulation_layers], dim=1)
     parts = columns.split([len(job.branches) * len(steps) for job, steps in zip(jobs, ranges, strict=True)])
     return {
         job: StepColumns(steps.start, part.unflatten(0, (len(job.branches), len(steps))), job.loras)
         for job, steps, part in zip(jobs, ranges, parts, strict=True)
     }
-
-
-def embed(
-    transformer: FluxTransformer2DModel,
-    sigma: Tensor,
-    guidance: Tensor,
-    pooled: Tensor,
-    dtype: torch.dtype,
-    owners: Owners = EACH_BRANCH,
-) -> Tensor:
-    """The input of every modulation layer [rows, width]."""
-    timestep = (sigma * 1000).to(dtype) / 1000 * 1000  # scaled back and forth, to round as the stock pipeline does
-    columns = [timestep, guidance.to(dtype) * 1000] if transformer.config.guidance_embeds else [timestep]
-    return F.silu(call(transformer.time_text_embed, owners, *columns, pooled))
-
-
-def layers_of(transformer: FluxTransformer2DModel) -> Iterator[nn.Linear]:
-    """All modulation layers, in the order of the pass."""
-    for block in transformer.transformer_blocks:
-        yield from (block.norm1.linear, block.norm1_context.linear)
-    yield from (block.norm.linear for block in transformer.single_transformer_blocks)
-    yield transformer.norm_out.linear
-
-
-def first_columns(transformer: FluxTransformer2DModel) -> dict[nn.Module, int]:
-    layers = list(layers_of(transformer))
-    return dict(zip(layers, accumulate((layer.out_features for layer in layers), initial=0), strict=False))

@@ -9,8 +9,8 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Kind
 from instgenie.kernels.modulate import add_gated, norm_modulate
-from instgenie.models.flux import residual
-from instgenie.models.flux.residual import Residual
+from instgenie.models.joint import residual
+from instgenie.models.joint.residual import Residual
 from instgenie.models.model import Model
 
 

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 from helpers.edits import make_edit
+from helpers.names import JOINT_FAMILIES
 from torch import Tensor, nn
 
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.jobs.job import Job
-from instgenie.models.flux import modulation
-from instgenie.models.flux.batch import pack
 from instgenie.models.flux.model import FluxModel
-from instgenie.models.flux.modulation import Modulation, ModulationTables, first_columns, layers_of
-from instgenie.models.flux.network import embed_time, velocity
+from instgenie.models.joint import modulation
+from instgenie.models.joint.batch import pack
+from instgenie.models.joint.model import JointModel
+from instgenie.models.joint.modulation import Modulation, ModulationTables
+from instgenie.models.joint.network import velocity
 from instgenie.models.layers.linear import Owners, linear
 from instgenie.models.model import Model
 
@@ -36,15 +38,24 @@ def make_jobs(model: FluxModel) -> list[Job]:
     return [prepare(edit, model) for edit in edits]
 
 
+@pytest.mark.parametrize("family", JOINT_FAMILIES)
+def test_a_block_names_the_modulation_of_all_its_entries(models: dict[str, Model], family: str) -> None:
+    model = models[family]
+    assert isinstance(model, JointModel)
+    for block in model.joint_network.blocks:
+        entries = [*block.entries(is_text=False), *block.entries(is_text=True)]
+        assert list(block.modulations) == list(dict.fromkeys(entry.modulation for entry in entries))
+
+
 @torch.inference_mode()
 def test_columns_are_those_that_blocks_would_compute(flux: FluxModel) -> None:
-    jobs, tables = make_jobs(flux), ModulationTables(flux.transformer)
+    jobs, tables = make_jobs(flux), ModulationTables(flux.joint_network)
     jobs[0].step, jobs[1].step = 1, 35
     for _ in range(2):
         batch = pack(jobs)
-        own = Modulation(embed_time(flux.transformer, batch))
-        read = Modulation(columns=tables.at(jobs), firsts=first_columns(flux.transformer))
-        for layer in layers_of(flux.transformer):
+        own = Modulation(flux.joint_network.embed_time(batch))
+        read = Modulation(columns=tables.at(jobs), firsts=flux.joint_network.first_columns)
+        for layer in flux.joint_network.modulation_layers:
             for found, expected in zip(read.of(layer), own.of(layer), strict=True):
                 assert found.shape == (3, layer.in_features)
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -55,7 +66,7 @@ def test_columns_are_those_that_blocks_would_compute(flux: FluxModel) -> None:
 def test_a_step_is_the_same_with_columns_and_without(flux: FluxModel) -> None:
     jobs = make_jobs(flux)
     found = flux.run(flux.pack(jobs))
-    torch.testing.assert_close(found, velocity(flux.transformer, pack(jobs)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, velocity(flux.joint_network, pack(jobs)), rtol=1e-4, atol=1e-5)
 
 
 def test_every_layer_is_multiplied_once_in_many_steps(flux: FluxModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +77,7 @@ def test_every_layer_is_multiplied_once_in_many_steps(flux: FluxModel, monkeypat
         return linear(layer, x, owners)
 
     monkeypatch.setattr(modulation, "linear", counting)
-    num_layers = len(list(layers_of(flux.transformer)))
+    num_layers = len(flux.joint_network.modulation_layers)
     engine = Engine(flux)
     job = prepare(make_edit(size=(32, 32), steps=5), flux)
     engine.join(job)
@@ -87,7 +98,7 @@ def run_steps(model: FluxModel, jobs: Sequence[Job]) -> None:
 
 
 def test_columns_go_with_their_job(flux: FluxModel) -> None:
-    tables = ModulationTables(flux.transformer)
+    tables = ModulationTables(flux.joint_network)
     jobs = make_jobs(flux)
     tables.at(jobs)
     assert len(tables) == 2

@@ -1,0 +1,121 @@
+"""A model whose text flows through the blocks beside the image: what families of such models share."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instgenie.cost.network import NetworkShape
+from instgenie.jobs.activations import Kind
+from instgenie.jobs.job import Branch, Grid, Job
+from instgenie.jobs.rows import OWN_ROWS, StepRows
+from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
+from instgenie.models.joint.batch import JointBatch, pack
+from instgenie.models.joint.modulation import ModulationTables
+from instgenie.models.joint.network import JointNetwork, observe, velocity
+from instgenie.models.model import Keep, Model
+from instgenie.models.packed import PackedBatch
+from instgenie.types import Edit
+
+CAPTURED_AREA = 2 * 3072**2  # branches times squared width; below it, launching kernels takes longer than running them
+WHOLE_SIGMA = 0.9  # noise level at which a whole picture starts: less leaves it as it is, more leaves little of it
+
+
+@dataclass(frozen=True, eq=False)
+class JointModel(Model):
+    """A flow model over a transformer. A template has one branch: its negative prompt is its prompt, empty."""
+
+    network_name = "transformer"
+    is_convolutional = False
+    latents_per_token = 2
+    text_flows = True
+
+    transformer: Any
+
+    @cached_property
+    @abstractmethod
+    def joint_network(self) -> JointNetwork:
+        """The transformer as passes over packed tokens see it."""
+
+    @property
+    def size_multiple(self) -> int:
+        return self.patch
+
+    @property
+    def is_fill(self) -> bool:
+        return False
+
+    @property
+    def run_lengths(self) -> tuple[int, ...]:
+        return (len(self.joint_network.blocks),)
+
+    @property
+    def max_captured(self) -> int:
+        return max(CAPTURED_AREA // int(self.transformer.inner_dim) ** 2, 1)
+
+    def describe(self) -> NetworkShape:
+        return self.joint_network.describe()
+
+    def schedule(self, edit: Edit, num_tokens: int) -> FlowSchedule:
+        return flow_schedule(self.scheduler, edit.steps, num_tokens, edit.strength)
+
+    @property
+    def whole_strength(self) -> float:
+        return flow_strength(self.scheduler, (self.own_size // self.patch) ** 2, WHOLE_SIGMA)
+
+    def branches(self, edit: Edit, grid: Grid, references: Sequence[Grid] = ()) -> tuple[Branch, ...]:
+        prompts = (edit.prompt, edit.negative_prompt) if self.guidance_scale(edit) > 1 else (edit.prompt,)
+        return tuple(self.branch(prompt, grid, references) for prompt in prompts)
+
+    @abstractmethod
+    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch: ...
+
+    def template_branches(
+        self, grid: Grid, prompt: str, isolated: bool, references: Sequence[Grid] = ()
+    ) -> tuple[Branch, ...]:
+        branch = self.branch(prompt, grid, references)
+        num_text = len(branch.text)
+        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:], num_prompt=0)
+        return (without_text,) if isolated else (branch,)
+
+    def blank_branch(self, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
+        text = torch.zeros(self.num_text_tokens, self.transformer.inner_dim, device=self.device, dtype=self.dtype)
+        pooled = text.new_zeros(self.transformer.config.pooled_projection_dim)
+        return Branch(text, pooled, self.rotary(len(text), grid, references))
+
+    @abstractmethod
+    def rotary(self, num_text: int, grid: Grid, references: Sequence[Grid] = ()) -> Tensor:
+        """The rotary table of one branch [text tokens + image tokens seen, head channels / 2]; without channels for
+        models that rotate nothing."""
+
+    def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:
+        return tokens[:, :0]
+
+    @cached_property
+    def modulation(self) -> ModulationTables:
+        return ModulationTables(self.joint_network)
+
+    def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> JointBatch:
+        return self.pack_step(jobs, pads, rows, self.modulation.at(jobs))
+
+    def pack_step(
+        self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS, modulation: Tensor | None = None
+    ) -> JointBatch:
+        """Without the columns of modulation, blocks compute their own."""
+        return pack(jobs, pads, rows, modulation)
+
+    def run(self, packed: PackedBatch) -> Tensor:
+        assert isinstance(packed, JointBatch)
+        return velocity(self.joint_network, packed)
+
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
+        num_branches = sum(len(job.branches) for job in jobs)
+        for seen in observe(self.joint_network, self.pack_step(jobs), kind, with_text):
+            keep(seen.unflatten(1, (num_branches, -1)).transpose(0, 1))
+
+    def observe_time(self, jobs: Sequence[Job]) -> Tensor:
+        return self.joint_network.embed_time(self.pack_step(jobs))

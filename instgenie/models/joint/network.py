@@ -1,0 +1,222 @@
+"""A pass through a transformer whose text flows beside the image, block by block, dense or cached. Families give the
+blocks and what lies before and after them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instgenie.cost.network import NetworkShape
+from instgenie.jobs.activations import Kind
+from instgenie.kernels.addresses import RowSource
+from instgenie.kernels.gather import gather_rows
+from instgenie.kernels.heads import HeadPlaces, Heads
+from instgenie.kernels.modulate import norm_modulate
+from instgenie.models.joint.batch import JointBatch
+from instgenie.models.joint.block import JointBlock
+from instgenie.models.joint.flow import Apart, Flow
+from instgenie.models.joint.layout import Layout
+from instgenie.models.joint.modulation import Modulation
+from instgenie.models.joint.residual import Residual
+from instgenie.models.layers.linear import EACH_BRANCH, Owners, join, linear
+from instgenie.models.layers.products import products
+
+
+class JointNetwork(ABC):
+    """A view of a diffusers transformer; it owns no weights."""
+
+    def __init__(self, transformer: Any) -> None:
+        self.transformer = transformer
+
+    @cached_property
+    @abstractmethod
+    def blocks(self) -> Sequence[JointBlock]:
+        """In the order of the pass."""
+
+    @property
+    @abstractmethod
+    def image_embedder(self) -> nn.Module: ...
+
+    @abstractmethod
+    def embed_image(self, batch: JointBatch) -> Tensor:
+        """[image tokens, width]"""
+
+    @abstractmethod
+    def embed(
+        self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype, owners: Owners = EACH_BRANCH
+    ) -> Tensor:
+        """The input of every modulation layer [rows, width]."""
+
+    def order(self, predicted: Tensor) -> Tensor:
+        """The outputs of the last layer in the order of latents."""
+        return predicted
+
+    @property
+    def modulation_layers(self) -> list[nn.Linear]:
+        """All of them, in the order of the pass."""
+        return [*chain.from_iterable(block.modulations for block in self.blocks), self.transformer.norm_out.linear]
+
+    @property
+    def first_columns(self) -> dict[nn.Module, int]:
+        """The first column of each modulation layer, where the outputs of all lie side by side."""
+        layers = self.modulation_layers
+        return dict(zip(layers, accumulate((layer.out_features for layer in layers), initial=0), strict=False))
+
+    def embed_prompt(self, sequence: Tensor) -> Tensor:  # [text tokens, width]
+        """Embed the text of a single branch."""
+        return linear(self.transformer.context_embedder, sequence, Owners(per_branch=len(sequence)))
+
+    def embed_time(self, batch: JointBatch) -> Tensor:
+        """The input of every modulation layer [branches, width]."""
+        owners = EACH_BRANCH.of(batch.loras)
+        return self.embed(batch.sigma, batch.guidance, batch.pooled, batch.text.dtype, owners)
+
+    def unembed(self, image: Tensor, mod: Modulation, layout: Layout) -> Tensor:
+        norm = self.transformer.norm_out
+        scale, shift = mod.of(norm.linear)
+        normed = norm_modulate(image, shift, scale, layout.image_rows, norm.norm.eps)
+        return self.order(linear(self.transformer.proj_out, normed, layout.image_owners))
+
+    def join_projections(self) -> None:
+        """Make one product of the layers that read the same rows."""
+        for block in self.blocks:
+            for layers in block.joinable:
+                join(layers)
+
+    def describe(self) -> NetworkShape:
+        """Describe the network as numbers; embedding counts with the first block, unembedding with the last."""
+        blocks = [block.describe() for block in self.blocks]
+        blocks[0] = replace(blocks[0], per_token=blocks[0].per_token + products(self.image_embedder))
+        blocks[-1] = replace(blocks[-1], per_token=blocks[-1].per_token + products(self.transformer.proj_out))
+        per_branch = products(self.transformer.time_text_embed, self.transformer.norm_out)
+        return NetworkShape(tuple(blocks), (len(blocks),), per_token=0, per_branch=per_branch)
+
+
+def velocity(network: JointNetwork, batch: JointBatch) -> Tensor:
+    """[image tokens, latent channels]; for a job that caches any block, of its masked tokens alone."""
+    mod = find_modulation(network, batch)
+    layout, image = run_blocks(network, batch, network.embed_image(batch), mod)
+    return network.unembed(image, mod, layout)
+
+
+def find_modulation(network: JointNetwork, batch: JointBatch) -> Modulation:
+    if batch.modulation is None:
+        return Modulation(network.embed_time(batch), owners=EACH_BRANCH.of(batch.loras))
+    return Modulation(columns=batch.modulation, firsts=network.first_columns)
+
+
+def run_blocks(network: JointNetwork, batch: JointBatch, image: Tensor, mod: Modulation) -> tuple[Layout, Tensor]:
+    """Send embedded image rows through all blocks."""
+    layout, flow = batch.layout, start(batch, image)
+    for index, block in enumerate(network.blocks):
+        if batch.needs_rows(layout, index):
+            layout, flow = flow.turned(batch, layout, index)
+            keep_y(index, batch, flow.by_branch(layout))
+        heads = recall(block, index, batch, layout)
+        flow = block(flow, mod, layout, heads)
+        if batch.control and (rows := batch.control.behind(index)) is not None:
+            flow = flow.plus(rows, layout)
+        keep_kv(index, batch, layout, heads)
+    layout, _, image = batch.turn(layout, *flow.parts(layout), len(network.blocks))
+    return layout, image
+
+
+def start(batch: JointBatch, image: Tensor) -> Flow:
+    return Apart(Residual(batch.text), Residual(image))
+
+
+def walk(network: JointNetwork, batch: JointBatch, mod: Modulation) -> Iterator[tuple[JointBlock, Tensor, Tensor]]:
+    """Yield every block with the rows of text and image that go into it, in a dense pass."""
+    layout, flow = batch.layout, start(batch, network.embed_image(batch))
+    for block in network.blocks:
+        yield block, *flow.parts(layout)
+        flow = block(flow, mod, layout, block.reserve(layout, batch.text))
+
+
+def observe(network: JointNetwork, batch: JointBatch, kind: Kind, with_text: bool = False) -> Iterator[Tensor]:
+    """Yield what activations keep of each block [2 or 1, image tokens, width], from a dense pass; `with_text` the rows
+    of each branch's text lie before those of its image."""
+    mod, layout = find_modulation(network, batch), batch.layout
+    text_rotary, rotary = layout.part(layout.rotary.split(layout.num_joint))
+    for block, text, image in walk(network, batch, mod):
+        if kind == "y":
+            seen, seen_text = image[None], text[None]
+        else:
+            keys = block.reserve_keys(len(image), image)
+            block.project_keys(image, mod, rotary, layout.image_owners, keys)
+            seen, seen_text = keys.flatten(2), text.new_empty(2, 0, keys[0, 0].numel())
+            if with_text:
+                keys = block.reserve_keys(len(text), text).zero_()
+                block.project_keys(text, mod, text_rotary, layout.text_owners, keys, is_text=True)
+                seen_text = keys.flatten(2)
+        yield torch.stack(list(map(layout.join, seen_text, seen))) if with_text else seen
+
+
+def recall(block: JointBlock, index: int, batch: JointBatch, layout: Layout) -> Heads:
+    """Reserve heads and fill in K and V of the tokens that are not computed. Branches without rows of their own read
+    those of the branch before."""
+    heads = block.reserve(layout, batch.text)
+    if not any(layout.cached):
+        return heads
+    reader = 0
+    kept = layout.kept_keys(batch.num_kept_text)
+    for job, (sources, slices) in enumerate(zip(batch.read(index, layout.cached, layout), kept, strict=True)):
+        keys = [heads.keys[:, one] for one in slices]
+        for branch, source in enumerate(sources):
+            recall_one(block, batch, job, reader + branch, source, keys[branch])
+        for other in keys[len(sources) :] if sources else ():
+            other.copy_(keys[len(sources) - 1])
+        reader += len(slices)
+    return heads
+
+
+def recall_one(block: JointBlock, batch: JointBatch, job: int, reader: int, source: RowSource, keys: Tensor) -> None:
+    """Write K and V [2, kept tokens, heads, head channels] of a branch's tokens that are not computed, each at its
+    place: as they are kept, or projected from Y as at the step that left them."""
+    assert source is not None
+    tokens = batch.image_tokens[job]
+    rest = tokens.rest
+    if batch.kinds[job] == "kv":
+        gather_rows(source, rest, tokens.num_rows, keys.flatten(2), rest)
+        return
+    assert batch.template is not None
+    y = keys.new_empty(1, len(rest), batch.text.shape[1])
+    gather_rows(source, rest, tokens.num_rows, y)
+    owners = kept_owners(batch, reader, len(rest))
+    mod, rotary = Modulation(batch.template.time[reader, None], owners=owners), batch.template.rotary[job]
+    num = tokens.num_padding
+    if num:
+        places = HeadPlaces(joint=rest[:num], keys=rest[:num])
+        block.project_keys(y[0, :num], mod, rotary, owners, keys, places, is_text=True)
+    block.project_keys(y[0, num:], mod, rotary, owners, keys, HeadPlaces(joint=rest[num:], keys=rest[num:]))
+
+
+def kept_owners(batch: JointBatch, reader: int, num_rows: int) -> Owners | None:
+    """The owners of rows that a reader projects from Y: none, or itself if it has LoRAs, which change projections."""
+    loras = batch.loras and batch.loras.of_branch(reader)
+    return Owners(loras=loras, counts=(num_rows,)) if loras else None
+
+
+def keep_y(index: int, batch: JointBatch, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Keep the rows of text and image that go into a block, per branch, for the jobs that keep Y; the text for those
+    that keep it."""
+    for reader, (kind, num_text) in enumerate(zip(batch.kept_kinds, batch.kept_text, strict=True)):
+        if kind == "y":
+            text, image = parts[reader]
+            batch.rows.keep(index, reader, [torch.cat([text, image]) if num_text else image])
+
+
+def keep_kv(index: int, batch: JointBatch, layout: Layout, heads: Heads) -> None:
+    """Keep K and V of the tokens of a block that has run, for the jobs that keep them."""
+    if "kv" not in batch.kept_kinds:
+        return
+    slices = [one for job in layout.kept_keys(batch.num_kept_text) for one in job]
+    for reader, kind in enumerate(batch.kept_kinds):
+        if kind == "kv":
+            batch.rows.keep(index, reader, [part[slices[reader]].flatten(1) for part in heads.keys])

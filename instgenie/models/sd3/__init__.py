@@ -1,0 +1,1 @@
+"""The Stable Diffusion 3 family."""

@@ -1,0 +1,105 @@
+"""Passes without LoRAs launch what they would launch if there were none at all; a LoRA adds its own products alone."""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.cached import register_for
+from helpers.edits import make_edit
+from helpers.loras import applied, save_lora
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from instgenie.adapters.applied import AppliedLoras
+from instgenie.engine.loop import Engine
+from instgenie.engine.own import reuse_own
+from instgenie.engine.prepare import prepare
+from instgenie.engine.register import reuse
+from instgenie.jobs.job import Job
+from instgenie.models.layers import linear
+from instgenie.models.model import Model
+
+LAYERS = {
+    "blend": "transformer_blocks.0.attn.to_out.0",
+    "sdxl": "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0",
+    "sd3": "transformer_blocks.0.attn.to_out.0",
+}
+FEW = tuple(LAYERS)
+VIEWS = ("aten.slice.Tensor", "aten.reshape.default", "aten.flatten.using_ints", "aten.numpy_T.default")
+
+
+class Launches(TorchDispatchMode):
+    """Records the operations that a device would be asked for, with the shapes of their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(f"{func} {[tuple(one.shape) for one in args if isinstance(one, Tensor)]}")
+        return func(*args, **(kwargs or {}))
+
+
+def launches(model: Model, jobs: Sequence[Job], num_steps: int = 3) -> list[list[str]]:
+    """Of the first steps of jobs, each step by itself. They run twice: the first time fills what models cache."""
+    for _ in range(2):
+        steps = record(model, jobs, num_steps)
+    return steps
+
+
+def record(model: Model, jobs: Sequence[Job], num_steps: int) -> list[list[str]]:
+    engine, steps = Engine(model), []
+    for job in jobs:
+        engine.join(replace(job))
+    for _ in range(num_steps):
+        with Launches() as found:
+            engine.step()
+        steps.append(found.seen)
+    return steps
+
+
+@pytest.fixture(params=FEW)
+def few(request: pytest.FixtureRequest, models: dict[str, Model]) -> tuple[str, Model]:
+    return request.param, models[request.param]
+
+
+def batches(model: Model) -> dict[str, list[Job]]:
+    edits = [make_edit(steps=4, share=0.2 + 0.2 * seed, seed=seed, true_guidance=2.0) for seed in range(3)]
+    dense = [prepare(edit, model) for edit in edits]
+    kv, y = (
+        [reuse(replace(job), register_for(model, edit, kind)) for job, edit in zip(dense, edits, strict=True)]
+        for kind in ("kv", "y")
+    )
+    own = reuse_own(prepare(replace(edits[2], own_steps=(0, 2)), model))
+    return {"dense": dense[:1], "cached": kv[:1], "projected": y[:1], "batched": [dense[0], kv[1], own], "all": kv + y}
+
+
+def test_a_pass_without_loras_launches_nothing_for_them(
+    few: tuple[str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = few
+    jobs = batches(model)
+    found = {name: launches(model, batch) for name, batch in jobs.items()}
+    monkeypatch.setattr(linear.Owners, "add", lambda owners, layer, rows, out: out)
+    monkeypatch.setattr(linear, "patched", lambda module, owners: nullcontext())
+    assert found == {name: launches(model, batch) for name, batch in jobs.items()}
+
+
+def test_a_lora_adds_two_products_per_layer_and_edit(few: tuple[str, Model], tmp_path: Path) -> None:
+    """One layer is patched, for one of three edits; all other launches are those of the pass without it."""
+    name, model = few
+    file = save_lora(tmp_path / "one.safetensors", model, [LAYERS[name]])
+
+    def counted(loras: AppliedLoras | None) -> Counter[str]:
+        first, *others = batches(model)["batched"]
+        [*_, step] = launches(model, [replace(first, loras=loras), *others], num_steps=2)
+        return Counter(one.split()[0] for one in step)
+
+    without, with_one = counted(None), counted(applied(model, (file, 0.5)))
+    more = {op: num for op, num in (with_one - without).items() if op not in VIEWS}
+    assert more == {"aten.linear.default": 1, "aten.addmm_.default": 1}
+    assert not without - with_one
