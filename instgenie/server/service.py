@@ -126,14 +126,16 @@ class HttpService:
     def find_controls(self, fields: ImageFields) -> tuple[ControlUse, ...]:
         """The folders of the ControlNets that a request names; refuses names that do not exist, folders that do not
         fit, and images that cannot be made."""
+        if not fields.controls:
+            return ()
         self.controlnets.shape = control_shape_of(self.cluster)
-        if fields.controls and (why := why_no_controls(self.cluster)):
+        if why := why_no_controls(self.cluster):
             raise closed(f"No process of ControlNets can be started: {why}.", SECONDS_TO_RECOVER, "unavailable")
         try:
             for control in fields.controls:
                 if is_word(control["image"]):
                     check_word(control["image"])
-            return self.controlnets.resolve(uses_of(fields.controls)) if fields.controls else ()
+            return self.controlnets.resolve(uses_of(fields.controls))
         except ControlError as error:
             raise from_control_error(error) from None
 
