@@ -65,9 +65,9 @@ def test_images_come_as_files_as_urls_or_are_made_here(server: Running) -> None:
     assert np.array_equal(pixels_of(as_file), pixels_of(as_url))
     pictures = [plain, pixels_of(as_file), pixels_of(made)]
     assert not any(np.array_equal(a, b) for i, a in enumerate(pictures) for b in pictures[:i])
-    said = "The ControlNet 'edges' guided steps 1 to 2 of 4 steps with the image that was sent, at a scale of 0.8."
+    said = "The ControlNet 'edges' guided steps 1 to 2 of 4 with the image that was sent, at a scale of 0.8."
     assert said in as_file.json()["notes"]
-    said = "The ControlNet 'edges' guided all 4 steps with edges of the picture, made here, at a scale of 1."
+    said = "The ControlNet 'edges' guided all 4 steps with the edges of the picture, made here, at a scale of 1."
     assert said in made.json()["notes"]
     encoded = data_url(PICTURE), data_url(MASK)
     with server.http() as client:

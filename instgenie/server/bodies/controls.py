@@ -111,9 +111,9 @@ def describe_control(one: Mapping[str, Any], num_steps: int) -> str:
     what = f"The ControlNet {one['name']!r}"
     if first > last:
         return f"{what} guided none of the {num_steps} steps: none lies between its start and its end."
-    image = "edges of the picture, made here," if one["image"] == MADE_HERE else "the image that was sent,"
-    steps = "all" if last - first + 1 == num_steps else f"steps {first} to {last} of"
-    return f"{what} guided {steps} {num_steps} steps with {image} at a scale of {one['scale']:g}."
+    image = "the edges of the picture, made here," if one["image"] == MADE_HERE else "the image that was sent,"
+    steps = f"all {num_steps} steps" if last - first + 1 == num_steps else f"steps {first} to {last} of {num_steps}"
+    return f"{what} guided {steps} with {image} at a scale of {one['scale']:g}."
 
 
 def guided_steps(start: float, end: float, num_steps: int) -> tuple[int, int]:
