@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Protocol
@@ -115,9 +116,12 @@ class LocalControls:
         """`wake` is called when the ControlNets of a job have come."""
         self.model, self.wake = model, wake
         self.shelf = shelf or ControlShelf(model.device, model.dtype)
-        self.streams = Streams(model.device) if model.device.type == "cuda" else None
         self._open: WeakKeyDictionary[JobControl, Future[ControlledJob]] = WeakKeyDictionary()
         self._loader: ThreadPoolExecutor | None = None
+
+    @cached_property
+    def streams(self) -> "Streams | None":
+        return Streams(self.model.device) if self.model.device.type == "cuda" else None
 
     def open(self, job: Job) -> None:
         if job.controls and job.controls[0] not in self._open:

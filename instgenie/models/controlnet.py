@@ -44,6 +44,12 @@ class ControlNet(ABC):
         tensors: tuple[Tensor, ...] = (*self.network.parameters(), *self.network.buffers())
         return sum(tensor.nbytes for tensor in tensors)
 
+    def column(self, numbers: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+        """Numbers on the device, in the network's dtype if none is given; nothing waits for the copy."""
+        column = torch.tensor(numbers, dtype=dtype or self.dtype)
+        is_cuda = self.device.type == "cuda"
+        return column.pin_memory().to(self.device, non_blocking=True) if is_cuda else column
+
     @abstractmethod
     def embed(self, hint: Tensor) -> Tensor:
         """What every step reads of a control image; it depends on no step."""
@@ -152,8 +158,7 @@ def cut(members: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 def run_together(net: ControlNet, members: Sequence[tuple[ControlledJob, ControlStep, int]]) -> list[list[Tensor]]:
     """One pass. Returns per member and place [branches, ...]."""
     inputs = [one for member in members for one in inputs_of(*member)]
-    scales = torch.tensor([one.scale for one in inputs], dtype=net.dtype)
-    places = net.run(inputs, scales.to(net.device, non_blocking=True))
+    places = net.run(inputs, net.column([one.scale for one in inputs]))
     counts = [len(job.texts) for job, _, _ in members]
     return [list(of_one) for of_one in zip(*(place.split(counts) for place in places), strict=True)]
 

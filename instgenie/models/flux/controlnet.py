@@ -61,8 +61,7 @@ class FluxControlNet(ControlNet):
         """What kind of image each branch has, for a ControlNet that knows several."""
         if not self.network.union:
             return None
-        modes = torch.tensor([[one.mode or 0] for one in inputs], dtype=torch.int64)
-        return modes.to(self.device, non_blocking=True)
+        return self.column([[one.mode or 0] for one in inputs], torch.int64)
 
     def positions(self, one: ControlInput) -> Tensor:  # [image tokens, 3]
         height, width = one.size

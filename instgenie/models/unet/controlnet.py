@@ -45,10 +45,9 @@ class UnetControlNet(ControlNet):
         return embedded[0]
 
     def run(self, inputs: Sequence[ControlInput], scales: Tensor) -> list[Tensor]:
-        sizes = torch.tensor([[*one.size, 0, 0, *one.size] for one in inputs], dtype=self.dtype)
         added = {
             "text_embeds": torch.stack([one.pooled for one in inputs]),
-            "time_ids": sizes.to(self.device, non_blocking=True),
+            "time_ids": self.column([[*one.size, 0, 0, *one.size] for one in inputs]),
         }
         skips, middle = self.network(
             torch.stack([one.sample for one in inputs]).to(self.dtype),
