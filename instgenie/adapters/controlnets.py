@@ -17,7 +17,8 @@ from instgenie.errors import ControlError, ControlNotFoundError
 from instgenie.types import ControlUse
 
 CONFIG = "config.json"
-UNET_KIND, FLUX_KIND = "ControlNetModel", "FluxControlNetModel"
+UNET_KIND, UNION_KIND, FLUX_KIND = "ControlNetModel", "ControlNetUnionModel", "FluxControlNetModel"
+KINDS = (UNET_KIND, UNION_KIND, FLUX_KIND)
 UNSUPPORTED: dict[str, tuple[object, ...]] = {  # fields of a config, and the values that are computed here
     "global_pool_conditions": (None, False),
     "class_embed_type": (None,),
@@ -29,11 +30,11 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {  # fields of a config, and the va
 class ControlShape:
     """What a ControlNet must have in common with the model, as plain numbers."""
 
-    kind: str  # diffusers' class
+    kinds: tuple[str, ...]  # diffusers' classes
     facts: dict[str, Any]  # fields of its config
 
 
-NO_SHAPE = ControlShape("", {})  # of a model that takes no ControlNets
+NO_SHAPE = ControlShape((), {})  # of a model that takes no ControlNets
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class RegisteredControlNet:
     @property
     def num_modes(self) -> int | None:
         """Kinds of images that it knows; None: one."""
-        modes: int | None = self.config.get("num_mode")
+        modes: int | None = self.config.get("num_control_type" if self.kind == UNION_KIND else "num_mode")
         return modes
 
     @property
@@ -71,8 +72,9 @@ class RegisteredControlNet:
         """Raise a ControlError unless it fits the model."""
         if shape == NO_SHAPE:
             raise ControlError(f"the ControlNet {self.name!r} does not fit: models of this family take none")
-        if self.kind != shape.kind:
-            raise ControlError(f"the ControlNet {self.name!r} is a {self.kind}: this model needs a {shape.kind}")
+        if self.kind not in shape.kinds:
+            needed = " or a ".join(shape.kinds)
+            raise ControlError(f"the ControlNet {self.name!r} is a {self.kind}: this model needs a {needed}")
         for key, expected in shape.facts.items():
             found = plain(self.config[key]) if key in self.config else expected
             if found != plain(expected):
@@ -159,8 +161,8 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
     except ValueError:
         config = None
     kind = config.get("_class_name") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or kind not in (UNET_KIND, FLUX_KIND):
-        raise ControlError(f"the ControlNet {name!r} is a {kind}: a {UNET_KIND} or a {FLUX_KIND} is expected")
+    if not isinstance(config, dict) or kind not in KINDS:
+        raise ControlError(f"the ControlNet {name!r} is a {kind}: one of {', '.join(KINDS)} is expected")
     for key, values in UNSUPPORTED.items():
         if config.get(key) not in values:
             raise ControlError(f"the ControlNet {name!r} has {key}={config[key]!r}: that is not supported")

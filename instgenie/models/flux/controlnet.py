@@ -20,7 +20,7 @@ class GuidedFluxes(GuidedFamily):
 
     def shape(self, config: Any, latent_channels: int) -> ControlShape:
         facts = ("num_attention_heads", "attention_head_dim", "joint_attention_dim", "pooled_projection_dim")
-        return ControlShape(FLUX_KIND, {key: config[key] for key in facts} | {"in_channels": 4 * latent_channels})
+        return ControlShape((FLUX_KIND,), {key: config[key] for key in facts} | {"in_channels": 4 * latent_channels})
 
     def sample(self, job: Job) -> Tensor:  # [tokens, latent channels]
         return job.latents

@@ -1,14 +1,15 @@
-"""ControlNets of Stable Diffusion 1.5, 2.1 and XL: diffusers' ControlNetModel over the branches of many jobs."""
+"""ControlNets of Stable Diffusion 1.5, 2.1 and XL: diffusers' modules over the branches of many jobs."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ControlNetModel
+import torch.nn.functional as F
+from diffusers import ControlNetModel, ControlNetUnionModel
 from torch import Tensor, nn
 
-from instgenie.adapters.controlnets import UNET_KIND, ControlShape
+from instgenie.adapters.controlnets import UNET_KIND, UNION_KIND, ControlShape
 from instgenie.jobs.job import Job
 from instgenie.models.controlnet import ControlInput, ControlNet, GuidedFamily
 
@@ -18,7 +19,9 @@ class GuidedUnets(GuidedFamily):
 
     def shape(self, config: Any, latent_channels: int) -> ControlShape:
         facts = ("block_out_channels", "layers_per_block", "cross_attention_dim", "addition_embed_type")
-        return ControlShape(UNET_KIND, {key: config[key] for key in facts} | {"in_channels": latent_channels})
+        return ControlShape(
+            (UNET_KIND, UNION_KIND), {key: config[key] for key in facts} | {"in_channels": latent_channels}
+        )
 
     def sample(self, job: Job) -> Tensor:  # [latent channels, rows, columns]
         scaled: Tensor = job.schedule.scaled(job.latents, job.step).T
@@ -28,7 +31,7 @@ class GuidedUnets(GuidedFamily):
 class UnetControlNet(ControlNet):
     """Residuals for every skip of a UNet, in the order of its encoder, then for its middle block."""
 
-    def __init__(self, network: ControlNetModel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, network: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.network, self.device, self.dtype = network, device, dtype
         self._embedding = network.controlnet_cond_embedding
         self._flips = network.config.controlnet_conditioning_channel_order == "bgr"
@@ -53,17 +56,35 @@ class UnetControlNet(ControlNet):
             torch.stack([one.sample for one in inputs]).to(self.dtype),
             torch.stack([one.timestep for one in inputs]),
             encoder_hidden_states=torch.stack([one.text for one in inputs]),
-            controlnet_cond=torch.stack([one.hint for one in inputs]),
-            conditioning_scale=scales[:, None, None, None],
             added_cond_kwargs=added,
             return_dict=False,
+            **self.guidance(inputs, torch.stack([one.hint for one in inputs]), scales[:, None, None, None]),
         )
         return [*skips, middle]
 
+    def guidance(self, inputs: Sequence[ControlInput], hints: Tensor, scales: Tensor) -> dict[str, Any]:
+        return {"controlnet_cond": hints, "conditioning_scale": scales}
+
+
+class UnionControlNet(UnetControlNet):
+    """A ControlNet that knows several kinds of images. Each branch has one; the kinds of a batch may differ."""
+
+    def guidance(self, inputs: Sequence[ControlInput], hints: Tensor, scales: Tensor) -> dict[str, Any]:
+        modes = self.column([one.mode or 0 for one in inputs], torch.int64)
+        kinds = F.one_hot(modes, self.network.config.num_control_type).to(self.dtype)
+        own = {"controlnet_cond": [hints], "conditioning_scale": [scales]}
+        return own | {"control_type": kinds, "control_type_idx": [modes]}
+
 
 def load_unet_controlnet(folder: Path, device: torch.device, dtype: torch.dtype) -> UnetControlNet:
-    network = ControlNetModel.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True)
+    return UnetControlNet(load_network(ControlNetModel, folder, device, dtype), device, dtype)
+
+
+def load_union_controlnet(folder: Path, device: torch.device, dtype: torch.dtype) -> UnetControlNet:
+    return UnionControlNet(load_network(ControlNetUnionModel, folder, device, dtype), device, dtype)
+
+
+def load_network(kind: Any, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    network = kind.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True)
     network.eval().requires_grad_(False).to(device)
-    if device.type == "cuda":
-        network.to(memory_format=torch.channels_last)
-    return UnetControlNet(network, device, dtype)
+    return network.to(memory_format=torch.channels_last) if device.type == "cuda" else network
