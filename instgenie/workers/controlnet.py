@@ -45,6 +45,7 @@ from instgenie.workers.line import Line
 
 NUM_LOADERS = 2
 MAX_OPEN = 4096  # jobs; those asked for least recently go first, and are opened again if they are asked for after all
+SECONDS_TO_FORGET = 900.0  # after which a silent worker counts as gone; one that is not opens its jobs again
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class ServedClient:
 
     jobs: dict[str, ControlledJob] = field(default_factory=dict)
     memory: OwnMemory | None = None
+    heard_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +98,7 @@ class ControlNetService:
             self.accept(client.bytes, decode_control(head.buffer), [frame.buffer for frame in frames])
 
     def accept(self, client: Client, message: object, frames: Sequence[Frame]) -> None:
+        self.clients.setdefault(client, ServedClient()).heard_at = time.monotonic()
         match message:
             case OpenControls():
                 loading = self.loaders.submit(self.load, message, frames)
@@ -148,6 +151,7 @@ class ControlNetService:
 
     def keep(self, client: Client, job: str, opened: ControlledJob) -> None:
         self.clients.setdefault(client, ServedClient()).jobs[job] = opened
+        self.forget_silent()
         self.used[client, job] = None
         while len(self.used) > MAX_OPEN:
             self.forget(*next(iter(self.used)))
@@ -157,6 +161,16 @@ class ControlNetService:
         served = self.clients.get(client)
         if served:
             served.jobs.pop(job, None)
+
+    def forget_silent(self) -> None:
+        """Free what is kept for workers that are gone."""
+        now = time.monotonic()
+        for client, served in [one for one in self.clients.items() if now - one[1].heard_at > SECONDS_TO_FORGET]:
+            for job in list(served.jobs):
+                self.forget(client, job)
+            if served.memory:
+                served.memory.close()
+            del self.clients[client]
 
     # steps
 

@@ -240,7 +240,9 @@ class RemoteControls:
             return [[self._place(read_tensor(head, next(left))) for head in heads] for heads in message.tensors]
         try:
             memory = self._memory.get(link)
-            if memory is None or memory.path != message.memory:
+            if memory is None or memory.path != message.memory:  # the process was started again
+                if memory:
+                    memory.close()
                 memory = self._memory[link] = ForeignMemory(message.memory)
             view = memory.read(message.num_bytes)
         except OSError as error:

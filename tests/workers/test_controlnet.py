@@ -197,6 +197,18 @@ def test_an_edit_whose_controls_are_remote_is_the_same(
     turn(service, lambda: not service.used)
 
 
+def test_workers_that_are_gone_are_forgotten(
+    model: Model, nets: list[Path], service: ControlNetService, clients: list[RemoteControls]
+) -> None:
+    first, second = make_jobs(model, nets)
+    open_all(service, clients[:1], [first])
+    [silent] = service.clients.values()
+    silent.heard_at -= 1000
+    open_all(service, clients[1:], [second])
+    assert silent not in service.clients.values()
+    assert len(service.used) == 1
+
+
 def test_the_least_recently_used_goes_first(model: Model, nets: list[Path]) -> None:
     uses = [controlled(make_edit(), (net, {})).controls[0] for net in nets]
     uses = [use._replace(name=net.name) for use, net in zip(uses, nets, strict=True)]
