@@ -7,15 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from instgenie.adapters.controlnets import NO_SHAPE, ControlShape
 from instgenie.jobs.job import Job
-
-MAX_JOBS = 16  # of one pass through a ControlNet
 
 
 class ControlInput(NamedTuple):
@@ -35,6 +33,7 @@ class ControlInput(NamedTuple):
 class ControlNet(ABC):
     """A ControlNet on a device."""
 
+    max_jobs: ClassVar[int] = 16  # of one pass
     network: Any  # one of diffusers' modules
     device: torch.device
     dtype: torch.dtype
@@ -148,11 +147,14 @@ def group(asked: Sequence[Asked]) -> dict[ControlNet, list[list[tuple[int, int]]
         for control, (net, scale) in enumerate(zip(job.nets, step.scales, strict=True)):
             if scale:
                 found.setdefault(net, {}).setdefault(shape, []).append((number, control))
-    return {net: [some for members in shapes.values() for some in cut(members)] for net, shapes in found.items()}
+    return {
+        net: [some for members in shapes.values() for some in cut(members, net.max_jobs)]
+        for net, shapes in found.items()
+    }
 
 
-def cut(members: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    return [members[first : first + MAX_JOBS] for first in range(0, len(members), MAX_JOBS)]
+def cut(members: list[tuple[int, int]], length: int) -> list[list[tuple[int, int]]]:
+    return [members[first : first + length] for first in range(0, len(members), length)]
 
 
 def run_together(net: ControlNet, members: Sequence[tuple[ControlledJob, ControlStep, int]]) -> list[list[Tensor]]:

@@ -95,11 +95,11 @@ def test_edits_through_processes_are_those_in_one(
 def test_a_process_that_dies_costs_a_step_and_not_the_edit(
     run: Run, cluster: Cluster, modules: dict[str, str], models: "dict[str, Model]"
 ) -> None:
-    orders = some_orders(modules, steps=60)
+    orders = some_orders(modules, steps=30)
 
     async def kill_often() -> list[Any]:
         tickets = [ticket for order in orders for ticket in cluster.submit([order])]
-        for number, step in ((0, 2), (1, 8), (0, 20)):
+        for number, step in ((0, 2), (1, 8)):
             await until(lambda step=step: steps_taken(cluster) >= 2 * step)
             pids = [service.pid for service in cluster.status().services]
             if pids[number] is not None:
@@ -111,7 +111,7 @@ def test_a_process_that_dies_costs_a_step_and_not_the_edit(
     assert are_equal(pictures(events), [edit_alone(order, models["sd"]) for order in orders])
     after = [process.num_starts for worker in cluster.status().workers for process in worker.processes]
     assert before == after  # no worker had to start again
-    assert sum(service.num_restarts for service in cluster.status().services) >= 2
+    assert sum(service.num_restarts for service in cluster.status().services) == 2
     retries = [event.facts.num_control_retries for event in events if isinstance(event, Finished)]
     assert sum(retries) >= 1
     assert retries[3] == 0  # it has no ControlNet

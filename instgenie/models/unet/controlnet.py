@@ -67,7 +67,10 @@ class UnetControlNet(ControlNet):
 
 
 class UnionControlNet(UnetControlNet):
-    """A ControlNet that knows several kinds of images. Each branch has one; the kinds of a batch may differ."""
+    """A ControlNet that knows several kinds of images. In diffusers its attention over them reaches across the branches
+    of a batch, so each job has a pass of its own."""
+
+    max_jobs = 1
 
     def guidance(self, inputs: Sequence[ControlInput], hints: Tensor, scales: Tensor) -> dict[str, Any]:
         modes = self.column([one.mode or 0 for one in inputs], torch.int64)
