@@ -52,7 +52,7 @@ def test_the_editor_takes_names_paths_and_images(editor: Editor, tmp_path: Path)
     job = prepare(controlled(asked, (tmp_path / "edges", {})), editor.model)
     [latents] = run(editor.model, [job])
     assert np.array_equal(named, finish(replace(job, latents=latents), editor.model))
-    with pytest.raises(ControlNotFoundError, match="'nobody' does not exist: .*'edges' are known"):
+    with pytest.raises(ControlNotFoundError, match=r"'nobody' does not exist: .*'edges' are known"):
         picture(name="nobody", image=image)
 
 
