@@ -172,6 +172,7 @@ def running_services(model: Model, num_services: int, folder: Path) -> Iterator[
             batching="continuous",
             cache=ResolvedCache(host_bytes=0),
             parent=os.getpid(),
+            front_timeout=60.0,
             controls=ControlConfig(),
             control_address=address,
         )

@@ -95,11 +95,11 @@ def test_edits_through_processes_are_those_in_one(
 def test_a_process_that_dies_costs_a_step_and_not_the_edit(
     run: Run, cluster: Cluster, modules: dict[str, str], models: "dict[str, Model]"
 ) -> None:
-    orders = some_orders(modules, steps=30)
+    orders = some_orders(modules, steps=16)
 
     async def kill_often() -> list[Any]:
         tickets = [ticket for order in orders for ticket in cluster.submit([order])]
-        for number, step in ((0, 2), (1, 8)):
+        for number, step in ((0, 1), (1, 5)):
             await until(lambda step=step: steps_taken(cluster) >= 2 * step)
             pids = [service.pid for service in cluster.status().services]
             if pids[number] is not None:
