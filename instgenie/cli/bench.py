@@ -162,6 +162,8 @@ def add_bench_quality(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_bench_quality)
     about_photos = "folder with captions.csv and tar shards of photographs, of which the held-out ones are edited"
     parser.add_argument("--photos", type=Path, required=True, metavar="DIR", help=about_photos)
+    about_masked = "folder of photographs NAME.png and masks NAME_mask.png (white: remove it), edited beside"
+    parser.add_argument("--masked", type=Path, metavar="DIR", help=about_masked)
     parser.add_argument("--num", type=positive, default=15, metavar="N", help="photographs to edit (default 15)")
     about_steps = "number of denoising steps; default: the model's own"
     parser.add_argument("--steps", type=positive, metavar="N", help=about_steps)
@@ -191,7 +193,8 @@ def run_bench_quality(options: argparse.Namespace) -> None:
     hide_loading_bars()
     what = options.photos, options.num, options.model, options.device, options.steps, options.seed
     only = options.schedules, options.only_kept
-    bench_quality(*what, not options.no_networks, options.json, options.out, *only, options.quantization)
+    about = options.json, options.out, *only, options.quantization, options.masked
+    bench_quality(*what, not options.no_networks, *about)
 
 
 def add_bench_router(parser: argparse.ArgumentParser) -> None:

@@ -50,6 +50,11 @@ class NetworkShape:
     pads_lists: bool = False  # the lists of masked tokens of a batch are padded together; see `common_share`
     dense_apart: bool = False  # dense jobs run in a pass of their own, apart from those that read activations
 
+    @property
+    def sides(self) -> set[int]:
+        """The sides of the levels: how many tokens of the picture a token of theirs stands for, along each axis."""
+        return {block.side for block in self.blocks}
+
 
 @dataclass(frozen=True)
 class Demand:

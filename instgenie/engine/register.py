@@ -125,7 +125,7 @@ def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = Fa
     job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
     branches = model.template_branches(job.grid, prompt, isolated, reference_grids(edit, size, model))
     job = replace(job, branches=branches)
-    locate(job)
+    locate(job, model.describe().sides)
     return job
 
 

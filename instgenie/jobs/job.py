@@ -6,7 +6,7 @@ template's activations. A dense block computes all tokens of a job, a cached blo
 halo. Halo tokens are computed, so that they see what the masked ones become, and stay on the template's trajectory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,7 +122,7 @@ class Job:
 
     @cached_property
     def guidance(self) -> Tensor:  # []
-        return torch.tensor(self.edit.guidance, dtype=torch.float32, device=self.device)
+        return torch.full((), self.edit.guidance, dtype=torch.float32, device=self.device)
 
     @property
     def device(self) -> torch.device:
@@ -219,7 +219,8 @@ def guide(predictions: Sequence[Tensor], scale: float) -> Tensor:
     return negative[0] + scale * (positive - negative[0]) if negative else positive
 
 
-def locate(job: Job) -> tuple[Tensor, ...]:
-    """Find out now which tokens are inside and outside, and put the times of the steps on the device. That waits for
-    the device, so that no step has to."""
-    return job.inside, job.outside, job.timesteps
+def locate(job: Job, sides: Iterable[int]) -> tuple[Tensor, ...]:
+    """Find out now which tokens are inside and outside, also at the levels at which a token stands for `side` by `side`
+    of them, and put the times of the steps on the device. That waits for the device, so that no step has to."""
+    levels = [job.level(len(job.masked) // side**2) for side in sides]
+    return job.inside, job.outside, job.timesteps, *(level.inside for level in levels)
