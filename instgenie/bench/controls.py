@@ -36,7 +36,7 @@ from instgenie.telemetry.progress import show_status
 from instgenie.types import ControlUse, Edit
 from instgenie.workers.controls import RemoteControls, StepTimes
 
-STEPS = 12
+STEPS = 6
 CONTROL_STREAMS: tuple[Stream, ...] = ("control", "control 2")
 
 
@@ -132,7 +132,7 @@ def run_steps(model: Model, job: Job, controls: StepControls) -> StepMoments:
 def local_track(name: str, step: StepMoments) -> Track:
     ms = 1000 * (step.end - step.start)
     begun = 1000 * (step.begun - step.start)
-    bars = [Bar("compute", "control", "ControlNets", 0.0, begun), Bar("compute", "decoder", "UNet", begun, ms)]
+    bars = [Bar("compute", "control", "ControlNets", 0.0, begun), Bar("compute", "outside", "UNet", begun, ms)]
     return Track(name, f"{ms:.1f} ms: the UNet starts after the ControlNets", ms, bars, ("compute",))
 
 
@@ -189,12 +189,12 @@ def make_random(folder: Path) -> tuple[str, list[Path]]:
     """A small Stable Diffusion with random weights, and two ControlNets for it."""
     torch.manual_seed(0)
     unet = UNet2DConditionModel(
-        sample_size=64, block_out_channels=(96, 192, 384), layers_per_block=2, cross_attention_dim=768,
+        sample_size=32, block_out_channels=(64, 128, 256), layers_per_block=2, cross_attention_dim=256,
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=8,
     )  # fmt: skip
     StableDiffusionPipeline(
-        unet=unet, vae=make_autoencoder(4), text_encoder=CLIPTextModel(clip_config(768)),
+        unet=unet, vae=make_autoencoder(4), text_encoder=CLIPTextModel(clip_config(256)),
         tokenizer=make_tokenizer(CLIP_TOKENS), scheduler=DDIMScheduler(clip_sample=False), safety_checker=None,
         feature_extractor=None, requires_safety_checker=False,
     ).save_pretrained(folder / "model")  # fmt: skip

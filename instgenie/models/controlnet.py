@@ -43,7 +43,7 @@ class ControlNet(ABC):
         tensors: tuple[Tensor, ...] = (*self.network.parameters(), *self.network.buffers())
         return sum(tensor.nbytes for tensor in tensors)
 
-    def column(self, numbers: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+    def to_device(self, numbers: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         """Numbers on the device, in the network's dtype if none is given; nothing waits for the copy."""
         column = torch.tensor(numbers, dtype=dtype or self.dtype)
         is_cuda = self.device.type == "cuda"
@@ -160,7 +160,7 @@ def cut(members: list[tuple[int, int]], length: int) -> list[list[tuple[int, int
 def run_together(net: ControlNet, members: Sequence[tuple[ControlledJob, ControlStep, int]]) -> list[list[Tensor]]:
     """One pass. Returns per member and place [branches, ...]."""
     inputs = [one for member in members for one in inputs_of(*member)]
-    places = net.run(inputs, net.column([one.scale for one in inputs]))
+    places = net.run(inputs, net.to_device([one.scale for one in inputs]))
     counts = [len(job.texts) for job, _, _ in members]
     return [list(of_one) for of_one in zip(*(place.split(counts) for place in places), strict=True)]
 

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from helpers.controlnets import control_image, controlled, save_controlnet
 from helpers.edits import make_edit, run
+from helpers.waits import Waits
 
 from instgenie.adapters.controlnets import ControlNetRegistry, open_controlnet
 from instgenie.cli.arguments import control
 from instgenie.editor import Editor, make_store
 from instgenie.engine.controls import control_shape
 from instgenie.engine.finish import finish
+from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.errors import ControlError, ControlNotFoundError, EditError
 from instgenie.models.model import Model
@@ -135,3 +137,17 @@ def test_arguments_of_the_command_line() -> None:
     for wrong in ("edges", "=a.png", "edges:x=a.png", "edges:1:2=a.png"):
         with pytest.raises(Exception, match="is not NAME"):
             control(wrong)
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl", "blend_guided"])
+def test_no_step_with_controlnets_waits(models: dict[str, Model], family: str, tmp_path: Path) -> None:
+    """On a GPU neither the host nor, before residuals are needed, the network waits for a ControlNet."""
+    model = models[family]
+    edit = controlled(make_edit(steps=3, true_guidance=2.0), (save_controlnet(tmp_path / "net", model), {"end": 0.7}))
+    job, engine, waits = prepare(edit, model), Engine(model), Waits()
+    engine.join(job)
+    engine.step()  # opens the job, and leaves what the model keeps for all jobs
+    while engine.jobs:
+        with waits:
+            engine.step()
+    assert waits.found == []

@@ -61,7 +61,7 @@ class FluxControlNet(ControlNet):
         """What kind of image each branch has, for a ControlNet that knows several."""
         if not self.network.union:
             return None
-        return self.column([[one.mode or 0] for one in inputs], torch.int64)
+        return self.to_device([[one.mode or 0] for one in inputs], torch.int64)
 
     def positions(self, one: ControlInput) -> Tensor:  # [image tokens, 3]
         height, width = one.size

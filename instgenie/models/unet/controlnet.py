@@ -50,7 +50,7 @@ class UnetControlNet(ControlNet):
     def run(self, inputs: Sequence[ControlInput], scales: Tensor) -> list[Tensor]:
         added = {
             "text_embeds": torch.stack([one.pooled for one in inputs]),
-            "time_ids": self.column([[*one.size, 0, 0, *one.size] for one in inputs]),
+            "time_ids": self.to_device([[*one.size, 0, 0, *one.size] for one in inputs]),
         }
         skips, middle = self.network(
             torch.stack([one.sample for one in inputs]).to(self.dtype),
@@ -73,7 +73,7 @@ class UnionControlNet(UnetControlNet):
     max_jobs = 1
 
     def guidance(self, inputs: Sequence[ControlInput], hints: Tensor, scales: Tensor) -> dict[str, Any]:
-        modes = self.column([one.mode or 0 for one in inputs], torch.int64)
+        modes = self.to_device([one.mode or 0 for one in inputs], torch.int64)
         kinds = F.one_hot(modes, self.network.config.num_control_type).to(self.dtype)
         own = {"controlnet_cond": [hints], "conditioning_scale": [scales]}
         return own | {"control_type": kinds, "control_type_idx": [modes]}
