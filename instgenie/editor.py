@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from instgenie.adapters.controlnets import ControlNetRegistry
 from instgenie.adapters.tiers import LoraFetch
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.store import Found, Handle, Lookup, Store
 from instgenie.cost.table import DEFAULT_COSTS
+from instgenie.engine.controls import LocalControls, control_shape
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.lora_shelf import LoraShelf, read_uses
@@ -28,6 +30,7 @@ from instgenie.jobs.quality import DEFAULT, Quality, with_quality
 from instgenie.machine.device_memory import memory_guard
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
+from instgenie.pictures.control import read_controls
 from instgenie.pictures.cropping import Canvas, choose_box, crop_edit
 from instgenie.pictures.picture import check_edit
 from instgenie.scheduling.scheduler import FILL
@@ -84,12 +87,18 @@ class Editor:
 
     `loras` gives names to LoRA files, and `lora_dir` is a folder whose files are named by their stems. An edit asks for
     them with `loras=[("pencil", 0.8)]`; a path is a name, too.
+
+    `controlnets` gives names to folders of ControlNets. An edit asks for them with
+    `controls=[{"name": "canny", "image": "canny", "scale": 0.8}]`, where the image is a picture, or canny for the
+    edges of the edit's own.
     """
 
     cache_dtype: CacheDtype = "model"
     cache_stride: int = 1
     text_padding: TextPadding = "computed"
     _loras: LoraShelf | None = None
+    _controls: LocalControls | None = None
+    _controlnets = ControlNetRegistry()
 
     def __init__(
         self,
@@ -103,6 +112,7 @@ class Editor:
         quantization: Quantization | None = None,
         loras: Mapping[str, str] | None = None,
         lora_dir: str | None = None,
+        controlnets: Mapping[str, str] | None = None,
     ) -> None:
         self.model = load(model, device, dtype, quantization=quantization)
         self.cache = cache
@@ -111,6 +121,7 @@ class Editor:
         self.text_padding = text_padding
         self.store = cache or make_store(self.model.device)
         self._loras = LoraShelf(self.model, loras, lora_dir)
+        self._controlnets = ControlNetRegistry(controlnets)
 
     @property
     def loras(self) -> LoraShelf:
@@ -118,11 +129,20 @@ class Editor:
         self._loras = self._loras or LoraShelf(self.model)
         return self._loras
 
+    @property
+    def controls(self) -> LocalControls:
+        """The ControlNets in memory."""
+        self._controls = self._controls or LocalControls(self.model)
+        return self._controls
+
     def edit(self, picture: Pixels, mask: PixelMask, prompt: str, quality: Quality = DEFAULT, **options: Any) -> Result:
         """Edit one picture. Options are the other fields of `Edit`; steps and guidance default to those of the model,
         dense steps and halo to those of the quality."""
         suited = {"steps": self.model.steps, "guidance": self.model.guidance}
-        uses = {"loras": read_uses(options["loras"])} if "loras" in options else {}
+        uses: dict[str, Any] = {"loras": read_uses(options["loras"])} if "loras" in options else {}
+        if "controls" in options:
+            controls, images = read_controls(options["controls"], picture)
+            uses |= {"controls": controls, "control_images": images}
         edit = Edit(picture, mask, prompt, **(suited | options | uses))
         check_edit(edit)
         own = {name: options[name] for name in ("dense_steps", "halo", "own_steps", "max_change") if name in options}
@@ -164,7 +184,7 @@ class Editor:
     def _queue(self, edit: Edit) -> QueuedEdit:
         """Queue an edit and start to load its activations, so that they are there when the job may start."""
         check_edit(edit)
-        edit = self._cropped(self.loras.resolve(edit) if edit.loras else edit)
+        edit = self._cropped(self._named(self.loras.resolve(edit) if edit.loras else edit))
         loras = self.loras.fetch(edit) if edit.loras else None
         if edit.reuse == "template":
             self._register_for(edit)
@@ -172,6 +192,17 @@ class Editor:
             return QueuedEdit(edit, None, 0.0, loras)
         key, seconds = self._timed(self._find, edit)
         return QueuedEdit(edit, (key, self.store.prefetch(key, self.model.device)) if key else None, seconds, loras)
+
+    def _named(self, edit: Edit) -> Edit:
+        """The edit with the folders of its ControlNets; a name that is a path stands for that folder."""
+        if not edit.controls:
+            return edit
+        registry = self._controlnets
+        registry.shape = control_shape(self.model)
+        for use in edit.controls:
+            if "/" in use.name:
+                registry.open(use.name)
+        return replace(edit, controls=registry.resolve(edit.controls))
 
     def _cropped(self, edit: Edit) -> Edit:
         """The edit of a crop, if it is to be one. The template of the whole picture stays in use where there is one, or
@@ -232,7 +263,7 @@ class Editor:
     def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:
         """Run the jobs to their end. Returns the seconds until each was handed over."""
         own = OwnActivations(self.model, keeps_text=self.keeps_text)
-        engine, waiting = Engine(self.model, own=own), deque(map(SingleJob, jobs))
+        engine, waiting = Engine(self.model, own=own, controls=self.controls), deque(map(SingleJob, jobs))
         seconds: dict[Job, float] = {}
         start = self._now()
         while waiting or engine.jobs:

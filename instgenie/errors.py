@@ -9,6 +9,8 @@ InstGenieError
 ├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors or compute no numbers
 ├── LoraError         a LoRA that is unknown, cannot be read or does not fit the model
 │   └── LoraNotFoundError  no LoRA of that name, for this tenant
+├── ControlError      a ControlNet that cannot be read or does not fit the model, or its image
+│   └── ControlNotFoundError  no ControlNet of that name
 ├── CacheError        a cache folder that cannot be used or has no room
 ├── OutOfMemoryError  the model or the edit does not fit
 ├── QueueFullError    more edits wait than the server accepts
@@ -53,6 +55,14 @@ class LoraError(InstGenieError):
 
 
 class LoraNotFoundError(LoraError):
+    pass
+
+
+class ControlError(InstGenieError):
+    pass
+
+
+class ControlNotFoundError(ControlError):
     pass
 
 

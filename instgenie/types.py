@@ -67,6 +67,20 @@ class LoraUse(NamedTuple):
     num_bytes: int = 0
 
 
+class ControlUse(NamedTuple):
+    """A ControlNet that an edit asks for. Its image is one of the edit's `control_images`."""
+
+    name: str
+    scale: float = 1.0
+    start: float = 0.0  # share of the steps before it begins to guide
+    end: float = 1.0  # share of the steps after which it no longer guides
+    path: str = ""  # of its folder, which whoever knows the names fills in
+    version: str = ""  # of its folder
+    places: tuple[int, int] = (0, 0)  # numbers of its residuals: for skips and the middle, or double and single blocks
+    reads_latents: bool = False  # it sees its image as the autoencoder encodes it
+    mode: int | None = None  # the kind of image, for a ControlNet that knows several
+
+
 @dataclass(frozen=True, eq=False)
 class Edit:
     """A request to change the masked pixels of a picture into what the prompt describes."""
@@ -97,6 +111,8 @@ class Edit:
     from_nothing: bool = False  # True: the picture stands for none, so a model that sees pictures sees none
     whole: Whole | None = None  # where the picture is a crop: the photograph that the result is put back into
     loras: tuple[LoraUse, ...] = ()  # added one to the other
+    controls: tuple[ControlUse, ...] = ()
+    control_images: tuple[Pixels, ...] = ()  # one per control, of the picture's size
 
 
 @dataclass(frozen=True)

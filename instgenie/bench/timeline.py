@@ -1,4 +1,4 @@
-"""Timelines of two streams as an HTML page and as a Chrome trace. Draws bars; measures nothing."""
+"""Timelines of streams or processes as an HTML page and as a Chrome trace. Draws bars; measures nothing."""
 
 import json
 from collections.abc import Sequence
@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-Stream = Literal["compute", "load"]
-What = Literal["cached", "dense", "outside", "wait", "load", "ahead"]
+Stream = Literal["compute", "load", "control", "control 2"]
+What = Literal["cached", "dense", "outside", "wait", "load", "ahead", "encoder", "decoder", "control"]
 
 COLOURS: dict[What, str] = {
     "cached": "#2f6fd0", "dense": "#e08a1e", "outside": "#9aa4b1", "wait": "#d64550", "load": "#2a9d6f",
-    "ahead": "#8fd0b4",
+    "ahead": "#8fd0b4", "encoder": "#2f6fd0", "decoder": "#7b4fc4", "control": "#e08a1e",
 }  # fmt: skip
 MEANINGS: dict[What, str] = {
     "cached": "a cached block", "dense": "dense blocks", "outside": "computation outside blocks",
-    "wait": "waiting for a load", "load": "loading for this step", "ahead": "loading for the next step",
+    "wait": "waiting", "load": "loading for this step", "ahead": "loading for the next step",
+    "encoder": "encoder of the UNet", "decoder": "decoder of the UNet", "control": "ControlNet",
 }  # fmt: skip
 WIDTH, LEFT, RIGHT = 1180, 78, 24
 ROW, GAP, HEAD = 26, 5, 34  # heights: of a stream, between streams, of a title
@@ -40,6 +41,7 @@ class Track:
     about: str
     step_ms: float
     bars: Sequence[Bar]
+    streams: tuple[Stream, ...] = ("compute", "load")
 
 
 def draw_page(title: str, about: str, tracks: Sequence[Track]) -> str:
@@ -49,18 +51,20 @@ def draw_page(title: str, about: str, tracks: Sequence[Track]) -> str:
     legend = "".join(
         f'<span><i style="background:{COLOURS[what]}"></i>{escape(meaning)}</span>'
         for what, meaning in MEANINGS.items()
+        if any(bar.what == what for track in tracks for bar in track.bars)
     )
     return PAGE.format(title=escape(title), about=escape(about), legend=legend, tracks=drawn)
 
 
 def draw_track(track: Track, first: float, last: float) -> str:
-    height = HEAD + 2 * ROW + GAP + 30
+    num_streams = len(track.streams)
+    bottom = HEAD + num_streams * (ROW + GAP) - GAP
+    height = bottom + 30
 
     def x(ms: float) -> float:
         return LEFT + (ms - first) / (last - first) * (WIDTH - LEFT - RIGHT)
 
-    tops: dict[Stream, int] = {"compute": HEAD, "load": HEAD + ROW + GAP}
-    bottom = HEAD + 2 * ROW + GAP
+    tops = {stream: HEAD + number * (ROW + GAP) for number, stream in enumerate(track.streams)}
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(track.name)}">',
         f'<text x="{LEFT}" y="20" class="name">{escape(track.name)}</text>',
@@ -102,7 +106,7 @@ def chrome_trace(tracks: Sequence[Track]) -> str:
     events: list[dict[str, object]] = []
     for process, track in enumerate(tracks):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": track.name}})
-        for thread, stream in enumerate(("compute", "load")):
+        for thread, stream in enumerate(track.streams):
             names = {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": stream}}
             events.append(names)
             events += [

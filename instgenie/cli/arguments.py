@@ -69,6 +69,28 @@ def lora(text: str) -> LoraUse:
         return LoraUse(text)  # a colon of its name
 
 
+def control(text: str) -> dict[str, object]:
+    """NAME=IMAGE, and maybe :SCALE and :START-END after the name, such as canny:0.8:0-0.5=canny."""
+    problem = argparse.ArgumentTypeError(f"{text!r} is not NAME[:SCALE[:START-END]]=IMAGE")
+    named, _, image = text.partition("=")
+    name, *numbers = named.split(":")
+    if not name or not image or len(numbers) > 2:
+        raise problem
+    try:
+        scale = float(numbers[0]) if numbers else 1.0
+        start, end = (float(part) for part in numbers[1].split("-")) if len(numbers) > 1 else (0.0, 1.0)
+    except ValueError:
+        raise problem from None
+    return {"name": name, "image": image, "scale": scale, "start": start, "end": end}
+
+
+def named_path(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return name, path
+
+
 def size(text: str) -> tuple[int, int]:
     try:
         width, height = (int(part) for part in text.lower().split("x"))

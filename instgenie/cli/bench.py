@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from instgenie.cli.arguments import add_model, add_quantization, add_text_padding, positive, rate, ratio
+from instgenie.cli.arguments import add_model, add_quantization, add_text_padding, positive, rate, ratio, size
 from instgenie.cli.claims import add_bench_table
 from instgenie.cli.evaluate import (
     add_bench_deadlines,
@@ -137,6 +137,25 @@ def run_bench_pipeline(options: argparse.Namespace) -> None:
     if options.policy:
         study = replace(study, policies=tuple(options.policy))
     bench_pipeline(options.model, options.device, options.size, study, options.timeline, options.trace)
+
+
+def add_bench_controls(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_controls)
+    parser.add_argument("--model", help="folder of a UNet's pipeline; default: a small one with random weights")
+    about_net = "folder of a ControlNet; may be given twice (default: two with random weights)"
+    parser.add_argument("--controlnet", action="append", type=Path, default=[], metavar="PATH", help=about_net)
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--size", type=size, default=(256, 256), metavar="WxH", help="working size (default 256x256)")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="write the timeline as an HTML page")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or Chrome (JSON)")
+
+
+def run_bench_controls(options: argparse.Namespace) -> None:
+    from instgenie.bench.controls import bench_controls  # imports torch and diffusers
+
+    hide_loading_bars()
+    where = options.model, options.device, options.size
+    bench_controls(*where, options.controlnet[:2], options.timeline, options.trace)
 
 
 def add_bench_quality(parser: argparse.ArgumentParser) -> None:
@@ -300,6 +319,11 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
         add_bench_pipeline,
         "computing and loading in one step",
         "Show what one step computes and loads, and when, under every planning policy. Activations are in main memory.",
+    ),
+    "controls": (
+        add_bench_controls,
+        "ControlNets beside a step",
+        "Show when one step and its ControlNets compute, in one process and in several.",
     ),
     "quality": (
         add_bench_quality,

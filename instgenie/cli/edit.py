@@ -5,16 +5,17 @@ import os
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 from rich.filesize import decimal
 
 from instgenie.cache.folder import default_folder, make_folder
-from instgenie.cli.arguments import add_cache, add_model, add_quantization, box, lora
+from instgenie.cli.arguments import add_cache, add_model, add_quantization, box, control, lora, named_path
 from instgenie.cli.screen import complain, hide_loading_bars
 from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
+from instgenie.pictures.control import MADE_HERE, NEEDS, read_controls
 from instgenie.pictures.cropping import crop_edit
 from instgenie.pictures.fitting import name
 from instgenie.pictures.mask import MaskMode, box_mask, read_mask
@@ -90,6 +91,19 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
         "--lora", dest="loras", action="append", type=lora, default=argparse.SUPPRESS, metavar="LORA[:SCALE]",
         help=about_lora,
     )  # fmt: skip
+    about_controlnet = "a name for a folder with a ControlNet; repeatable"
+    parser.add_argument(
+        "--controlnet", dest="controlnets", action="append", type=named_path, default=[], metavar="NAME=PATH",
+        help=about_controlnet,
+    )  # fmt: skip
+    about_control = (
+        "let a ControlNet guide the edit with an image: a file, or canny for the photograph's edges; maybe its scale, "
+        "and the shares of the steps between which it guides; repeatable"
+    )
+    parser.add_argument(
+        "--control", dest="given_controls", action="append", type=control, default=[],
+        metavar="NAME[:SCALE[:START-END]]=IMAGE", help=about_control,
+    )  # fmt: skip
     parser.add_argument("--lora-dir", type=Path, metavar="DIR", help="folder of LoRAs that are named by their files")
     add_model(parser)
     add_quantization(parser)
@@ -108,6 +122,7 @@ def run_edit(options: argparse.Namespace) -> None:
     notes = list(photo.notes)
     given = {field.name: getattr(options, field.name) for field in fields(Edit) if hasattr(options, field.name)}
     given |= {"loras": tuple(given.get("loras", ()))}
+    given |= open_controls(options, photo.pixels)
     given |= {"picture": photo.pixels, "mask": make_mask(photo, options, notes), "source": photo.source}
     given["references"] = tuple(open_photo(path).pixels for path in options.reference)
     check_edit(Edit(**given))
@@ -142,6 +157,18 @@ def check_output(output: Path, options: argparse.Namespace) -> None:
             )
 
 
+def open_controls(options: argparse.Namespace, picture: Pixels) -> dict[str, Any]:
+    """The ControlNets of an edit with their images."""
+    given = options.given_controls
+    files = [one if one["image"] == MADE_HERE or one["image"] in NEEDS else open_control(one) for one in given]
+    controls, images = read_controls(files, picture)
+    return {"controls": controls, "control_images": images}
+
+
+def open_control(given: dict[str, Any]) -> dict[str, Any]:
+    return given | {"image": open_picture(given["image"])}
+
+
 def make_mask(photo: Photo, options: argparse.Namespace, notes: Notes) -> PixelMask:
     height, width, _ = photo.pixels.shape
     if options.mask:
@@ -167,6 +194,8 @@ def print_summary(result: Result, edit: Edit, editor: "Editor", seconds: float) 
     }
     if edit.loras:
         lines["loras"] = ", ".join(f"{use.name} at {use.scale:g}" for use in edit.loras)
+    if edit.controls:
+        lines["controls"] = ", ".join(f"{use.name} at {use.scale:g}" for use in edit.controls)
     for heading, value in lines.items():
         print(f"{heading:<8} {value}")
 
@@ -264,6 +293,7 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
             cache_stride=options.cache_stride,
             text_padding=options.text_padding,
             quantization=options.quantization,
+            controlnets=dict(getattr(options, "controlnets", [])),
             lora_dir=str(options.lora_dir) if getattr(options, "lora_dir", None) else None,
         )
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from instgenie.adapters.controlnets import ControlShape
 from instgenie.adapters.layers import LayerTable
 from instgenie.cluster import wire
 from instgenie.cluster.clerk import Clerk
@@ -135,7 +136,8 @@ class Cluster:
         batch. Edits with places are also taken while the cluster stops. Raises if a parameter is out of range."""
         self._check_open(has_place=place is not None and place.is_held)
         for order in orders:
-            check_edit(order.wish.edit(order.picture, order.mask, 1, 1.0))  # the model's own defaults are in range
+            # the model's own defaults are in range
+            check_edit(order.wish.edit(order.picture, order.mask, 1, 1.0, order.control_images))
             if order.wish.reuse == "template" and (why := self.why_no_reuse(order)):
                 raise EditError(f"the edit cannot use a template: {why}")
         return self._coordinator.accept(orders, place)
@@ -197,6 +199,7 @@ class Cluster:
         edits, reporter = self._coordinator.edits, self._coordinator.reporter
         return ClusterStatus(
             workers=tuple(self._worker_status(worker) for worker in self.workers),
+            services=tuple(process.status for process in self._supervisor.services),
             nodes=self.nodes,
             fronts=self.fronts,
             num_waiting=edits.num_waiting + self._coordinator.front.num_reserved,
@@ -244,6 +247,16 @@ class Cluster:
 def layers_of(cluster: Cluster) -> LayerTable | None:
     """The layers that LoRAs may patch; None until a worker has told them."""
     return cluster._coordinator.naming.layer_table
+
+
+def control_shape_of(cluster: Cluster) -> ControlShape | None:
+    """What ControlNets must have in common with the model; None until a worker has told it."""
+    return cluster._coordinator.naming.control_shape
+
+
+def why_no_controls(cluster: Cluster) -> str:
+    """Why a process of ControlNets cannot be started; empty: all can."""
+    return next((process.message for process in cluster._supervisor.services if process.is_broken), "")
 
 
 def has_asked_for(cluster: Cluster, order: Order) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 from instgenie.scheduling.names import DEFAULT_SCHEDULING, ONE_PROCESS, Batching, RoutingPolicy, Scheduling
 from instgenie.types import CacheDtype, PlanPolicy, Quantization, TextPadding
 
-Role = Literal["prepare", "denoise", "finish"]
+Role = Literal["prepare", "denoise", "finish", "controlnet"]
 
 NUM_ENCODERS = 4  # threads of a finish process that encode pictures while the next one is decoded
 UNTOLD_HOST_BYTES = 16 * 2**30  # default of `host_bytes` where the amount of available memory is unknown
@@ -74,6 +74,15 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
+class ControlConfig:
+    """The ControlNets that edits may name, and where they run."""
+
+    modules: tuple[tuple[str, str], ...] = ()  # names and paths
+    devices: tuple[str, ...] = ()  # one process each, which all workers share; none: workers run them themselves
+    max_bytes: int = 16 * 2**30  # of ControlNets in memory, in each process that runs them
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     model: str = "builtin"
     devices: tuple[str, ...] = ("auto",)  # one worker each
@@ -100,6 +109,7 @@ class ClusterConfig:
     hold_bytes: int = 64 * 2**20  # per worker, for the latents of edits with an idempotency key, after their last step
     hold_seconds: float = 600.0  # after which such latents are dropped
     loras: LoraConfig = LoraConfig()
+    controls: ControlConfig = ControlConfig()
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -142,6 +152,9 @@ class ProcessConfig:
     parent: int | None = None  # pid of the parent that the process does not outlive; None: no parent is checked
     front: str = ""  # id of the front at the endpoint, where a process may serve several
     loras: LoraConfig = LoraConfig()
+    controls: ControlConfig = ControlConfig()
+    control_addresses: tuple[str, ...] = ()  # of the processes of ControlNets
+    control_address: str = ""  # that this process binds, if it is one of these
     has_control: bool = False  # True: orders of the starter arrive on standard input (`cluster/control.py`)
 
 
@@ -158,10 +171,16 @@ def resolve(config: ClusterConfig, worker_bytes: float) -> ResolvedConfig:
 
 
 def process_config(
-    config: ResolvedConfig, name: str, device: str, endpoint: str, num_sharing: int | None = None
+    config: ResolvedConfig,
+    name: str,
+    device: str,
+    endpoint: str,
+    num_sharing: int | None = None,
+    service: int | None = None,
 ) -> ProcessConfig:
     """The configuration of a start of a process. `num_sharing` workers are on its device; None: all on a device of its
-    name."""
+    name. `service` is the number of a process of ControlNets; None: it is a worker's."""
+    addresses = tuple(f"{endpoint}-controls-{number}" for number in range(len(config.controls.devices)))
     return ProcessConfig(
         name=name,
         endpoint=endpoint,
@@ -184,6 +203,9 @@ def process_config(
         register_window=config.register_window,
         front_timeout=config.worker_timeout,
         loras=config.loras,
+        controls=config.controls,
+        control_addresses=addresses,
+        control_address="" if service is None else addresses[service],
     )
 
 

@@ -19,7 +19,7 @@ def prepare_message(entry: EditEntry) -> tuple[wire.Prepare, list[wire.Frame]]:
     sizes = tuple(picture.shape[:2] for picture in order.references)
     own = order.wish, order.picture.shape[:2], order.trace, entry.request_id
     message = wire.Prepare(entry.id, entry.attempt, *own, sizes)
-    return message, wire.picture_frames(order.picture, order.mask, *order.references)
+    return message, wire.picture_frames(order.picture, order.mask, *order.references, *order.control_images)
 
 
 def denoising(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from instgenie.adapters.controlnets import ControlShape
 from instgenie.adapters.layers import LayerTable
 from instgenie.cluster.config import LoraConfig
 from instgenie.cluster.entries import EditEntry
@@ -24,6 +25,7 @@ class Naming:
         self.workers = workers
         self.loras = LoraConfig() if loras is None else loras
         self.model_facts: ModelFacts | None = None  # None until the first process is ready
+        self.control_shape: ControlShape | None = None  # of ControlNets that fit; None until a worker has told it
         self.layer_table: LayerTable | None = None  # layers that LoRAs may patch; None until a worker has told them
 
     def template_order(self, tenant: str, picture: Pixels, steps: int | None, guidance: float | None) -> TemplateOrder:

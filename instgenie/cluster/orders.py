@@ -27,6 +27,7 @@ class Order:
     wish: Wish
     source: Source | None = None  # the picture's file; None: the picture is all there is
     whole: Whole | None = None  # where the picture is a crop: the photograph that the answer shows
+    control_images: tuple[Pixels, ...] = ()  # of the picture's size, one per ControlNet of the wish
     references: tuple[Pixels, ...] = ()  # pictures that the model looks at beside the edited one
     sees_picture: bool = False  # the model sees the picture, or a reference, beside what it computes
     output_format: OutputFormat = "png"
@@ -157,6 +158,7 @@ class Facts:
     in_time: bool | None = None  # whether it met its deadline; None: it had none
     loras: LoraFacts | None = None  # None: it has none
     num_steps: int = 0
+    num_control_retries: int = 0  # steps that were repeated because a process of ControlNets had died
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from instgenie.cluster.config import NUM_ENCODERS, ClusterConfig, Role
 from instgenie.cluster.entries import EditEntry, Entry
 from instgenie.cluster.holdings import Holdings
 from instgenie.cluster.launch import LaunchedProcess
-from instgenie.cluster.status import ProcessState, ProcessStatus
+from instgenie.cluster.status import ControlNetsStatus, ProcessState, ProcessStatus
 from instgenie.scheduling.backlog import SideStage
 from instgenie.scheduling.fetches import FetchRates, NodeLink, PeerMap
 from instgenie.scheduling.pace import Pace
@@ -51,6 +51,7 @@ class Process(Holdings):
     heard_at: float = 0.0
     peer_address: str = ""  # at which its current start serves templates to other workers; empty: it serves none
     launched: LaunchedProcess | None = None
+    kept: ControlNetsStatus | None = None  # of a process of ControlNets; None: it has told nothing
     _state: ProcessState = "starting"
 
     @property
@@ -93,7 +94,7 @@ class Process(Holdings):
     @property
     def status(self) -> ProcessStatus:
         pid = self.launched.pid if self.launched is not None and self.is_alive else None
-        return ProcessStatus(self.role, pid, self.state, self.num_starts, self.message)
+        return ProcessStatus(self.role, pid, self.state, self.num_starts, self.message, self.kept)
 
     # starts
 
@@ -252,11 +253,16 @@ def place(workers: Sequence[Worker], nodes: Mapping[int, str]) -> None:
             worker.load.link = links.setdefault(worker.node, NodeLink()) if worker.node else NodeLink()
 
 
+def make_services(config: ClusterConfig) -> list[Process]:
+    """The processes of ControlNets, which the workers share."""
+    return [Process(number, "controlnet", device, 0) for number, device in enumerate(config.controls.devices)]
+
+
 def make_workers(config: ClusterConfig) -> list[Worker]:
     common, common_rates, peers = Pace(), FetchRates(), PeerMap()
     side_seconds: dict[SideStage, float] = {}
     changes, link = Changes(), NodeLink()
-    max_held: dict[Role, int] = {
+    max_held: dict[Role, int] = {  # of the processes of a worker
         "prepare": NUM_AHEAD,
         "denoise": 2 * config.max_batch_size,
         "finish": NUM_AHEAD + NUM_ENCODERS,

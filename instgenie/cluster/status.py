@@ -23,12 +23,22 @@ class JobStatus:
 
 
 @dataclass(frozen=True)
+class ControlNetsStatus:
+    """The ControlNets in a process."""
+
+    num_kept: int
+    num_bytes: int
+    num_loads: int  # since it started
+
+
+@dataclass(frozen=True)
 class ProcessStatus:
     role: str
     pid: int | None  # on its own node; None: not running
     state: ProcessState
     num_starts: int
     message: str  # why it is down
+    controlnets: ControlNetsStatus | None = None  # of a process of ControlNets
 
     @property
     def num_restarts(self) -> int:
@@ -87,10 +97,12 @@ class ClusterStatus:
     num_cancelled: int
     num_cache_queries: int
     cache_hits: dict[TierName, int]
+    services: tuple[ProcessStatus, ...] = ()  # processes of ControlNets
 
     @property
     def num_restarts(self) -> int:
-        return sum(process.num_restarts for worker in self.workers for process in worker.processes)
+        own = [process for worker in self.workers for process in worker.processes]
+        return sum(process.num_restarts for process in (*own, *self.services))
 
 
 class Observer:

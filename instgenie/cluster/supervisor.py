@@ -15,7 +15,8 @@ from instgenie.cluster import wire
 from instgenie.cluster.config import ResolvedConfig, Role, process_config
 from instgenie.cluster.coordinator import Coordinator
 from instgenie.cluster.launch import NODE_LOST, Launcher
-from instgenie.cluster.processes import Process, Worker
+from instgenie.cluster.processes import Process, Worker, make_services
+from instgenie.cluster.status import ControlNetsStatus
 from instgenie.machine.curve import Doorkeeper, secure_server
 from instgenie.machine.pauses import Pauses
 
@@ -30,7 +31,9 @@ class Supervisor:
         self.config = config
         self.launcher = launcher
         self.workers = workers
-        self.processes = [process for worker in workers for process in worker.processes.values()]
+        self.services = make_services(config)  # processes of ControlNets, which hold no entries
+        own = [process for worker in workers for process in worker.processes.values()]
+        self.processes = [*own, *self.services]
         self.coordinator = Coordinator(config, workers, self._send)
         self._by_name: dict[bytes, Process] = {}  # the current start of each process
         self._changed = asyncio.Event()
@@ -124,8 +127,10 @@ class Supervisor:
         self._by_name.pop(process.name.encode(), None)
         process.begin()
         self._by_name[process.name.encode()] = process
-        num_sharing = len(self._sharing(process)) // len(self.config.roles)
-        config = process_config(self.config, process.name, process.device, self._endpoint, num_sharing)
+        is_service = process in self.services
+        num_sharing = max(sum(one.role == "denoise" for one in self._sharing(process)), 1)
+        service = process.worker if is_service else None
+        config = process_config(self.config, process.name, process.device, self._endpoint, num_sharing, service)
         try:
             process.launched = await self.launcher.start(process.worker, process.role, config)
         except OSError as error:
@@ -137,13 +142,14 @@ class Supervisor:
         return await process.launched.wait()
 
     def _lost(self, process: Process, code: int | None) -> None:
-        worker = self.workers[process.worker]
-        if code == NODE_LOST:
+        worker = None if process in self.services else self.workers[process.worker]
+        if worker and code == NODE_LOST:
             worker.has_lost_node, worker.host_bytes = True, None  # another node has another memory
         process.end("its node is lost" if code == NODE_LOST else f"ended with exit code {code}")
         facts = {"worker_process": process.name, "code": code, "reason": process.message}
-        log.log(logging.INFO if worker.is_draining else logging.ERROR, "process ended", extra=facts)
-        self.coordinator.died(process)
+        log.log(logging.INFO if worker and worker.is_draining else logging.ERROR, "process ended", extra=facts)
+        if worker:
+            self.coordinator.died(process)
         self._begin_all()
         self._changed.set()
 
@@ -159,7 +165,7 @@ class Supervisor:
 
     def _sharing(self, process: Process) -> list[Process]:
         """The processes on its device, itself among them."""
-        if self.launcher.shares_devices:
+        if self.launcher.shares_devices or process in self.services:
             return [one for one in self.processes if one.device == process.device]
         return list(self.workers[process.worker].processes.values())
 
@@ -199,13 +205,20 @@ class Supervisor:
             case wire.Loaded():
                 process.is_loaded = True
                 self._begin_all()
-            case wire.Ready(facts, digest, peer_address, layers):
+            case wire.Ready(facts, digest, peer_address, layers, controls):
                 process.succeed()
+                self.coordinator.naming.control_shape = controls or self.coordinator.naming.control_shape
                 self.coordinator.naming.layer_table = layers or self.coordinator.naming.layer_table
                 process.peer_address = peer_address
                 self._begin_all()
                 log.info("process ready", extra={"worker_process": process.name})
                 self.coordinator.ready(process, facts, digest)
+            case wire.Serving():
+                process.succeed()
+                self._begin_all()
+                log.info("process ready", extra={"worker_process": process.name})
+            case wire.ControlNetsKept(versions, num_bytes, num_loads):
+                process.kept = ControlNetsStatus(len(versions), num_bytes, num_loads)
             case wire.Broken(reason):
                 process.message = f"{process.device}: {reason}" if process.device.startswith("cuda") else reason
                 if not self._can_load(process.role):

@@ -4,7 +4,7 @@ knows no model."""
 from dataclasses import dataclass
 
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
-from instgenie.types import Edit, LoraUse, PixelMask, Pixels, Reuse
+from instgenie.types import ControlUse, Edit, LoraUse, PixelMask, Pixels, Reuse
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,17 @@ class Wish:
     quality: Quality = DEFAULT
     reuse: Reuse = "auto"
     loras: tuple[LoraUse, ...] = ()  # with their files
+    controls: tuple[ControlUse, ...] = ()  # with their folders
     from_nothing: bool = False  # the picture stands for none
 
-    def edit(self, picture: Pixels, mask: PixelMask, own_steps: int, own_guidance: float) -> Edit:
+    def edit(
+        self,
+        picture: Pixels,
+        mask: PixelMask,
+        own_steps: int,
+        own_guidance: float,
+        control_images: tuple[Pixels, ...] = (),
+    ) -> Edit:
         """The complete edit, for a model whose default steps and guidance are given."""
         edit = Edit(
             picture=picture,
@@ -39,6 +47,8 @@ class Wish:
             feather=self.feather,
             reuse=self.reuse,
             loras=self.loras,
+            controls=self.controls,
+            control_images=control_images,
             from_nothing=self.from_nothing,
         )
         return with_quality(edit, self.quality)

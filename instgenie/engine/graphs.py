@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from instgenie.engine.loading.staging import Staging
 from instgenie.jobs.job import Job
 from instgenie.jobs.rows import RowReader, TableRows
 from instgenie.kernels.switch import runs_fused
-from instgenie.models.model import Model
-from instgenie.models.packed import PackedBatch
+from instgenie.models.model import HalfPass, Model
+from instgenie.models.packed import JobResiduals, PackedBatch
 from instgenie.types import CacheDtype
 
 MAX_GRAPHS = 128
@@ -83,7 +83,7 @@ class Captured:
     """A pass that can be repeated with other inputs."""
 
     inputs: Inputs
-    replay: Callable[[], Tensor]
+    replay: Callable[[Sequence[JobResiduals]], Tensor]
 
 
 class Graphs:
@@ -140,11 +140,11 @@ class Graphs:
             return self.model.run(uncaptured)
         captured.inputs.copy(packed, addresses)
         self.staging.mark()
-        return captured.replay()
+        return captured.replay(packed.residuals)
 
     def find(self, packed: PackedBatch, addresses: Tensor) -> Captured | None:
         """Return the captured pass with this batch's signature, captured now if it is seen for the second time."""
-        key = packed.signature, dtypes_of(packed.readers)
+        key = packed.signature, dtypes_of(packed.readers), bool(packed.residuals)
         found = self.captured.get(key)
         if found is None:
             if len(packed.readers) > self.max_readers or key in self.refused or not self.is_known(key):
@@ -195,7 +195,10 @@ class Graphs:
         inputs.copy(packed, addresses)
         twin = packed.over([fixed.tensor for fixed in inputs.tensors], TableRows(table, dtypes_of(packed.readers)))
         num_warm_ups = 0 if self.captured else NUM_WARM_UPS
-        return Captured(inputs, capture(lambda: self.model.run(twin), self.model.device, self.pool, num_warm_ups))
+        if packed.residuals:
+            return Captured(inputs, capture_halves(self.model, replace(twin, residuals=()), self.pool, num_warm_ups))
+        replay = capture(lambda: self.model.run(twin), self.model.device, self.pool, num_warm_ups)
+        return Captured(inputs, lambda _: replay())
 
 
 def dtypes_of(readers: Sequence[RowReader]) -> tuple[CacheDtype, ...]:
@@ -209,10 +212,52 @@ def num_computed(job: Job) -> int:
     return len(job.inside) if places_of(job) else job.num_seen
 
 
+def capture_halves(
+    model: Model, packed: PackedBatch, pool: Any, num_warm_ups: int
+) -> Callable[[Sequence[JobResiduals]], Tensor]:
+    """Capture a pass as two graphs. Between them residuals are added to what the first one left, outside of any graph:
+    so the first half never waits for them, and one capture serves whichever jobs have ControlNets."""
+    if model.device.type != "cuda":
+        return lambda residuals: finish_half(model.begin(packed), residuals)
+    half: list[HalfPass] = []
+    begin = record(lambda: half.append(model.begin(packed)), model.device, pool, num_warm_ups)
+    out: list[Tensor] = []
+    half = half[-1:]
+    end = record(lambda: out.append(half[0].end()), model.device, pool, num_warm_ups)
+
+    def replay(residuals: Sequence[JobResiduals]) -> Tensor:
+        begin.replay()
+        for one in residuals:
+            one.add_to(half[0].places)
+        end.replay()
+        return out[-1].clone()
+
+    return replay
+
+
+def finish_half(half: HalfPass, residuals: Sequence[JobResiduals]) -> Tensor:
+    for one in residuals:
+        one.add_to(half.places)
+    return half.end()
+
+
 def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, num_warm_ups: int) -> Callable[[], Tensor]:
     """Return a function that repeats the launches of `run` and returns their result."""
     if device.type != "cuda":
         return run
+    out: list[Tensor] = []
+    graph = record(lambda: out.append(run()), device, pool, num_warm_ups)
+    del out[:-1]
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out[0].clone()  # graphs share memory: the next may overwrite it
+
+    return replay
+
+
+def record(run: Callable[[], object], device: torch.device, pool: Any, num_warm_ups: int) -> torch.cuda.CUDAGraph:
+    """Capture the launches of `run`, after some runs without."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -221,13 +266,8 @@ def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, num_warm
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        out = run()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return out.clone()  # graphs share memory: the next may overwrite it
-
-    return replay
+        run()
+    return graph
 
 
 def max_staged_bytes(device: torch.device) -> int:

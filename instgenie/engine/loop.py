@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from instgenie.engine.controls import LocalControls, StepControls
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.merging import Merging
@@ -44,6 +45,7 @@ class Engine:
         graphs: Graphs | None = None,
         own: OwnActivations | None = None,
         merging: Merging | None = None,
+        controls: StepControls | None = None,
     ) -> None:
         self.model = model
         self.full_size = max_jobs
@@ -54,6 +56,7 @@ class Engine:
         self.own = own or OwnActivations(model)
         self.sides = model.describe().sides
         self.merging = merging or Merging(is_on=False)
+        self.controls = controls or LocalControls(model)
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
@@ -87,6 +90,7 @@ class Engine:
         self.merging.settle(jobs)
         self.own.make_ready(jobs)
         self.plan(jobs)
+        self.controls.begin(jobs)
         for job, predictions in zip(jobs, self.predict(jobs), strict=True):
             self.own.watch(job)
             job.advance(predictions)
@@ -126,7 +130,7 @@ class Engine:
             self.loader.start(jobs)
 
     def pick(self) -> list[Job]:
-        return [job for job in self.jobs if not job.is_held][: self.max_jobs]
+        return [job for job in self.jobs if not (job.is_held or job.awaits_controls)][: self.max_jobs]
 
     def hand_over(self) -> list[Job]:
         finished = [job for job in self.jobs if job.done]

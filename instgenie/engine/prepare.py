@@ -17,6 +17,7 @@ from torch import Tensor
 
 from instgenie.engine.adapting import PromptLoras
 from instgenie.errors import EditError
+from instgenie.jobs.controls import JobControl
 from instgenie.jobs.job import Branch, Grid, Job, Template
 from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, pack_latents
@@ -24,7 +25,7 @@ from instgenie.models.vae.autoencoder import encode_pictures
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.picture import check_edit
 from instgenie.pictures.resizing import resize_mask, resize_picture, working_size
-from instgenie.types import Edit, PixelMask, Pixels
+from instgenie.types import ControlUse, Edit, PixelMask, Pixels
 
 MAX_ENCODINGS = 64
 
@@ -89,12 +90,24 @@ def make_job(
         template=template,
         masked=masked,
         conditioning=condition(picture, mask, masked, template, model),
-        branches=encodings.get(("prompts", prompts, grid, references, versions), encode_prompts),
+        branches=encodings.get(("prompts", prompts, grid, references, versions, bool(edit.controls)), encode_prompts),
         scale=model.guidance_scale(edit),
         schedule=schedule,
         latents=torch.where(masked, start, template.at(0, schedule)),
         reference=find_reference(edit, size, template, model, encodings),
+        controls=tuple(
+            JobControl(use, make_hint(use, image, size, model))
+            for use, image in zip(edit.controls, edit.control_images, strict=True)
+        ),
     )
+
+
+def make_hint(use: ControlUse, image: Pixels, size: tuple[int, int], model: Model) -> Tensor:
+    """What a ControlNet sees of its image."""
+    pixels = picture_tensor(resize_picture(image, size), model.device)
+    if use.reads_latents:
+        return encode(pixels, model)
+    return pixels[0] if model.guided.signed else (pixels[0] + 1) / 2
 
 
 def find_reference(

@@ -18,6 +18,7 @@ from instgenie.cost.kept_steps import KeptSteps
 from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
 from instgenie.jobs.activations import Activations, Kind
+from instgenie.jobs.controls import JobControl, Promise
 from instgenie.jobs.sampler import Schedule
 from instgenie.jobs.tokens import JobTokens, Level, pool, spread, text_bucket
 from instgenie.types import Edit
@@ -44,6 +45,7 @@ class Branch:
     pooled: Tensor  # [pooled channels; 0 for models without a pooled embedding]
     rotary: Tensor  # [text tokens + image tokens seen, head channels / 2], complex; no channels for models without
     num_prompt: int | None = None  # leading text tokens that are the prompt's; those after them are padding. None: all
+    words: Tensor | None = None  # [text tokens, channels], for ControlNets where `text` is not what they embed
 
 
 @dataclass(eq=False)
@@ -66,6 +68,9 @@ class Job:
     kept_step: int | None = None  # the step that left its own activations; None: there are none yet
     loras: AppliedLoras | None = None  # that are there, on its device; None: it has none, or none yet
     is_held: bool = False  # True while it waits in the batch, for LoRAs, and takes no step
+    controls: tuple[JobControl, ...] = ()
+    residuals: Promise | None = None  # of the ControlNets that guide its present step; None: none does
+    awaits_controls: bool = False  # True while it waits in the batch for its ControlNets, and takes no step
     reference: Tensor | None = None  # [reference tokens, channels] beside its own, the same at every step
 
     def __post_init__(self) -> None:
@@ -201,6 +206,11 @@ class Job:
         if self.keeps_activations:
             self.kept_step = self.step
         self.step, self.latents = self.step + 1, latents  # together, so that running out of memory changes neither
+
+
+def control_scales(job: Job) -> tuple[float, ...]:
+    """The scale of each of a job's ControlNets at its present step; 0: it does not guide it."""
+    return tuple(control.scale_at(job.step, job.num_steps) for control in job.controls)
 
 
 def guide(predictions: Sequence[Tensor], scale: float) -> Tensor:

@@ -13,3 +13,4 @@ FAMILIES: dict[str, Family] = {
 
 PIPELINES = {pipeline: family for family in FAMILIES.values() for pipeline in family.pipelines}
 DUMMIES = {dummy: family for family in FAMILIES.values() for dummy in family.dummies}
+CONTROLNETS = {kind: load for family in FAMILIES.values() for kind, load in family.controlnets.items()}

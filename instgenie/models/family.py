@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from instgenie.errors import ModelError
+from instgenie.models.controlnet import ControlNet
 from instgenie.models.model import Model
 from instgenie.models.recipe import Recipe
 
@@ -16,6 +18,7 @@ TWO_ENCODERS = (*ONE_ENCODER, "text_encoder_2", "tokenizer_2")
 THREE_ENCODERS = (*TWO_ENCODERS, "text_encoder_3", "tokenizer_3")
 WEIGHTLESS = ("tokenizer", "scheduler")  # how the names of parts without weights begin
 
+LoadControlNet = Callable[[Path, torch.device, torch.dtype], ControlNet]
 PartKind = Literal["text_encoder", "vae", "network"]  # of the parts that have weights
 
 
@@ -47,6 +50,8 @@ class Family:
     prompt_layers: tuple[str, ...] = ()  # layers of the network that prompts pass before the first step
     join_layers: Callable[[Any], None] | None = None  # makes layers of the network that read the same rows one product
     fp8_layers: tuple[str, ...] = ()  # patterns of the names of layers that may multiply in fp8; none: not supported
+
+    controlnets: Mapping[str, LoadControlNet] = field(default_factory=dict)  # by diffusers' class
 
     def weights_of(self, pipeline: str) -> dict[str, PartKind]:
         """The parts of a pipeline that have weights, and the kind of each."""

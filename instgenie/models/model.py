@@ -7,7 +7,7 @@ family.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -17,9 +17,24 @@ from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Grid, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import Schedule
+from instgenie.models.controlnet import GuidedFamily, Unguided
 from instgenie.models.packed import PackedBatch
 from instgenie.models.parts import PipelineParts
 from instgenie.types import Edit
+
+
+class HalfPass(Protocol):
+    """A pass at the point where residuals of ControlNets enter it."""
+
+    @property
+    def places(self) -> Sequence[Tensor]:
+        """The tensors [branches, ...] that residuals are added to."""
+        ...
+
+    def end(self) -> Tensor:
+        """Make the rest of the pass."""
+        ...
+
 
 Keep = Callable[[Tensor], None]  # receives what activations keep of a block [branches, 2 or 1, tokens, width]
 
@@ -31,6 +46,7 @@ class Model(PipelineParts):
     needs_true_guidance: ClassVar[bool]  # True if only a true guidance above 1 makes use of the negative prompt
     text_flows: ClassVar[bool] = False  # True if text tokens go through the blocks beside those of the image
     sees_picture: ClassVar[bool] = False  # True if the network sees the picture, or a reference, as further tokens
+    guided: ClassVar[GuidedFamily] = Unguided()  # what ControlNets of the family see
     max_references: ClassVar[int] = 0  # pictures beside the edited one that an edit may have
 
     @property
@@ -123,6 +139,11 @@ class Model(PipelineParts):
     @abstractmethod
     def run(self, packed: PackedBatch) -> Tensor:
         """Make one pass through the network with what `pack` returned."""
+
+    def begin(self, packed: PackedBatch) -> HalfPass:
+        """Make the part of a pass that comes before residuals of ControlNets enter it. Only models that need residuals
+        in the middle of a pass have two halves."""
+        raise NotImplementedError(f"passes of the family {self.family!r} have no halves")
 
     def predict(self, jobs: Sequence[Job], rows: StepRows = OWN_ROWS) -> list[list[Tensor]]:
         """Per job and branch, a prediction [tokens, channels] for all tokens or for the computed ones. The rows are

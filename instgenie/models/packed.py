@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, cached_property
+from itertools import accumulate
 from operator import attrgetter
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,6 +21,7 @@ from typing import Annotated, Any, NamedTuple, Self, TypeVar, Union, get_args, g
 from torch import Tensor
 
 from instgenie.adapters.applied import BatchLoras, batch_loras
+from instgenie.jobs.controls import Promise
 from instgenie.jobs.job import Job
 from instgenie.jobs.rows import BatchRows, RowReader
 
@@ -37,6 +39,18 @@ Static = Annotated[T, Role.STATIC]  # hashable and without tensors: part of the 
 LeftOut = Annotated[T, Role.LEFT_OUT]  # neither captured nor part of the signature
 
 
+class JobResiduals(NamedTuple):
+    """Residuals that a pass adds to the branches of one job."""
+
+    branches: slice
+    promise: Promise
+
+    def add_to(self, places: Sequence[Tensor]) -> None:
+        """Add them to tensors [branches, ...] in place; waits for them."""
+        for place, residual in zip(places, self.promise.result(), strict=True):
+            place[self.branches] += residual
+
+
 @dataclass(frozen=True, eq=False)
 class PackedBatch(ABC):
     """One step of the jobs of a pass, as the network reads it."""
@@ -44,6 +58,7 @@ class PackedBatch(ABC):
     jobs: LeftOut[tuple[Job, ...]]
     rows: LeftOut[BatchRows]  # of the jobs' activations
     loras: LeftOut[BatchLoras | None]  # None: no job has any
+    residuals: LeftOut[tuple[JobResiduals, ...]]  # of the jobs that ControlNets guide
 
     @property
     def signature(self) -> Hashable:
@@ -86,6 +101,15 @@ def loras_of(jobs: Sequence[Job]) -> BatchLoras | None:
     if not any(job.loras for job in jobs):
         return None
     return batch_loras([job.loras for job in jobs for _ in job.branches])
+
+
+def residuals_of(jobs: Sequence[Job]) -> tuple[JobResiduals, ...]:
+    firsts = accumulate((len(job.branches) for job in jobs), initial=0)
+    return tuple(
+        JobResiduals(slice(first, first + len(job.branches)), job.residuals)
+        for job, first in zip(jobs, firsts, strict=False)
+        if job.residuals
+    )
 
 
 class Walked(NamedTuple):

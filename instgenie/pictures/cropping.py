@@ -117,7 +117,8 @@ def cut(picture: Pixels, mask: PixelMask, source: Source | None, box: Box) -> tu
 def crop_edit(edit: Edit, box: Box) -> Edit:
     """The edit of a part of the picture."""
     picture, mask, whole = cut(edit.picture, edit.mask, edit.source, box)
-    return replace(edit, picture=picture, mask=mask, source=None, whole=whole)
+    images = tuple(crop(image, box).copy() for image in edit.control_images)
+    return replace(edit, picture=picture, mask=mask, source=None, whole=whole, control_images=images)
 
 
 def describe_crop(box: Box | None, size: tuple[int, int], choice: CropMode, why_not: str, notes: Notes) -> None:

@@ -26,6 +26,8 @@ MAX_CROP_PADDING = 4096
 MAX_PROMPT = 32_000
 MAX_LORAS = 8
 MAX_LORA_SCALE = 100.0
+MAX_CONTROLS = 4
+MAX_CONTROL_SCALE = 10.0
 MAX_SEED = 2**63 - 1
 SIZE_MULTIPLE = 16
 MIN_SIZE, MAX_SIZE = 32, 4096
@@ -84,6 +86,26 @@ def check_edit(edit: Edit) -> None:
         raise EditError(f"the edit names {len(edit.loras)} LoRAs: at most {MAX_LORAS} are expected")
     for lora in edit.loras:
         _check_real(f"scale of the LoRA {lora.name!r}", lora.scale, -MAX_LORA_SCALE, MAX_LORA_SCALE)
+    _check_controls(edit)
+
+
+def _check_controls(edit: Edit) -> None:
+    num_controls, num_images = len(edit.controls), len(edit.control_images)
+    if num_controls > MAX_CONTROLS:
+        raise EditError(f"the edit names {num_controls} ControlNets: at most {MAX_CONTROLS} are expected")
+    if num_controls != num_images:
+        raise EditError(
+            f"the edit has {num_controls} ControlNets and {num_images} control images: as many are expected"
+        )
+    for use, image in zip(edit.controls, edit.control_images, strict=True):
+        what = f"of the ControlNet {use.name!r}"
+        _check_real(f"scale {what}", use.scale, -MAX_CONTROL_SCALE, MAX_CONTROL_SCALE)
+        _check_real(f"start {what}", use.start, 0.0, 1.0)
+        _check_real(f"end {what}", use.end, 0.0, 1.0)
+        if use.start >= use.end:
+            raise EditError(f"the start {what} is {use.start:g} and its end {use.end:g}: an earlier start is expected")
+        if image.shape != edit.picture.shape:
+            raise EditError(f"the image {what} is {list(image.shape)}: {list(edit.picture.shape)} is expected")
 
 
 def _check_text(name: str, text: str) -> None:

@@ -18,6 +18,7 @@ from instgenie.pictures.decode import MAX_PIXELS
 from instgenie.pictures.picture import MAX_STEPS
 from instgenie.scheduling.names import DEFAULT_SCHEDULING, Batching, RoutingPolicy, Scheduling
 from instgenie.server.bodies.fields import MAX_EDITS
+from instgenie.server.control_options import CONTROL_OPTIONS, make_controls
 from instgenie.server.guard.hosts import ANY, HOST
 from instgenie.server.guard.keys import ApiKey, check_keys, parse_key_file
 from instgenie.server.lora_options import LORA_OPTIONS, make_loras
@@ -196,6 +197,7 @@ OPTIONS = (
     Option("cache-ttl", number(0.0001, 87600), None,
            "hours after which an unused template is deleted that no client registered", "HOURS", default_text="never"),
     *LORA_OPTIONS,
+    *CONTROL_OPTIONS,
     # logs and traces
     Option("log-format", one_of("json", "text"), "json", "format of log lines: json or text", "FORMAT"),
     Option("otlp-traces-endpoint", text, None,
@@ -237,6 +239,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         hold_seconds=60.0 * values["idempotency_minutes"],
         cache=make_cache(values, devices),
         loras=make_loras(values),
+        controls=make_controls(values, devices),
     )
     return ServeConfig(
         HttpConfig(

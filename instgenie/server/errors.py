@@ -12,7 +12,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from instgenie.cluster.orders import Failed
-from instgenie.errors import InstGenieError, LoraError, LoraNotFoundError, MaskError, PictureError
+from instgenie.errors import (
+    ControlError,
+    ControlNotFoundError,
+    InstGenieError,
+    LoraError,
+    LoraNotFoundError,
+    MaskError,
+    PictureError,
+)
 
 MAX_ECHO = 100
 NO_RETRY = {"x-should-retry": "false"}
@@ -102,6 +110,13 @@ def from_user_error(error: InstGenieError) -> ApiError:
     param = "mask" if isinstance(error, MaskError) else "image" if isinstance(error, PictureError) else None
     message = str(error)
     return ApiError(400, message[:1].upper() + message[1:] + ".", "invalid_value", param)
+
+
+def from_control_error(error: ControlError) -> ApiError:
+    message = f"{str(error)[:1].upper()}{str(error)[1:]}."
+    if isinstance(error, ControlNotFoundError):
+        return ApiError(404, message, "controlnet_not_found", "controls")
+    return ApiError(400, message, "invalid_control", "controls")
 
 
 def from_lora_error(error: LoraError, param: str = "loras") -> ApiError:

@@ -9,17 +9,29 @@ from typing import Any
 
 from starlette.requests import Request
 
+from instgenie.adapters.controlnets import ControlNetRegistry
 from instgenie.adapters.registry import LoraRegistry
-from instgenie.cluster.cluster import Cluster, layers_of
+from instgenie.cluster.cluster import Cluster, control_shape_of, layers_of, why_no_controls
 from instgenie.cluster.orders import Order
 from instgenie.cluster.wire import ModelFacts
-from instgenie.errors import ClosedError, LoraError
+from instgenie.errors import ClosedError, ControlError, LoraError
+from instgenie.pictures.control import check_word
 from instgenie.server.admission import Admission, Admitted
 from instgenie.server.bodies.body import Intake
+from instgenie.server.bodies.controls import is_word, uses_of
 from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.bodies.pictures import PictureDecoder
 from instgenie.server.config import HttpConfig
-from instgenie.server.errors import SECONDS_TO_RECOVER, ApiError, bad, closed, echo, from_lora_error, not_found
+from instgenie.server.errors import (
+    SECONDS_TO_RECOVER,
+    ApiError,
+    bad,
+    closed,
+    echo,
+    from_control_error,
+    from_lora_error,
+    not_found,
+)
 from instgenie.server.guard.keys import ApiKeys
 from instgenie.server.idempotency import Idempotency
 from instgenie.server.monitoring.log import note_jobs
@@ -29,7 +41,7 @@ from instgenie.server.runs import EditRun
 from instgenie.server.vocabulary import read_vocabulary
 from instgenie.server.warming import Warming
 from instgenie.server.watch import Deadline, EditTicket, EditWatch
-from instgenie.types import LoraUse, Notes
+from instgenie.types import ControlUse, LoraUse, Notes
 
 SECONDS_TO_LOAD = 5
 BODIES_AT_ONCE = 8  # bodies of the largest size that may be in memory together
@@ -47,6 +59,7 @@ class HttpService:
         self.idempotency = Idempotency(cluster, config.keep_bytes, cluster.config.hold_seconds)
         self.metrics = Metrics(cluster)
         self.loras = LoraRegistry(dict(cluster.config.loras.modules), cluster.config.loras.folder)
+        self.controlnets = ControlNetRegistry(dict(cluster.config.controls.modules))
         self.warming = Warming(cluster, config.register_examples)
         self.vocabulary = read_vocabulary(cluster.config.model)
         self.pulse = Pulse(cluster, config.served_model_names[0])
@@ -109,6 +122,22 @@ class HttpService:
             return await self.decoder.run(self.loras.resolve, uses, tenant) if uses else ()
         except LoraError as error:
             raise from_lora_error(error) from None
+
+    def find_controls(self, fields: ImageFields) -> tuple[ControlUse, ...]:
+        """The folders of the ControlNets that a request names; refuses names that do not exist, folders that do not
+        fit, and images that cannot be made."""
+        if not fields.controls:
+            return ()
+        self.controlnets.shape = control_shape_of(self.cluster)
+        if why := why_no_controls(self.cluster):
+            raise closed(f"No process of ControlNets can be started: {why}.", SECONDS_TO_RECOVER, "unavailable")
+        try:
+            for control in fields.controls:
+                if is_word(control["image"]):
+                    check_word(control["image"])
+            return self.controlnets.resolve(uses_of(fields.controls))
+        except ControlError as error:
+            raise from_control_error(error) from None
 
     @asynccontextmanager
     async def watch(

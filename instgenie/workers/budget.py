@@ -2,20 +2,30 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from instgenie.adapters.controlnets import open_controlnet
 from instgenie.cluster.config import ProcessConfig
 from instgenie.machine.device_memory import available_bytes
+
+
+def control_bytes(config: ProcessConfig) -> int:
+    """Bytes of the ControlNets that may run in this process."""
+    if config.control_addresses:
+        return 0
+    sizes = (open_controlnet(name, Path(path)).num_bytes for name, path in config.controls.modules)
+    return min(sum(sizes), config.controls.max_bytes)
 
 
 def with_budget(config: ProcessConfig, host_bytes: int, device: torch.device) -> ProcessConfig:
     """The configuration with a size for each tier in memory. A GPU tier that was left open gets half of the device's
     free memory, what running edits keep for themselves a quarter, divided among the workers on the device; the rest is
     for the steps. On a CPU these edits get an eighth of the main memory. Memory for LoRAs is set aside first, if edits
-    may name any."""
+    may name any, and for ControlNets that run in this process."""
     loras = (config.loras.gpu_bytes if device.type == "cuda" else config.loras.host_bytes) if config.loras.is_on else 0
-    available = max(available_bytes(device) - loras * config.num_sharing, 0)
+    available = max(available_bytes(device) - (loras + control_bytes(config)) * config.num_sharing, 0)
     gpu_bytes, own_bytes = config.cache.gpu_bytes, config.cache.own_bytes
     if own_bytes is None:
         share = 4 if device.type == "cuda" else 8

@@ -9,6 +9,7 @@ batching exist to compare with:
     naive             every job joins as soon as there is room; this process prepares and finishes between steps
 """
 
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from instgenie.cluster.wire import (
     Stop,
 )
 from instgenie.cost.latency import calibrated_name
+from instgenie.engine.controls import ControlShelf, LocalControls, StepControls
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.merging import Merging
@@ -54,6 +56,7 @@ from instgenie.scheduling.policies import make_policy
 from instgenie.scheduling.policy import Situation
 from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
+from instgenie.workers.controls import ControlsLostError, RemoteControls, settle_controls
 from instgenie.workers.keyed import KeyedJobs
 from instgenie.workers.keys import Keys
 from instgenie.workers.line import Line
@@ -67,6 +70,9 @@ from instgenie.workers.registrar import PendingTemplate, Registrar
 from instgenie.workers.templates import Templates, open_store, serve_peers
 
 SECONDS_BETWEEN_BEATS = 0.25
+MAX_CONTROL_RETRIES = 5  # steps of one edit that are repeated because a process of ControlNets has died
+
+log = logging.getLogger(__name__)
 
 PARTS: frozenset[PartKind] = frozenset({"network"})
 
@@ -83,7 +89,10 @@ class Denoiser:
         own = OwnActivations(model, keeps_text=config.cache.keeps_text)
         graphs = make_graphs(model, config.graphs)
         merging = Merging(config.loras.merges)
-        self.engine = Engine(model, config.max_batch_size, planning, graphs=graphs, own=own, merging=merging)
+        self.controls = make_controls(config, model, line)
+        self.engine = Engine(
+            model, config.max_batch_size, planning, graphs=graphs, own=own, merging=merging, controls=self.controls
+        )
         keys = Keys(model, *form)
         store = open_store(config.cache, model.device, has_peers=bool(config.peer_address))
         self.peer_server = serve_peers(store, config.peer_address, config.cache.peer_bytes_per_second)
@@ -159,12 +168,14 @@ class Denoiser:
         accepted = self.queue.accept(message, frames)
         for tracked in accepted:
             self.loras.begin(tracked)
+            self.controls.open(tracked.job)
         self.keyed.note(message.jobs, accepted)
 
     def forget(self, tracked: TrackedJob) -> None:
         """Let go of what is kept for a job that has ended, however it did."""
         self.keyed.leave(tracked)
         self.loras.release(tracked)
+        self.controls.close(tracked.job)
 
     def count_edit(self, message: CountEdit) -> None:
         has_come_back = self.popularity.note(message.template, message.request)
@@ -244,7 +255,7 @@ class Denoiser:
 
     def step(self) -> None:
         """Take a step and report on it. Its seconds include the device's work, but not loads for the next step."""
-        self.settle_loras()
+        self.settle_adapters()
         jobs = self.engine.pick()
         if not jobs:
             self.stepped_at = None
@@ -260,8 +271,9 @@ class Denoiser:
         self.policy.pace.measure(predicted, seconds + between)
         self.policy.charge([self.running[job].terms.tenant for job in jobs], seconds)
         for job, error in result.failed.items():
-            self.mailbox.report_failure(self.running[job], error)
-            self.leave(self.running[job])
+            if not self.repeats(job, error):
+                self.mailbox.report_failure(self.running[job], error)
+                self.leave(self.running[job])
         self.registrar.stepped(seconds)
         stepped = [self.running[job] for job in jobs if job not in result.failed]
         counts = self.num_interruptions, self.num_joined
@@ -272,13 +284,26 @@ class Denoiser:
         for job in result.finished:
             self.hand_over(self.running[job])
 
-    def settle_loras(self) -> None:
-        """Give running jobs the LoRAs that have come. Jobs whose LoRAs cannot be loaded fail."""
-        for tracked, error in list(self.loras.settle(self.running.values())):
+    def settle_adapters(self) -> None:
+        """Give running jobs the LoRAs and ControlNets that have come. Jobs fail whose own cannot be loaded."""
+        running = self.running.values()
+        for tracked, error in (*self.loras.settle(running), *settle_controls(self.controls, running)):
             assert isinstance(tracked, TrackedJob)
             self.mailbox.report_failure(tracked, error)
             self.engine.leave(tracked.job)
             self.leave(tracked)
+
+    def repeats(self, job: Job, error: Exception) -> bool:
+        """Return whether a job goes on after a step that failed: the process of its ControlNets has died, and the step
+        is repeated when another one is there. It is given up after a few deaths."""
+        tracked = self.running[job]
+        if not isinstance(error, ControlsLostError) or tracked.num_control_retries >= MAX_CONTROL_RETRIES:
+            return False
+        tracked.num_control_retries += 1
+        job.awaits_controls = True
+        self.engine.join(job)
+        log.warning("a step is repeated: %s", error, extra={"job": tracked.id, "step": job.step})
+        return True
 
     def hand_over(self, tracked: TrackedJob) -> None:
         sent = self.mailbox.send_latents(tracked)
@@ -309,6 +334,14 @@ class Denoiser:
             self.stepped_at = None
 
 
+def make_controls(config: ProcessConfig, model: Model, line: Line) -> StepControls:
+    """ControlNets in processes of their own, if there are any, or in this one."""
+    if config.control_addresses:
+        names = [name for name, _ in config.controls.modules]
+        return RemoteControls(model, config.control_addresses, names, line.wake, line.keep_alive)
+    return LocalControls(model, ControlShelf(model.device, model.dtype, config.controls.max_bytes), line.wake)
+
+
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
     warm_up_steps(model, config.cache.dtype)
     if config.loras.is_on:
@@ -319,7 +352,8 @@ def serve(config: ProcessConfig, model: Model, line: Line) -> None:
     if begin := await_begin(line):
         denoiser = Denoiser(with_budget(config, begin.host_bytes, model.device), model, line)
         address = denoiser.peer_server.address if denoiser.peer_server else ""
-        say_ready(line, model, address, tells_layers=config.loras.is_on)
+        told = {"tells_layers": config.loras.is_on, "tells_controls": bool(config.controls.modules)}
+        say_ready(line, model, address, **told)
         denoiser.run()
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import zmq
 
@@ -46,6 +47,14 @@ class Line:
             return None
         head, *frames = self._socket.recv_multipart(copy=False)
         return decode(head.buffer), [frame.buffer for frame in frames]
+
+    def watch(self, socket: "zmq.Socket[Any]") -> None:
+        """End waits for a message also when another socket has one."""
+        self._poller.register(socket, zmq.POLLIN)
+
+    def keep_alive(self) -> None:
+        """Give a sign of life, if one is due, while something else than messages is waited for."""
+        self._beat()
 
     def wake(self) -> None:
         """End the wait for a message; any thread may call this."""

@@ -53,8 +53,10 @@ class Preparer:
         picture = read_picture(frames[0], message.size)
         if isinstance(message, Prepare):
             mask = read_mask(frames[1], message.size)
-            references = tuple(map(read_picture, frames[2:], message.references))
-            edit = message.wish.edit(picture, mask, self.model.steps, self.model.guidance)
+            num_references = len(message.references)
+            references = tuple(map(read_picture, frames[2 : 2 + num_references], message.references))
+            images = tuple(read_picture(frame, message.size) for frame in frames[2 + num_references :])
+            edit = message.wish.edit(picture, mask, self.model.steps, self.model.guidance, images)
             return prepare(replace(edit, references=references), self.model, self.encodings, self.prompt_loras)
         return template_job(template_edit(picture, self.model, None, message.steps, message.guidance), self.model)
 

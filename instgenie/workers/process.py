@@ -11,9 +11,11 @@ import torch
 
 from instgenie.cluster.config import ProcessConfig
 from instgenie.cluster.wire import Begin, Broken, JobFailed, Loaded, ModelFacts, Ready, Stop
+from instgenie.engine.controls import control_shape
 from instgenie.errors import (
     CacheError,
     CalibrationError,
+    ControlError,
     EditError,
     InstGenieError,
     LoraError,
@@ -33,7 +35,12 @@ from instgenie.telemetry.logs import Named, log_to_stderr, names_of
 from instgenie.workers.fronts import SharedLine
 from instgenie.workers.line import Line
 
-PARAMS: dict[type[InstGenieError], str] = {PictureError: "image", MaskError: "mask", LoraError: "loras"}
+PARAMS: dict[type[InstGenieError], str] = {
+    PictureError: "image",
+    MaskError: "mask",
+    LoraError: "loras",
+    ControlError: "controls",
+}
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +69,12 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
     os._exit(0)  # unloading torch would take seconds
 
 
-def say_ready(line: Line, model: Model, peer_address: str = "", tells_layers: bool = False) -> None:
+def say_ready(
+    line: Line, model: Model, peer_address: str = "", tells_layers: bool = False, tells_controls: bool = False
+) -> None:
     layers = model.layer_table if tells_layers else None
-    line.send(Ready(facts_of(model), model.digest, peer_address, layers))
+    controls = control_shape(model) if tells_controls else None
+    line.send(Ready(facts_of(model), model.digest, peer_address, layers, controls))
 
 
 def await_begin(line: Line) -> Begin | None:
@@ -114,7 +124,7 @@ def failure(work: Attempt, error: BaseException) -> JobFailed:
     if isinstance(error, OutOfMemoryError | CacheError) or is_out_of_memory(error):
         log.warning("out of memory", extra=names_of(work))
         return JobFailed(id, attempt, "out_of_memory", str(error).splitlines()[0])
-    if isinstance(error, EditError | PictureError | MaskError | LoraError):
+    if isinstance(error, EditError | PictureError | MaskError | LoraError | ControlError):
         return JobFailed(id, attempt, "bad_input", str(error), PARAMS.get(type(error)))
     log.error("job failed", exc_info=error, extra=names_of(work))
     return JobFailed(id, attempt, "internal", f"the edit failed: {type(error).__name__}")

@@ -60,6 +60,7 @@ class TrackedJob:
     trace: str = ""
     request_id: str = ""
     key: str = ""  # idempotency key
+    num_control_retries: int = 0  # steps that were repeated because a process of ControlNets had died
     loras: LoraWait | None = None  # None: it has none
     followers: list[Denoising] = field(default_factory=list)  # jobs with the same key, which get what it gets
 

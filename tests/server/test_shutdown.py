@@ -19,7 +19,7 @@ from helpers.serving import MASK, PICTURE, Running, running_server, wait_for
 
 from instgenie.server.app import make_app
 from instgenie.server.config import read_config
-from instgenie.server.routes import images
+from instgenie.server.routes import opening
 from instgenie.server.service import HttpService
 
 LONG = {"prompt": "a cat", "num_inference_steps": "999", "quality": "exact", "n": "10"}
@@ -107,13 +107,13 @@ def test_an_edit_that_is_admitted_is_finished_though_the_server_begins_to_stop(m
     config = read_config({"device": "cpu", "host_cache_gib": "0.1"}, {})
     cluster = InstantCluster(config.cluster, b"painted")
     service = HttpService(config.http, cluster)
-    decode = images.decode_edit
+    decode = opening.decode_edit
 
     def decode_slowly(*given: Any) -> Any:
         service.draining, cluster._is_open = True, False
         return decode(*given)
 
-    monkeypatch.setattr(images, "decode_edit", decode_slowly)
+    monkeypatch.setattr(opening, "decode_edit", decode_slowly)
 
     async def play() -> list[httpx.Response]:
         transport = httpx.ASGITransport(make_app(service, "0"))

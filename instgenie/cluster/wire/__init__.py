@@ -54,6 +54,7 @@ from instgenie.cluster.wire.reports import (
     Beat,
     Broken,
     Collected,
+    ControlNetsKept,
     Denoised,
     Dropped,
     EditCounted,
@@ -78,6 +79,7 @@ from instgenie.cluster.wire.reports import (
     Recalled,
     Registered,
     Report,
+    Serving,
     TierFound,
 )
 
@@ -93,6 +95,7 @@ __all__ = [
     "Collect",
     "Collected",
     "Command",
+    "ControlNetsKept",
     "CountEdit",
     "Denoise",
     "Denoised",
@@ -135,6 +138,7 @@ __all__ = [
     "Register",
     "Registered",
     "Report",
+    "Serving",
     "Stop",
     "TemplateHead",
     "TensorHead",

@@ -41,7 +41,7 @@ class Assigned(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Turn an edit into a job. Frames: picture, mask, references."""
+    """Turn an edit into a job. Frames: picture, mask, references, control images."""
 
     id: str
     attempt: int

@@ -4,6 +4,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+from instgenie.adapters.controlnets import ControlShape
 from instgenie.adapters.layers import LayerTable
 from instgenie.cluster.config import finish_period
 from instgenie.cluster.orders import FailureKind, LoraFacts
@@ -26,6 +27,19 @@ class Ready(Message, frozen=True):
     digest: str  # of the weights this process has loaded
     peer_address: str = ""  # at which a denoise process serves templates to its peers; empty: it serves none
     layers: LayerTable | None = None  # that LoRAs may patch; told by the denoise process
+    controls: ControlShape | None = None  # of ControlNets that fit; told by the denoise process
+
+
+class Serving(Message, frozen=True):
+    """A process of ControlNets takes questions."""
+
+
+class ControlNetsKept(Message, frozen=True):
+    """The ControlNets that a process has in memory."""
+
+    versions: tuple[str, ...]
+    num_bytes: int
+    num_loads: int  # since it started
 
 
 class Broken(Message, frozen=True):
@@ -134,6 +148,7 @@ class Denoised(Message, frozen=True):
     seconds: float
     reuse: ReuseFound = "none"  # whose activations it has read
     loras: LoraFacts | None = None  # None: it has none
+    num_control_retries: int = 0  # steps that were repeated because a process of ControlNets had died
 
 
 class Registered(Message, frozen=True):
@@ -259,6 +274,7 @@ class Painted(Message, frozen=True):
 
 Report: TypeAlias = (
     Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | Preempted | LorasKept
+    | Serving | ControlNetsKept
     | BatchStepped | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Fetched | Forgotten | Announced
     | EditCounted | Listed | Recalled | Painted | Collected
 )  # fmt: skip

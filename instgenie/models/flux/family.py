@@ -5,7 +5,9 @@ from typing import Any
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from transformers import CLIPTextModel, T5EncoderModel
 
+from instgenie.adapters.controlnets import FLUX_KIND
 from instgenie.models.family import TWO_ENCODERS, Family, LoadedPipeline, check_flow_scheduler
+from instgenie.models.flux.controlnet import load_flux_controlnet
 from instgenie.models.flux.model import MAX_TEXT_TOKENS, FluxKontextModel, FluxModel
 from instgenie.models.flux.network import FluxNetwork
 from instgenie.models.recipe import CLIP_TOKENS, Recipe, clip_config, make_autoencoder, make_tokenizer, t5_config
@@ -60,6 +62,7 @@ FLUX = Family(
         "flux.1-kontext-dev": Recipe("FluxKontextPipeline", dev_transformer, dev_autoencoder, dev_others),
     },
     prompt_layers=("context_embedder",),
+    controlnets={FLUX_KIND: load_flux_controlnet},
     join_layers=lambda transformer: FluxNetwork(transformer).join_projections(),
     fp8_layers=(
         r"transformer_blocks\.\d+\.(attn|ff|ff_context)\..+",

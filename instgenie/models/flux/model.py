@@ -1,7 +1,7 @@
 """A Flux model: prompts and conditioning. `flux.network` knows the transformer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeGuard
 
@@ -12,9 +12,12 @@ from torch.nn.functional import pixel_unshuffle
 from transformers import PreTrainedTokenizerBase, T5EncoderModel
 
 from instgenie.errors import ModelError
-from instgenie.jobs.job import Branch, Grid
+from instgenie.jobs.job import Branch, Grid, Job
+from instgenie.jobs.rows import OWN_ROWS, StepRows
+from instgenie.models.flux.controlnet import GuidedFluxes
 from instgenie.models.flux.lora_names import original_names
 from instgenie.models.flux.network import FluxNetwork, embed_positions
+from instgenie.models.joint.batch import JointBatch, pack
 from instgenie.models.joint.model import JointModel
 from instgenie.models.model import Model, count_tokens, pack_latents, tokenize
 from instgenie.types import Edit
@@ -27,6 +30,7 @@ class FluxModel(JointModel):
     family = "flux"
     foreign_names = staticmethod(original_names)
     needs_true_guidance = True
+    guided = GuidedFluxes()
 
     transformer: FluxTransformer2DModel
     text_encoder_2: T5EncoderModel
@@ -67,11 +71,16 @@ class FluxModel(JointModel):
     def rotary(self, num_text: int, grid: Grid, references: Sequence[Grid] = ()) -> Tensor:
         return embed_positions(self.transformer, num_text, grid, references)
 
+    def branches(self, edit: Edit, grid: Grid, references: Sequence[Grid] = ()) -> tuple[Branch, ...]:
+        found = super().branches(edit, grid, references)
+        return found if edit.controls else tuple(replace(branch, words=None) for branch in found)
+
     def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
-        sequence = self.joint_network.embed_prompt(self.encode_sequence(prompt))
+        words = self.encode_sequence(prompt)
+        sequence = self.joint_network.embed_prompt(words)
         num_prompt = count_tokens(self.tokenizer_2, prompt, self.num_text_tokens)
         rotary = self.rotary(len(sequence), grid, references)
-        return Branch(sequence, self.encode_pooled(prompt), rotary, num_prompt)
+        return Branch(sequence, self.encode_pooled(prompt), rotary, num_prompt, words)
 
     def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]
         ids = tokenize(self.tokenizer_2, prompt, self.num_text_tokens).to(self.device)
@@ -82,6 +91,12 @@ class FluxModel(JointModel):
         ids = tokenize(self.tokenizer, prompt, self.tokenizer.model_max_length).to(self.device)
         pooled: Tensor = self.text_encoder(ids).pooler_output[0]
         return pooled.to(self.dtype)
+
+    def pack_step(
+        self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS, modulation: Tensor | None = None
+    ) -> JointBatch:
+        depth = len(self.transformer.transformer_blocks), len(self.transformer.single_transformer_blocks)
+        return pack(jobs, pads, rows, modulation, depth=depth)
 
     def beside(self, tokens: Tensor, pixels: Tensor) -> Tensor:
         """The pixels of the mask under a latent become its channels, which are packed like latents."""

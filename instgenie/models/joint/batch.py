@@ -17,6 +17,7 @@ from instgenie.jobs.rows import OWN_ROWS, JobRows, RowReader, StepRows
 from instgenie.jobs.tokens import JobTokens, concat
 from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
+from instgenie.models.joint.controls import BlockResiduals, Depth, pack_residuals
 from instgenie.models.joint.layout import Layout, lay_out
 from instgenie.models.packed import Column, PackedBatch, Static, loras_of
 
@@ -67,6 +68,7 @@ class JointBatch(PackedBatch):
     sigma: Column[Tensor]  # [branches]
     guidance: Column[Tensor]  # [branches]
     template: Column[TemplateColumns | None]  # if any job reads Y
+    control: Column[BlockResiduals | None]  # if ControlNets guide any job
     modulation: Column[Tensor | None]  # [branches, outputs of all modulation layers]; None: blocks compute their own
 
     @property
@@ -169,9 +171,11 @@ def pack(
     step_rows: StepRows = OWN_ROWS,
     modulation: Tensor | None = None,
     positions: Callable[[tuple[int, int]], Tensor] | None = None,
+    depth: Depth = (0, 0),
 ) -> JointBatch:
     """With `pads`, lists of masked tokens are as long as those of many other masks. `positions` gives the positions of
-    the tokens of a grid, for models that embed them."""
+    the tokens of a grid, for models that embed them; `depth` the double and single blocks, for models that ControlNets
+    guide."""
     pairs = list(branches(jobs))
     tokens = tuple(job.padded_tokens if pads else job.tokens for job in jobs)
     num_blocks = max(len(job.plan) for job in jobs)
@@ -190,6 +194,7 @@ def pack(
         jobs=tuple(jobs),
         rows=JobRows(readers_of(jobs), step_rows),
         loras=loras,
+        residuals=(),
         kinds=kinds,
         num_kept=tuple(job.activations.num_branches if job.activations else 1 for job in jobs),
         kept_kinds=tuple(job.kept_kind for job, _ in pairs),
@@ -206,6 +211,7 @@ def pack(
         sigma=torch.stack([job.timestep for job, _ in pairs]),
         guidance=torch.stack([job.guidance for job, _ in pairs]),
         template=template_columns(jobs) if "y" in kinds else None,
+        control=pack_residuals(jobs, tokens, cached, depth),
         modulation=modulation,
     )
 

@@ -25,6 +25,10 @@ class Flow(ABC):
     def turned(self, batch: JointBatch, layout: Layout, block: int) -> tuple[Layout, Self]:
         """The layout of a block and the rows in it."""
 
+    @abstractmethod
+    def plus(self, rows: Tensor, layout: Layout) -> Self:
+        """With rows added to those of the image [image tokens, width]."""
+
 
 class Apart(Flow):
     """Text and image in tensors of their own."""
@@ -43,6 +47,9 @@ class Apart(Flow):
         turned, text, image = batch.turn(layout, self.text.total, self.image.total, block)
         return turned, type(self)(Residual(text), Residual(image))
 
+    def plus(self, rows: Tensor, layout: Layout) -> Self:
+        return type(self)(self.text, Residual(self.image.total + rows))
+
 
 class Together(Flow):
     """The text of each branch before its image, in one tensor."""
@@ -60,6 +67,9 @@ class Together(Flow):
     def turned(self, batch: JointBatch, layout: Layout, block: int) -> tuple[Layout, Self]:
         turned, joint = batch.turn_joint(layout, self.joint.total, block)
         return turned, type(self)(Residual(joint))
+
+    def plus(self, rows: Tensor, layout: Layout) -> Self:
+        return type(self)(Residual(self.joint.total.index_add(0, layout.image_places.joint, rows)))
 
 
 def join(flow: Flow, layout: Layout) -> Together:

@@ -121,6 +121,8 @@ def run_blocks(network: JointNetwork, batch: JointBatch, image: Tensor, mod: Mod
             keep_y(index, batch, flow.by_branch(layout))
         heads = recall(block, index, batch, layout)
         flow = block(flow, mod, layout, heads)
+        if batch.control and (rows := batch.control.behind(index)) is not None:
+            flow = flow.plus(rows, layout)
         keep_kv(index, batch, layout, heads)
     layout, _, image = batch.turn(layout, *flow.parts(layout), len(network.blocks))
     return layout, image

@@ -17,7 +17,7 @@ from instgenie.adapters.applied import BatchLoras
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, JobRows, RowReader, StepRows
-from instgenie.models.packed import Column, PackedBatch, Static, loras_of
+from instgenie.models.packed import Column, PackedBatch, Static, loras_of, residuals_of
 from instgenie.models.unet.layout import LevelKey, LevelLayout, bounds_of_keys, lay_out_levels
 
 # K and V of the prompts of a batch, which its LoRAs change; see `UnetBatch.crossed`
@@ -90,6 +90,7 @@ def pack(
         jobs=tuple(jobs),
         rows=JobRows(members, step_rows),
         loras=loras,
+        residuals=residuals_of(jobs),
         kinds=tuple(
             job.activations.kind if job.activations and any(plan) else None
             for (job, _), plan in zip(members, plans, strict=True)

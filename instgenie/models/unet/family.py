@@ -5,10 +5,12 @@ from typing import Any, get_args
 from diffusers import AutoencoderKL, DDIMScheduler, EulerDiscreteScheduler, PNDMScheduler, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+from instgenie.adapters.controlnets import UNET_KIND, UNION_KIND
 from instgenie.errors import ModelError
 from instgenie.jobs.sampler import Prediction
 from instgenie.models.family import ONE_ENCODER, TWO_ENCODERS, Family, LoadedPipeline
 from instgenie.models.recipe import CLIP_TOKENS, Recipe, clip_config, make_autoencoder, make_tokenizer
+from instgenie.models.unet.controlnet import load_unet_controlnet, load_union_controlnet
 from instgenie.models.unet.model import UnetModel, UnetXlModel
 
 PARTS, XL_PARTS = ("unet", *ONE_ENCODER), ("unet", *TWO_ENCODERS)
@@ -137,6 +139,7 @@ UNET = Family(
         ),
         "sd2.1": Recipe("StableDiffusionPipeline", sd21_unet, lambda: make_autoencoder(4), sd21_others),
     },
+    controlnets={UNET_KIND: load_unet_controlnet, UNION_KIND: load_union_controlnet},
     # layers whose input a norm or an activation writes: at these sizes, quantising apart costs more than it gains
     fp8_layers=(r".+\.transformer_blocks\.\d+\.(attn1\.to_[qkv]|attn2\.to_q|ff\..+)",),
 )

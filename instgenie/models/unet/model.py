@@ -7,7 +7,7 @@ value of 1 or less turns it off. A `true_guidance` above 1 means the same and ta
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,8 +29,18 @@ from instgenie.jobs.sampler import Schedule, ddim_schedule, euler_schedule
 from instgenie.models.model import Keep, Model, pack_latents, tokenize
 from instgenie.models.packed import PackedBatch
 from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
+from instgenie.models.unet.controlnet import GuidedUnets
 from instgenie.models.unet.lora_names import original_names
-from instgenie.models.unet.network import Recorder, cross, describe, find_positions, predict, transformers
+from instgenie.models.unet.network import (
+    Encoded,
+    Recorder,
+    cross,
+    describe,
+    encode,
+    find_positions,
+    predict,
+    transformers,
+)
 from instgenie.types import Edit
 
 MAX_CAPTURED = 16
@@ -68,6 +78,7 @@ class UnetModel(Model):
     is_convolutional = True
     latents_per_token = 1
     foreign_names = staticmethod(original_names)
+    guided = GuidedUnets()
     needs_true_guidance = False
     whole_strength = 0.75  # what front ends for Stable Diffusion start with
 
@@ -172,9 +183,13 @@ class UnetModel(Model):
 
     def run(self, packed: PackedBatch) -> Tensor:
         assert isinstance(packed, UnetBatch)
-        prefers_flash = self.device.type == "cuda" and len(packed.sample) <= MAX_FLASH
-        with sdpa_kernel(FLASH) if prefers_flash else nullcontext():
+        with attention(packed):
             return predict(self.unet, self.positions, packed)
+
+    def begin(self, packed: PackedBatch) -> "UnetHalf":
+        assert isinstance(packed, UnetBatch)
+        with attention(packed):
+            return UnetHalf(packed, encode(self.unet, self.positions, packed))
 
     def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
         assert not with_text  # it does not flow
@@ -182,6 +197,28 @@ class UnetModel(Model):
 
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:
         return torch.empty(len(jobs), 0, dtype=self.dtype, device=self.device)
+
+
+def attention(packed: UnetBatch) -> AbstractContextManager[object]:
+    """The kernels of attention that suit a batch."""
+    prefers_flash = packed.sample.is_cuda and len(packed.sample) <= MAX_FLASH
+    return sdpa_kernel(FLASH) if prefers_flash else nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class UnetHalf:
+    """A pass after its encoder."""
+
+    packed: UnetBatch
+    encoded: Encoded
+
+    @property
+    def places(self) -> Sequence[Tensor]:
+        return self.encoded.places
+
+    def end(self) -> Tensor:
+        with attention(self.packed):
+            return self.encoded.end()
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,17 +78,49 @@ def cross(
     return tuple(torch.stack([linear(layer, text, owners) for layer in (attn.to_k, attn.to_v)]) for attn in attentions)
 
 
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A pass at its middle, where residuals of ControlNets enter."""
+
+    unet: UNet2DConditionModel
+    run: Pass
+    skips: list[Tensor]  # [branches, channels, rows, columns], in the order of the encoder
+    x: Tensor  # [branches, channels, rows, columns]
+
+    @property
+    def places(self) -> list[Tensor]:
+        """The tensors that residuals are added to."""
+        return [*self.skips, self.x]
+
+    def end(self) -> Tensor:
+        return decode(self.unet, self.run, list(self.skips), self.x)
+
+
 def predict(
     unet: UNet2DConditionModel, positions: Positions, batch: UnetBatch, recorder: Recorder | None = None
 ) -> Tensor:
     """[branches, channels, rows, columns]"""
+    encoded = encode(unet, positions, batch, recorder)
+    for residuals in batch.residuals:
+        residuals.add_to(encoded.places)
+    return encoded.end()
+
+
+def encode(
+    unet: UNet2DConditionModel, positions: Positions, batch: UnetBatch, recorder: Recorder | None = None
+) -> Encoded:
+    """The first half of a pass."""
     time = embed_time(unet, batch)
     run = Pass(batch, positions, time, F.silu(time), recorder)
     x = call(unet.conv_in, run.each_branch, batch.sample)
     skips = [x]
     for block in unet.down_blocks:
         x = down(block, x, run, skips)
-    x = middle(unet.mid_block, x, run)
+    return Encoded(unet, run, skips, middle(unet.mid_block, x, run))
+
+
+def decode(unet: UNet2DConditionModel, run: Pass, skips: list[Tensor], x: Tensor) -> Tensor:
+    """The second half; it takes the skips, the last one first."""
     for block in unet.up_blocks:
         x = up(block, x, run, skips)
     if isinstance(unet.conv_act, nn.SiLU):
@@ -118,7 +150,7 @@ def down(block: UnetBlock, x: Tensor, run: Pass, skips: list[Tensor]) -> Tensor:
 
 def middle(block: UnetBlock | None, x: Tensor, run: Pass) -> Tensor:
     if block is None:
-        return x
+        return x.clone()  # residuals are added to it, and to the skip that it is
     first, *others = block.resnets
     x = convolve(first, x, run)
     for resnet, transformer in zip(others, block.attentions, strict=True):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from instgenie.cluster.orders import Facts, Finished
+from instgenie.server.bodies.controls import control_notes
 from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
 from instgenie.server.bodies.loras import lora_notes
 from instgenie.server.errors import ApiError
@@ -176,7 +177,7 @@ def images_answer(
         errors=[IndexedError(index=index, **errors[index].body) for index in sorted(errors)],
         **picture_format(size_of(facts[0]), fields),
         usage=token_usage(facts, fields.prompt),
-        notes=[*notes, *lora_notes(facts, fields.lora_names)],
+        notes=[*notes, *lora_notes(facts, fields.lora_names), *control_notes(facts, fields.controls)],
     )
     return slots.fill(json.dumps(answer.model_dump(exclude_unset=True)))
 
@@ -293,7 +294,11 @@ def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields:
             **picture_format(size_of(finished.facts), fields),
             **edit_summary(finished.facts),
             "usage": token_usage([finished.facts], fields.prompt).model_dump(),
-            "notes": [*notes, *lora_notes([finished.facts], fields.lora_names)],
+            "notes": [
+                *notes,
+                *lora_notes([finished.facts], fields.lora_names),
+                *control_notes([finished.facts], fields.controls),
+            ],
         },
     )
 

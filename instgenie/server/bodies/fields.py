@@ -23,6 +23,7 @@ from instgenie.pictures.mask import MaskMode
 from instgenie.pictures.photo import Metadata
 from instgenie.pictures.picture import MAX_CROP_PADDING, MAX_FEATHER, MAX_GUIDANCE, MAX_PROMPT, MAX_SEED, MAX_STEPS
 from instgenie.server.bodies.body import RequestForm
+from instgenie.server.bodies.controls import ControlList
 from instgenie.server.bodies.loras import LoraList, LoraName, LoraScale, asked_loras
 from instgenie.server.bodies.names import hint
 from instgenie.server.errors import ApiError, bad, echo
@@ -161,6 +162,10 @@ class ImageFields(Fields):
     loras: LoraList = Field(
         [], description="LoRAs to paint with, added one to the other. In a form: JSON, or NAME:SCALE,NAME:SCALE."
     )
+    controls: ControlList = Field(
+        [], description="ControlNets that guide the edit, each with a name, an image (a data: URL, or canny for the "
+        "picture's edges), a scale, and the shares of the steps at which it starts and ends. In a form: JSON.",
+    )  # fmt: skip
     lora: LoraName | None = Field(None, description="One LoRA, instead of a list of them.")
     lora_scale: LoraScale | None = Field(None, description="Scale of lora; 1 if omitted.")
     idempotency_key: str | None = Field(

@@ -5,13 +5,17 @@ import binascii
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from instgenie.pictures.control import MADE_HERE
 from instgenie.server.bodies.body import RequestForm
+from instgenie.server.bodies.controls import is_word, with_files
 from instgenie.server.bodies.data_urls import decode_base64
-from instgenie.server.bodies.fields import EditFields, Fields, PictureField, TemplateFields, parse_fields
+from instgenie.server.bodies.fields import EditFields, Fields, ImageFields, PictureField, TemplateFields, parse_fields
 from instgenie.server.errors import ApiError, bad, echo
 from instgenie.types import Notes
+
+FieldsT = TypeVar("FieldsT", bound=ImageFields)
 
 DATA_URL_PREFIX = r"data:image/[a-z0-9.+-]{1,32}(;[a-z0-9-]{1,32}=[^;,]{0,64}){0,4};base64,"
 MAX_PICTURES = 16  # of one field; OpenAI's limit
@@ -29,7 +33,8 @@ class EditForm:
 
 def read_edit(form: RequestForm, kind: type[EditFields] = EditFields) -> EditForm:
     pictures = take_pictures(kind, form)
-    fields = parse_fields(kind, form)
+    files = take_control_files(form)
+    fields = with_control_files(parse_fields(kind, form), files)
     images = pictures.get("image", [])
     image = images[0] if images else None
     if fields.template is None and image is None:
@@ -49,6 +54,28 @@ def read_template(form: RequestForm) -> tuple[TemplateFields, bytes]:
     if others:
         raise bad("image", f"There are {1 + len(others)} images: a template is one picture.")
     return fields, image
+
+
+def take_control_files(form: RequestForm) -> list[bytes]:
+    """Remove the files of control images from a form, and return them in the order in which they came."""
+    names = [name for name in list(form.values) if re.fullmatch(r"control_images?(\[\d{0,2}\])?", name)]
+    return [picture_bytes("control_image", sent) for name in names for sent in form.values.pop(name)]
+
+
+def with_control_files(fields: FieldsT, files: Sequence[bytes]) -> FieldsT:
+    """The fields with the images of their ControlNets."""
+    num_open = sum(one["image"] is None for one in fields.controls)
+    if num_open != len(files):
+        raise bad(
+            "controls",
+            f"{num_open} of the {len(fields.controls)} controls have no image, and there are {len(files)} files "
+            "control_image: as many are expected. An image may also be a data: URL, or "
+            f"{MADE_HERE!r} for the picture's edges.",
+        )
+    for one in fields.controls:
+        if one["image"] is not None and not is_word(one["image"]):
+            decode_data_url("controls", one["image"])
+    return fields.model_copy(update={"controls": with_files(fields.controls, files)}) if files else fields
 
 
 def missing_image() -> ApiError:

@@ -1,7 +1,8 @@
-"""Answers that list models and LoRAs."""
+"""Answers that list models, LoRAs and ControlNets."""
 
 from typing import Literal
 
+from instgenie.adapters.controlnets import RegisteredControlNet
 from instgenie.adapters.registry import RegisteredLora
 from instgenie.cluster.wire import ModelFacts
 from instgenie.pictures.picture import MAX_SIZE
@@ -26,8 +27,8 @@ class ModelAnswer(AnswerBody):
     owned_by: str
     family: str | None = None  # None until the model is loaded
     abilities: ModelAbilities | None = None
-    root: str | None = None  # of a LoRA: its file
-    parent: str | None = None  # of a LoRA: the model that it is for
+    root: str | None = None  # of a LoRA or a ControlNet: its file or folder
+    parent: str | None = None  # of a LoRA or a ControlNet: the model that it is for
 
 
 class LoraAnswer(AnswerBody):
@@ -74,11 +75,10 @@ def describe_model(name: str, facts: ModelFacts | None) -> ModelAnswer:
     return answer.model_copy(update={"family": facts.family, "abilities": abilities})
 
 
-def describe_as_model(lora: RegisteredLora, model: str) -> ModelAnswer:
-    """A LoRA among the models, as vLLM lists them."""
-    return ModelAnswer(
-        id=lora.name, object="model", created=lora.created, owned_by="instgenie", root=lora.path.name, parent=model
-    )
+def describe_as_model(adapter: RegisteredLora | RegisteredControlNet, model: str) -> ModelAnswer:
+    """A LoRA or a ControlNet among the models, as vLLM lists them."""
+    name, created, root = adapter.name, adapter.created, adapter.path.name
+    return ModelAnswer(id=name, object="model", created=created, owned_by="instgenie", root=root, parent=model)
 
 
 def describe_lora(lora: RegisteredLora, model: str) -> LoraAnswer:

@@ -29,6 +29,7 @@ OTHER_NAMES = {
     "loras": "adapters lora_adapters lora_weights lora_list",
     "lora": "lora_name lora_path adapter adapter_name lora_id",
     "lora_scale": "lora_weight lora_strength adapter_weight",
+    "controls": "controlnet controlnets control controlnet_units control_strength control_net",
     "template": "template_id image_id file_id",
     "crop": "inpaint_full_res only_masked hd_strategy use_croper crop_mode",
     "crop_padding": "inpaint_full_res_padding padding_mask_crop only_masked_padding mask_padding "
@@ -44,8 +45,7 @@ NO_COUNTERPART = {
     "masks always mark what to edit, by alpha 0 or by white": "inpainting_mask_invert invert_mask mask_invert",
     "'size' alone gives the size of the answer": "resize_mode aspect_ratio upscale enable_hr hr_scale enable_upscaling "
     "upscaling_scale",
-    "the model is served as it is": "controlnet control_image control_strength "
-    "ip_adapter_image alwayson_scripts override_settings",
+    "the model is served as it is": "ip_adapter_image alwayson_scripts override_settings",
     "the model edits one picture and has no use for reference pictures": "reference_image reference_images ref_image "
     "ref_images paint_by_example_example_image",
 }

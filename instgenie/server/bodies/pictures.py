@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from instgenie.errors import InstGenieError
+from instgenie.pictures.control import make_control_image
 from instgenie.pictures.cropping import cut
 from instgenie.pictures.digest import measure
 from instgenie.pictures.fitting import Fit, fit_photo
@@ -74,6 +75,11 @@ def decode_edit(sources: EditSources, max_pixels: int) -> tuple[Photo, PixelMask
         photo, mask = fit_photo(photo, mask, sources.size, sources.fit, sources.notes)
     measure(photo.pixels, mask)
     return photo, mask
+
+
+def decode_control(image: bytes | str, picture: Pixels, max_pixels: int) -> Pixels:
+    """A control image of the picture's size, decoded, or made from the picture as a word says."""
+    return make_control_image(image if isinstance(image, str) else open_photo(image, max_pixels).pixels, picture)
 
 
 def cut_out(picture: Pixels, mask: PixelMask, source: Source | None, box: Box) -> tuple[Pixels, PixelMask, Whole]:

@@ -29,6 +29,12 @@ class ProcessAnswer(AnswerBody):
     message: str  # why it is down
 
 
+class ServiceAnswer(ProcessAnswer):
+    num_controlnets: int  # in its memory
+    controlnet_bytes: int
+    num_loads: int  # of ControlNets, since it started
+
+
 class WorkerAnswer(AnswerBody):
     index: int
     node: str | None  # null: on the front's machine, or waiting for a node
@@ -61,6 +67,7 @@ class StatusAnswer(AnswerBody):
     fronts: list[str]  # addresses of all fronts; empty: this one is alone
     nodes: list[NodeAnswer]  # empty: all workers are on this machine
     workers: list[WorkerAnswer]
+    services: list[ServiceAnswer]  # processes of ControlNets
 
 
 def status_answer(service: HttpService, version: str) -> StatusAnswer:
@@ -83,6 +90,7 @@ def status_answer(service: HttpService, version: str) -> StatusAnswer:
         fronts=list(status.fronts),
         nodes=[node_answer(node, num_workers[node.name]) for node in status.nodes],
         workers=[worker_answer(worker, has_nodes=bool(status.fronts)) for worker in status.workers],
+        services=[service_answer(service) for service in status.services],
     )
 
 
@@ -125,6 +133,16 @@ def worker_state(worker: WorkerStatus, has_nodes: bool) -> WorkerState:
     if has_nodes and not worker.node:
         return "waiting"
     return "draining" if worker.is_draining else worker.state
+
+
+def service_answer(process: ProcessStatus) -> ServiceAnswer:
+    kept = process.controlnets
+    return ServiceAnswer(
+        **process_answer(process).model_dump(),
+        num_controlnets=kept.num_kept if kept else 0,
+        controlnet_bytes=kept.num_bytes if kept else 0,
+        num_loads=kept.num_loads if kept else 0,
+    )
 
 
 def process_answer(process: ProcessStatus) -> ProcessAnswer:

@@ -11,13 +11,14 @@ from starlette.responses import Response
 from instgenie.cluster.cluster import has_asked_for
 from instgenie.cluster.ledger import KeyClaim
 from instgenie.cluster.orders import Order
-from instgenie.errors import ClosedError, InstGenieError, MaskError, PictureError
 from instgenie.pictures.cropping import Canvas, choose_box, describe_crop
-from instgenie.pictures.header import Header, crop_bytes, decoding_bytes, kept_bytes
+from instgenie.pictures.fitting import crop
+from instgenie.pictures.header import Header, crop_bytes, kept_bytes
 from instgenie.pictures.photo import Photo
 from instgenie.pictures.picture import MAX_SIDE
 from instgenie.server.admission import Admitted
 from instgenie.server.bodies.answers import EditPending, images_answer
+from instgenie.server.bodies.controls import is_word
 from instgenie.server.bodies.fields import (
     EditFields,
     GenerationFields,
@@ -26,18 +27,31 @@ from instgenie.server.bodies.fields import (
     answer_size,
     parse_fields,
 )
-from instgenie.server.bodies.forms import EditForm, check_references, read_edit
+from instgenie.server.bodies.forms import (
+    EditForm,
+    check_references,
+    read_edit,
+    take_control_files,
+    with_control_files,
+)
 from instgenie.server.bodies.models import ModelsAnswer, describe_as_model, describe_model
-from instgenie.server.bodies.pictures import EditSources, blank_edit, cut_out, decode_edit, decode_reference
+from instgenie.server.bodies.pictures import (
+    blank_edit,
+    cut_out,
+)
 from instgenie.server.bodies.schema import EARLIER, EDIT, GENERATION, MODEL, MODELS, VARIATION
-from instgenie.server.errors import ApiError, JsonResponse, bad, closed, echo, from_user_error, not_found
+from instgenie.server.errors import (
+    JsonResponse,
+    bad,
+    not_found,
+)
 from instgenie.server.idempotency import digest, fingerprint_of, key_of, sent_fields
 from instgenie.server.lateness import with_deadline
 from instgenie.server.routes.events import EventStream, Repetition, Submission, answer_headers
+from instgenie.server.routes.opening import open_controls, open_edit, open_references
 from instgenie.server.routes.sending import LargeResponse
 from instgenie.server.runs import DepositedRequest, EditRun
 from instgenie.server.service import (
-    SECONDS_TO_LOAD,
     HttpService,
     deadline_of,
     draw_seed,
@@ -46,7 +60,7 @@ from instgenie.server.service import (
     trace_of,
 )
 from instgenie.server.watch import in_time, unless_gone
-from instgenie.types import LoraUse, Notes, PixelMask, Pixels
+from instgenie.types import ControlUse, LoraUse, Notes, PixelMask, Pixels
 
 FieldsT = TypeVar("FieldsT", bound=ImageFields)
 
@@ -89,6 +103,7 @@ async def run_edit(
         fields = check_fields(service, edit.fields, edit.notes, tenant_of(request))
         check_references(len(edit.references), service.model_facts.max_references)
         loras = await service.find_loras(tenant_of(request), fields)
+        controls = service.find_controls(fields)
         if run := await enter_run(request, fields, claim, edit.image, edit.mask, edit.references):
             if run.tickets:
                 return await answer(repetition(request, run, fields))
@@ -102,8 +117,10 @@ async def run_edit(
     notes = edit.notes
     del edit  # its encoded pictures no longer count towards the intake's limit
     fields.describe_answer(photo.source, notes)
-    orders = [replace(order, references=references) for order in make_orders(request, photo, mask, fields, loras)]
-    del photo, mask, references
+    images = await open_controls(service, admitted, fields, photo.pixels)
+    orders = make_orders(request, photo, mask, fields, loras, controls, images)
+    orders = [replace(order, references=references) for order in orders]
+    del photo, mask, references, images
     orders = await crop_orders(service, admitted, orders, fields, notes)
     if fields.reuse == "template" and (why := service.cluster.why_no_reuse(orders[0])):
         raise bad("reuse", f"The edit cannot use a template: {why}.")
@@ -116,7 +133,8 @@ async def generate_images(request: Request) -> Response:
     service = service_of(request)
     service.check_open()
     async with service.intake.form(request) as form:
-        fields = parse_fields(GenerationFields, form)
+        files = take_control_files(form)
+        fields = with_control_files(parse_fields(GenerationFields, form), files)
     return await run_generation(request, fields, form.notes)
 
 
@@ -126,6 +144,9 @@ async def run_generation(
     service = service_of(request)
     fields = check_fields(service, fields, notes, tenant_of(request))
     loras = await service.find_loras(tenant_of(request), fields)
+    controls = service.find_controls(fields)
+    if any(is_word(control["image"]) for control in fields.controls):
+        raise bad("controls", "A generation has no picture whose edges could be drawn: send the control image.")
     if run := await enter_run(request, fields, claim):
         if run.tickets:
             return await answer(repetition(request, run, fields))
@@ -135,7 +156,9 @@ async def run_generation(
     admitted = service.admit(request, fields.n)
     admitted.keep(kept_bytes(Header(width, height), None))
     blank, mask = await service.decoder.run(blank_edit, (height, width))
-    orders = with_deadline(service, request, make_orders(request, blank, mask, fields, loras), fields, notes)
+    images = await open_controls(service, admitted, fields, blank.pixels)
+    orders = make_orders(request, blank, mask, fields, loras, controls, images)
+    orders = with_deadline(service, request, orders, fields, notes)
     return await answer(Submission(request, service, admitted, orders, fields, notes, "image_generation", run))
 
 
@@ -171,6 +194,7 @@ async def list_models(request: Request) -> Response:
     loras = await service.decoder.run(service.loras.list, tenant_of(request))
     listed = [describe_model(name, facts) for name in names]
     listed += [describe_as_model(lora, names[0]) for lora in loras]
+    listed += [describe_as_model(net, names[0]) for net in service.controlnets.list()]
     return JsonResponse(ModelsAnswer(object="list", data=listed).model_dump(exclude_none=True))
 
 
@@ -181,6 +205,9 @@ async def get_model(request: Request, model: str) -> Response:
     if model not in names and service.loras.has(model, tenant):
         lora = await service.decoder.run(service.loras.find, model, tenant)
         return JsonResponse(describe_as_model(lora, names[0]).model_dump(exclude_none=True))
+    if model not in names and service.controlnets.has(model):
+        net = service.controlnets.find(model)
+        return JsonResponse(describe_as_model(net, names[0]).model_dump(exclude_none=True))
     if model not in names:
         raise not_found("model", model, "model_not_found", "model")
     return JsonResponse(describe_model(model, service.cluster.model_facts).model_dump(exclude_none=True))
@@ -201,62 +228,14 @@ def check_fields(service: HttpService, fields: FieldsT, notes: Notes, tenant: st
     return fields.guided(service.model_facts, notes)
 
 
-async def open_edit(service: HttpService, tenant: str, edit: EditForm, admitted: Admitted) -> tuple[Photo, PixelMask]:
-    """Decode the picture and the mask of an edit, once the headers show that there is room for both."""
-    fields, decoder = edit.fields, service.decoder
-    size = answer_size(fields.size, decoder.max_pixels)
-    try:
-        headers = [await decoder.header(edit.mask, MaskError)] if edit.mask else []
-        if edit.image is None:
-            name = fields.template or ""
-            own = template_header(service, tenant, name)
-            admitted.keep(kept_bytes(own, size))
-            image: bytes | Pixels = await template_picture(service, tenant, name)
-        else:
-            own = await decoder.header(edit.image, PictureError)
-            admitted.keep(kept_bytes(own, size))
-            image = edit.image
-        sources = EditSources(
-            image, edit.mask, fields.mask_mode, size, fields.fit, fields.metadata, fields.reads_alpha, edit.notes
-        )
-        return await admitted.decode(decoding_bytes(own, *headers), decode_edit, sources, decoder.max_pixels)
-    except InstGenieError as error:
-        raise from_user_error(error) from None
-
-
-async def open_references(service: HttpService, edit: EditForm, admitted: Admitted) -> tuple[Pixels, ...]:
-    """Decode the pictures that the model looks at beside the edited one, one after the other."""
-    decoder, found = service.decoder, []
-    try:
-        for encoded in edit.references:
-            header = await decoder.header(encoded, PictureError)
-            admitted.keep(kept_bytes(header, None))
-            found.append(await admitted.decode(decoding_bytes(header), decode_reference, encoded, decoder.max_pixels))
-    except InstGenieError as error:
-        raise from_user_error(error) from None
-    return tuple(found)
-
-
-def template_header(service: HttpService, tenant: str, name: str) -> Header:
-    status = service.cluster.template(tenant, name)
-    if status is None:
-        raise not_found("template", name, "template_not_found", "template")
-    return Header(status.width, status.height)
-
-
-async def template_picture(service: HttpService, tenant: str, name: str) -> Pixels:
-    try:
-        picture = await service.cluster.picture(tenant, name)
-    except ClosedError:
-        raise closed("The template's picture cannot be read at present.", SECONDS_TO_LOAD, "unavailable") from None
-    if picture is None:
-        message = f"The picture of the template {echo(name)} is no longer kept: send it as the image."
-        raise ApiError(404, message, "template_picture_dropped", "template")
-    return picture
-
-
 def make_orders(
-    request: Request, photo: Photo, mask: PixelMask, fields: ImageFields, loras: tuple[LoraUse, ...]
+    request: Request,
+    photo: Photo,
+    mask: PixelMask,
+    fields: ImageFields,
+    loras: tuple[LoraUse, ...],
+    controls: tuple[ControlUse, ...],
+    control_images: tuple[Pixels, ...],
 ) -> list[Order]:
     """Return `fields.n` orders that differ only in their seeds."""
     height, width, _ = photo.pixels.shape
@@ -271,7 +250,8 @@ def make_orders(
             picture=photo.pixels,
             mask=mask,
             source=photo.source,
-            wish=replace(fields.edit_settings(seed), loras=loras),
+            wish=replace(fields.edit_settings(seed), loras=loras, controls=controls),
+            control_images=control_images,
             output_format=fields.output_format,
             output_compression=fields.output_compression,
             num_partials=fields.partial_images,
@@ -296,7 +276,10 @@ async def crop_orders(
         return orders
     admitted.keep(crop_bytes(box))
     picture, mask, whole = await service.decoder.run(cut_out, first.picture, first.mask, first.source, box)
-    return [replace(order, picture=picture, mask=mask, source=None, whole=whole) for order in orders]
+    images = tuple(crop(image, box).copy() for image in first.control_images)
+    return [
+        replace(order, picture=picture, mask=mask, control_images=images, source=None, whole=whole) for order in orders
+    ]
 
 
 async def enter_run(

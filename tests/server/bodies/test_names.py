@@ -25,13 +25,14 @@ def refusal(name: str, kind: type = EditFields) -> str:
         "sd_steps": "num_inference_steps", "sample_steps": "num_inference_steps", "denoise": "strength",
         "CFG": "guidance_scale", "mask-blur": "feather", "noise_seed": "seed", "image_size": "size",
         "inpaint_full_res": "crop", "padding_mask_crop": "crop_padding", "hd_strategy_crop_margin": "crop_padding",
+        "controlnet": "controls",
     }.items(),
 )  # fmt: skip
 def test_names_of_other_servers(theirs: str, ours: str) -> None:
     assert refusal(theirs) == f"Unknown field {theirs!r}: it is called {ours!r} here."
 
 
-@pytest.mark.parametrize("name", ["use_extender", "sampler_name", "scheduler", "controlnet"])
+@pytest.mark.parametrize("name", ["use_extender", "sampler_name", "scheduler", "ip_adapter_image"])
 def test_names_without_a_counterpart(name: str) -> None:
     message = refusal(name)
     assert message.startswith(f"Unknown field {name!r}: it has no counterpart here, because ")
