@@ -99,14 +99,16 @@ class Preemptive(Policy):
     def _fill(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation, judged: Judged) -> Decision:
         """Let groups join and, in their order, let running jobs leave for those that did not."""
         decision = self._join(waiting, num_ready, situation, judged)
+        ready = [index for index, group in enumerate(waiting) if group.is_ready]
         leaving: list[int] = []
-        while (first := first_left(waiting, decision)) is not None:
+        while left := [index for index in ready if index not in groups_of(decision)]:
+            first = left[0]
             victims = [one for one in self._victims(first, situation, judged) if one not in leaving]
             for num_more in range(1, len(victims) + 1):
                 gone = sorted((*leaving, *victims[:num_more]))
                 staying = [job for index, job in enumerate(situation.running) if index not in gone]
                 after = self._join(waiting, num_ready, situation._replace(running=staying), judged)
-                if first in after.joining:
+                if first in groups_of(after):
                     decision, leaving = after._replace(leaving=gone), gone
                     break
             else:
@@ -181,25 +183,23 @@ class Preemptive(Policy):
 
     def _victims(self, first: int, situation: Situation, judged: Judged) -> list[int]:
         """Positions of the running jobs that may leave for a waiting group, those that go last in front. Jobs of its
-        own class leave only if more deadlines are met than if the group waits for the batch."""
+        own class leave only for one that can be in time, if more deadlines are met than if groups wait for the batch.
+        """
         before, ranks = judged.num_waiting, judged.ranks
         running = range(before, len(ranks))
         later = sorted((one for one in running if ranks[one] > ranks[first]), key=ranks.__getitem__, reverse=True)
         by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)
         if_waiting = sorted(by_rank, key=lambda one: one < before)  # the running ones end first
         met, met_if_waiting = (num_in_time(judged.claims, order, situation.now) for order in (by_rank, if_waiting))
-        if met <= met_if_waiting:
+        if met <= met_if_waiting or judged.claims[first].terms not in judged.savable:
             later = [one for one in later if judged.class_of(one) > judged.class_of(first)]
         return [one - before for one in later]
 
 
-def first_left(waiting: Sequence[WaitingGroup], decision: Decision) -> int | None:
-    """Position of the first ready group that does not join; None if there is none, or if one is cut in two."""
-    if decision.split:
-        return None
-    return next(
-        (index for index, group in enumerate(waiting) if group.is_ready and index not in decision.joining), None
-    )
+def groups_of(decision: Decision) -> set[int]:
+    """Positions of the groups that join, whole or in part, in the queue before one of them is cut in two."""
+    cut = decision.split
+    return {position - bool(cut and position > cut.position) for position in decision.joining}
 
 
 def saving(group: Sequence[PricedJob], batch: Sequence[PricedJob], costs: StepCosts) -> float:

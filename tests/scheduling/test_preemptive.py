@@ -9,7 +9,8 @@ from instgenie.cost.table import Price, StepCosts, linear_costs
 from instgenie.scheduling.pace import Pace
 from instgenie.scheduling.policies import make_policy
 from instgenie.scheduling.policy import Situation
-from instgenie.scheduling.scheduler import Decision
+from instgenie.scheduling.preemptive import groups_of
+from instgenie.scheduling.scheduler import Decision, Split
 from instgenie.scheduling.terms import PricedJob, Terms
 
 COSTS = linear_costs(per_step=0.5, per_token=0.0)
@@ -77,3 +78,15 @@ def test_where_some_are_given_up_cheap_jobs_join_at_the_cost_of_slack() -> None:
     assert decide([job(1, 3, LOOSE, price=0.1)], [tight]).joining == []
     assert decide([job(1, 3, PAST, price=0.1)], [tight]).joining == [0]
     assert decide([job(1, 3, PAST)], [tight]).joining == []  # it takes nearly as long as by itself
+
+
+def test_nobody_leaves_for_one_that_is_given_up() -> None:
+    """Running jobs leave for the urgent one only, though others that wait go before them."""
+    running = [job(4, 8, PAST), job(5, 8, PAST)]
+    decision = decide([job(0, 8, PAST), job(1, 1, TIGHT)], running)
+    assert len(decision.leaving) == len(decision.joining) == 1
+
+
+def test_the_groups_that_join_are_found_though_one_is_cut_in_two() -> None:
+    assert groups_of(Decision([0, 2])) == {0, 2}
+    assert groups_of(Decision([0, 1, 3], Split(1, 2))) == {0, 1, 2}
