@@ -157,6 +157,7 @@ def served_edit(arrival: Arrival, deadline: float, answer: EditAnswer) -> Served
         finish=seconds["finish"],
         outside=answer.latency - sum(seconds.values()),
         num_preemptions=facts["num_preemptions"],
+        predicted=facts["predicted_ms"] / 1000,
     )
 
 
@@ -198,7 +199,7 @@ def title_of(record: ServedRecord) -> str:
 def table_of(record: ServedRecord) -> Table:
     about = f"deadlines {record.study.slo_scale:g} times alone, {record.study.seconds:g} s each; {record.machine}"
     table = Table("load", "policy", title=f"{title_of(record)}\n{about}")
-    for heading in ("edits/s", "edits", "in time", "mean s", "P95 s", "preempted", "failed"):
+    for heading in ("edits/s", "edits", "in time", "mean s", "P95 s", "preempted", "predictions off by", "failed"):
         table.add_column(heading, justify="right")
     for run in sorted(record.runs, key=lambda run: run.load):
         latencies, point = Latencies.of(run.latencies), point_of(run)
@@ -212,6 +213,7 @@ def table_of(record: ServedRecord) -> Table:
             f"{latencies.mean:.2f}",
             f"{latencies.p95:.2f}",
             str(point.num_preemptions),
+            "–" if run.prediction_error is None else f"{run.prediction_error:.0%}",
             str(num_failed),
         )
     return table

@@ -13,10 +13,11 @@ from rich.table import Table
 
 from instgenie.bench.files import check_folder, write_json
 from instgenie.bench.machine import describe_machine
+from instgenie.cost.learning import LearntCosts
+from instgenie.cost.table import StepCosts
 from instgenie.engine.calibrate import Case, make_job, mask_job, measure_steps
 from instgenie.engine.pricing import price_of, price_steps
 from instgenie.engine.register import register
-from instgenie.errors import InstGenieError
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.samples import sample_picture
@@ -27,6 +28,8 @@ MAX_JOBS = {"cpu": 4, "cuda": 8}
 FULL = 0.2  # share of the jobs that compute every token
 TRAINING = 0.8  # share of the mixes that both learn from; the others are predicted
 SECONDS = 1.0  # for all rounds: the fewest rounds
+COST, TOLERANCE = 100.0, 0.01  # of the support vector regression, in standard deviations of the seconds
+MAX_ROUNDS, SMALL = 500, 1e-3  # its fit ends when no weight moves by more
 
 Features = NDArray[np.float64]  # [mixes, features]
 
@@ -84,11 +87,18 @@ def draw_mixes(model: Model, size: tuple[int, int], num_mixes: int, seed: int) -
 
 def ours(model: Model, name: str, mixes: Sequence[Case], seconds: Sequence[float], num_known: int) -> list[float]:
     """What a worker predicts after it has taken the steps of the known mixes."""
-    costs, pace = price_steps(model, name, "cached", "model"), Pace()
-    predicted = [costs.step_seconds(price_of(job, costs) for job in mix.jobs) for mix in mixes]
-    for known in zip(predicted[:num_known], seconds, strict=False):
-        pace.measure(*known)
-    return [pace.seconds(1, one) for one in predicted[num_known:]]
+    learnt, pace = LearntCosts(price_steps(model, name, "cached", "model")), Pace()
+    for mix, taken in zip(mixes[:num_known], seconds, strict=False):
+        pace.measure(step_seconds(mix, learnt.costs), taken)
+        ratio = learnt.costs.ratio
+        learnt.measure([price_of(job, learnt.table) for job in mix.jobs], taken)
+        if learnt.costs.ratio != ratio:
+            pace.restart(learnt.costs.ratio)
+    return [pace.seconds(1, step_seconds(mix, learnt.costs)) for mix in mixes[num_known:]]
+
+
+def step_seconds(mix: Case, costs: StepCosts) -> float:
+    return costs.step_seconds(price_of(job, costs) for job in mix.jobs)
 
 
 def features(mixes: Sequence[Case]) -> Features:
@@ -101,18 +111,38 @@ def features(mixes: Sequence[Case]) -> Features:
 
 
 def regression(known: Features, seconds: Sequence[float], num_known: int) -> list[float]:
-    """Fit a support vector regression to the known mixes, in scaled features, and predict the others."""
-    try:
-        from sklearn.pipeline import make_pipeline  # an optional package
-        from sklearn.preprocessing import StandardScaler
-        from sklearn.svm import SVR
-    except ImportError:
-        raise InstGenieError("the support vector regression needs scikit-learn: pip install scikit-learn") from None
-    target = np.array(seconds[:num_known])
-    centre, spread = float(target.mean()), float(target.std()) or 1.0
-    fitted = make_pipeline(StandardScaler(), SVR(C=100.0, epsilon=0.01))
-    fitted.fit(known[:num_known], (target - centre) / spread)
-    return [float(one) * spread + centre for one in fitted.predict(known[num_known:])]
+    """Fit a support vector regression to the known mixes, in scaled features and seconds, and predict the others."""
+    taught, target = known[:num_known], np.array(seconds[:num_known])
+    centre, spread = taught.mean(axis=0), np.where(taught.std(axis=0) > 0, taught.std(axis=0), 1.0)
+    mean, deviation = float(target.mean()), float(target.std()) or 1.0
+    scaled = (known - centre) / spread
+    kernel = likeness(scaled, scaled[:num_known])  # [mixes, known]
+    weights = support_vectors(kernel[:num_known], (target - mean) / deviation)
+    return [float(one) * deviation + mean for one in kernel[num_known:] @ weights]
+
+
+def likeness(rows: Features, others: Features) -> Features:
+    """The radial kernel between rows of features, plus one: the constant of the regression is a weight like others."""
+    squares = ((rows[:, None, :] - others[None, :, :]) ** 2).sum(axis=2)
+    return np.asarray(1 + np.exp(-squares / rows.shape[1]))
+
+
+def support_vectors(kernel: Features, target: Features) -> Features:
+    """Weights of the known rows. Errors below TOLERANCE cost nothing, larger ones COST for each unit beyond it. In the
+    dual problem each weight has a best value given the others, within +-COST; they take turns until none moves."""
+    weights, fitted = np.zeros(len(target)), np.zeros(len(target))
+    for _ in range(MAX_ROUNDS):
+        largest = 0.0
+        for index, own in enumerate(kernel.diagonal()):
+            missing = target[index] - fitted[index] + own * weights[index]
+            shrunk = np.sign(missing) * max(abs(missing) - TOLERANCE, 0.0)
+            moved = float(np.clip(shrunk / own, -COST, COST)) - weights[index]
+            weights[index] += moved
+            fitted += moved * kernel[:, index]
+            largest = max(largest, abs(moved))
+        if largest < SMALL:
+            break
+    return weights
 
 
 def make_row(predictor: str, predicted: Sequence[float], seconds: Sequence[float]) -> PredictorRow:

@@ -1,6 +1,7 @@
 """What a comparison of policies on real servers records, and its file: every edit with its latency, and every step with
 the jobs in it, so that the simulator can be compared with it later."""
 
+import statistics
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ class ServedEdit(msgspec.Struct, frozen=True):
     finish: float = 0.0
     outside: float = 0.0  # seconds of its latency that the server's stages do not know: sending, decoding, encoding
     num_preemptions: int = 0
+    predicted: float = 0.0  # seconds from acceptance to the picture, as the server said; 0: it said nothing
 
     @property
     def in_time(self) -> bool:
@@ -67,6 +69,12 @@ class ServedRun(msgspec.Struct, frozen=True):
     @property
     def attainment(self) -> float:
         return sum(edit.in_time for edit in self.edits) / len(self.edits)
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Mean relative error of the latencies that the server predicted at acceptance; None if it predicted none."""
+        known = [edit for edit in self.edits if edit.predicted and not edit.error]
+        return statistics.fmean(abs(edit.predicted / edit.latency - 1) for edit in known) if known else None
 
     @property
     def latencies(self) -> list[float]:

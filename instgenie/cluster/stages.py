@@ -76,7 +76,7 @@ class Stages:
         if going := [entry for entry in entries if entry.id in process.held]:
             frames = [frame for entry in going if entry.prepared for frame in entry.prepared.tensors]
             head, peers = self.library.naming.head, self.library.peers.addresses
-            finish_seconds = self.workers[process.worker].load.side_seconds.get("finish", 0.0)
+            finish_seconds = load.margin.seconds
             jobs = tuple(
                 denoising(entry, head(entry), peers(entry.template, entry.worker), finish_seconds) for entry in going
             )
@@ -127,7 +127,10 @@ class Stages:
             self.reporter.lora_loaded(tier, num_bytes, seconds)
 
     def on_priced(self, process: Process, message: wire.Priced, frames: list[wire.Frame]) -> None:
-        self.workers[process.worker].load.costs = message.costs
+        load = self.workers[process.worker].load
+        if message.costs.ratio != load.costs.ratio:
+            load.pace.restart(message.costs.ratio)
+        load.costs = message.costs
 
     def on_found(self, process: Process, message: wire.TierFound, frames: list[wire.Frame]) -> None:
         entry = held_edit(process, message.id, message.attempt)
@@ -208,6 +211,7 @@ class Stages:
         answered = process.take_back(message.id, message.attempt)
         if isinstance(answered, EditEntry):
             worker = self.workers[process.worker]
+            worker.load.margin.measure(time.monotonic() - answered.waits_from)
             self.reporter.waited(answered, "finish", message.seconds + message.thread_seconds)
             worker.load.measure_side_stage("finish", message.period)
             seconds = time.monotonic() - answered.accepted_at

@@ -2,11 +2,12 @@
 or a job is admitted. Knows numbers only; `pricing` makes the table.
 
 A step has two streams, one that computes and one that loads, and takes as long as the longer of them. Each job adds its
-price to both streams; a step's fixed cost is paid once, however many jobs share it.
+price to both streams; a step's fixed cost is paid once, however many jobs share it, and once more where dense jobs run
+in a pass of their own.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -23,15 +24,16 @@ class Price(NamedTuple):
 
     compute: float
     load: float
+    dense: float = 0.0  # share of its steps that compute every token
 
     def times(self, share: float) -> "Price":
-        return Price(share * self.compute, share * self.load)
+        return Price(share * self.compute, share * self.load, self.dense)
 
 
 def mix(first: Price, second: Price, share: float) -> Price:
     """The weighted mean, `share` being the weight of the first."""
     rest = 1 - share
-    return Price(share * first.compute + rest * second.compute, share * first.load + rest * second.load)
+    return Price(*(share * one + rest * other for one, other in zip(first, second, strict=True)))
 
 
 class StepCosts(Struct, frozen=True):
@@ -46,6 +48,9 @@ class StepCosts(Struct, frozen=True):
     bytes_per_token: float = 0.0  # of the activations of one kept step
     stride: int = 1  # every so many steps are kept; 0: see `stride_of`
     num_text: int = 0  # text tokens whose rows are kept beside those of the image
+    ratio: float = 1.0  # measured to predicted seconds of a step, at the time of the first correction of this table
+    per_job: float = 0.0  # fixed seconds of a job in a step, whatever its size
+    per_pass: float = 0.0  # fixed seconds of a second pass, if dense jobs run apart from those that read activations
     fetch: dict[
         TierName, tuple[float, float]
     ] = {}  # by tier: typical seconds to fetch a template into memory, fixed and per byte
@@ -55,14 +60,14 @@ class StepCosts(Struct, frozen=True):
         fetched into main memory first, so they are priced as if they were there."""
         scale = num_tokens / self.num_tokens
         if tier is None or not num_tokens:
-            return self.dense.times(scale)
+            return Price(self.per_job + scale * self.dense.compute, scale * self.dense.load, 1.0)
         column, ratios = self.gpu if tier == "gpu" else self.host, self.ratios
         ratio = num_masked / num_tokens if num_masked < num_tokens else 1.0
         above = bisect_right(ratios, ratio, 1, len(ratios) - 1)
         low = ratios[above - 1]
         share = scale * (ratio - low) / (ratios[above] - low)
-        (compute, load), (compute_below, load_below), rest = column[above], column[above - 1], scale - share
-        return Price(share * compute + rest * compute_below, share * load + rest * load_below)
+        (compute, load, _), (compute_below, load_below, _), rest = column[above], column[above - 1], scale - share
+        return Price(self.per_job + share * compute + rest * compute_below, share * load + rest * load_below)
 
     def mean_price(
         self, num_tokens: float, num_masked: float, tier: TierName | None, num_dense: int, num_steps: int
@@ -74,13 +79,42 @@ class StepCosts(Struct, frozen=True):
     def own_price(self, num_tokens: float, num_masked: float, own_share: float) -> Price:
         """Mean price per step of a job that computes every token at a share of its steps, and at the others reads what
         these left in the memory of the device."""
-        (dense, dense_load), (cached, cached_load) = self.dense, self.price(num_tokens, num_masked, "gpu")
+        (dense, dense_load, _), (cached, cached_load, _) = self.dense, self.price(num_tokens, num_masked, "gpu")
         share, rest = own_share * num_tokens / self.num_tokens, 1 - own_share
-        return Price(share * dense + rest * cached, share * dense_load + rest * cached_load)
+        compute = own_share * self.per_job + share * dense + rest * cached
+        return Price(compute, share * dense_load + rest * cached_load, own_share)
 
     def step_seconds(self, prices: Iterable[Price]) -> float:
         """Seconds of one step of these jobs together."""
-        return self.total_seconds(1, *map(sum, zip((0.0, 0.0), *prices, strict=True)))
+        all_prices = list(prices)
+        compute, load = (sum(price[stream] for price in all_prices) for stream in (0, 1))
+        return self.total_seconds(1, compute + self.per_pass * self.num_more_passes(all_prices), load)
+
+    def seconds_as_jobs_leave(self, prices: Sequence[Price]) -> list[float]:
+        """Seconds of one step of all these jobs, then of all but the first, and so on to the last one alone."""
+        compute = load = 0.0
+        none_dense = all_dense = 1.0
+        seconds = []
+        for one, other, dense in reversed(prices):
+            compute += one
+            load += other
+            none_dense *= 1 - dense
+            all_dense *= dense
+            passes = self.per_pass * max(1 - none_dense - all_dense, 0.0)
+            seconds.append(max(self.per_step + passes + compute, load))
+        seconds.reverse()
+        return seconds
+
+    def num_more_passes(self, prices: Iterable[Price]) -> float:
+        """Passes of a step beyond the first: one if some of these jobs are dense and others are not, and dense jobs
+        run apart. Where shares of their steps are dense, these count as chances."""
+        if not self.per_pass:
+            return 0.0
+        none_dense = all_dense = 1.0
+        for price in prices:
+            none_dense *= 1 - price.dense
+            all_dense *= price.dense
+        return max(1 - none_dense - all_dense, 0.0)
 
     def total_seconds(self, num_steps: float, compute: float, load: float) -> float:
         """Seconds of `num_steps` steps, given the sums of the prices of all their jobs."""

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from instgenie.cost.table import DEFAULT_COSTS, Price, StepCosts
 from instgenie.scheduling.fetches import NodeLink
+from instgenie.scheduling.margin import Margin
 from instgenie.scheduling.pace import Pace
 
 SideStage = Literal["prepare", "finish"]  # stages of an edit that run beside the steps
@@ -63,6 +64,7 @@ class Backlog:
     compute: float = 0.0  # seconds, over all steps of all edits
     loading: float = 0.0  # seconds, over all steps of all edits
     side_seconds: dict[SideStage, float] = field(default_factory=dict)  # per edit; shared by the workers of a cluster
+    margin: Margin = field(default_factory=Margin)
     turn: int = 0  # turn of the router at which it last chose this worker
     _remaining: dict[str, Remaining] = field(default_factory=dict)  # by edit
     _finishing: set[str] = field(default_factory=set)  # edits that have taken all their steps
@@ -138,7 +140,7 @@ class Backlog:
 
     def part_seconds(self, num_steps: int, price: Price, num_sharing: int) -> float:
         """Seconds of steps at a price that each of so many edits pays a part of."""
-        compute, load = price.times(num_steps)
+        compute, load, _ = price.times(num_steps)
         own_steps = num_steps / num_sharing
         return self.pace.seconds(own_steps, self.costs.total_seconds(own_steps, compute, load))
 

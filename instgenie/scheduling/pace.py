@@ -15,10 +15,15 @@ class Pace:
 
     def __init__(self, common: "Pace | None" = None) -> None:
         self.common = common
+        self.restart()
+
+    def restart(self, ratio: float = 1.0) -> None:
+        """Forget all measured steps: predictions are made in another way from now on. `ratio` are the seconds that a
+        predicted second is known to take."""
         self._num_measured = -2
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         for seconds in (0.0, PRIOR_SECONDS):
-            self._fit(seconds, seconds)
+            self._fit(seconds, ratio * seconds)
 
     @property
     def is_measured(self) -> bool:

@@ -88,6 +88,18 @@ class Policy:
         num_steps = max(job.num_steps for job in batch)
         return self.pace.seconds(num_steps, num_steps * costs.step_seconds(job.price for job in batch))
 
+    def ends(self, batch: Sequence[PricedJob], costs: StepCosts) -> list[float]:
+        """Seconds until each of these jobs has taken its steps, if they leave the batch one by one and nobody joins."""
+        ends, end, num_taken = [0.0] * len(batch), 0.0, 0
+        order = sorted(range(len(batch)), key=lambda index: batch[index].num_steps)
+        steps = costs.seconds_as_jobs_leave([batch[index].price for index in order])
+        for index, seconds in zip(order, steps, strict=True):
+            if num_steps := batch[index].num_steps - num_taken:
+                end += self.pace.seconds(num_steps, num_steps * seconds)
+                num_taken += num_steps
+            ends[index] = end
+        return ends
+
     def slack(self, job: PricedJob, batch: Sequence[PricedJob], costs: StepCosts, now: float) -> float:
         """Slack of a job that takes its remaining steps in a batch."""
         step = costs.step_seconds(one.price for one in batch)

@@ -16,6 +16,7 @@ from instgenie.scheduling.terms import NO_DEADLINE, PricedJob, Standing, Terms
 
 MAX_OVERTAKEN_LATE = 256  # as `MAX_OVERTAKEN`, for a job that has a deadline: its deadline protects it until it is late
 RESERVE = 0.3  # of an average job: the slack that jobs keep when others join, for those that arrive meanwhile
+WORTH = 2.5  # how many times as long as in the batch a job takes alone if it is worth the slack of others
 OVERDUE, DUE = 0, 1
 SAVABLE, HOPELESS = 0, 1
 
@@ -28,6 +29,7 @@ class Judged(NamedTuple):
     num_waiting: int
     savable: frozenset[Terms]  # of those that have a deadline and can meet it
     reserve: float  # seconds
+    is_crowded: bool  # True if some have been given up
 
     def class_of(self, index: int) -> Rank:
         """Share, overdue, priority: what no deadline outweighs."""
@@ -95,17 +97,22 @@ class Preemptive(Policy):
         return self._make_way(decision, guests, situation, judged)
 
     def _fill(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation, judged: Judged) -> Decision:
+        """Let groups join and, in their order, let running jobs leave for those that did not."""
         decision = self._join(waiting, num_ready, situation, judged)
-        first = next((index for index, group in enumerate(waiting) if group.is_ready), None)
-        if first is None or first in decision.joining or not situation.running:
-            return decision
-        victims = self._victims(first, situation, judged)
-        for num_leaving in range(1, len(victims) + 1):
-            leaving = sorted(victims[:num_leaving])
-            staying = [job for index, job in enumerate(situation.running) if index not in leaving]
-            after = self._join(waiting, num_ready, situation._replace(running=staying), judged)
-            if first in after.joining:
-                return after._replace(leaving=leaving)
+        ready = [index for index, group in enumerate(waiting) if group.is_ready]
+        leaving: list[int] = []
+        while left := [index for index in ready if index not in groups_of(decision)]:
+            first = left[0]
+            victims = [one for one in self._victims(first, situation, judged) if one not in leaving]
+            for num_more in range(1, len(victims) + 1):
+                gone = sorted((*leaving, *victims[:num_more]))
+                staying = [job for index, job in enumerate(situation.running) if index not in gone]
+                after = self._join(waiting, num_ready, situation._replace(running=staying), judged)
+                if first in groups_of(after):
+                    decision, leaving = after._replace(leaving=gone), gone
+                    break
+            else:
+                break
         return decision
 
     def _make_way(self, decision: Decision, waiting: Sequence[Guest], situation: Situation, judged: Judged) -> Decision:
@@ -153,32 +160,54 @@ class Preemptive(Policy):
             if claim.terms.deadline != NO_DEADLINE and rank[3] == SAVABLE
         )
         reserve = RESERVE * sum(claim.work for claim in claims) / max(len(claims), 1)
-        return Judged(claims, ranks, len(waiting), savable, reserve)
+        return Judged(claims, ranks, len(waiting), savable, reserve, any(rank[3] == HOPELESS for rank in ranks))
 
     def _join(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation, judged: Judged) -> Decision:
-        """Let groups join, unless a job that can be in time would have too little slack left."""
+        """Let groups join, unless a job that can be in time would have too little slack left. Where not all can be in
+        time, those join all the same that take much less of the worker's time in this batch than by themselves."""
         running, max_jobs, costs, now = situation
 
         def admit(group: Sequence[PricedJob], batch: Sequence[PricedJob], num_waiting: int, costs: StepCosts) -> bool:
+            if not pays(group, batch, num_waiting, costs):
+                return False
             together = (*batch, *group)
-            careful = (job for job in together if job.terms in judged.savable)
-            has_slack = all(self.slack(job, together, costs, now) >= judged.reserve for job in careful)
-            return has_slack and pays(group, batch, num_waiting, costs)
+            latest = now + judged.reserve
+            has_slack = all(
+                latest + end <= job.terms.deadline
+                for job, end in zip(together, self.ends(together, costs), strict=True)
+                if job.terms in judged.savable
+            )
+            return has_slack or (judged.is_crowded and saving(group, batch, costs) >= WORTH)
 
         return FirstCome(admit, keeps_room=True).decide(waiting, num_ready, running, max_jobs, costs)
 
     def _victims(self, first: int, situation: Situation, judged: Judged) -> list[int]:
         """Positions of the running jobs that may leave for a waiting group, those that go last in front. Jobs of its
-        own class leave only if more deadlines are met than if the group waits for the batch."""
+        own class leave only for one that can be in time, if more deadlines are met than if groups wait for the batch.
+        """
         before, ranks = judged.num_waiting, judged.ranks
         running = range(before, len(ranks))
         later = sorted((one for one in running if ranks[one] > ranks[first]), key=ranks.__getitem__, reverse=True)
         by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)
         if_waiting = sorted(by_rank, key=lambda one: one < before)  # the running ones end first
         met, met_if_waiting = (num_in_time(judged.claims, order, situation.now) for order in (by_rank, if_waiting))
-        if met <= met_if_waiting:
+        if met <= met_if_waiting or judged.claims[first].terms not in judged.savable:
             later = [one for one in later if judged.class_of(one) > judged.class_of(first)]
         return [one - before for one in later]
+
+
+def groups_of(decision: Decision) -> set[int]:
+    """Positions of the groups that join, whole or in part, in the queue before one of them is cut in two."""
+    cut = decision.split
+    return {position - bool(cut and position > cut.position) for position in decision.joining}
+
+
+def saving(group: Sequence[PricedJob], batch: Sequence[PricedJob], costs: StepCosts) -> float:
+    """How many times as long as in the batch the steps of a group take by themselves."""
+    alone, before, together = (
+        costs.step_seconds(job.price for job in jobs) for jobs in (group, batch, (*batch, *group))
+    )
+    return alone / max(together - before, 1e-9)
 
 
 def joining_jobs(decision: Decision, waiting: Sequence[WaitingGroup], costs: StepCosts) -> list[PricedJob]:

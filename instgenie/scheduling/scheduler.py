@@ -177,15 +177,17 @@ def waits_too_long(group: Sequence[PricedJob], running: Sequence[PricedJob], roo
 
 
 def pays(group: Sequence[PricedJob], batch: Sequence[PricedJob], num_waiting: int, costs: StepCosts) -> bool:
-    """Return whether the waiting jobs, the group among them, gain more than the batch loses if the group joins. A group
-    that needs at most half the steps of the batch's shortest job always joins."""
-    if 2 * max(job.num_steps for job in group) <= min(job.num_steps for job in batch):
+    """Return whether the waiting jobs, the group among them, gain more than the batch loses if the group joins. What
+    jobs lose that have at least twice as many steps left does not count: it is little of the time that they take."""
+    num_steps = max(job.num_steps for job in group)
+    num_peers = sum(job.num_steps < 2 * num_steps for job in batch)
+    if not num_peers:
         return True
     alone, before, together = (
         costs.step_seconds(job.price for job in jobs) for jobs in (group, batch, (*batch, *group))
     )
     lost = together - before
-    return num_waiting * (alone - lost) >= PATIENCE * len(batch) * lost
+    return num_waiting * (alone - lost) >= PATIENCE * num_peers * lost
 
 
 def always(group: Sequence[PricedJob], batch: Sequence[PricedJob], num_waiting: int, costs: StepCosts) -> bool:

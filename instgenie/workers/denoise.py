@@ -40,6 +40,8 @@ from instgenie.cluster.wire import (
     Stop,
 )
 from instgenie.cost.latency import calibrated_name
+from instgenie.cost.learning import LearntCosts
+from instgenie.cost.table import Price
 from instgenie.engine.controls import ControlShelf, LocalControls, StepControls
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
@@ -85,6 +87,7 @@ class Denoiser:
         name = calibrated_name(config.model, config.quantization)
         form = config.cache.dtype, config.cache.stride, config.cache.keeps_text
         self.costs = price_steps(model, name, config.plan, *form)
+        self.learnt = LearntCosts(self.costs)
         planning = make_planning(model, name, config.plan)
         own = OwnActivations(model, keeps_text=config.cache.keeps_text)
         graphs = make_graphs(model, config.graphs)
@@ -262,6 +265,7 @@ class Denoiser:
             return
         before = {job: job.latents for job in jobs if job.step + 1 in self.running[job].partials}
         predicted = self.costs.step_seconds(price_of(job, self.costs) for job in jobs)
+        prices = [price_of(job, self.learnt.table) for job in jobs]
         start = time.perf_counter()
         result = self.engine.step(isolate_failures=True)
         self.synchronize()
@@ -278,6 +282,7 @@ class Denoiser:
         stepped = [self.running[job] for job in jobs if job not in result.failed]
         counts = self.num_interruptions, self.num_joined
         self.mailbox.report_step(stepped, seconds, predicted, *counts, between)
+        self.learn(prices, seconds + between)
         for job, latents in before.items():
             if job not in result.failed:
                 self.mailbox.send_partial(self.running[job], latents)
@@ -304,6 +309,15 @@ class Denoiser:
         self.engine.join(job)
         log.warning("a step is repeated: %s", error, extra={"job": tracked.id, "step": job.step})
         return True
+
+    def learn(self, prices: Sequence[Price], seconds: float) -> None:
+        """Correct the costs of steps by a measured one."""
+        if not self.learnt.measure(prices, seconds):
+            return
+        if self.costs.ratio != self.learnt.costs.ratio:
+            self.policy.pace.restart(self.learnt.costs.ratio)
+        self.costs = self.learnt.costs
+        self.line.send(Priced(self.costs))
 
     def hand_over(self, tracked: TrackedJob) -> None:
         sent = self.mailbox.send_latents(tracked)

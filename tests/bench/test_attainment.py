@@ -7,7 +7,15 @@ import pytest
 
 from instgenie.bench import attainment
 from instgenie.bench.recorder import StepRecorder
-from instgenie.bench.served import AloneSeconds, ServedEdit, ServedJob, ServedRecord, ServedStudy, read_record
+from instgenie.bench.served import (
+    AloneSeconds,
+    ServedEdit,
+    ServedJob,
+    ServedRecord,
+    ServedRun,
+    ServedStudy,
+    read_record,
+)
 from instgenie.bench.workload import Arrival, WorkloadRecipe
 from instgenie.cli import main
 
@@ -25,6 +33,15 @@ def test_an_edit_that_failed_is_not_in_time() -> None:
     assert ServedEdit(0.0, 0, 6, deadline=2.0, latency=1.0).in_time
     assert not ServedEdit(0.0, 0, 6, deadline=2.0, latency=2.1).in_time
     assert not ServedEdit(0.0, 0, 6, deadline=2.0, latency=1.0, error="500 no").in_time
+
+
+def test_predictions_are_compared_with_latencies() -> None:
+    edits = [
+        ServedEdit(0.0, 0, 6, 9.0, latency, predicted=said) for latency, said in ((2.0, 3.0), (4.0, 3.0), (1.0, 0.0))
+    ]
+    failed = ServedEdit(0.0, 0, 6, 9.0, 1.0, error="500 no", predicted=7.0)
+    assert ServedRun("fcfs", 0.5, 1.0, (*edits, failed), ()).prediction_error == pytest.approx((0.5 + 0.25) / 2)
+    assert ServedRun("fcfs", 0.5, 1.0, (edits[2],), ()).prediction_error is None
 
 
 def stay(job: str, joined: float, left: float | None, step: int = 0) -> dict[str, Any]:
@@ -68,6 +85,8 @@ def test_policies_are_compared_and_simulated(
         assert not any(edit.error for edit in run.edits)
         assert sum(len(step.jobs) for step in run.steps) == 6 * len(run.edits)
         assert all(edit.num_tokens > edit.num_masked_tokens > 0 for edit in run.edits)
+        assert all(edit.predicted > 0 for edit in run.edits)
+        assert run.prediction_error is not None
     monkeypatch.setattr(attainment, "started", lambda *_: pytest.fail("a server was started"))
     assert main([*common, *loads]) == 0
     assert "40%" in capsys.readouterr().out

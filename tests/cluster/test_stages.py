@@ -1,10 +1,14 @@
 """An edit on its way through prepare, denoise and finish."""
 
+import time
+
+import msgspec
 import pytest
 from helpers.fake_cluster import JOB, LATENTS, FakeCluster, events, make_order
 
 from instgenie.cluster import wire
 from instgenie.cluster.orders import Failed, Finished, Partial, Queued, Stepped
+from instgenie.scheduling.margin import NUM_SEEN
 from instgenie.scheduling.names import Batching
 from instgenie.scheduling.scheduler import LONG
 
@@ -108,3 +112,38 @@ def test_some_workers_have_one_process(batching: Batching) -> None:
     [finish] = cluster.take("denoise")
     cluster.coordinator.handle(process, wire.Painted(finish.id, 1, None, 0.1), [b"png"])
     assert isinstance(events(ticket)[-2], Finished)
+
+
+def test_corrected_costs_change_what_a_predicted_second_takes_once() -> None:
+    """A worker corrects its costs again and again; only the first time their unit changes."""
+    cluster = FakeCluster()
+    cluster.open()
+    denoiser, load = cluster.process("denoise"), cluster.workers[0].load
+    for _ in range(60):
+        cluster.coordinator.handle(denoiser, wire.BatchStepped(0.7, 0.1, 0, ()), [])
+    corrected = msgspec.structs.replace(load.costs, ratio=3.0)
+    cluster.coordinator.handle(denoiser, wire.Priced(corrected), [])
+    assert load.costs == corrected
+    assert load.pace.per_second == pytest.approx(3.0)
+    for _ in range(60):
+        cluster.coordinator.handle(denoiser, wire.BatchStepped(0.5, 0.1, 0, ()), [])
+    known = load.pace.per_second
+    cluster.coordinator.handle(denoiser, wire.Priced(msgspec.structs.replace(corrected, per_job=0.1)), [])
+    assert load.pace.per_second == known
+    assert load.costs.per_job == 0.1
+
+
+def test_jobs_have_to_be_denoised_before_their_deadline_by_what_finishing_takes() -> None:
+    """Not only decoding counts, but all that lies between the last step and the answer."""
+    cluster = FakeCluster()
+    cluster.open()
+    cluster.accept(make_order(0))
+    cluster.run()
+    margin = cluster.workers[0].load.margin
+    assert margin.seconds > 0
+    for _ in range(NUM_SEEN):
+        margin.measure(4.0)
+    cluster.accept(make_order(1, deadline=time.monotonic() + 30))
+    cluster.prepare()
+    *_, message = cluster.take("denoise")
+    assert 24 < message.jobs[0].seconds_left <= 26

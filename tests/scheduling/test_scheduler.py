@@ -192,12 +192,13 @@ def reference(
         if batch and len(batch) + len(jobs) > max_jobs:
             break
         if batch and batching == "continuous":
-            is_short = 2 * max(job.num_steps for job in jobs) <= min(job.num_steps for job in batch)
+            num_steps = max(job.num_steps for job in jobs)
+            num_peers = len([job for job in batch if job.num_steps < 2 * num_steps])
             lost = costs.step_seconds(job.price for job in [*batch, *jobs]) - costs.step_seconds(
                 job.price for job in batch
             )
             gain = costs.step_seconds(job.price for job in jobs) - lost
-            if not is_short and num_waiting * gain < PATIENCE * len(batch) * lost:
+            if num_peers and num_waiting * gain < PATIENCE * num_peers * lost:
                 break
         batch += jobs
         joining.append(position)

@@ -6,6 +6,7 @@ from helpers.edits import make_edit
 from helpers.workers import SHARED, SIZE, batches, head_of, jobs, make_denoiser, registering
 
 from instgenie.cluster import wire
+from instgenie.cost.learning import NUM_FIRST
 from instgenie.cost.table import linear_costs
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
@@ -41,6 +42,22 @@ def test_step_costs_are_reported_before_the_first_step(small: Model) -> None:
         expected = first.costs.step_seconds(prices[told.id] for told in step.jobs)
         assert step.predicted_seconds == pytest.approx(expected), step
     assert cached.compute < dense.compute
+
+
+def test_measured_steps_correct_the_costs(small: Model) -> None:
+    """Corrected costs are reported, and the steps after that are predicted by them."""
+    denoiser, tape = make_denoiser(small)
+    tape.rounds.append([jobs(small, ("a", NUM_FIRST + 1))])
+    denoiser.run()
+    given, corrected = (message.costs for message in tape.of(wire.Priced))
+    assert (given.ratio, denoiser.costs) == (1.0, corrected)
+    assert corrected.ratio > 0
+    assert corrected != given
+    job = prepare(make_edit(size=SIZE, steps=4), small)
+    dense = [costs.step_seconds([costs.price(len(job.masked), 0, None)]) for costs in (given, corrected)]
+    *before, after = [step.predicted_seconds for step in tape.of(wire.BatchStepped)]
+    assert before == pytest.approx([dense[0]] * NUM_FIRST)
+    assert after == pytest.approx(dense[1])
 
 
 def test_static_batches_end_before_the_next_begins(small: Model) -> None:
