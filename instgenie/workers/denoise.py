@@ -275,7 +275,7 @@ class Denoiser:
         self.policy.pace.measure(predicted, seconds + between)
         self.policy.charge([self.running[job].terms.tenant for job in jobs], seconds)
         for job, error in result.failed.items():
-            if not self.repeats(job, error):
+            if not repeats(self.running[job], error, self.engine):
                 self.mailbox.report_failure(self.running[job], error)
                 self.leave(self.running[job])
         self.registrar.stepped(seconds)
@@ -297,18 +297,6 @@ class Denoiser:
             self.mailbox.report_failure(tracked, error)
             self.engine.leave(tracked.job)
             self.leave(tracked)
-
-    def repeats(self, job: Job, error: Exception) -> bool:
-        """Return whether a job goes on after a step that failed: the process of its ControlNets has died, and the step
-        is repeated when another one is there. It is given up after a few deaths."""
-        tracked = self.running[job]
-        if not isinstance(error, ControlsLostError) or tracked.num_control_retries >= MAX_CONTROL_RETRIES:
-            return False
-        tracked.num_control_retries += 1
-        job.awaits_controls = True
-        self.engine.join(job)
-        log.warning("a step is repeated: %s", error, extra={"job": tracked.id, "step": job.step})
-        return True
 
     def learn(self, prices: Sequence[Price], seconds: float) -> None:
         """Correct the costs of steps by a measured one."""
@@ -354,6 +342,18 @@ def make_controls(config: ProcessConfig, model: Model, line: Line) -> StepContro
         names = [name for name, _ in config.controls.modules]
         return RemoteControls(model, config.control_addresses, names, line.wake, line.keep_alive)
     return LocalControls(model, ControlShelf(model.device, model.dtype, config.controls.max_bytes), line.wake)
+
+
+def repeats(tracked: TrackedJob, error: Exception, engine: Engine) -> bool:
+    """Return whether a job goes on after a step that failed: the process of its ControlNets has died, and the step is
+    repeated when another one is there. It is given up after a few deaths."""
+    if not isinstance(error, ControlsLostError) or tracked.num_control_retries >= MAX_CONTROL_RETRIES:
+        return False
+    tracked.num_control_retries += 1
+    tracked.job.awaits_controls = True
+    engine.join(tracked.job)
+    log.warning("a step is repeated: %s", error, extra={"job": tracked.id, "step": tracked.job.step})
+    return True
 
 
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
