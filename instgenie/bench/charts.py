@@ -145,7 +145,7 @@ TEXT = ImageFont.load_default(15)
 def draw_grid(shown: Sequence[tuple[Sample, list[Outcome]]], figures: Figures) -> Pixels:
     """Draw one row per example: mask, dense, and every other method beside it."""
     order = [DENSE, figures.qualities["balanced"], figures.qualities["fast"], NAIVE, SKIPPING, SMALL_CROP]
-    order += [outcome.name for outcome in shown[0][1] if outcome.name.startswith("own")]
+    order += [outcome.name for outcome in shown[0][1]]
     columns = [name for name in dict.fromkeys(order) if name in {outcome.name for outcome in shown[0][1]}]
     top = MARGIN + LINE + 8
     width = 2 * MARGIN + (len(columns) + 1) * (CELL + GAP) - GAP

@@ -29,7 +29,7 @@ from instgenie.bench.photos import Photos, load_photos
 from instgenie.bench.report import print_report, write_report
 from instgenie.bench.schedules import Study, print_schedules, write_schedules
 from instgenie.bench.variants import DENSE, MARGINS, Outcome, Reuse, Runner, Sample, of_quality, own_of_quality
-from instgenie.cost.kept_steps import at_shares
+from instgenie.cost.kept_steps import at_shares, stride_of
 from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.errors import InstGenieError
 from instgenie.jobs.quality import Quality
@@ -242,7 +242,7 @@ def edit_examples(study: "QualityStudy", progress: Progress) -> Iterator[tuple[S
     if study.only_schedules:
         qualities += list(dict.fromkeys(own_of_quality(quality, study.steps) for quality in ("fast", "balanced")))
     if study.only_kept:
-        small = of_quality("balanced", study.steps, cache_dtype="int4", stride=min(4, study.steps))
+        small = of_quality("balanced", study.steps, cache_dtype="int4", stride=stride_of(0, study.steps))
         qualities += [small, replace(small, reads_padding=True)]
     task = progress.add("editing the examples", len(examples))
     for example in examples:

@@ -39,7 +39,7 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
         "the bytes of bfloat16, or int4 with less than a third"
     )
     parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
-    about_stride = "register every N-th step, which serves the steps that follow (default 1)"
+    about_stride = "register every N-th step, which serves the steps around it (default 1)"
     parser.add_argument("--cache-stride", type=positive, default=1, metavar="N", help=about_stride)
     add_text_padding(parser)
 

@@ -26,7 +26,7 @@ class CacheConfig:
     remote_bytes: int = 1000 * 2**30
     peer_bytes_per_second: float = 1e9  # that a worker sends to others which lack a template
     dtype: CacheDtype = "model"
-    stride: int = 1  # every so many steps of a template are kept
+    stride: int = 1  # every so many steps of a template are kept; 0: a quarter of its steps
     text_padding: TextPadding = "computed"
     seconds_to_live: float | None = None  # of unused templates that no client asked for; None: no limit
 

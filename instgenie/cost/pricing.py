@@ -3,6 +3,7 @@ worker."""
 
 from dataclasses import dataclass, replace
 
+from instgenie.cost.kept_steps import stride_of
 from instgenie.cost.latency import Latency
 from instgenie.cost.network import Demand, NetworkShape, load_bytes, pad_demands
 from instgenie.cost.plan import is_cached
@@ -26,7 +27,8 @@ class JobShape:
     num_text: int
     num_branches: int = 1
     value_bytes: float = 2  # per value in the activations
-    stride: int = 1  # every so many steps are kept
+    stride: int = 1  # every so many steps are kept; 0: see `stride_of`
+    num_steps: int = 28  # of a usual job
     kind: Kind = "kv"  # of the activations
     num_prompt: int = 0  # text tokens that are computed where padding is read from activations; 0: all text is computed
     sees_picture: bool = False  # the network sees the picture, or a reference, as so many tokens again
@@ -43,7 +45,7 @@ class JobShape:
             num_branches=self.num_branches,
             kind=self.kind,
             value_bytes=self.value_bytes,
-            num_served=self.stride,
+            num_served=stride_of(self.stride, self.num_steps),
             num_prompt=self.num_prompt,
             in_gpu=frozenset(range(len(self.network.blocks))) if in_gpu else frozenset(),
         )

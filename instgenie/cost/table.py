@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from instgenie.cost.kept_steps import stride_of
 from instgenie.types import TierName
 
 SECONDS_PER_STEP = 0.01
@@ -43,7 +44,7 @@ class StepCosts(Struct, frozen=True):
     host: tuple[Price, ...]  # per ratio: a job that reads its activations from main memory as it runs
     dense: Price  # a job without activations
     bytes_per_token: float = 0.0  # of the activations of one kept step
-    stride: int = 1  # every so many steps are kept
+    stride: int = 1  # every so many steps are kept; 0: see `stride_of`
     num_text: int = 0  # text tokens whose rows are kept beside those of the image
     fetch: dict[
         TierName, tuple[float, float]
@@ -94,7 +95,7 @@ class StepCosts(Struct, frozen=True):
 
     def num_kept(self, num_steps: int) -> int:
         """Steps that a registration computes and keeps."""
-        return -(-num_steps // self.stride)
+        return -(-num_steps // stride_of(self.stride, num_steps))
 
     def template_bytes(self, num_tokens: float, num_steps: int) -> float:
         """Bytes of a template's activations."""

@@ -42,6 +42,7 @@ def job_shape(model: Model, value_bytes: float, stride: int = 1, keeps_text: boo
         num_branches=2 if model.guidance_scale(edit) > 1 else 1,
         value_bytes=value_bytes,
         stride=stride,
+        num_steps=model.steps,
         sees_picture=model.sees_picture,
         num_prompt=text_bucket(1, model.num_flowing_text) if keeps_text and model.num_flowing_text else 0,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from instgenie.adapters.applied import AppliedLoras
 from instgenie.cache.store import Store
 from instgenie.cache.tier import estimate
+from instgenie.cost.kept_steps import stride_of
 from instgenie.cost.plan import Plan
 from instgenie.engine.prepare import choose_size, make_job, reference_grids, sees_picture
 from instgenie.errors import EditError, ModelError
@@ -281,7 +282,7 @@ def name_key(
         cache_dtype=cache_dtype,
         tenant=tenant,
         code=code_version(),
-        stride=stride,
+        stride=stride_of(stride, schedule.num_steps),
         num_text=model.num_flowing_text if keeps_text else 0,
         references=references,
     )

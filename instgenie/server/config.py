@@ -175,10 +175,10 @@ OPTIONS = (
            "the blocks in full that would load too slowly", "HOW"),
     Option("cache-dtype", one_of(AUTO, "model", "fp8", "int4"), AUTO,
            "dtype of cached activations: model = the model's dtype; fp8 = half the size of bfloat16; int4 = 5/16 of it",
-           "DTYPE", default_text="fp8 with a GPU, else model"),
-    Option("cache-stride", whole_number(1, 1000), 1,
-           "keep the activations of every N-th step, which serve the steps that follow: an N-th of the bytes and of "
-           "the work of a registration", "N"),
+           "DTYPE", default_text="int4 with a GPU, else model"),
+    Option("cache-stride", auto_or(whole_number(1, 1000)), AUTO,
+           "keep the activations of every N-th step, which serve the steps around it: an N-th of the bytes and of "
+           "the work of a registration", "N", default_text="a quarter of the steps of a template: four are kept"),
     Option("text-padding", one_of(*get_args(TextPadding)), "computed",
            "padding of prompts: computed at every step; reused = read from activations, like unmasked tokens, so that "
            "only the tokens of the prompt are computed", "HOW"),
@@ -279,7 +279,7 @@ def make_cache(values: Mapping[str, Any], devices: Sequence[str]) -> CacheConfig
         remote_bytes=round(values["remote_cache_gib"] * GIB),
         peer_bytes_per_second=1e9 * values["peer_bandwidth"],
         dtype=choose_cache_dtype(values["cache_dtype"], devices),
-        stride=values["cache_stride"],
+        stride=0 if values["cache_stride"] == AUTO else values["cache_stride"],
         text_padding=values["text_padding"],
         seconds_to_live=None if values["cache_ttl"] is None else 3600 * values["cache_ttl"],
     )
@@ -344,7 +344,7 @@ def choose_cache_dtype(dtype: CacheDtype | Literal["auto"], devices: Sequence[st
     """Choose one dtype for all workers, since they share templates. On a CPU unpacked rows are read in place."""
     if dtype != "auto":
         return dtype
-    return "fp8" if any(device.startswith("cuda") for device in devices) else "model"
+    return "int4" if any(device.startswith("cuda") for device in devices) else "model"
 
 
 def count_gpus() -> int:

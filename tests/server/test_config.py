@@ -49,9 +49,9 @@ def test_devices(
     ("devices", "expected"),
     [
         (("cpu",), "model"),
-        (("cuda",), "fp8"),
-        (("cuda:1",), "fp8"),
-        (("cpu", "cuda:0"), "fp8"),
+        (("cuda",), "int4"),
+        (("cuda:1",), "int4"),
+        (("cpu", "cuda:0"), "int4"),
         (("cpu", "cpu"), "model"),
     ],
 )
@@ -65,9 +65,9 @@ def test_all_workers_keep_activations_in_one_dtype(devices: tuple[str, ...], exp
     ("flags", "num_gpus", "expected"),
     [
         ({}, 0, "model"),
-        ({}, 2, "fp8"),
+        ({}, 2, "int4"),
         ({"device": "cpu"}, 2, "model"),
-        ({"cache_dtype": "auto"}, 1, "fp8"),
+        ({"cache_dtype": "auto"}, 1, "int4"),
         ({"cache_dtype": "model"}, 1, "model"),
         ({"cache_dtype": "fp8"}, 0, "fp8"),
     ],
