@@ -132,7 +132,7 @@ def run_steps(model: Model, job: Job, controls: StepControls) -> StepMoments:
 def local_track(name: str, step: StepMoments) -> Track:
     ms = 1000 * (step.end - step.start)
     begun = 1000 * (step.begun - step.start)
-    bars = [Bar("compute", "control", "ControlNets", 0.0, begun), Bar("compute", "outside", "UNet", begun, ms)]
+    bars = [Bar("compute", "control", "ControlNets", 0.0, begun), Bar("compute", "unet", "UNet", begun, ms)]
     return Track(name, f"{ms:.1f} ms: the UNet starts after the ControlNets", ms, bars, ("compute",))
 
 

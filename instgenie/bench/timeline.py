@@ -7,16 +7,16 @@ from html import escape
 from typing import Literal
 
 Stream = Literal["compute", "load", "control", "control 2"]
-What = Literal["cached", "dense", "outside", "wait", "load", "ahead", "encoder", "decoder", "control"]
+What = Literal["cached", "dense", "outside", "wait", "load", "ahead", "encoder", "decoder", "unet", "control"]
 
 COLOURS: dict[What, str] = {
     "cached": "#2f6fd0", "dense": "#e08a1e", "outside": "#9aa4b1", "wait": "#d64550", "load": "#2a9d6f",
-    "ahead": "#8fd0b4", "encoder": "#2f6fd0", "decoder": "#7b4fc4", "control": "#e08a1e",
+    "ahead": "#8fd0b4", "encoder": "#2f6fd0", "decoder": "#7b4fc4", "unet": "#5661c9", "control": "#e08a1e",
 }  # fmt: skip
 MEANINGS: dict[What, str] = {
     "cached": "a cached block", "dense": "dense blocks", "outside": "computation outside blocks",
     "wait": "waiting", "load": "loading for this step", "ahead": "loading for the next step",
-    "encoder": "encoder of the UNet", "decoder": "decoder of the UNet", "control": "ControlNet",
+    "encoder": "encoder of the UNet", "decoder": "decoder of the UNet", "unet": "UNet", "control": "ControlNet",
 }  # fmt: skip
 WIDTH, LEFT, RIGHT = 1180, 78, 24
 ROW, GAP, HEAD = 26, 5, 34  # heights: of a stream, between streams, of a title
@@ -68,7 +68,7 @@ def draw_track(track: Track, first: float, last: float) -> str:
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(track.name)}">',
         f'<text x="{LEFT}" y="20" class="name">{escape(track.name)}</text>',
-        f'<text x="{LEFT + 80}" y="20" class="about">{escape(track.about)}</text>',
+        f'<text x="{LEFT + max(80, 9 * len(track.name))}" y="20" class="about">{escape(track.about)}</text>',
     ]
     for ms in ticks(first, last):
         parts.append(f'<line x1="{x(ms):.1f}" x2="{x(ms):.1f}" y1="{HEAD - 4}" y2="{bottom + 4}" class="grid"/>')

@@ -29,6 +29,6 @@ def test_controlnets_before_the_network() -> None:
     track = local_track("one", StepMoments(1.0, 1.03, 1.1, ()))
     assert [(bar.what, round(bar.start), round(bar.end)) for bar in track.bars] == [
         ("control", 0, 30),
-        ("outside", 30, 100),
+        ("unet", 30, 100),
     ]
     assert track.streams == ("compute",)

@@ -1,6 +1,7 @@
 """ControlNets in Python: names and folders, images, crops, and what is refused."""
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from helpers.waits import Waits
 
 from instgenie.adapters.controlnets import ControlNetRegistry, open_controlnet
 from instgenie.cli.arguments import control
+from instgenie.cli.edit import open_controls
 from instgenie.editor import Editor, make_store
 from instgenie.engine.controls import control_shape
 from instgenie.engine.finish import finish
@@ -21,7 +23,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.errors import ControlError, ControlNotFoundError, EditError
 from instgenie.models.model import Model
 from instgenie.pictures.cropping import crop_edit
-from instgenie.pictures.picture import check_edit
+from instgenie.pictures.picture import check_edit, save_picture
 from instgenie.types import Box, ControlUse
 
 
@@ -127,6 +129,17 @@ def test_folders_that_hold_no_controlnet(models: dict[str, Model], tmp_path: Pat
         open_controlnet("a", net)
     with pytest.raises(ControlError, match="not one for a ControlNet"):
         ControlNetRegistry({"../a": str(net)})
+
+
+def test_the_command_line_opens_images(tmp_path: Path) -> None:
+    picture = make_edit().picture
+    save_picture(picture[:, ::-1], tmp_path / "pose.png")
+    given = [control("edges=canny"), control(f"pose:0.5={tmp_path / 'pose.png'}")]
+    found = open_controls(Namespace(given_controls=given), picture)
+    assert [(use.name, use.scale) for use in found["controls"]] == [("edges", 1.0), ("pose", 0.5)]
+    assert np.array_equal(found["control_images"][1], picture[:, ::-1])
+    with pytest.raises(ControlError, match="would need a depth estimator"):
+        open_controls(Namespace(given_controls=[control("a=depth")]), picture)
 
 
 def test_arguments_of_the_command_line() -> None:
