@@ -28,20 +28,6 @@ from instgenie.cluster import nursery
 
 FORK_FOLDER, FORK_PARENT = "TESTS_FORK_FOLDER", "TESTS_FORK_PARENT"
 RAY_FOLDER = "tests/cluster/ray/"
-LONG = {  # files that take a minute or so: they start first, so that at the end no core waits for the last of them
-    "test_cached.py",
-    "test_deadlines.py",
-    "test_faults.py",
-    "test_mask_tools.py",
-    "test_nodes.py",
-    "test_pages.py",
-    "test_painting.py",
-    "test_quality.py",
-    "test_results.py",
-    "test_shutdown.py",
-    "test_two_fronts.py",
-    "test_warming.py",
-}
 
 if TYPE_CHECKING:
     from instgenie.models.model import Model
@@ -124,7 +110,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and not has_cuda():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 def has_cuda() -> bool:

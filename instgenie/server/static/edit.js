@@ -43,7 +43,7 @@ async function loadFacts() {
   facts = await (await ask("/page/facts")).json();
   showServer(facts.is_ready ? facts.model : "loading the model", facts.is_ready ? "ready" : "loading");
   settings.learn(facts.fields);
-  await loras.load();
+  loras.load().catch(() => {}); // nothing waits for it; without an answer none are offered
   prompts.check(facts.words);
   const { num_ready = 0, num = 0 } = facts.warmed ?? {};
   find("warmed").textContent = num_ready < num ? `Getting the examples ready: ${num_ready} of ${num}` : "";
@@ -200,7 +200,7 @@ async function restoreSession() {
   settings.query = location.hash.slice(1);
   prompts.remember(...(session.prompts ?? []));
   prompts.check();
-  if (session.picture) await restore({ session, kept }, { open: openFile, board, results, painted }).catch(() => {});
+  if (session.picture && !board.picture) await restore({ session, kept }, { open: openFile, board, results, painted }).catch(() => {});
   if (saved.isLost) warn();
   find("strip").dataset.state = "restored";
 }
