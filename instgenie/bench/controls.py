@@ -18,9 +18,9 @@ from rich.table import Table
 from transformers import CLIPTextModel
 
 from instgenie.adapters.controlnets import ControlNetRegistry
-from instgenie.bench.files import check_folder, write_text
+from instgenie.bench.files import check_folder
 from instgenie.bench.machine import describe_machine, machine_text
-from instgenie.bench.timeline import Bar, Stream, Track, chrome_trace, draw_page
+from instgenie.bench.timeline import Bar, Stream, Track, write_timelines
 from instgenie.cluster.config import ControlConfig, ProcessConfig, ResolvedCache
 from instgenie.cluster.launch import process_command
 from instgenie.engine.controls import LocalControls, StepControls
@@ -72,12 +72,7 @@ def bench_controls(
     about = f"ControlNets in the process of the steps, or in their own. {machine_text(describe_machine(model))}"
     found = [track for pair in tracks for track in pair]
     print_tracks(found, title, about)
-    if timeline:
-        write_text(draw_page(title, about, found), timeline)
-        print(timeline)
-    if trace:
-        write_text(chrome_trace(found), trace)
-        print(trace)
+    write_timelines(found, title, about, timeline, trace)
 
 
 def measure(model: Model, size: tuple[int, int], controlnets: Sequence[Path], folder: Path) -> list[Track]:

@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from instgenie.bench.files import check_folder, write_text
+from instgenie.bench.files import check_folder
 from instgenie.bench.machine import describe_machine, machine_text
 from instgenie.bench.ours import move_to_host
 from instgenie.bench.samples import make_edits
 from instgenie.bench.timed import StepMarks, StreamClock, TimedLoader
-from instgenie.bench.timeline import Bar, Track, chrome_trace, draw_page
+from instgenie.bench.timeline import Bar, Track, write_timelines
 from instgenie.cache.host import HostTier
 from instgenie.cost.latency import Latency, find_latency
 from instgenie.cost.plan import Plan
@@ -86,12 +86,7 @@ def bench_pipeline(
     kept = f"{study.kind}, kept in {BITS.get(cache_dtype, machine['dtype'])}"
     about = f"Activations ({kept}) are in main memory. {machine_text(machine)}"
     print_tracks(tracks, title, about)
-    if timeline:
-        write_text(draw_page(title, about, tracks), timeline)
-        print(timeline)
-    if trace:
-        write_text(chrome_trace(tracks), trace)
-        print(trace)
+    write_timelines(tracks, title, about, timeline, trace)
 
 
 def measure(

@@ -4,7 +4,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Literal
+
+from instgenie.bench.files import write_text
 
 Stream = Literal["compute", "load", "control", "control 2"]
 What = Literal["cached", "dense", "outside", "wait", "load", "ahead", "encoder", "decoder", "unet", "control"]
@@ -42,6 +45,16 @@ class Track:
     step_ms: float
     bars: Sequence[Bar]
     streams: tuple[Stream, ...] = ("compute", "load")
+
+
+def write_timelines(tracks: Sequence[Track], title: str, about: str, timeline: Path | None, trace: Path | None) -> None:
+    """Write the page and the trace to the files that are named, and print their names."""
+    if timeline:
+        write_text(draw_page(title, about, tracks), timeline)
+        print(timeline)
+    if trace:
+        write_text(chrome_trace(tracks), trace)
+        print(trace)
 
 
 def draw_page(title: str, about: str, tracks: Sequence[Track]) -> str:
