@@ -52,14 +52,12 @@ def decode(
     """Decode latents at the model's size [pictures, height, width, 3]. Pixels that compositing under a picture's mask
     does not read may be black; it reads a ring of so many pixels around the mask, by default none."""
     rings = rings or [0] * len(masks)
-    config = model.vae.config
-    unscaled = concat([unpack_latents(one, grid, model.latents_per_token) for one in latents]) / config.scaling_factor
-    shifted = unscaled + (config.shift_factor or 0)
+    unpacked = concat([unpack_latents(model.denormalized(one), grid, model.latents_per_token) for one in latents])
     if not can_decode_boxes(model.vae):
-        return to_pixels(decode_latents(model.vae, shifted.to(model.dtype)))
+        return to_pixels(decode_latents(model.vae, unpacked.to(model.dtype)))
     height, width = (side * model.patch for side in grid)
     pictures = np.zeros((len(latents), height, width, 3), np.uint8)
-    for picture, one, mask, ring in zip(pictures, shifted.to(model.dtype).split(1), masks, rings, strict=True):
+    for picture, one, mask, ring in zip(pictures, unpacked.to(model.dtype).split(1), masks, rings, strict=True):
         box = composited(mask, (height, width), ring)
         [pixels] = to_pixels(decode_box(model.vae, one, box))
         picture[box.rows.start : box.rows.stop, box.cols.start : box.cols.stop] = pixels

@@ -113,13 +113,13 @@ def make_hint(use: ControlUse, image: Pixels, size: tuple[int, int], model: Mode
 def find_reference(
     edit: Edit, size: tuple[int, int], template: Template, model: Model, encodings: Encodings
 ) -> Tensor | None:  # [reference tokens, channels]
-    """The tokens that the network sees beside those of the picture: those of the edit's references, or of the picture
-    itself."""
+    """The tokens that the network sees beside those that it computes: those of the picture, of the edit's references,
+    or of both."""
     if not sees_picture(edit, model):
         return None
     pairs = zip(edit.references, reference_sizes(edit, size, model), strict=True)
     tokens = [encodings.get(("reference", template_seed(*pair)), partial(encode_at, *pair, model)) for pair in pairs]
-    return concat(tokens) if tokens else template.clean
+    return concat([template.clean, *tokens] if shows_picture(edit, model) else tokens)
 
 
 def sees_picture(edit: Edit, model: Model) -> bool:
@@ -127,11 +127,17 @@ def sees_picture(edit: Edit, model: Model) -> bool:
     return model.sees_picture and (not edit.from_nothing or len(edit.references) > 0)
 
 
+def shows_picture(edit: Edit, model: Model) -> bool:
+    """Return whether the picture is among what the network sees as further tokens: with references, only if they do not
+    stand in its place."""
+    return not edit.from_nothing and (not edit.references or not model.references_replace)
+
+
 def reference_grids(edit: Edit, size: tuple[int, int], model: Model) -> tuple[Grid, ...]:
-    """The grids of the tokens that the network sees beside those of the picture."""
+    """The grids of the tokens that the network sees beside those that it computes."""
     if not sees_picture(edit, model):
         return ()
-    sizes = reference_sizes(edit, size, model) or [size]
+    sizes = [size] * shows_picture(edit, model) + reference_sizes(edit, size, model)
     return tuple((height // model.patch, width // model.patch) for height, width in sizes)
 
 
@@ -201,6 +207,5 @@ def picture_tensor(picture: Pixels, device: torch.device) -> Tensor:  # [1, 3, h
 
 
 def encode(picture: Tensor, model: Model) -> Tensor:  # [tokens, channels]
-    vae = model.vae
-    shifted = encode_pictures(vae, picture.to(model.dtype)).float() - (vae.config.shift_factor or 0)
-    return pack_latents(shifted * vae.config.scaling_factor, model.latents_per_token)
+    latents = encode_pictures(model.vae, picture.to(model.dtype)).float()
+    return model.normalized(pack_latents(latents, model.latents_per_token))

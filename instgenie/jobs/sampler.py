@@ -194,8 +194,10 @@ def flow_schedule(
     num_tokens: int,
     strength: float = 1.0,
     own_spacing: bool = False,
+    shift: float | None = None,
 ) -> FlowSchedule:
-    return FlowSchedule(tuple(flow_sigmas(scheduler, steps, num_tokens, strength, own_spacing).tolist()))
+    """Without a `shift`, the scheduler's own for the number of tokens."""
+    return FlowSchedule(tuple(flow_sigmas(scheduler, steps, num_tokens, strength, own_spacing, shift).tolist()))
 
 
 def ddim_schedule(scheduler: DDIMScheduler, steps: int, strength: float = 1.0) -> DdimSchedule:
@@ -238,13 +240,14 @@ def flow_sigmas(
     num_tokens: int,
     strength: float = 1.0,
     own_spacing: bool = False,
+    shift: float | None = None,
 ) -> Tensor:  # [steps run + 1], the last one is the clean end
     """Noise levels before the shift fall evenly from 1 to 1/steps or, with `own_spacing`, to the scheduler's least."""
     table = copy.copy(scheduler)
     spacing: dict[str, Any] = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
     if own_spacing:
         spacing = {"num_inference_steps": steps}
-    table.set_timesteps(**spacing, mu=flow_shift(scheduler, num_tokens))
+    table.set_timesteps(**spacing, mu=flow_shift(scheduler, num_tokens) if shift is None else shift)
     num_skipped = int(max(steps - min(steps * strength, steps), 0))
     sigmas: Tensor = table.sigmas[num_skipped:]
     return sigmas

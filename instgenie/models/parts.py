@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderTiny
-from torch import nn
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
+from torch import Tensor, nn
 from transformers import CLIPTextModel, PreTrainedTokenizerBase
 
 from instgenie.adapters.keys import NETWORK
@@ -16,6 +16,8 @@ from instgenie.adapters.modules import describe_layers
 from instgenie.models.identity import identify
 
 NOT_IDENTITY = ("name", "device", "dtype", "scheduler")  # keys of activations contain the last two on their own
+
+Autoencoder = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderTiny
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +29,7 @@ class PipelineParts(ABC):
     foreign_names: ClassVar["staticmethod[[Any], dict[str, Alias]]"]  # of layers of the network, as LoRAs use them
 
     name: str  # as the user gave it
-    vae: AutoencoderKL | AutoencoderTiny
+    vae: Autoencoder
     text_encoder: CLIPTextModel
     tokenizer: PreTrainedTokenizerBase
     scheduler: Any
@@ -89,6 +91,16 @@ class PipelineParts(ABC):
     @property
     def latent_channels(self) -> int:
         return int(self.vae.config.latent_channels)
+
+    def normalized(self, tokens: Tensor) -> Tensor:  # [tokens, channels]
+        """Latents of the autoencoder as the network sees them."""
+        config = self.vae.config
+        return (tokens - (config.shift_factor or 0)) * config.scaling_factor
+
+    def denormalized(self, tokens: Tensor) -> Tensor:  # [tokens, channels]
+        """Latents of the network as the autoencoder decodes them."""
+        config = self.vae.config
+        return tokens / config.scaling_factor + (config.shift_factor or 0)
 
     @property
     def pixels_per_latent(self) -> int:

@@ -1,6 +1,6 @@
 """Tiny random pipelines of every supported shape, saved as folders: Flux models that blend (two), fill, and see the
-picture, UNets that blend (Stable Diffusion 2.1 and XL) and fill (1.5), and Stable Diffusion 3 with a second
-attention and without.
+picture, UNets that blend (Stable Diffusion 2.1 and XL) and fill (1.5), Stable Diffusion 3 with a second attention and
+without, and FLUX.2 klein.
 
 Weights are drawn wide enough that every part of the network matters to the result: a network that answers zero would
 hide every mistake.
@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderTiny,
     DDIMScheduler,
     DiffusionPipeline,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxFillPipeline,
     FluxKontextPipeline,
     FluxPipeline,
@@ -37,6 +40,8 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
 )
@@ -161,6 +166,31 @@ def make_sd3(
     tokenizers = {"tokenizer": tiny_tokenizer(9), "tokenizer_2": tiny_tokenizer(9)}
     tokenizers |= {"tokenizer_3": tiny_tokenizer(num_text)}
     return StableDiffusion3Pipeline(**modules, **tokenizers, scheduler=scheduler)
+
+
+def klein(is_distilled: bool = False) -> DiffusionPipeline:
+    """Sees the picture and references as further tokens; three layers of a language model embed the prompt."""
+    transformer = Flux2Transformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=3 * 16, timestep_guidance_channels=32, mlp_ratio=2.5, axes_dims_rope=(4, 4, 6, 2),
+        guidance_embeds=False,
+    )  # fmt: skip
+    vae = AutoencoderKLFlux2(
+        latent_channels=4, block_out_channels=(8, 8), norm_num_groups=4, sample_size=32,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    encoder = Qwen3Config(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=24, num_hidden_layers=28, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=32, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    modules = {"transformer": transformer, "vae": vae, "text_encoder": Qwen3ForCausalLM(encoder)}
+    widen(*modules.values())
+    vae.bn.running_mean.normal_(std=0.3)
+    vae.bn.running_var.uniform_(0.5, 2)
+    tokenizer = tiny_tokenizer(9)
+    tokenizer.chat_template = "on {{ messages[0]['content'] }} {% if add_generation_prompt %}sky{% endif %}"
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    return Flux2KleinPipeline(**modules, tokenizer=tokenizer, scheduler=scheduler, is_distilled=is_distilled)
 
 
 def sd() -> DiffusionPipeline:

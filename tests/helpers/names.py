@@ -13,9 +13,11 @@ TINY = {  # and the family of each; its place seeds its weights
     "sd_fill": "unet",
     "sd3": "sd3",
     "kontext": "flux",
+    "klein": "flux2",
 }
 FAMILIES = tuple(TINY)
 FLUX_FAMILIES = tuple(name for name, family in TINY.items() if family == "flux")
 SD3_FAMILIES = tuple(name for name, family in TINY.items() if family == "sd3")
-JOINT_FAMILIES = FLUX_FAMILIES + SD3_FAMILIES  # whose text flows beside the image
+FLUX2_FAMILIES = tuple(name for name, family in TINY.items() if family == "flux2")
+JOINT_FAMILIES = FLUX_FAMILIES + SD3_FAMILIES + FLUX2_FAMILIES  # whose text flows beside the image
 UNET_FAMILIES = tuple(name for name, family in TINY.items() if family == "unet")

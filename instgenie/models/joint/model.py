@@ -82,9 +82,14 @@ class JointModel(Model):
         without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:], num_prompt=0)
         return (without_text,) if isolated else (branch,)
 
+    @property
+    def num_pooled(self) -> int:
+        """Channels of a pooled prompt; 0 for models that read none."""
+        return int(self.transformer.config.pooled_projection_dim)
+
     def blank_branch(self, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
         text = torch.zeros(self.num_text_tokens, self.transformer.inner_dim, device=self.device, dtype=self.dtype)
-        pooled = text.new_zeros(self.transformer.config.pooled_projection_dim)
+        pooled = text.new_zeros(self.num_pooled)
         return Branch(text, pooled, self.rotary(len(text), grid, references))
 
     @abstractmethod

@@ -60,8 +60,15 @@ class JointNetwork(ABC):
 
     @property
     def modulation_layers(self) -> list[nn.Linear]:
-        """All of them, in the order of the pass."""
-        return [*chain.from_iterable(block.modulations for block in self.blocks), self.transformer.norm_out.linear]
+        """All of them, in the order of the pass; a layer that several blocks share is there once."""
+        of_blocks = chain.from_iterable(block.modulations for block in self.blocks)
+        return [*dict.fromkeys(of_blocks), self.transformer.norm_out.linear]
+
+    @property
+    def time_embedder(self) -> nn.Module:
+        """The layers before those of the modulation."""
+        embedder: nn.Module = self.transformer.time_text_embed
+        return embedder
 
     @property
     def first_columns(self) -> dict[nn.Module, int]:
@@ -95,7 +102,7 @@ class JointNetwork(ABC):
         blocks = [block.describe() for block in self.blocks]
         blocks[0] = replace(blocks[0], per_token=blocks[0].per_token + products(self.image_embedder))
         blocks[-1] = replace(blocks[-1], per_token=blocks[-1].per_token + products(self.transformer.proj_out))
-        per_branch = products(self.transformer.time_text_embed, self.transformer.norm_out)
+        per_branch = products(self.time_embedder, self.transformer.norm_out)
         return NetworkShape(tuple(blocks), (len(blocks),), per_token=0, per_branch=per_branch)
 
 

@@ -101,6 +101,19 @@ def linears(layers: Sequence[nn.Module], rows: Rows, owners: Owners | None) -> S
     return columns if owners is None else list(map(owners.add, layers, [rows] * len(layers), columns))
 
 
+def linear_columns(layer: nn.Module, rows: Rows, owners: Owners | None, first: int, end: int) -> Tensor:
+    """The columns [first, end) of a product, without the others where nothing but the layer's own weights makes
+    them."""
+    is_patched = owners is not None and owners.loras is not None and owners.loras.patches(layer)
+    if isinstance(layer, Fp8Linear) and not is_patched:
+        bias = None if layer.bias is None else layer.bias[first:end]
+        return multiply_fp8(rows, layer.weight[first:end], layer.scale[first:end], bias, layer.dtype)
+    if type(layer) is nn.Linear and not is_patched:
+        assert isinstance(rows, Tensor)
+        return F.linear(rows, layer.weight[first:end], None if layer.bias is None else layer.bias[first:end])
+    return linear(layer, rows, owners)[:, first:end]
+
+
 def find_alike(layers: Sequence[nn.Module]) -> list[nn.Linear] | list[Fp8Linear]:
     """The layers, if all of them are plain or all of low precision, with biases or without; else none. A layer that an
     adapter wraps is neither."""

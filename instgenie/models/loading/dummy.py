@@ -68,6 +68,9 @@ def fill_randomly(module: nn.Module) -> nn.Module:
             parameter.normal_(std=parameter[0].numel() ** -0.5)
         else:
             parameter.fill_(0 if name.endswith("bias") else 1)
-    for buffer in module.buffers():  # tables that a checkpoint holds, such as positions
-        buffer.normal_() if buffer.is_floating_point() else buffer.zero_()
+    for name, buffer in module.named_buffers():  # tables that a checkpoint holds, such as positions
+        if name.endswith("running_var"):
+            buffer.fill_(1)
+        else:
+            buffer.normal_() if buffer.is_floating_point() else buffer.zero_()
     return module

@@ -1,20 +1,21 @@
-"""Pictures to latents and back, through diffusers' autoencoders. The sub-modules of an AutoencoderKL are called one by
-one, so that its norms are fused with the layers around them. Tiny autoencoders, and those with other blocks, run as
-they are.
+"""Pictures to latents and back, through diffusers' autoencoders. The sub-modules of an AutoencoderKL, and of that of
+FLUX.2, are called one by one, so that its norms are fused with the layers around them. Tiny autoencoders, and those
+with other blocks, run as they are.
 """
 
 from collections.abc import Iterable
 
-from diffusers import AutoencoderKL, AutoencoderTiny
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UNetMidBlock2D, UpDecoderBlock2D
 from torch import Tensor, nn
 
 from instgenie.kernels.group_norm import group_norm
 from instgenie.models.layers.resnet import convolve, is_plain
+from instgenie.models.parts import Autoencoder
 
 
-def decode_latents(vae: AutoencoderKL | AutoencoderTiny, latents: Tensor) -> Tensor:
+def decode_latents(vae: Autoencoder, latents: Tensor) -> Tensor:
     """[pictures, channels, rows, columns] -> [pictures, 3, height, width] in [-1, 1]"""
     if not is_known(vae):
         decoded: Tensor = vae.decode(latents).sample
@@ -23,7 +24,7 @@ def decode_latents(vae: AutoencoderKL | AutoencoderTiny, latents: Tensor) -> Ten
     return run(vae.decoder, [vae.decoder.mid_block, *vae.decoder.up_blocks], x)
 
 
-def encode_pictures(vae: AutoencoderKL | AutoencoderTiny, pictures: Tensor) -> Tensor:
+def encode_pictures(vae: Autoencoder, pictures: Tensor) -> Tensor:
     """[pictures, 3, height, width] in [-1, 1] -> [pictures, channels, rows, columns], the modes of the latents"""
     if isinstance(vae, AutoencoderTiny):
         latents: Tensor = vae.encode(pictures).latents
@@ -37,7 +38,7 @@ def encode_pictures(vae: AutoencoderKL | AutoencoderTiny, pictures: Tensor) -> T
 
 def is_known(vae: nn.Module) -> bool:
     """True if it consists of the blocks that Stable Diffusion and Flux use, and neither tiles nor slices."""
-    if not isinstance(vae, AutoencoderKL) or vae.use_tiling or vae.use_slicing:
+    if not isinstance(vae, AutoencoderKL | AutoencoderKLFlux2) or vae.use_tiling or vae.use_slicing:
         return False
     plain = (DownEncoderBlock2D, UpDecoderBlock2D, UNetMidBlock2D)
     blocks = [*vae.encoder.down_blocks, vae.encoder.mid_block, vae.decoder.mid_block, *vae.decoder.up_blocks]
