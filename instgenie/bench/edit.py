@@ -4,7 +4,8 @@ All systems run the same weights on the same device up to the final latents. `st
 includes what precedes it (text encoders, autoencoder). A batch is several edits of one picture, with masks of one size
 at different places. The cached system has registered the picture beforehand; its activations lie next to the model, or
 in main memory, from where they are loaded during the steps. `own` edits the picture as if it was never seen: it reads
-what its own dense steps leave behind. `compiled` is diffusers with compiled transformer blocks.
+what its own dense steps leave behind. `compiled` is diffusers with compiled transformer blocks, `reference`
+its pipeline that keeps K and V of the picture it sees, which knows no mask.
 """
 
 import statistics
@@ -21,7 +22,7 @@ from instgenie.bench.files import check_folder, write_json
 from instgenie.bench.machine import Machine, describe_machine, machine_text
 from instgenie.bench.ours import cached_jobs, cold_jobs, dense_jobs, move_to_host, own_system
 from instgenie.bench.samples import make_edits
-from instgenie.bench.stock import compiled_system, stock_system
+from instgenie.bench.stock import compiled_system, reference_system, stock_system
 from instgenie.bench.timing import Caching, System, Timing, measure
 from instgenie.cache.host import HostTier
 from instgenie.cost.latency import calibrated_name, find_latency
@@ -121,6 +122,7 @@ def make_systems(name: str, model: Model, size: tuple[int, int], study: EditStud
     makers = {
         "diffusers": lambda: [stock_system(stock)],
         "compiled": lambda: [compiled_system(stock)],
+        "reference": lambda: [reference_system(stock)],
         "dense": lambda: [own_system("dense", None, model, dense_jobs(model), graphs=graphs)],
         "own": lambda: [
             own_system("own", OWN, model, cold_jobs(model, study.quality), graphs=graphs, keeps_text=study.keeps_text)
@@ -132,7 +134,7 @@ def make_systems(name: str, model: Model, size: tuple[int, int], study: EditStud
 
 def load_stock(name: str, model: Model, study: EditStudy) -> Model:
     """The model that diffusers runs: ours, or one with whole weights beside ours with quantised ones."""
-    is_needed = study.quantization and not {"diffusers", "compiled"}.isdisjoint(study.systems)
+    is_needed = study.quantization and not {"diffusers", "compiled", "reference"}.isdisjoint(study.systems)
     return load(name, str(model.device)) if is_needed else model
 
 

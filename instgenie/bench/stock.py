@@ -1,4 +1,5 @@
-"""diffusers' own inpainting pipeline as a system, over the weights of a model; plain, or with compiled blocks."""
+"""diffusers' own pipelines as systems, over the weights of a model: that for inpainting, plain or with compiled blocks,
+and that which keeps K and V of the picture it sees, where there is one."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ import torch
 from PIL import Image
 
 from instgenie.bench.timing import System, Timing
+from instgenie.errors import ModelError
 from instgenie.machine.clock import now
 from instgenie.models.model import Model
 from instgenie.types import Edit
@@ -22,33 +24,68 @@ def stock_system(model: Model, network: torch.nn.Module | None = None) -> System
     pipeline.register_modules(**{model.network_name: network})
 
     def run(edits: Sequence[Edit]) -> Timing:
-        first = edits[0]
-        height, width, _ = first.picture.shape
-        prepared: list[float] = []
-
-        def on_forward(*_: object) -> None:
-            if not prepared:
-                prepared.append(now(model.device))
-
-        hook = network.register_forward_pre_hook(on_forward)
-        start = now(model.device)
-        pipeline(
-            prompt=[edit.prompt for edit in edits],
-            image=[Image.fromarray(edit.picture) for edit in edits],
-            mask_image=[Image.fromarray(edit.mask) for edit in edits],
-            height=height,
-            width=width,
-            num_inference_steps=first.steps,
-            guidance_scale=first.guidance,
-            generator=torch.Generator().manual_seed(first.seed),
-            output_type="latent",
-            **model.stock_arguments,
-        )
-        end = now(model.device)
-        hook.remove()
-        return Timing(edit=end - start, denoise=end - prepared[0])
+        of_edits = {
+            "prompt": [edit.prompt for edit in edits],
+            "image": [Image.fromarray(edit.picture) for edit in edits],
+            "mask_image": [Image.fromarray(edit.mask) for edit in edits],
+            "guidance_scale": edits[0].guidance,
+        }
+        given = of_edits | arguments_of(edits[0]) | model.stock_arguments
+        return timed(lambda: pipeline(**given), network, model.device)
 
     return System("diffusers", None, run)
+
+
+def reference_system(model: Model) -> System:
+    """diffusers' pipeline that keeps K and V of the picture it sees from its first step on. It knows no mask, and takes
+    one edit at a time."""
+    name = model.stock_reference_pipeline_name
+    if name is None:
+        raise ModelError(
+            f"the model {model.name!r} is of the family {model.family!r}: diffusers has no pipeline for it that keeps "
+            "K and V of the picture"
+        )
+    pipeline = stock_pipeline(model, name)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def run_one(edit: Edit) -> Timing:
+        given = {"prompt": edit.prompt, "image": [Image.fromarray(edit.picture)]} | arguments_of(edit)
+        length = model.num_text_tokens
+        return timed(lambda: pipeline(**given, max_sequence_length=length), model.network, model.device)
+
+    def run(edits: Sequence[Edit]) -> Timing:
+        timings = list(map(run_one, edits))
+        return Timing(sum(one.edit for one in timings), sum(one.denoise for one in timings))
+
+    return System("reference", None, run)
+
+
+def arguments_of(edit: Edit) -> dict[str, Any]:
+    """Arguments that every stock pipeline takes."""
+    height, width, _ = edit.picture.shape
+    return {
+        "height": height,
+        "width": width,
+        "num_inference_steps": edit.steps,
+        "generator": torch.Generator().manual_seed(edit.seed),
+        "output_type": "latent",
+    }
+
+
+def timed(call: Callable[[], object], network: torch.nn.Module, device: torch.device) -> Timing:
+    """Time a pipeline, whose steps begin with the first pass of the network."""
+    prepared: list[float] = []
+
+    def on_forward(*_: object) -> None:
+        if not prepared:
+            prepared.append(now(device))
+
+    hook = network.register_forward_pre_hook(on_forward)
+    start = now(device)
+    call()
+    end = now(device)
+    hook.remove()
+    return Timing(edit=end - start, denoise=end - prepared[0])
 
 
 def compiled_system(model: Model) -> System:
@@ -87,11 +124,11 @@ def in_stock_order(module: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(module).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]
 
 
-def stock_pipeline(model: Model) -> diffusers.DiffusionPipeline:
-    """Build diffusers' own inpainting pipeline around the model's parts. It gets a copy of the autoencoder in its
+def stock_pipeline(model: Model, name: str | None = None) -> diffusers.DiffusionPipeline:
+    """Build diffusers' own pipeline around the model's parts, by default that for inpainting. It gets a copy of the autoencoder in its
     memory order, and a scheduler of its own, because it changes the scheduler's state."""
     own = {
         "vae": in_stock_order(model.vae),
         "scheduler": type(model.scheduler).from_config(model.scheduler.config),
     }
-    return getattr(diffusers, model.stock_pipeline_name)(**model.stock_parts | own)
+    return getattr(diffusers, name or model.stock_pipeline_name)(**model.stock_parts | own)

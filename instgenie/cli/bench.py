@@ -59,8 +59,8 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", choices=["auto", "whole", "needed"], default="auto", help=about_rows)
     about_quality = "quality of the system own, an edit of a picture never seen before (default balanced)"
     parser.add_argument("--quality", choices=("fast", "balanced", "adaptive"), default="balanced", help=about_quality)
-    systems = ["diffusers", "compiled", "dense", "own", "cached"]
-    add_several("--system", "systems", "system to measure (default all but compiled)", choices=systems)
+    systems = ["diffusers", "compiled", "reference", "dense", "own", "cached"]
+    add_several("--system", "systems", "system to measure (default diffusers and ours)", choices=systems)
     add_quantization(parser)
     parser.add_argument("--no-kernels", action="store_true", help="use plain torch instead of fused kernels")
     parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one instead of as CUDA graphs")

@@ -74,6 +74,11 @@ class PipelineParts(ABC):
         """The class of diffusers' inpainting pipeline that computes the same edits."""
 
     @property
+    def stock_reference_pipeline_name(self) -> str | None:
+        """The class of diffusers' pipeline that keeps K and V of the picture it sees; None: there is none."""
+        return None
+
+    @property
     def stock_parts(self) -> dict[str, Any]:
         """The arguments that construct the stock pipeline."""
         return self.parts

@@ -17,6 +17,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.job import Job
 from instgenie.models.flux.network import FluxNetwork
+from instgenie.models.flux2.network import Flux2Network
 from instgenie.models.loading.dummy import find_dummy, on_meta
 from instgenie.models.model import Model
 from instgenie.models.sd3.network import Sd3Network
@@ -95,7 +96,7 @@ def test_lists_of_one_size_are_padded_together() -> None:
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
-@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill", "sd3"])
+@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill", "sd3", "klein"])
 def test_bytes_equal_those_registered(models: dict[str, Model], family: str, kind: Kind) -> None:
     """If nothing is masked, a step loads all of its activations."""
     model = models[family]
@@ -131,6 +132,8 @@ def test_dense_steps_of_an_edit_demand_no_activations(models: dict[str, Model]) 
     ("name", "num_tokens", "num_text", "num_branches", "tera_flops", "kv_mega_bytes"),
     [
         ("flux.1-dev", 4096, 512, 1, 74.4, 2869),
+        ("flux.2-klein-4b", 8192, 512, 1, 76.7, 2517),
+        ("flux.2-klein-9b", 8192, 512, 1, 161.2, 4295),
         ("sd3.5-large", 4096, 333, 2, 62.2, 3028),
         ("sdxl-base-1.0", 16384, 77, 2, 13.5, 923),
     ],
@@ -141,7 +144,7 @@ def test_published_architectures(
     """FLOPs of a dense step of one picture, and the bytes of its activations at two bytes per value."""
     _, recipe = find_dummy(name)
     part = on_meta(recipe.network)
-    views = {"flux": FluxNetwork, "sd3.5": Sd3Network}
+    views = {"flux.1": FluxNetwork, "flux.2": Flux2Network, "sd3.5": Sd3Network}
     view = next((view for start, view in views.items() if name.startswith(start)), None)
     network = view(part).describe() if view else unet.describe(part)
     sides = {shape.side for shape in network.blocks}

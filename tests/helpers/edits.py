@@ -17,6 +17,7 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
 from instgenie.jobs.job import Branch, Job
 from instgenie.models.flux.model import is_flux
+from instgenie.models.flux2.model import Flux2KleinModel
 from instgenie.models.model import Model
 from instgenie.types import Edit
 
@@ -85,6 +86,8 @@ def in_float32(model: Model) -> Model:
     network = copy.deepcopy(model.network).float()
     if is_flux(model):
         network.time_text_embed = RoundedTime(model.transformer.time_text_embed)
+    if isinstance(model, Flux2KleinModel):
+        network.time_guidance_embed.time_proj = RoundedTime(network.time_guidance_embed.time_proj)
     return replace(model, **{model.network_name: network}, dtype=torch.float32)
 
 
@@ -96,7 +99,7 @@ class RoundedTime(nn.Module):
     def forward(self, timestep: Tensor, *others: Tensor) -> Tensor:
         rounded = timestep.bfloat16() / 1000 * 1000
         embedded: Tensor = self.embed(rounded, *(other.bfloat16() for other in others))
-        return embedded.float()
+        return embedded.bfloat16().float()
 
 
 def widened(job: Job) -> Job:

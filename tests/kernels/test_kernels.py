@@ -3,6 +3,7 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -20,6 +21,7 @@ from instgenie.kernels.gelu import beside_gelu_fused, beside_gelu_reference
 from instgenie.kernels.group_norm import group_norm_fused, group_norm_reference
 from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place, place_fused, place_reference
 from instgenie.kernels.layer_norm import add_layer_norm_fused, layer_norm_fused, layer_norm_reference
+from instgenie.kernels.swiglu import beside_swiglu_fused, beside_swiglu_reference
 
 SHAPES = [(2, 8), (3, 24), (5, 16), (24, 128)]  # heads, head channels
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # half a unit in the last place of bfloat16
@@ -156,14 +158,21 @@ def test_copying_is_exact_and_leaves_other_rows_alone(
     "ignore:overflow"
 )  # of NumPy, in the interpreter: one over infinity is the zero it should be
 @pytest.mark.parametrize("width", [16, 72, 12288])
-def test_gelu_beside_attended_rows(device: str, dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize(
+    ("fused", "reference"),
+    [(beside_gelu_fused, beside_gelu_reference), (beside_swiglu_fused, beside_swiglu_reference)],
+    ids=["gelu", "swiglu"],
+)
+def test_activations_beside_attended_rows(
+    device: str, dtype: torch.dtype, width: int, fused: Callable[..., Tensor], reference: Callable[..., Tensor]
+) -> None:
     """Rows of a wider tensor; attended rows of two branches, or none."""
     torch.manual_seed(0)
     x = 4 * torch.randn(5, 24 + width, device=device, dtype=dtype)[:, 24:]
     for num_attended in (0, 40):
         attended = [torch.randn(num, num_attended, device=device, dtype=dtype) for num in (2, 3)]
-        found = beside_gelu_fused(attended, x)
-        close(found, beside_gelu_reference(wide(*attended), x.double()))
+        found = fused(attended, x)
+        close(found, reference(wide(*attended), x.double()))
         assert found[:, :num_attended].equal(torch.cat(attended))
 
 

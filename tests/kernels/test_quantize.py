@@ -15,6 +15,7 @@ from instgenie.kernels.geglu import geglu, geglu_fused
 from instgenie.kernels.gelu import beside_gelu, beside_gelu_fused, gelu
 from instgenie.kernels.layer_norm import add_layer_norm, add_layer_norm_fused, layer_norm, layer_norm_fused
 from instgenie.kernels.quantize import Fp8Rows, Rows, quantize_rows_fused, quantize_rows_reference, scaled_product
+from instgenie.kernels.swiglu import beside_swiglu, beside_swiglu_fused, swiglu
 
 
 def values_of(rows: Rows) -> Tensor:
@@ -80,8 +81,9 @@ def test_kernels_write_rows_as_products_read_them(device: str, dtype: torch.dtyp
     assert total.equal(plain)
     within_a_sixteenth(normed, whole(truth))
     within_a_sixteenth(geglu_fused(halves, fp8=True), whole(geglu_fused(halves)))
-    within_a_sixteenth(beside_gelu_fused([x[:, :0]], hidden, fp8=True), whole(beside_gelu_fused([x[:, :0]], hidden)))
-    within_a_sixteenth(beside_gelu_fused(attended, hidden, fp8=True), whole(beside_gelu_fused(attended, hidden)))
+    for beside, inner in ((beside_gelu_fused, hidden), (beside_swiglu_fused, halves)):
+        within_a_sixteenth(beside([x[:, :0]], inner, fp8=True), whole(beside([x[:, :0]], inner)))
+        within_a_sixteenth(beside(attended, inner, fp8=True), whole(beside(attended, inner)))
 
 
 def whole(rows: Rows) -> Tensor:
@@ -105,6 +107,8 @@ def test_references_quantise_what_they_compute_without_fp8() -> None:
         lambda fp8: geglu(halves, fp8),
         lambda fp8: gelu(halves, fp8),
         lambda fp8: beside_gelu([x[:3], x[3:]], halves, fp8),
+        lambda fp8: swiglu(halves, fp8),
+        lambda fp8: beside_swiglu([x[:3], x[3:]], halves, fp8),
     ]
     for make in makes:
         found, plain = make(True), make(False)

@@ -49,7 +49,9 @@ def check_parts(name: str, parts: dict[str, Any]) -> None:
         )
 
 
-def published_transformer(num_layers: int, num_single_layers: int, num_heads: int, width: int) -> Flux2Transformer2DModel:
+def published_transformer(
+    num_layers: int, num_single_layers: int, num_heads: int, width: int
+) -> Flux2Transformer2DModel:
     return Flux2Transformer2DModel(
         num_layers=num_layers, num_single_layers=num_single_layers, num_attention_heads=num_heads,
         joint_attention_dim=len(TEXT_LAYERS) * width, guidance_embeds=False,

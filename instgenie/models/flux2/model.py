@@ -53,6 +53,10 @@ class Flux2KleinModel(JointModel):
         return "Flux2KleinInpaintPipeline"
 
     @property
+    def stock_reference_pipeline_name(self) -> str:
+        return "Flux2KleinKVPipeline"
+
+    @property
     def stock_parts(self) -> dict[str, Any]:
         return super().stock_parts | {"is_distilled": self.is_distilled}
 

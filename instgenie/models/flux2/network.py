@@ -81,9 +81,7 @@ def embed_positions(
     """Rotary table of one branch [text tokens + image tokens seen, head channels / 2] as unit complex numbers. The four
     coordinates of a token are its picture's, its row, its column and its place in the text."""
     text = F.pad(torch.arange(float(num_text))[:, None], (3, 0))
-    pictures = [
-        positions_of(one, float(number * BETWEEN_PICTURES)) for number, one in enumerate((grid, *references))
-    ]
+    pictures = [positions_of(one, float(number * BETWEEN_PICTURES)) for number, one in enumerate((grid, *references))]
     positions = torch.cat([text, *pictures]).to(transformer.context_embedder.weight.device)
     cos, sin = transformer.pos_embed(positions)  # each value appears twice, for the real and the imaginary channel
     return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())

@@ -12,6 +12,7 @@ from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Job
 from instgenie.models.flux import network as flux_network
+from instgenie.models.flux2 import network as flux2_network
 from instgenie.models.joint import block as joint_block
 from instgenie.models.joint import modulation
 from instgenie.models.joint import network as joint_network
@@ -23,7 +24,12 @@ from instgenie.models.sd3 import network as sd3_network
 from instgenie.models.unet import network as unet_network
 from instgenie.models.unet.batch import UnetBatch
 
-OUTSIDE = ("time_text_embed", "time_embedding", "add_embedding")  # embed the time, before any row is packed
+OUTSIDE = (
+    "time_text_embed",
+    "time_guidance_embed",
+    "time_embedding",
+    "add_embedding",
+)  # embed the time, before any row is packed
 
 
 class Recording:
@@ -48,7 +54,7 @@ class Recording:
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     recording = Recording()
-    joint = joint_block, joint_network, modulation, flux_network, sd3_network
+    joint = joint_block, joint_network, modulation, flux_network, flux2_network, sd3_network
     for module in (*joint, unet_network, feed_forward, resnet):
         monkeypatch.setattr(module, "linear", recording)
     for module in (joint_block, flux_network):
@@ -70,7 +76,7 @@ def repeat(counts: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl", "sd3"])
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl", "sd3", "klein"])
 def test_every_linear_layer_is_seen(models: dict[str, Model], family: str, recording: Recording) -> None:
     model = models[family]
     jobs = make_jobs(model, "kv")

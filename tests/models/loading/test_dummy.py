@@ -14,6 +14,10 @@ from instgenie.models.unet.family import sd21_others
 PUBLISHED = {
     "flux.1-dev": 11_901_408_320,
     "flux.1-kontext-dev": 11_901_408_320,
+    "flux.2-klein-4b": 3_875_544_576,
+    "flux.2-klein-base-4b": 3_875_544_576,
+    "flux.2-klein-9b": 9_078_581_248,
+    "flux.2-klein-base-9b": 9_078_581_248,
     "sd3.5-large": 8_056_627_520,
     "sd3.5-medium": 2_243_171_520,
     "sdxl-base-1.0": 2_567_463_684,
