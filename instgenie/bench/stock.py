@@ -125,8 +125,8 @@ def in_stock_order(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def stock_pipeline(model: Model, name: str | None = None) -> diffusers.DiffusionPipeline:
-    """Build diffusers' own pipeline around the model's parts, by default that for inpainting. It gets a copy of the autoencoder in its
-    memory order, and a scheduler of its own, because it changes the scheduler's state."""
+    """Build diffusers' own pipeline around the model's parts, by default that for inpainting. It gets a copy of the
+    autoencoder in its memory order, and a scheduler of its own, because it changes the scheduler's state."""
     own = {
         "vae": in_stock_order(model.vae),
         "scheduler": type(model.scheduler).from_config(model.scheduler.config),
