@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
@@ -17,7 +17,7 @@ from instgenie.models.identity import identify
 
 NOT_IDENTITY = ("name", "device", "dtype", "scheduler")  # keys of activations contain the last two on their own
 
-Autoencoder = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderTiny
+Autoencoder: TypeAlias = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderTiny
 
 
 @dataclass(frozen=True, eq=False)

@@ -185,6 +185,9 @@ def klein(is_distilled: bool = False) -> DiffusionPipeline:
     )  # fmt: skip
     modules = {"transformer": transformer, "vae": vae, "text_encoder": Qwen3ForCausalLM(encoder)}
     widen(*modules.values())
+    for name, weight in transformer.named_parameters():
+        if "norm_" in name and weight.ndim == 1:
+            weight.data *= 2  # attention chooses among the many tokens
     vae.bn.running_mean.normal_(std=0.3)
     vae.bn.running_var.uniform_(0.5, 2)
     tokenizer = tiny_tokenizer(9)

@@ -40,6 +40,7 @@ def feed_forward(ff: nn.Module, inner: Rows, owners: Owners) -> Tensor:
 def first_layer(ff: nn.Module) -> nn.Module:
     """The layer that reads the rows of a feed-forward layer."""
     if isinstance(ff, Flux2FeedForward):
-        return ff.linear_in
+        layer: nn.Module = ff.linear_in
+        return layer
     activation = ff.net[0] if isinstance(ff, FeedForward) else ff
     return activation.proj if isinstance(activation, GEGLU | GELU) else activation
