@@ -100,12 +100,12 @@ class PipelineParts(ABC):
     def normalized(self, tokens: Tensor) -> Tensor:  # [tokens, channels]
         """Latents of the autoencoder as the network sees them."""
         config = self.vae.config
-        return (tokens - (config.shift_factor or 0)) * config.scaling_factor
+        return (tokens - float(config.shift_factor or 0)) * float(config.scaling_factor)
 
     def denormalized(self, tokens: Tensor) -> Tensor:  # [tokens, channels]
         """Latents of the network as the autoencoder decodes them."""
         config = self.vae.config
-        return tokens / config.scaling_factor + (config.shift_factor or 0)
+        return tokens / float(config.scaling_factor) + float(config.shift_factor or 0)
 
     @property
     def pixels_per_latent(self) -> int:
