@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import Flux2KleinPipeline
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from helpers.cached import KINDS, feasible, predict, register_for
 from helpers.edits import apart, close, far, make_edit, mixed_edits, quiet_pipeline, run, stock_arguments
 from helpers.families import klein
@@ -26,7 +27,7 @@ from instgenie.engine.register import can_reuse, reuse
 from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import Kind
 from instgenie.models.flux2.lora_names import original_names
-from instgenie.models.flux2.model import Flux2DistilledModel, Flux2KleinModel
+from instgenie.models.flux2.model import Flux2DistilledModel, Flux2KleinModel, find_shift
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model, pack_latents
 from instgenie.types import Edit, Pixels
@@ -104,8 +105,7 @@ def plain_loop(model: Flux2KleinModel, edit: Edit) -> Tensor:
     )
 
     num_tokens = clean.shape[1]
-    many, few = 0.00016927 * num_tokens + 0.45666666, 8.73809524e-05 * num_tokens + 1.89833333  # at 200 and 10 steps
-    mu = many + (many - few) / 190 * (edit.steps - 200)
+    mu = compute_empirical_mu(num_tokens, edit.steps)
     scheduler.set_timesteps(sigmas=np.linspace(1, 1 / edit.steps, edit.steps), mu=mu, device=model.device)
     timesteps, _ = pipeline.get_timesteps(edit.steps, edit.strength, model.device)
     sigmas = scheduler.sigmas[-len(timesteps) - 1 :].tolist()
@@ -233,6 +233,12 @@ def test_ragged_is_diffusers_in_bfloat16(model: Flux2KleinModel) -> None:
             truth = stock[0, : len(job.masked)]
             assert one.dtype == torch.bfloat16
             assert apart(one[: len(truth)], truth) / truth.abs().max() < 0.05
+
+
+@pytest.mark.parametrize("num_tokens", [96, 4096, 4300, 4301, 16384])
+def test_the_shift_is_that_of_the_stock_pipelines(num_tokens: int) -> None:
+    for steps in (1, 4, 10, 50, 200):
+        assert find_shift(num_tokens, steps) == pytest.approx(compute_empirical_mu(num_tokens, steps), rel=1e-6)
 
 
 def test_shared_modulation_is_computed_once(model: Flux2KleinModel) -> None:
