@@ -88,6 +88,7 @@ def test_only_rows_of_the_first_gate_set_out_before_the_mark(models: dict[str, M
     assert len(gates.opened) == len(set(gates.opened))  # rows that came ahead open none
 
 
+@torch.inference_mode()
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["blend_guided", "sdxl", "sd3"])
