@@ -4,11 +4,13 @@ from instgenie.models.family import Family
 from instgenie.models.flux.family import FLUX
 from instgenie.models.sd3.family import SD3
 from instgenie.models.unet.family import UNET
+from instgenie.models.zimage.family import ZIMAGE
 
 FAMILIES: dict[str, Family] = {
     "flux": FLUX,
     "sd3": SD3,
     "unet": UNET,
+    "zimage": ZIMAGE,
 }
 
 PIPELINES = {pipeline: family for family in FAMILIES.values() for pipeline in family.pipelines}

@@ -27,6 +27,7 @@ LAYERS = {
     "blend": "transformer_blocks.0.attn.to_out.0",
     "sdxl": "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0",
     "sd3": "transformer_blocks.0.attn.to_out.0",
+    "zimage": "layers.0.attention.to_out.0",
 }
 FEW = tuple(LAYERS)
 VIEWS = ("aten.slice.Tensor", "aten.reshape.default", "aten.flatten.using_ints", "aten.numpy_T.default")

@@ -283,7 +283,7 @@ def test_a_step_that_lies_in_one_piece_moves_as_one(model: Model, kind: Kind, ca
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["kv", "y"])
-@pytest.mark.parametrize("family", ["blend_guided", "sdxl", "sd3"])
+@pytest.mark.parametrize("family", ["blend_guided", "sdxl", "sd3", "zimage"])
 def test_rows_in_main_memory_are_captured_too(family: str, kind: Kind, folders: dict[str, Path]) -> None:
     """Results are bit-identical for jobs at different steps."""
     model = load(str(folders[family]), "cuda")
