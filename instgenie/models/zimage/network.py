@@ -12,6 +12,7 @@ differences of positions matter to attention, and so the keys of a template serv
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -110,7 +111,8 @@ class ZImageNetwork(JointNetwork):
     def order(self, predicted: Tensor) -> Tensor:
         """The last layer predicts the channels of one latent after those of another, and the way to the clean
         picture, against which velocities point."""
-        return -predicted.unflatten(1, (SIDE * SIDE, -1)).transpose(1, 2).flatten(1)
+        ordered: Tensor = predicted.unflatten(1, (SIDE * SIDE, -1)).transpose(1, 2).flatten(1)
+        return -ordered
 
 
 def num_missing(count: int) -> int:
@@ -230,8 +232,9 @@ class ZImageBlock(JointBlock):
         out = linear(self.attn.to_out[0], attended, owners)
         eps = block.attention_norm2.eps, block.ffn_norm1.eps
         total, inner = add_rms_modulate(rows, gate, out, factor, index, *eps, fp8=reads_fp8(feed.w1))
-        gated = swiglu(*linears((feed.w1, feed.w3), inner, owners), fp8=reads_fp8(feed.w2))
-        return add_rms_gated(total, feed_gate, linear(feed.w2, gated, owners), index, block.ffn_norm2.eps)
+        opened, values = linears((feed.w1, feed.w3), inner, owners)
+        fed = linear(feed.w2, swiglu(opened, values, reads_fp8(feed.w2)), owners)
+        return add_rms_gated(total, feed_gate, fed, index, block.ffn_norm2.eps)
 
     def describe(self) -> BlockShape:
         block, attn = self.module, self.attn
@@ -272,17 +275,7 @@ class RefinerBlock(ZImageBlock):
         return Apart(Residual(torch.cat(told)), Residual(concat(done[1::2])))
 
     def describe(self) -> BlockShape:
-        shape = super().describe()
-        return BlockShape(
-            per_token=shape.per_token,
-            per_text=0,
-            per_rest=shape.per_rest,
-            per_pair=shape.per_pair,
-            per_branch=shape.per_branch,
-            width=shape.width,
-            joint=True,
-            sees_text=False,
-        )
+        return replace(super().describe(), per_text=0, sees_text=False)
 
 
 def behind(layout: Layout, nums: Sequence[int]) -> tuple[Owners, HeadPlaces]:
