@@ -14,6 +14,7 @@ differences of positions matter to attention, and so the keys of a template serv
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -255,24 +256,16 @@ class RefinerBlock(ZImageBlock):
 
     def __call__(self, flow: Flow, mod: Modulation, layout: Layout, heads: Heads) -> Flow:
         assert isinstance(flow, Apart)
-        texts, image = flow.text.total.split(layout.num_text), flow.image.total
         nums_missing = [num_missing(num) for num in layout.num_all]
-        nums_text = [num - missing for num, missing in zip(layout.num_text, nums_missing, strict=True)]
-        if not any(nums_missing):
-            owners, places, rows = layout.image_owners, layout.image_places, image
-        else:
-            owners, places = behind(layout, nums_text)
-            images = image.split(layout.num_image)
-            parts = zip(texts, nums_text, images, strict=True)
-            rows = torch.cat([part for text, num, own in parts for part in (text[num:], own)])
+        nums_told = [num - missing for num, missing in zip(layout.num_text, nums_missing, strict=True)]  # stay outside
+        branches = list(zip(flow.by_branch(layout), nums_told, strict=True))
+        owners, places = behind(layout, nums_told)
+        rows = torch.cat([part for (text, image), num in branches for part in (text[num:], image)])
         columns = self.enter(rows, mod, owners, layout, places, heads)
-        out = self.leave(rows, concat(attend_behind(heads, layout, nums_text, nums_text)), columns, owners)
-        if not any(nums_missing):
-            return Apart(flow.text, Residual(out))
-        sizes = [size for pair in zip(nums_missing, layout.num_image, strict=True) for size in pair]
-        done = out.split(sizes)
-        told = [part for text, num, own in zip(texts, nums_text, done[::2], strict=True) for part in (text[:num], own)]
-        return Apart(Residual(torch.cat(told)), Residual(concat(done[1::2])))
+        out = self.leave(rows, concat(attend_behind(heads, layout, nums_told, nums_told)), columns, owners)
+        parts = out.split([num for pair in zip(nums_missing, layout.num_image, strict=True) for num in pair])
+        texts = [(text[:num], own) for ((text, _), num), own in zip(branches, parts[::2], strict=True)]
+        return Apart(Residual(torch.cat(list(chain(*texts)))), Residual(concat(parts[1::2])))
 
     def describe(self) -> BlockShape:
         return replace(super().describe(), per_text=0, sees_text=False)
