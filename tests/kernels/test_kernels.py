@@ -20,7 +20,7 @@ from instgenie.kernels.gelu import beside_gelu_fused, beside_gelu_reference
 from instgenie.kernels.group_norm import group_norm_fused, group_norm_reference
 from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place, place_fused, place_reference
 from instgenie.kernels.layer_norm import add_layer_norm_fused, layer_norm_fused, layer_norm_reference
-from instgenie.kernels.swiglu import swiglu_fused, swiglu_reference
+from instgenie.kernels.silu_gate import silu_gate_fused, silu_gate_reference
 
 SHAPES = [(2, 8), (3, 24), (5, 16), (24, 128)]  # heads, head channels
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # half a unit in the last place of bfloat16
@@ -255,10 +255,10 @@ def test_geglu(device: str, dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [16, 72, 2560])
-def test_swiglu(device: str, dtype: torch.dtype, width: int) -> None:
+def test_silu_gate(device: str, dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)
     gate, value = torch.randn(5, 2 * width, device=device, dtype=dtype).split(width, dim=1)  # columns of one product
-    close(swiglu_fused(gate, value), swiglu_reference(*wide(gate, value)))
+    close(silu_gate_fused(gate, value), silu_gate_reference(*wide(gate, value)))
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])

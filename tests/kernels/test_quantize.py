@@ -15,7 +15,7 @@ from instgenie.kernels.geglu import geglu, geglu_fused
 from instgenie.kernels.gelu import beside_gelu, beside_gelu_fused, gelu
 from instgenie.kernels.layer_norm import add_layer_norm, add_layer_norm_fused, layer_norm, layer_norm_fused
 from instgenie.kernels.quantize import Fp8Rows, Rows, quantize_rows_fused, quantize_rows_reference, scaled_product
-from instgenie.kernels.swiglu import swiglu_fused
+from instgenie.kernels.silu_gate import silu_gate_fused
 
 
 def values_of(rows: Rows) -> Tensor:
@@ -89,7 +89,7 @@ def test_kernels_write_rows_as_products_read_them(device: str, dtype: torch.dtyp
     assert total.equal(plain)
     within_a_sixteenth(normed, whole(truth))
     within_a_sixteenth(geglu_fused(halves, fp8=True), whole(geglu_fused(halves)))
-    within_a_sixteenth(swiglu_fused(*halves.chunk(2, 1), fp8=True), whole(swiglu_fused(*halves.chunk(2, 1))))
+    within_a_sixteenth(silu_gate_fused(*halves.chunk(2, 1), fp8=True), whole(silu_gate_fused(*halves.chunk(2, 1))))
     within_a_sixteenth(beside_gelu_fused([x[:, :0]], hidden, fp8=True), whole(beside_gelu_fused([x[:, :0]], hidden)))
     within_a_sixteenth(beside_gelu_fused(attended, hidden, fp8=True), whole(beside_gelu_fused(attended, hidden)))
 

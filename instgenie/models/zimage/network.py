@@ -28,7 +28,7 @@ from instgenie.jobs.tokens import concat
 from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place
 from instgenie.kernels.modulate import norm_modulate
 from instgenie.kernels.rms_modulate import add_rms_gated, add_rms_modulate, rms_modulate
-from instgenie.kernels.swiglu import swiglu
+from instgenie.kernels.silu_gate import silu_gate
 from instgenie.models.joint.batch import JointBatch
 from instgenie.models.joint.block import EntryLayers, JointBlock, attend, attend_behind
 from instgenie.models.joint.flow import Apart, Flow, Together, join
@@ -234,7 +234,7 @@ class ZImageBlock(JointBlock):
         eps = block.attention_norm2.eps, block.ffn_norm1.eps
         total, inner = add_rms_modulate(rows, gate, out, factor, index, *eps, fp8=reads_fp8(feed.w1))
         opened, values = linears((feed.w1, feed.w3), inner, owners)
-        fed = linear(feed.w2, swiglu(opened, values, reads_fp8(feed.w2)), owners)
+        fed = linear(feed.w2, silu_gate(opened, values, reads_fp8(feed.w2)), owners)
         return add_rms_gated(total, feed_gate, fed, index, block.ffn_norm2.eps)
 
     def describe(self) -> BlockShape:

@@ -1,4 +1,4 @@
-"""The gate of a feed-forward layer with SiLU: the SiLU of some rows times others."""
+"""The gate of a feed-forward layer: the SiLU of the outputs of one layer times those of another."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,26 +9,26 @@ from instgenie.kernels.switch import num_warps, power_of_two, runs_fused, tl, tr
 MAX_BLOCK = 1024  # channels of one program, unless it needs a whole row
 
 
-def swiglu(gate: Tensor, value: Tensor, fp8: bool = False) -> Rows:
+def silu_gate(gate: Tensor, value: Tensor, fp8: bool = False) -> Rows:
     """[tokens, width] each, whose rows may be strided; with `fp8` as products of low precision read it"""
     if runs_fused(gate):
-        return swiglu_fused(gate, value, fp8)
-    gated = swiglu_reference(gate, value)
+        return silu_gate_fused(gate, value, fp8)
+    gated = silu_gate_reference(gate, value)
     return quantize_rows_reference(gated) if fp8 else gated
 
 
-def swiglu_reference(gate: Tensor, value: Tensor) -> Tensor:
+def silu_gate_reference(gate: Tensor, value: Tensor) -> Tensor:
     return F.silu(gate) * value
 
 
-def swiglu_fused(gate: Tensor, value: Tensor, fp8: bool = False) -> Rows:
+def silu_gate_fused(gate: Tensor, value: Tensor, fp8: bool = False) -> Rows:
     num_tokens, width = gate.shape
     assert gate.stride(1) == value.stride(1) == 1
     out = empty_fp8((num_tokens, width), gate.device) if fp8 else gate.new_empty(num_tokens, width)
     values, scale = (out.values, out.scale) if isinstance(out, Fp8Rows) else (out, gate)
     block = power_of_two(width) if fp8 else min(power_of_two(width), MAX_BLOCK)
     if num_tokens:
-        swiglu_kernel[(num_tokens, -(-width // block))](
+        silu_gate_kernel[(num_tokens, -(-width // block))](
             gate, value, gate.stride(0), value.stride(0), values, scale,
             width=width, block=block, quantizes=fp8, num_warps=num_warps(block),
         )  # fmt: skip
@@ -36,7 +36,7 @@ def swiglu_fused(gate: Tensor, value: Tensor, fp8: bool = False) -> Rows:
 
 
 @triton.jit()
-def swiglu_kernel(  # type: ignore[no-untyped-def]
+def silu_gate_kernel(  # type: ignore[no-untyped-def]
     gate, value, gate_stride, value_stride, out, out_scale,
     width: tl.constexpr, block: tl.constexpr, quantizes: tl.constexpr,
 ):  # fmt: skip
