@@ -53,8 +53,8 @@ def identify(parts: Mapping[str, Any]) -> str:
 
 def describe(part: Any) -> str:
     if isinstance(part, PreTrainedTokenizerBase):
-        chat = f" {part.chat_template}" if part.chat_template else ""
-        return f"{part('').input_ids} {part.pad_token_id} {part.padding_side} {part.model_max_length}{chat}"
+        facts = f"{part('').input_ids} {part.pad_token_id} {part.padding_side} {part.model_max_length}"
+        return f"{facts} {part.chat_template}" if part.chat_template else facts
     config = getattr(part, "config", None)
     if config is None:
         return repr(part)

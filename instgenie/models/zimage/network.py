@@ -46,6 +46,10 @@ PATCH = f"{SIDE}-1"  # the name of the layers for such patches of a single pictu
 
 
 class ZImageNetwork(JointNetwork):
+    def __init__(self, transformer: ZImageTransformer2DModel) -> None:
+        super().__init__(transformer)
+        self._modulated: dict[nn.Linear, ZImageBlock] = {}  # blocks by their modulation layers
+
     @cached_property
     def blocks(self) -> Sequence["ZImageBlock"]:
         refiners = map(RefinerBlock, self.transformer.noise_refiner)
@@ -78,8 +82,9 @@ class ZImageNetwork(JointNetwork):
     def modulate(self, layer: nn.Linear, time: Tensor, owners: Owners | None) -> Tensor:
         if layer is self.final_modulation:
             return modulate(layer, F.silu(time), owners)
-        block = next(block for block in self.blocks if block.modulation is layer)
-        return block.weigh(modulate(layer, time, owners))
+        if layer not in self._modulated:  # it may have been exchanged
+            self._modulated = {block.modulation: block for block in self.blocks}
+        return self._modulated[layer].weigh(modulate(layer, time, owners))
 
     def embed_image(self, batch: JointBatch) -> Tensor:
         channels_last = batch.image.unflatten(1, (self.transformer.in_channels, -1)).transpose(1, 2).flatten(1)
