@@ -16,6 +16,7 @@ import torch
 from helpers.cached import KINDS, make_cached, on_trajectory, predict, register_for
 from helpers.edits import apart, close, far, make_edit, mixed_edits, quiet_pipeline, run, stock_arguments
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from instgenie.engine.prepare import draw_noise, prepare, template_seed
@@ -173,6 +174,13 @@ def change(path: Path, changes: dict[str, object]) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def forget(part: Path, name: str) -> None:
+    [path] = part.glob("*.safetensors")
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path, {"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -180,6 +188,7 @@ def change(path: Path, changes: dict[str, object]) -> None:
         (change_transformer(all_patch_size=[4]), r"patches of \[4\] in \[1\] frames: patches of \[2\] in \[1\]"),
         (change_transformer(siglip_feat_dim=8), "siglip_feat_dim=8 and qk_norm=True: none and true are expected"),
         (lambda folder: (folder / "tokenizer" / "chat_template.jinja").unlink(), "has no chat template"),
+        (lambda folder: forget(folder / "transformer", "x_pad_token"), "transformer lack 'x_pad_token'"),
     ],
 )
 def test_unsupported_options(
