@@ -5,6 +5,9 @@ BIN := .venv/bin
 # what is installed is compiled when it is first imported, or by `compiled`: pip would take a minute for it
 PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check --no-compile
 
+# tests start a hundred processes, and each would compile the package again if Python were told to keep nothing
+unexport PYTHONDONTWRITEBYTECODE
+
 # tests wait for servers a quarter of the time: one file more than there are cores runs at once, each on one thread
 NUM_CORES := $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
@@ -48,7 +51,7 @@ layers: .venv/.tools
 
 # compiles all packages, beside the check of types, which needs one core: a compiler's warning would fail a test
 compiled: .venv/.tools
-	@$(BIN)/python -m compileall -qq .venv/lib || true
+	@$(BIN)/python -m compileall -qq .venv/lib instgenie || true
 
 # the browser for the tests of the web pages; without it they are skipped
 chromium:

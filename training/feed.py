@@ -63,8 +63,11 @@ class Feed:
     other times, and several steps apart.
     """
 
-    def __init__(self, source: ExampleSource, vae: AutoencoderTiny, batch: int) -> None:
+    def __init__(
+        self, source: ExampleSource, vae: AutoencoderTiny, batch: int, num_text: int = NUM_TEXT_TOKENS
+    ) -> None:
         self.source, self.vae, self.num, self.generator = source, vae, batch // 2, source.generator
+        self.num_text = num_text
         self.shares = torch.tensor(SIZE_SHARES)
         self.kept = deque[Encoded]()
 
@@ -103,9 +106,9 @@ class Feed:
             times=times,
             known=known,
             masked=masked,
-            attention=attention_mask(masked, isolated, encoded.num_tokens),
+            attention=attention_mask(masked, isolated, encoded.num_tokens, self.num_text),
             source=torch.cat([rows, rows]),
-            reused=reused_tokens(masked, torch.cat([torch.zeros_like(reusing), reusing])),
+            reused=reused_tokens(masked, torch.cat([torch.zeros_like(reusing), reusing]), self.num_text),
             texts=torch.cat([encoded.examples.texts] * 2),
             places=encoded.places,
             examples=encoded.examples,
@@ -130,18 +133,18 @@ class Feed:
         return torch.rand(num, generator=self.generator, device=self.generator.device) < share
 
 
-def attention_mask(masked: Tensor, isolated: Tensor, num_tokens: int) -> Tensor:
+def attention_mask(masked: Tensor, isolated: Tensor, num_tokens: int, num_text: int = NUM_TEXT_TOKENS) -> Tensor:
     """[B, 1, T + N, T + N]: in an isolated example an unmasked token sees unmasked tokens only; padding is unseen."""
-    unmasked = torch.cat([masked.new_zeros(len(masked), NUM_TEXT_TOKENS), ~masked], 1)
+    unmasked = torch.cat([masked.new_zeros(len(masked), num_text), ~masked], 1)
     hidden = isolated[:, None, None] & unmasked[:, :, None] & ~unmasked[:, None, :]
-    length = NUM_TEXT_TOKENS + num_tokens
+    length = num_text + num_tokens
     hidden[:, :length, length:] = True
     return ~hidden[:, None]
 
 
-def reused_tokens(masked: Tensor, reusing: Tensor) -> Tensor:
+def reused_tokens(masked: Tensor, reusing: Tensor, num_text: int = NUM_TEXT_TOKENS) -> Tensor:
     """[B, T + N]: the unmasked image tokens of reusing examples."""
-    text = masked.new_zeros(len(masked), NUM_TEXT_TOKENS)
+    text = masked.new_zeros(len(masked), num_text)
     return torch.cat([text, ~masked & reusing[:, None]], 1)
 
 

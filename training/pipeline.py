@@ -101,10 +101,8 @@ def build_text_encoders(clip: PreTrainedTokenizerFast, t5: PreTrainedTokenizerFa
 
 
 def token_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """[texts, 64], padded as the Flux pipelines pad."""
-    ids: torch.Tensor = tokenizer(
-        texts, padding="max_length", max_length=NUM_TEXT_TOKENS, truncation=True, return_tensors="pt"
-    ).input_ids
+    """[texts, the tokenizer's longest text], padded as the Flux pipelines pad."""
+    ids: torch.Tensor = tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
     return ids
 
 

@@ -53,16 +53,22 @@ class Model(nn.Module):
         for name, tokenizer in zip(("clip_ids", "t5_ids"), tokenizers, strict=True):
             self.register_buffer(name, token_ids(tokenizer, captions.texts), persistent=False)
 
-    def forward(self, inputs: Inputs, texts: Tensor, guidance: Tensor) -> Tensor:
-        sequence = self.t5(self.t5_ids[texts]).last_hidden_state
+    def read(self, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """What the two text encoders say of captions: [B, T, channels] and [B, channels]."""
+        return self.t5(self.t5_ids[texts]).last_hidden_state, self.clip(self.clip_ids[texts]).pooler_output
+
+    def forward(self, inputs: Inputs, texts: Tensor, guidance: Tensor, residuals: Tensor | None = None) -> Tensor:
+        """The velocity; residuals [B, N, width] of a ControlNet are added behind the double blocks."""
+        sequence, pooled = self.read(texts)
         return self.transformer(
             hidden_states=torch.cat([inputs.noisy, inputs.known], -1),
             encoder_hidden_states=sequence,
-            pooled_projections=self.clip(self.clip_ids[texts]).pooler_output,
+            pooled_projections=pooled,
             timestep=inputs.times,
             guidance=guidance,
             img_ids=inputs.places,
-            txt_ids=torch.zeros(NUM_TEXT_TOKENS, 3, device=texts.device),
+            txt_ids=torch.zeros(sequence.shape[1], 3, device=texts.device),
+            controlnet_block_samples=None if residuals is None else [residuals],
             joint_attention_kwargs={
                 "attention_mask": inputs.attention,
                 "source": inputs.source,
@@ -75,8 +81,8 @@ class Model(nn.Module):
 Loss = Callable[[Model, Inputs, float], Tensor]  # the float is the share of the training time that is used
 
 
-def flow_loss(model: Model, inputs: Inputs) -> Tensor:
-    velocity = model(inputs, inputs.texts, torch.ones_like(inputs.times))
+def flow_loss(model: Model, inputs: Inputs, residuals: Tensor | None = None) -> Tensor:
+    velocity = model(inputs, inputs.texts, torch.ones_like(inputs.times), residuals)
     return weighted_error(velocity, inputs.noise - inputs.clean, inputs)
 
 
@@ -86,7 +92,7 @@ def plain_loss(model: Model, inputs: Inputs, share: float) -> Tensor:
 
 def weighted_error(prediction: Tensor, target: Tensor, inputs: Inputs) -> Tensor:
     weight = torch.where(inputs.masked, 1.0, UNMASKED_WEIGHT)
-    weight = weight.masked_fill(inputs.reused[:, NUM_TEXT_TOKENS:], 0)  # nobody reads their outputs
+    weight = weight.masked_fill(inputs.reused[:, -weight.shape[1] :], 0)  # nobody reads their outputs
     weight[:, inputs.num_tokens :] = 0
     return ((prediction.float() - target).square().mean(-1) * weight).sum() / weight.sum()
 
@@ -283,10 +289,18 @@ def make_optimisers(model: Model, parameters: list[nn.Parameter], scale: float) 
     return [Muon(matrices, lr=1e-3 * scale), adamw]
 
 
-def held_out_inputs(photos: Photos, captions: Captions, vae: AutoencoderTiny, batch: int, device: str) -> list[Inputs]:
+def held_out_inputs(
+    photos: Photos,
+    captions: Captions,
+    vae: AutoencoderTiny,
+    batch: int,
+    device: str,
+    num_text: int = NUM_TEXT_TOKENS,
+    source: type[ExampleSource] = ExampleSource,
+) -> list[Inputs]:
     """Four fixed batches of held-out photographs, with captions as rows of the training table."""
     own = Captions(photos)
-    feed = Feed(ExampleSource(photos, own, Generator(device).manual_seed(1)), vae, batch)
+    feed = Feed(source(photos, own, Generator(device).manual_seed(1)), vae, batch, num_text)
     rows = {text: row for row, text in enumerate(captions.texts)}
     batches = [feed.next() for _ in range(4)]
     for inputs in batches:

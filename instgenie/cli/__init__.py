@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from instgenie.cli.bench import add_bench, add_calibrate
@@ -13,9 +12,11 @@ from instgenie.cli.edit import add_edit, add_register
 from instgenie.cli.screen import complain, quiet_libraries
 from instgenie.cli.status import add_status
 from instgenie.errors import InstGenieError
+from instgenie.machine.version import package_version
 from instgenie.server.config import MODEL, OPTIONS, read_config
 from instgenie.server.options import add_flags, nearest
 
+VERSION = package_version() or "(not installed)"
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -50,20 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="instgenie", description="Mask-guided image editing with diffusion models.")
-    parser.add_argument("--version", action="version", version=f"instgenie {own_version()}")
+    parser.add_argument("--version", action="version", version=f"instgenie {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (add, short, about) in COMMANDS.items():
         command = commands.add_parser(name, help=short, description=about)
         command.set_defaults(parser=command)
         add(command)
     return parser
-
-
-def own_version() -> str:
-    try:
-        return version("instgenie")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +72,7 @@ def run_serve(options: argparse.Namespace) -> int:
     config = read_config(vars(options), os.environ)
     from instgenie.server.serve import serve  # imports the web framework
 
-    return serve(config, own_version())
+    return serve(config, VERSION)
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] = {

@@ -32,6 +32,7 @@ class BlockShape:
     output_width: int = 0  # of the output rows that a UNet's transformer also caches after its last block
     side: int = 1  # a token of this level covers side x side tokens of the finest level
     joint: bool = False  # text flows with the image, and the branches of a job share one copy of the activations
+    sees_text: bool = True  # attention has keys for the text
     num_attentions: int = 1  # for which image tokens have K and V; in those after the first they attend to each other
 
     def row_width(self, kind: Kind) -> int:
@@ -146,9 +147,9 @@ def pad_demand(demand: Demand, shares: Mapping[int, float]) -> Demand:
 def block_flops(shape: BlockShape, demand: Demand, cached: bool) -> int:
     """FLOPs of one job in a block; a job without activations is dense even if the plan caches the block."""
     num_flowing, num_text = demand.num_flowing(shape, cached), demand.num_flowing_text(cached)
-    num_queries = num_flowing + num_text * shape.joint
+    num_queries = num_flowing + num_text * (shape.joint and shape.sees_text)
     num_image_keys = demand.num_tokens // shape.side**2
-    num_pairs = num_queries * (num_image_keys + demand.num_text)
+    num_pairs = num_queries * (num_image_keys + demand.num_text * shape.sees_text)
     num_pairs += (shape.num_attentions - 1) * num_flowing * num_image_keys
     branch = shape.per_token * num_flowing + shape.per_text * num_text + shape.per_pair * num_pairs + shape.per_branch
     projects = cached and demand.kind == "y"

@@ -21,7 +21,7 @@ PROMPT_BYTES = 512 * 2**20  # of the parts of LoRAs that patch text encoders, in
 def is_of_prompts(fitted: Fitted, model: Model) -> bool:
     """True if prompts pass the layers before the first step: those of text encoders, and of the network those that
     embed text."""
-    return fitted.part != NETWORK or fitted.layers[0] in FAMILIES[model.family].prompt_layers
+    return fitted.part != NETWORK or FAMILIES[model.family].is_of_prompts(fitted.layers[0])
 
 
 class PromptLoras:

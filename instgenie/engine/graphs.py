@@ -2,9 +2,10 @@
 
 A pass is captured over columns of its own, at addresses that never change. To take a step, the columns of the jobs at
 hand are copied into them, the graph runs, and its predictions are read. Rows of activations are not copied: a table
-holds their addresses, and the graph reads them there. Rows that are not on the device are brought a step ahead. Passes
-of one signature share a graph. Lists of masked tokens are padded so that many masks have one signature; for a UNet,
-whose tokens cost less than its launches, almost all masks do.
+holds their addresses, and the graph reads them there. Rows that are not on the device are brought a step ahead; those
+of an edit's first step come beside that step, which waits for them at a few points of the graph. Passes of one
+signature share a graph. Lists of masked tokens are padded so that many masks have one signature; for a UNet, whose
+tokens cost less than its launches, almost all masks do.
 
 A signature runs uncaptured the first time, and is captured the second time. When there are too many captured passes,
 the least recently used is dropped. On a device without graphs the same passes run over the same columns, launch by
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instgenie.engine.loading.gates import Passage
 from instgenie.engine.loading.route import is_far, places_of
 from instgenie.engine.loading.staging import Staging
 from instgenie.jobs.job import Job
@@ -135,7 +137,7 @@ class Graphs:
         captured = self.find(packed, addresses)
         if captured is None:
             table = addresses.to(self.model.device, non_blocking=True)
-            uncaptured = packed.reading(TableRows(table, dtypes_of(packed.readers)))
+            uncaptured = packed.reading(self.rows_at(table, packed))
             self.staging.mark()
             return self.model.run(uncaptured)
         captured.inputs.copy(packed, addresses)
@@ -170,6 +172,10 @@ class Graphs:
         table = torch.tensor([addresses or [0] * num_places for addresses in found], dtype=torch.int64).T.contiguous()
         return table.pin_memory() if self.model.device.type == "cuda" else table
 
+    def rows_at(self, table: Tensor, packed: PackedBatch) -> TableRows:
+        """Rows at the addresses of a table, which a pass reads when they are there."""
+        return TableRows(table, dtypes_of(packed.readers), Passage(self.staging.gates, len(table)).reach)
+
     def find_addresses(self, job: Job, branch: int) -> list[int]:
         assert job.activations is not None
         if is_far(job):
@@ -193,7 +199,7 @@ class Graphs:
         table = self.tensors.take("table", addresses.to(self.model.device)).tensor
         inputs = Inputs(tuple(map(self.tensors.take, packed.names, packed.columns)), table)
         inputs.copy(packed, addresses)
-        twin = packed.over([fixed.tensor for fixed in inputs.tensors], TableRows(table, dtypes_of(packed.readers)))
+        twin = packed.over([fixed.tensor for fixed in inputs.tensors], self.rows_at(table, packed))
         num_warm_ups = 0 if self.captured else NUM_WARM_UPS
         if packed.residuals:
             return Captured(inputs, capture_halves(self.model, replace(twin, residuals=()), self.pool, num_warm_ups))

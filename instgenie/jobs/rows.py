@@ -5,7 +5,7 @@ A place counts what a pass reads of activations, in the order of the pass. A rea
 its branches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -75,8 +75,10 @@ class TableRows:
 
     table: Tensor  # [places, readers], int64
     dtypes: tuple[CacheDtype, ...] = ()  # per reader, in which its rows are kept; none: the model's
+    reach: Callable[[int], None] = lambda _: None  # called before a place is read: waits until its rows are there
 
     def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
+        self.reach(place)
         return Addresses(self.table[place], self.dtypes)
 
     def keep(self, place: int, reader: int, parts: Sequence[Tensor]) -> None:

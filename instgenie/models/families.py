@@ -5,12 +5,14 @@ from instgenie.models.flux.family import FLUX
 from instgenie.models.flux2.family import FLUX2
 from instgenie.models.sd3.family import SD3
 from instgenie.models.unet.family import UNET
+from instgenie.models.zimage.family import ZIMAGE
 
 FAMILIES: dict[str, Family] = {
     "flux": FLUX,
     "flux2": FLUX2,
     "sd3": SD3,
     "unet": UNET,
+    "zimage": ZIMAGE,
 }
 
 PIPELINES = {pipeline: family for family in FAMILIES.values() for pipeline in family.pipelines}

@@ -47,7 +47,7 @@ class Family:
     network_name: str  # the part that denoises
     make: Callable[[LoadedPipeline], Model]  # raises a ModelError if a part is of an unsupported kind
     dummies: Mapping[str, Recipe] = field(default_factory=dict)
-    prompt_layers: tuple[str, ...] = ()  # layers of the network that prompts pass before the first step
+    prompt_layers: tuple[str, ...] = ()  # layers and parameters of the network that prompts pass before the first step
     join_layers: Callable[[Any], None] | None = None  # makes layers of the network that read the same rows one product
     fp8_layers: tuple[str, ...] = ()  # patterns of the names of layers that may multiply in fp8; none: not supported
 
@@ -57,6 +57,10 @@ class Family:
         """The parts of a pipeline that have weights, and the kind of each."""
         parts = [part for part in self.pipelines[pipeline] if not part.startswith(WEIGHTLESS)]
         return {part: self.kind_of(part) for part in parts}
+
+    def is_of_prompts(self, name: str) -> bool:
+        """True if prompts pass a layer or parameter of the network before the first step."""
+        return any(name == layer or name.startswith(f"{layer}.") for layer in self.prompt_layers)
 
     def kind_of(self, part: str) -> PartKind:
         return "network" if part == self.network_name else "vae" if part == "vae" else "text_encoder"

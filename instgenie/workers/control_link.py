@@ -116,6 +116,7 @@ class ControlLink:
             while self._outgoing:
                 self._send(socket, self._outgoing.popleft())
         socket.disable_monitor()
+        monitor.close(linger=0)  # the context waits for every socket
         socket.close(linger=200)
         context.term()
 

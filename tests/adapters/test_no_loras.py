@@ -28,6 +28,7 @@ LAYERS = {
     "sdxl": "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0",
     "sd3": "transformer_blocks.0.attn.to_out.0",
     "klein": "single_transformer_blocks.0.attn.to_qkv_mlp_proj",
+    "zimage": "layers.0.attention.to_out.0",
 }
 FEW = tuple(LAYERS)
 VIEWS = ("aten.slice.Tensor", "aten.reshape.default", "aten.flatten.using_ints", "aten.numpy_T.default")

@@ -163,6 +163,38 @@ def test_kohya_of_stable_diffusion_3(models: dict[str, Model], tmp_path: Path) -
     check_same(deltas(tmp_path / "k.safetensors", model), {(NETWORK, name): one for name, one in expected.items()})
 
 
+def test_original_names_of_z_image(models: dict[str, Model], tmp_path: Path) -> None:
+    """One matrix of Q, K and V; the names of other layers are those of diffusers, or nearly."""
+    model, width = models["zimage"], 48
+    stems = {
+        "layers_1_attention_qkv": (width, 3 * width),
+        "noise_refiner_0_attention_out": (width, width),
+        "context_refiner_0_feed_forward_w1": (width, 128),
+        "layers_0_adaLN_modulation_0": (width, 4 * width),
+        "final_layer_linear": (width, 16),
+    }
+    tensors = {}
+    for stem, (inputs, outputs) in stems.items():
+        tensors[f"lora_unet_{stem}.lora_down.weight"] = torch.randn(2, inputs)
+        tensors[f"lora_unet_{stem}.lora_up.weight"] = torch.randn(outputs, 2)
+    save_file(tensors, tmp_path / "k.safetensors")
+
+    def delta(stem: str) -> Tensor:
+        return tensors[f"lora_unet_{stem}.lora_up.weight"] @ tensors[f"lora_unet_{stem}.lora_down.weight"]
+
+    q, k, v = delta("layers_1_attention_qkv").chunk(3)
+    expected = {
+        "layers.1.attention.to_q": q,
+        "layers.1.attention.to_k": k,
+        "layers.1.attention.to_v": v,
+        "noise_refiner.0.attention.to_out.0": delta("noise_refiner_0_attention_out"),
+        "context_refiner.0.feed_forward.w1": delta("context_refiner_0_feed_forward_w1"),
+        "layers.0.adaLN_modulation.0": delta("layers_0_adaLN_modulation_0"),
+        "all_final_layer.2-1.linear": delta("final_layer_linear"),
+    }
+    check_same(deltas(tmp_path / "k.safetensors", model), {(NETWORK, name): one for name, one in expected.items()})
+
+
 @pytest.mark.parametrize(("family", "part"), [("blend_guided", "text_encoder_2"), ("sd3", "text_encoder_3")])
 def test_the_third_encoder_of_kohya_is_the_t5(models: dict[str, Model], tmp_path: Path, family: str, part: str) -> None:
     name = "encoder.block.0.layer.0.SelfAttention.q"

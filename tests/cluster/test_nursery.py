@@ -12,25 +12,25 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
 from helpers.clusters import Run, is_alive, make_config, until
 
 from instgenie.cluster import launch, nursery
-from instgenie.cluster.config import ProcessConfig, process_config, resolve
+from instgenie.cluster.config import ProcessConfig, Role, process_config, resolve
 from instgenie.cluster.environment import process_environment
 from instgenie.cluster.launch import LaunchedProcess, start_process
 from instgenie.cluster.nursery import Nurseries
 
-ROLES = """
+ROLES = f"""
     import json, sys, types
 
     if "instgenie.workers" in " ".join(sys.orig_argv):
-        for role in ("prepare", "denoise", "finish"):
-            module = types.ModuleType(f"instgenie.workers.{role}")
-            module.main = lambda config: exec(json.loads(config)["model"], {})
+        for role in {get_args(Role)}:
+            module = types.ModuleType("instgenie.workers." + role)
+            module.main = lambda config: exec(json.loads(config)["model"], {{}})
             sys.modules[module.__name__] = module
 """
 FACTS = """

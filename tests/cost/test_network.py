@@ -22,6 +22,7 @@ from instgenie.models.loading.dummy import find_dummy, on_meta
 from instgenie.models.model import Model
 from instgenie.models.sd3.network import Sd3Network
 from instgenie.models.unet import network as unet
+from instgenie.models.zimage.network import ZImageNetwork
 from instgenie.types import Kind
 
 
@@ -96,7 +97,7 @@ def test_lists_of_one_size_are_padded_together() -> None:
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
-@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill", "sd3", "klein"])
+@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill", "sd3", "klein", "zimage"])
 def test_bytes_equal_those_registered(models: dict[str, Model], family: str, kind: Kind) -> None:
     """If nothing is masked, a step loads all of its activations."""
     model = models[family]
@@ -136,6 +137,7 @@ def test_dense_steps_of_an_edit_demand_no_activations(models: dict[str, Model]) 
         ("flux.2-klein-9b", 8192, 512, 1, 161.2, 4295),
         ("sd3.5-large", 4096, 333, 2, 62.2, 3028),
         ("sdxl-base-1.0", 16384, 77, 2, 13.5, 923),
+        ("z-image-turbo", 4096, 64, 1, 55.56, 2013),
     ],
 )
 def test_published_architectures(
@@ -144,7 +146,7 @@ def test_published_architectures(
     """FLOPs of a dense step of one picture, and the bytes of its activations at two bytes per value."""
     _, recipe = find_dummy(name)
     part = on_meta(recipe.network)
-    views = {"flux.1": FluxNetwork, "flux.2": Flux2Network, "sd3.5": Sd3Network}
+    views = {"flux.1": FluxNetwork, "flux.2": Flux2Network, "sd3.5": Sd3Network, "z-image": ZImageNetwork}
     view = next((view for start, view in views.items() if name.startswith(start)), None)
     network = view(part).describe() if view else unet.describe(part)
     sides = {shape.side for shape in network.blocks}

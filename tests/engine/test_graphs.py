@@ -272,8 +272,9 @@ def test_a_step_that_lies_in_one_piece_moves_as_one(model: Model, kind: Kind, ca
     far, places = replace(near, rows=span.rows), range(len(near.rows))
     [piece] = find_pieces(far, 1, places)
     assert len(find_pieces(far, 1, [*places[:1], *places[2:]])) == 2
-    memory, offsets = piece.bring(model.device)
-    found = {key: memory[offset:] for key, offset in offsets.items()}
+    parcel = piece.pack(model.device)
+    parcel.send()
+    found = {key: parcel.memory[offset:] for key, offset in parcel.offsets.items()}
     assert list(found) == list(itertools.product(places, range(near.num_branches)))
     for key, brought in found.items():
         expected = near.kept(1, *key)
@@ -282,7 +283,7 @@ def test_a_step_that_lies_in_one_piece_moves_as_one(model: Model, kind: Kind, ca
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["kv", "y"])
-@pytest.mark.parametrize("family", ["blend_guided", "sdxl", "sd3", "klein"])
+@pytest.mark.parametrize("family", ["blend_guided", "sdxl", "sd3", "klein", "zimage"])
 def test_rows_in_main_memory_are_captured_too(family: str, kind: Kind, folders: dict[str, Path]) -> None:
     """Results are bit-identical for jobs at different steps."""
     model = load(str(folders[family]), "cuda")

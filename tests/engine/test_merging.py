@@ -18,6 +18,7 @@ from instgenie.engine.merging import MIN_STEPS_LEFT, Merging
 from instgenie.engine.own import reuse_own
 from instgenie.engine.prepare import prepare
 from instgenie.jobs.job import Job
+from instgenie.models.families import FAMILIES
 from instgenie.models.model import Model
 
 
@@ -41,7 +42,8 @@ def run_merging(model: Model, jobs: Sequence[Job], graphs: Graphs | None = None)
 
 @pytest.fixture
 def files(model: Model, tmp_path: Path) -> list[Path]:
-    names = [name for name in model.layer_table.shapes[NETWORK] if name != "context_embedder"]
+    family = FAMILIES[model.family]
+    names = [name for name in model.layer_table.shapes[NETWORK] if not family.is_of_prompts(name)]
     return [save_lora(tmp_path / f"{seed}.safetensors", model, names, seed=seed, rank=2) for seed in (1, 2)]
 
 

@@ -1,6 +1,6 @@
 """Tiny random pipelines of every supported shape, saved as folders: Flux models that blend (two), fill, and see the
 picture, UNets that blend (Stable Diffusion 2.1 and XL) and fill (1.5), Stable Diffusion 3 with a second attention and
-without, and FLUX.2 klein.
+without, FLUX.2 klein, and Z-Image.
 
 Weights are drawn wide enough that every part of the network matters to the result: a network that answers zero would
 hide every mistake.
@@ -31,6 +31,8 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -42,6 +44,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
 )
@@ -194,6 +197,26 @@ def klein(is_distilled: bool = False) -> DiffusionPipeline:
     tokenizer.chat_template = "on {{ messages[0]['content'] }} {% if add_generation_prompt %}sky{% endif %}"
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     return Flux2KleinPipeline(**modules, tokenizer=tokenizer, scheduler=scheduler, is_distilled=is_distilled)
+
+
+def zimage() -> DiffusionPipeline:
+    """Pictures of most sizes miss a few tokens to a multiple, and long prompts have more tokens than one multiple."""
+    transformer = ZImageTransformer2DModel(
+        in_channels=4, dim=48, n_layers=2, n_refiner_layers=1, n_heads=3, n_kv_heads=3, cap_feat_dim=24,
+        axes_dims=[4, 6, 6], axes_lens=[256, 24, 32],
+    )  # fmt: skip
+    qwen = Qwen3Config(
+        vocab_size=len(WORDS), hidden_size=24, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    vae, text_encoder = tiny_kl(num_levels=3), Qwen3Model(qwen)
+    widen(transformer, vae, text_encoder)
+    tokenizer = tiny_tokenizer(40)
+    tokenizer.chat_template = "red {{ messages[0].content }} grass"
+    return ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0), vae=vae, text_encoder=text_encoder, tokenizer=tokenizer,
+        transformer=transformer,
+    )  # fmt: skip
 
 
 def sd() -> DiffusionPipeline:

@@ -14,10 +14,13 @@ TINY = {  # and the family of each; its place seeds its weights
     "sd3": "sd3",
     "kontext": "flux",
     "klein": "flux2",
+    "zimage": "zimage",
 }
 FAMILIES = tuple(TINY)
 FLUX_FAMILIES = tuple(name for name, family in TINY.items() if family == "flux")
 SD3_FAMILIES = tuple(name for name, family in TINY.items() if family == "sd3")
 FLUX2_FAMILIES = tuple(name for name, family in TINY.items() if family == "flux2")
-JOINT_FAMILIES = FLUX_FAMILIES + SD3_FAMILIES + FLUX2_FAMILIES  # whose text flows beside the image
+PADDED_FAMILIES = FLUX_FAMILIES + SD3_FAMILIES + FLUX2_FAMILIES  # whose texts have one length and flow beside the image
+ZIMAGE_FAMILIES = tuple(name for name, family in TINY.items() if family == "zimage")
+JOINT_FAMILIES = PADDED_FAMILIES + ZIMAGE_FAMILIES  # whose text flows beside the image
 UNET_FAMILIES = tuple(name for name, family in TINY.items() if family == "unet")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instgenie.kernels import modulate, switch
+from instgenie.kernels import modulate, rms_modulate, switch
 from instgenie.kernels.add import add_bias_fused, add_bias_reference
 from instgenie.kernels.addresses import Address, Addresses
 from instgenie.kernels.copy import can_copy_rows, copy_rows_fused, copy_rows_reference
@@ -21,6 +21,7 @@ from instgenie.kernels.gelu import beside_gelu_fused, beside_gelu_reference
 from instgenie.kernels.group_norm import group_norm_fused, group_norm_reference
 from instgenie.kernels.heads import HeadPlaces, Heads, Projected, place, place_fused, place_reference
 from instgenie.kernels.layer_norm import add_layer_norm_fused, layer_norm_fused, layer_norm_reference
+from instgenie.kernels.silu_gate import silu_gate_fused, silu_gate_reference
 from instgenie.kernels.swiglu import beside_swiglu_fused, beside_swiglu_reference
 
 SHAPES = [(2, 8), (3, 24), (5, 16), (24, 128)]  # heads, head channels
@@ -54,6 +55,26 @@ def test_modulation(device: str, dtype: torch.dtype, width: int, num_branches: i
     total, normed = modulate.add_norm_modulate_fused(x, other_gate, y, shift, scale, rows, 1e-6)
     assert torch.equal(total, modulate.add_gated_fused(x, other_gate, y, rows))
     close(normed, modulate.norm_modulate_reference(*wide(total, shift, scale), rows, 1e-6))
+
+
+@pytest.mark.parametrize("width", [16, 72, 3840])
+@pytest.mark.parametrize("num_branches", [1, 3])
+def test_modulation_with_rms_norms(device: str, dtype: torch.dtype, width: int, num_branches: int) -> None:
+    torch.manual_seed(0)
+    random = partial(torch.randn, device=device, dtype=dtype)
+    x, y = 3 * random(11, width) + 1, 2 * random(11, width)
+    factor = random(num_branches, 2 * width)[:, width:]
+    rows = torch.randint(num_branches, (11,), device=device)
+    truth = partial(rms_modulate.rms_modulate_reference, *wide(x, factor), rows, 1e-5)
+    close(rms_modulate.rms_modulate_fused(x, factor, rows, 1e-5), truth())
+    if num_branches == 1:
+        close(rms_modulate.rms_modulate_fused(x, factor, None, 1e-5), truth())
+    other_gate = random(num_branches, 3 * width)[:, width : 2 * width]  # of another block
+    total = rms_modulate.add_rms_gated_fused(x, other_gate, y, rows, 1e-5)
+    close(total, rms_modulate.add_rms_gated_reference(*wide(x, other_gate, y), rows, 1e-5))
+    again, normed = rms_modulate.add_rms_modulate_fused(x, other_gate, y, factor, rows, 1e-5, 1e-6)
+    assert torch.equal(again, total)
+    close(normed, rms_modulate.rms_modulate_reference(*wide(total, factor), rows, 1e-6))
 
 
 def norm_of(weight: Tensor) -> nn.RMSNorm:
@@ -240,6 +261,13 @@ def test_geglu(device: str, dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)
     x = 3 * torch.randn(5, 2 * width, device=device, dtype=dtype)
     close(geglu_fused(x), geglu_reference(x.double()))
+
+
+@pytest.mark.parametrize("width", [16, 72, 2560])
+def test_silu_gate(device: str, dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    gate, value = torch.randn(5, 2 * width, device=device, dtype=dtype).split(width, dim=1)  # columns of one product
+    close(silu_gate_fused(gate, value), silu_gate_reference(*wide(gate, value)))
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])

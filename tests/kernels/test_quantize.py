@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instgenie.kernels import modulate, quantize
+from instgenie.kernels import modulate, quantize, rms_modulate
 from instgenie.kernels.fp8 import LARGEST
 from instgenie.kernels.geglu import geglu, geglu_fused
 from instgenie.kernels.gelu import beside_gelu, beside_gelu_fused, gelu
 from instgenie.kernels.layer_norm import add_layer_norm, add_layer_norm_fused, layer_norm, layer_norm_fused
 from instgenie.kernels.quantize import Fp8Rows, Rows, quantize_rows_fused, quantize_rows_reference, scaled_product
+from instgenie.kernels.silu_gate import silu_gate_fused
 from instgenie.kernels.swiglu import beside_swiglu, beside_swiglu_fused, swiglu
 
 
@@ -75,12 +76,21 @@ def test_kernels_write_rows_as_products_read_them(device: str, dtype: torch.dtyp
     plain, truth = modulate.add_norm_modulate_fused(x, gate, y, *columns)
     assert total.equal(plain)
     within_a_sixteenth(normed, whole(truth))
+    by_factor = scale, rows, 1e-5
+    within_a_sixteenth(
+        rms_modulate.rms_modulate_fused(x, *by_factor, fp8=True), whole(rms_modulate.rms_modulate_fused(x, *by_factor))
+    )
+    total, normed = rms_modulate.add_rms_modulate_fused(x, gate, y, *by_factor, 1e-6, fp8=True)
+    plain, truth = rms_modulate.add_rms_modulate_fused(x, gate, y, *by_factor, 1e-6)
+    assert total.equal(plain)
+    within_a_sixteenth(normed, whole(truth))
     within_a_sixteenth(layer_norm_fused(x, norm, fp8=True), whole(layer_norm_fused(x, norm)))
     total, normed = add_layer_norm_fused(x, y, norm, fp8=True)
     plain, truth = add_layer_norm_fused(x, y, norm)
     assert total.equal(plain)
     within_a_sixteenth(normed, whole(truth))
     within_a_sixteenth(geglu_fused(halves, fp8=True), whole(geglu_fused(halves)))
+    within_a_sixteenth(silu_gate_fused(*halves.chunk(2, 1), fp8=True), whole(silu_gate_fused(*halves.chunk(2, 1))))
     for beside, inner in ((beside_gelu_fused, hidden), (beside_swiglu_fused, halves)):
         within_a_sixteenth(beside([x[:, :0]], inner, fp8=True), whole(beside([x[:, :0]], inner)))
         within_a_sixteenth(beside(attended, inner, fp8=True), whole(beside(attended, inner)))

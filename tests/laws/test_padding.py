@@ -1,4 +1,5 @@
-"""The laws of texts whose padding is read from activations, on the families whose text flows with the image."""
+"""The laws of texts whose padding is read from activations, on the families whose texts have one length and flow with
+the image."""
 
 from dataclasses import replace
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from helpers.cached import KINDS, feasible, on_trajectory, predict, register_for
 from helpers.edits import apart, close, far, make_edit, run
-from helpers.names import JOINT_FAMILIES
+from helpers.names import PADDED_FAMILIES
 from torch import Tensor
 
 from instgenie.cache.disk import DiskTier
@@ -25,7 +26,7 @@ from instgenie.types import Edit
 SHORT, LONG = "flower", "a red cat on grass a red cat"  # one token, and more than the models take
 
 
-@pytest.fixture(params=JOINT_FAMILIES)
+@pytest.fixture(params=PADDED_FAMILIES)
 def flux(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
     return models[request.param]
 
@@ -149,9 +150,12 @@ def test_padding_is_stored_and_loaded_with_the_template(models: dict[str, Model]
     store.close()
 
 
-def test_text_that_does_not_flow_is_not_kept(models: dict[str, Model]) -> None:
+@pytest.mark.parametrize("family", ["sd", "zimage"])
+def test_text_that_does_not_flow_or_has_no_more_tokens_than_it_needs_is_not_kept(
+    models: dict[str, Model], family: str
+) -> None:
     edit = make_edit(prompt=SHORT)
-    assert make_key(edit, models["sd"], "kv", keeps_text=True) == make_key(edit, models["sd"], "kv")
+    assert make_key(edit, models[family], "kv", keeps_text=True) == make_key(edit, models[family], "kv")
 
 
 def test_prompts_of_about_one_length_compute_as_many_tokens() -> None:

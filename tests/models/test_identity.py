@@ -57,6 +57,10 @@ def test_configs_and_tokenizers_count(models: dict[str, Model]) -> None:
     other = identify(parts)
     model.tokenizer.model_max_length = length
     assert before == identify(parts) != other
+    model.tokenizer.chat_template = "{{ messages[0].content }}"
+    other = identify(parts)
+    model.tokenizer.chat_template = None
+    assert before == identify(parts) != other
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

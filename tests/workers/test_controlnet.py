@@ -68,6 +68,7 @@ def clients(model: Model, tmp_path: Path, service: ControlNetService) -> Iterato
     yield made
     for client in made:
         client.stop()
+        assert not any(link._thread.is_alive() for link in client.links)
 
 
 def turn(service: ControlNetService, until: Callable[[], bool]) -> None:

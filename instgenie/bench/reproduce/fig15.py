@@ -70,13 +70,14 @@ def measure_blocks(lab: Lab) -> Iterator[tuple[str, float, float, float]]:
 @torch.inference_mode()
 def time_block(lab: Lab, block: JointBlock, index: int, job: Job) -> float:
     batch = pack([job])
-    layout, mod = batch.layout, Modulation(as_flux(lab.model).joint_network.embed_time(batch))
+    network = as_flux(lab.model).joint_network
+    layout, mod = batch.layout, Modulation(network.embed_time(batch))
     width = batch.text.shape[1]
     image = torch.randn(sum(layout.num_image), width, dtype=batch.text.dtype, device=job.device)
     joint = layout.join(batch.text, image)
 
     def call() -> object:
-        heads = recall(block, index, batch, layout)
+        heads = recall(network, index, batch, layout)
         is_double = isinstance(block, DoubleBlock)
         flow = Apart(Residual(batch.text), Residual(image)) if is_double else Together(Residual(joint))
         return block(flow, mod, layout, heads)

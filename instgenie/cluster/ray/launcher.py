@@ -15,7 +15,8 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from instgenie.cluster.config import ProcessConfig, Role
 from instgenie.cluster.launch import NODE_LOST
-from instgenie.cluster.ray.names import Directive, NodeFacts, SlotInfo, package_version, slot_name
+from instgenie.cluster.ray.names import Directive, NodeFacts, SlotInfo, slot_name
+from instgenie.machine.version import package_version
 
 SECONDS_BETWEEN_TRIES = 0.5
 SILENT_SECONDS = 3.0  # without a sign of life, after which a process whose actor cannot be reached counts as dead

@@ -1,12 +1,12 @@
 """Names and data that fronts, the controller and the node actors share. They travel through Ray as JSON in bytes; no
 request and no tensor is among them."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
+from instgenie.machine.version import package_version
 from instgenie.scheduling.autoscaler import ScalingConfig
 
 CONTROLLER = "controller"
@@ -14,14 +14,6 @@ LEDGER = "ledger"
 SECONDS_BETWEEN_REPORTS = 0.5
 
 SlotState = Literal["waiting", "running", "draining", "ending"]
-
-
-def package_version() -> str:
-    """The version of this package; empty if it is not installed."""
-    try:
-        return version("instgenie")
-    except PackageNotFoundError:
-        return ""
 
 
 def namespace(cluster: str) -> str:

@@ -15,10 +15,11 @@ from instgenie.cluster.config import ProcessConfig, Role
 from instgenie.cluster.control import Attach, ControlOrder, Detach, End, encode_order
 from instgenie.cluster.environment import process_environment, seen_device
 from instgenie.cluster.launch import LaunchedProcess, start_process
-from instgenie.cluster.ray.names import NodeFacts, package_version
+from instgenie.cluster.ray.names import NodeFacts
 from instgenie.machine.cores import available_cores
 from instgenie.machine.curve import SECRET
 from instgenie.machine.memory import available_memory
+from instgenie.machine.version import package_version
 from instgenie.telemetry.traces import NODE
 
 THREADS = "OMP_NUM_THREADS"

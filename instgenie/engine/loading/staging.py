@@ -2,11 +2,11 @@
 pass.
 
 Edits that one kept step of a template serves share its rows, which stay until no coming step of an edit reads them.
-Rows that are adjacent in memory move as one piece. Copies run on a stream of their own, beside the previous step; the
-computation waits for all rows of its step at once, so the order of the pass does not matter.
+Rows that are adjacent in memory move as one piece. Copies run on a stream of their own, beside the previous step. The
+computation waits at once for all rows that set out then, and gate after gate for those that set out with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from instgenie.engine.loading.gates import NUM_GATES, Gates, gate_of
 from instgenie.engine.loading.route import places_of
 from instgenie.jobs.activations import Activations
 from instgenie.jobs.job import Job
@@ -42,17 +43,24 @@ class Piece:
         gap = rows.data_ptr() - end_of(self.last)
         return 0 <= gap <= MAX_GAP and rows.untyped_storage().data_ptr() == self.first.untyped_storage().data_ptr()
 
-    def bring(self, device: torch.device) -> "Brought":
-        """Copy the rows to a device, as they are kept."""
-        memory = all_bytes(self.first, self.last).to(device, non_blocking=True)
-        return Brought(memory, {key: rows.data_ptr() - self.first.data_ptr() for key, rows in self.rows.items()})
+    def pack(self, device: torch.device) -> "Parcel":
+        """Make room for the rows on a device, as they are kept. On their own device they stay where they are."""
+        kept = all_bytes(self.first, self.last)
+        memory = kept if kept.device == device else torch.empty_like(kept, device=device)
+        offsets = {key: rows.data_ptr() - self.first.data_ptr() for key, rows in self.rows.items()}
+        return Parcel(kept, memory, offsets)
 
 
-class Brought(NamedTuple):
-    """Memory on the device, and the offsets of rows in it."""
+class Parcel(NamedTuple):
+    """Bytes of rows, room for them on the device, and the offsets of the rows in both."""
 
+    kept: Tensor
     memory: Tensor
-    offsets: dict[RowsKey, int]  # in bytes
+    offsets: dict[RowsKey, int]
+
+    def send(self) -> None:
+        if self.memory is not self.kept:
+            self.memory.copy_(self.kept, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +73,22 @@ class Staged:
     ready: list[torch.cuda.Event] = field(default_factory=list)
 
 
+class Shipment(NamedTuple):
+    """Parcels that travel together."""
+
+    staged: Staged
+    parcels: list[Parcel]
+
+
 class Staging:
     def __init__(self, device: torch.device, max_bytes: int) -> None:
         self.device = device
         self.max_bytes = max_bytes
         self.staged: dict[StageKey, Staged] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.gates = Gates(device)
         self.before: torch.cuda.Event | None = None
+        self.waiting: list[tuple[int, Shipment]] = []  # with the gate behind which they are read
 
     def has_room(self, jobs: Sequence[Job]) -> bool:
         """Return whether the rows of the jobs' present and next steps fit."""
@@ -80,17 +97,32 @@ class Staging:
         return 2 * sum(num_bytes.values()) <= self.max_bytes
 
     def bring(self, jobs: Sequence[Job]) -> None:
-        """Bring the rows of the jobs' present steps, and let what is computed from here on wait for them."""
-        self.start(jobs, num_ahead=0)
+        """Bring the rows of the jobs' present steps. What is computed from here on waits for those that are on their
+        way already. Of the others those behind the first gate set out now, the rest at the mark."""
         for key in keys_of(jobs, num_ahead=0):
-            for ready in self.staged[key].ready:
+            for ready in self.staged[key].ready if key in self.staged else ():
                 torch.cuda.current_stream(self.device).wait_event(ready)
+        self.waiting += [
+            (gate, shipment) for gate in range(NUM_GATES) for shipment in self.pack(jobs, num_ahead=0, gate=gate)
+        ]
+        self.send_waiting(last_gate=0)
 
     def mark(self) -> None:
         """Mark the point that the next copies wait for. Started earlier, they could overwrite rows that are still read,
         and the small copies that a step waits for would queue behind the large ones."""
         if self.stream:
             self.before = torch.cuda.current_stream(self.device).record_event()
+            if self.waiting:
+                self.stream.wait_event(self.before)
+        self.send_waiting(last_gate=NUM_GATES - 1)
+
+    def send_waiting(self, last_gate: int) -> None:
+        """Send what waits, up to a gate, and open each gate when what is read behind it has come."""
+        for gate, shipment in self.waiting:
+            if gate <= last_gate:
+                self.send(shipment)
+                self.gates.open(gate, self.stream)
+        self.waiting = [one for one in self.waiting if one[0] > last_gate]
 
     def look_ahead(self, jobs: Sequence[Job]) -> None:
         """Start to bring the rows of the jobs' next steps, and of the next kept steps, beside the computing of the
@@ -104,28 +136,39 @@ class Staging:
         for key in old:
             del self.staged[key]
         for some, num_ahead in needed[1:]:
-            self.start(some, num_ahead)
+            for shipment in self.pack(some, num_ahead):
+                self.send(shipment)
 
-    def start(self, jobs: Sequence[Job], num_ahead: int) -> None:
+    def pack(self, jobs: Sequence[Job], num_ahead: int, gate: int | None = None) -> Iterator[Shipment]:
+        """Pack what is missing of the rows that the jobs read in a later step: of all places, or of those behind a
+        gate."""
         for job in jobs:
             if places := places_of(job, num_ahead):
                 assert job.activations is not None
-                self.stage(job.activations, job.step + num_ahead, places)
+                num_places = len(job.activations.rows)
+                behind = [place for place in places if gate is None or gate_of(place, num_places) == gate]
+                if shipment := self.pack_places(job.activations, job.step + num_ahead, behind):
+                    yield shipment
 
-    def stage(self, activations: Activations, step: int, places: Sequence[int]) -> None:
-        """Bring those of these places that are not there yet."""
+    def pack_places(self, activations: Activations, step: int, places: Sequence[int]) -> Shipment | None:
         staged = self.staged.setdefault(stage_key(activations, step), Staged(activations))
         missing = [place for place in places if (place, 0) not in staged.addresses]
         if not missing:
-            return
+            return None
         with torch.cuda.stream(self.stream):
-            for piece in find_pieces(activations, step, missing):
-                memory, offsets = piece.bring(self.device)
-                staged.memory.append(memory)
-                start = memory.data_ptr()
-                staged.addresses.update({key: start + offset for key, offset in offsets.items()})
+            parcels = [piece.pack(self.device) for piece in find_pieces(activations, step, missing)]
+        for parcel in parcels:
+            start = parcel.memory.data_ptr()
+            staged.addresses.update({key: start + offset for key, offset in parcel.offsets.items()})
+            staged.memory.append(parcel.memory)
+        return Shipment(staged, parcels)
+
+    def send(self, shipment: Shipment) -> None:
+        with torch.cuda.stream(self.stream):
+            for parcel in shipment.parcels:
+                parcel.send()
             if self.stream:
-                staged.ready.append(self.stream.record_event())
+                shipment.staged.ready.append(self.stream.record_event())
 
     def addresses(self, job: Job, branch: int) -> list[int]:
         """Addresses of the rows of the job's present step, place after place; 0 where it reads none."""

@@ -9,7 +9,7 @@ at its own place. Keys of tokens that are not computed are written first, then t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -223,22 +223,26 @@ def modulated(
 
 def attend(heads: Heads, layout: Layout) -> list[Tensor]:
     """Return the attended tokens per branch [joint tokens, width]."""
-    assert heads.q is not None
-    k, v = heads.keys
-    parts = zip(heads.q.split(layout.num_joint), k.split(layout.num_keys), v.split(layout.num_keys), strict=True)
-    return [attend_one(*part) for part in parts]
+    return [attend_one(*part) for part in by_branch(heads, layout)]
 
 
 def attend_images(heads: Heads, layout: Layout) -> Tensor:  # [image tokens, width]
     """Attend from the image tokens of each branch to its image tokens alone."""
+    return concat(attend_behind(heads, layout, layout.num_text, layout.num_all_text))
+
+
+def attend_behind(
+    heads: Heads, layout: Layout, num_queries: Sequence[int], num_keys: Sequence[int]
+) -> list[Tensor]:  # per branch [joint tokens behind the first ones, width]
+    """Attend among the tokens of each branch but its first ones, so many queries and keys."""
+    parts = zip(by_branch(heads, layout), num_queries, num_keys, strict=True)
+    return [attend_one(q[num:], k[num_all:], v[num_all:]) for (q, k, v), num, num_all in parts]
+
+
+def by_branch(heads: Heads, layout: Layout) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
     assert heads.q is not None
     k, v = heads.keys
-    parts = zip(heads.q.split(layout.num_joint), k.split(layout.num_keys), v.split(layout.num_keys), strict=True)
-    texts = zip(layout.num_text, layout.num_all_text, strict=True)
-    attended = [
-        attend_one(q[num:], k[num_all:], v[num_all:]) for (q, k, v), (num, num_all) in zip(parts, texts, strict=True)
-    ]
-    return concat(attended)
+    return zip(heads.q.split(layout.num_joint), k.split(layout.num_keys), v.split(layout.num_keys), strict=True)
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [tokens, heads, head channels] -> [tokens, width]

@@ -46,6 +46,11 @@ class JointModel(Model):
         return self.patch
 
     @property
+    def width(self) -> int:
+        """Channels of a row."""
+        return int(self.transformer.inner_dim)
+
+    @property
     def is_fill(self) -> bool:
         return False
 
@@ -55,7 +60,7 @@ class JointModel(Model):
 
     @property
     def max_captured(self) -> int:
-        return max(CAPTURED_AREA // int(self.transformer.inner_dim) ** 2, 1)
+        return max(CAPTURED_AREA // self.width**2, 1)
 
     def describe(self) -> NetworkShape:
         return self.joint_network.describe()
@@ -88,7 +93,7 @@ class JointModel(Model):
         return int(self.transformer.config.pooled_projection_dim)
 
     def blank_branch(self, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
-        text = torch.zeros(self.num_text_tokens, self.transformer.inner_dim, device=self.device, dtype=self.dtype)
+        text = torch.zeros(self.num_text_tokens, self.width, device=self.device, dtype=self.dtype)
         pooled = text.new_zeros(self.num_pooled)
         return Branch(text, pooled, self.rotary(len(text), grid, references))
 

@@ -5,7 +5,7 @@ these for one row per branch. So a job computes the columns of many steps at onc
 reads its row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -20,6 +20,13 @@ from instgenie.models.packed import loras_of
 
 MAX_STEPS = 32  # whose columns a job keeps: for FLUX.1-dev 2 MB each
 
+Modulate = Callable[[nn.Linear, Tensor, Owners | None], Tensor]  # a layer, its input and owners to its columns
+
+
+def modulate(layer: nn.Linear, time: Tensor, owners: Owners | None) -> Tensor:
+    """The columns of a modulation layer [rows, outputs]."""
+    return linear(layer, time, owners)
+
 
 class Modulated(Protocol):
     """A network whose blocks are modulated."""
@@ -31,6 +38,8 @@ class Modulated(Protocol):
         self, sigma: Tensor, guidance: Tensor, pooled: Tensor, dtype: torch.dtype, owners: Owners = EACH_BRANCH
     ) -> Tensor: ...
 
+    def modulate(self, layer: nn.Linear, time: Tensor, owners: Owners | None) -> Tensor: ...
+
 
 @dataclass(frozen=True, eq=False)
 class Modulation:
@@ -41,16 +50,18 @@ class Modulation:
     columns: Tensor | None = None  # [branches, outputs of all layers]
     firsts: Mapping[nn.Module, int] = field(default_factory=dict)  # the first column of each layer
     owners: Owners | None = EACH_BRANCH
+    modulate: Modulate = modulate
 
-    def of(self, layer: nn.Linear) -> Sequence[Tensor]:
-        """The outputs of a layer, each [branches, width]: shifts, scales and gates."""
+    def of(self, layer: nn.Linear, width: int | None = None) -> Sequence[Tensor]:
+        """The outputs of a layer, each [branches, width]: shifts, scales and gates. Most layers have inputs of that
+        width."""
         if self.time is not None:
-            out = linear(layer, self.time, self.owners)
+            out = self.modulate(layer, self.time, self.owners)
         else:
             assert self.columns is not None
             first = self.firsts[layer]
             out = self.columns[:, first : first + layer.out_features]
-        parts: Sequence[Tensor] = out.split(layer.in_features, dim=1)
+        parts: Sequence[Tensor] = out.split(width or layer.in_features, dim=1)
         return parts
 
 
@@ -98,7 +109,7 @@ def compute(network: Modulated, jobs: Sequence[Job]) -> dict[Job, StepColumns]:
     time = network.embed(sigma, guidance, pooled, members[0][1].text.dtype, each)
     index = [sigma.new_full((len(steps),), branch, dtype=torch.int64) for branch, (_, _, steps) in enumerate(members)]
     owners = replace(each, index=torch.cat(index))  # made on the device, which no copy keeps waiting
-    columns = torch.cat([linear(layer, time, owners) for layer in network.modulation_layers], dim=1)
+    columns = torch.cat([network.modulate(layer, time, owners) for layer in network.modulation_layers], dim=1)
     parts = columns.split([len(job.branches) * len(steps) for job, steps in zip(jobs, ranges, strict=True)])
     return {
         job: StepColumns(steps.start, part.unflatten(0, (len(job.branches), len(steps))), job.loras)

@@ -23,7 +23,7 @@ from instgenie.models.joint.batch import JointBatch
 from instgenie.models.joint.block import JointBlock
 from instgenie.models.joint.flow import Apart, Flow
 from instgenie.models.joint.layout import Layout
-from instgenie.models.joint.modulation import Modulation
+from instgenie.models.joint.modulation import Modulation, modulate
 from instgenie.models.joint.residual import Residual
 from instgenie.models.layers.linear import EACH_BRANCH, Owners, join, linear
 from instgenie.models.layers.products import products
@@ -59,16 +59,30 @@ class JointNetwork(ABC):
         return predicted
 
     @property
+    def time_embedder(self) -> nn.Module:
+        embedder: nn.Module = self.transformer.time_text_embed
+        return embedder
+
+    @property
+    def final_modulation(self) -> nn.Linear:
+        """The modulation layer behind the last block."""
+        layer: nn.Linear = self.transformer.norm_out.linear
+        return layer
+
+    @property
+    def image_unembedder(self) -> nn.Module:
+        unembedder: nn.Module = self.transformer.proj_out
+        return unembedder
+
+    @property
     def modulation_layers(self) -> list[nn.Linear]:
         """All of them, in the order of the pass; a layer that several blocks share is there once."""
         of_blocks = chain.from_iterable(block.modulations for block in self.blocks)
-        return [*dict.fromkeys(of_blocks), self.transformer.norm_out.linear]
+        return [*dict.fromkeys(of_blocks), self.final_modulation]
 
-    @property
-    def time_embedder(self) -> nn.Module:
-        """The layers before those of the modulation."""
-        embedder: nn.Module = self.transformer.time_text_embed
-        return embedder
+    def modulate(self, layer: nn.Linear, time: Tensor, owners: Owners | None) -> Tensor:
+        """The columns of a modulation layer [rows, outputs], as blocks read them."""
+        return modulate(layer, time, owners)
 
     @property
     def first_columns(self) -> dict[nn.Module, int]:
@@ -86,10 +100,9 @@ class JointNetwork(ABC):
         return self.embed(batch.sigma, batch.guidance, batch.pooled, batch.text.dtype, owners)
 
     def unembed(self, image: Tensor, mod: Modulation, layout: Layout) -> Tensor:
-        norm = self.transformer.norm_out
-        scale, shift = mod.of(norm.linear)
-        normed = norm_modulate(image, shift, scale, layout.image_rows, norm.norm.eps)
-        return self.order(linear(self.transformer.proj_out, normed, layout.image_owners))
+        scale, shift = mod.of(self.final_modulation)
+        normed = norm_modulate(image, shift, scale, layout.image_rows, self.transformer.norm_out.norm.eps)
+        return self.order(linear(self.image_unembedder, normed, layout.image_owners))
 
     def join_projections(self) -> None:
         """Make one product of the layers that read the same rows."""
@@ -101,8 +114,8 @@ class JointNetwork(ABC):
         """Describe the network as numbers; embedding counts with the first block, unembedding with the last."""
         blocks = [block.describe() for block in self.blocks]
         blocks[0] = replace(blocks[0], per_token=blocks[0].per_token + products(self.image_embedder))
-        blocks[-1] = replace(blocks[-1], per_token=blocks[-1].per_token + products(self.transformer.proj_out))
-        per_branch = products(self.time_embedder, self.transformer.norm_out)
+        blocks[-1] = replace(blocks[-1], per_token=blocks[-1].per_token + products(self.image_unembedder))
+        per_branch = products(self.time_embedder, self.final_modulation)
         return NetworkShape(tuple(blocks), (len(blocks),), per_token=0, per_branch=per_branch)
 
 
@@ -115,7 +128,7 @@ def velocity(network: JointNetwork, batch: JointBatch) -> Tensor:
 
 def find_modulation(network: JointNetwork, batch: JointBatch) -> Modulation:
     if batch.modulation is None:
-        return Modulation(network.embed_time(batch), owners=EACH_BRANCH.of(batch.loras))
+        return Modulation(network.embed_time(batch), owners=EACH_BRANCH.of(batch.loras), modulate=network.modulate)
     return Modulation(columns=batch.modulation, firsts=network.first_columns)
 
 
@@ -126,7 +139,7 @@ def run_blocks(network: JointNetwork, batch: JointBatch, image: Tensor, mod: Mod
         if batch.needs_rows(layout, index):
             layout, flow = flow.turned(batch, layout, index)
             keep_y(index, batch, flow.by_branch(layout))
-        heads = recall(block, index, batch, layout)
+        heads = recall(network, index, batch, layout)
         flow = block(flow, mod, layout, heads)
         if batch.control and (rows := batch.control.behind(index)) is not None:
             flow = flow.plus(rows, layout)
@@ -166,9 +179,10 @@ def observe(network: JointNetwork, batch: JointBatch, kind: Kind, with_text: boo
         yield torch.stack(list(map(layout.join, seen_text, seen))) if with_text else seen
 
 
-def recall(block: JointBlock, index: int, batch: JointBatch, layout: Layout) -> Heads:
-    """Reserve heads and fill in K and V of the tokens that are not computed. Branches without rows of their own read
-    those of the branch before."""
+def recall(network: JointNetwork, index: int, batch: JointBatch, layout: Layout) -> Heads:
+    """Reserve heads of a block and fill in K and V of the tokens that are not computed. Branches without rows of their
+    own read those of the branch before."""
+    block = network.blocks[index]
     heads = block.reserve(layout, batch.text)
     if not any(layout.cached):
         return heads
@@ -177,14 +191,22 @@ def recall(block: JointBlock, index: int, batch: JointBatch, layout: Layout) -> 
     for job, (sources, slices) in enumerate(zip(batch.read(index, layout.cached, layout), kept, strict=True)):
         keys = [heads.keys[:, one] for one in slices]
         for branch, source in enumerate(sources):
-            recall_one(block, batch, job, reader + branch, source, keys[branch])
+            recall_one(network, block, batch, job, reader + branch, source, keys[branch])
         for other in keys[len(sources) :] if sources else ():
             other.copy_(keys[len(sources) - 1])
         reader += len(slices)
     return heads
 
 
-def recall_one(block: JointBlock, batch: JointBatch, job: int, reader: int, source: RowSource, keys: Tensor) -> None:
+def recall_one(
+    network: JointNetwork,
+    block: JointBlock,
+    batch: JointBatch,
+    job: int,
+    reader: int,
+    source: RowSource,
+    keys: Tensor,
+) -> None:
     """Write K and V [2, kept tokens, heads, head channels] of a branch's tokens that are not computed, each at its
     place: as they are kept, or projected from Y as at the step that left them."""
     assert source is not None
@@ -197,10 +219,8 @@ def recall_one(block: JointBlock, batch: JointBatch, job: int, reader: int, sour
     y = keys.new_empty(1, len(rest), batch.text.shape[1])
     gather_rows(source, rest, tokens.num_rows, y)
     loras = batch.loras and batch.loras.of_branch(reader)
-    mod, rotary = (
-        Modulation(batch.template.time[reader, None], owners=kept_owners(loras, 1)),
-        batch.template.rotary[job],
-    )
+    time, rotary = batch.template.time[reader, None], batch.template.rotary[job]
+    mod = Modulation(time, owners=kept_owners(loras, 1), modulate=network.modulate)
     num = tokens.num_padding
     if num:
         places = HeadPlaces(joint=rest[:num], keys=rest[:num])

@@ -39,8 +39,7 @@ def make_parts(
         if part not in hollow:
             fill_randomly(module.to_empty(device=device))
         elif part == family.network_name:
-            for layer in family.prompt_layers:
-                fill_randomly(module.get_submodule(layer).to_empty(device=device))
+            fill_prompt_layers(module, family, device)
     others = recipe.others()
     encoders = {part: other.to(device, dtype) for part, other in others.items() if isinstance(other, nn.Module)}
     for part in encoders.keys() & set(hollow):
@@ -64,13 +63,28 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 def fill_randomly(module: nn.Module) -> nn.Module:
     """Draw weights such that activations keep their scale from layer to layer."""
     for name, parameter in module.named_parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(std=parameter[0].numel() ** -0.5)
-        else:
-            parameter.fill_(0 if name.endswith("bias") else 1)
+        fill_parameter(name, parameter)
     for name, buffer in module.named_buffers():  # tables that a checkpoint holds, such as positions
         if name.endswith("running_var"):
             buffer.fill_(1)
         else:
             buffer.normal_() if buffer.is_floating_point() else buffer.zero_()
     return module
+
+
+@torch.no_grad()
+def fill_prompt_layers(network: nn.Module, family: Family, device: torch.device) -> None:
+    """Draw the weights of a hollow network that prompts pass."""
+    names = [name for name, _ in network.named_parameters() if family.is_of_prompts(name)]
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        parameter = nn.Parameter(torch.empty_like(network.get_parameter(name), device=device))
+        fill_parameter(name, parameter)
+        setattr(network.get_submodule(parent), own, parameter)
+
+
+def fill_parameter(name: str, parameter: nn.Parameter) -> None:
+    if parameter.ndim > 1:
+        parameter.normal_(std=parameter[0].numel() ** -0.5)
+    else:
+        parameter.fill_(0 if name.endswith("bias") else 1)

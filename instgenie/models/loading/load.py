@@ -4,7 +4,7 @@ Pipelines rather than their parts are loaded because a pipeline's class also cor
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -173,19 +173,20 @@ def make_hollow(folder: Path, part: str, dtype: torch.dtype, family: Family) -> 
             else cls(cls.config_class.from_pretrained(folder / part))
         )
     hollow.to(dtype)
-    for name in family.prompt_layers if part == family.network_name else ():
-        layer = hollow.get_submodule(name)
-        layer.load_state_dict(read_weights(folder / part, f"{name}."), assign=True)
-        layer.to(dtype)
+    if part == family.network_name:
+        names = [name for name in hollow.state_dict() if family.is_of_prompts(name)]
+        found = read_weights(folder / part, names)
+        hollow.load_state_dict({name: found[name].to(dtype) for name in names}, strict=False, assign=True)
     return hollow
 
 
-def read_weights(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+            found |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
+    if missing := [name for name in names if name not in found]:
+        raise ModelError(f"the weights in {folder} lack {missing[0]!r}")
     return found
 
 
@@ -204,10 +205,13 @@ def load_pipeline(
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """Move a module to the device; of a hollow one, the layers that have weights."""
+    """Move a module to the device; of a hollow one, the layers and parameters that have weights."""
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         module.to(device)
         return
+    for parameter in module.parameters(recurse=False):
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
     for child in module.children():
         move(child, device)
 

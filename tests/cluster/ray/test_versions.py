@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from instgenie.cluster.config import ProcessConfig, ResolvedCache
-from instgenie.cluster.ray import names
-from instgenie.cluster.ray.names import namespace, package_version
+from instgenie.cluster.ray.names import namespace
 from instgenie.cluster.ray.node import NodeActor
+from instgenie.machine import version
+from instgenie.machine.version import package_version
 
 CONFIG = ProcessConfig("a", "tcp://127.0.0.1:1", "", "cpu", "auto", 1, "continuous", ResolvedCache(host_bytes=0))
 
@@ -24,5 +25,5 @@ def test_a_node_of_another_version_refuses_a_front() -> None:
 
 def test_clusters_of_two_versions_have_different_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = namespace("default")
-    monkeypatch.setattr(names, "version", lambda _: "0.0.1")
+    monkeypatch.setattr(version, "version", lambda _: "0.0.1")
     assert namespace("default") == "instgenie-default-0.0.1" != ours

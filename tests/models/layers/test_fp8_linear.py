@@ -61,7 +61,7 @@ def test_layers_of_a_unet_whose_input_a_kernel_writes_are_of_low_precision(model
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["fill", "sdxl", "builtin"])
+@pytest.mark.parametrize("family", ["fill", "sdxl", "builtin", "zimage"])
 @pytest.mark.parametrize("kind", ["kv", "y"])
 def test_a_step_is_close_to_that_of_whole_products(models: dict[str, Model], family: str, kind: str) -> None:
     """Dense and cached, with activations of its own: the error is that of eight bits, a few percent."""
@@ -79,7 +79,7 @@ def test_a_step_is_close_to_that_of_whole_products(models: dict[str, Model], fam
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["fill", "sdxl"])
+@pytest.mark.parametrize("family", ["fill", "sdxl", "zimage"])
 def test_jobs_of_low_precision_do_not_depend_on_each_other(models: dict[str, Model], family: str) -> None:
     """Every row has a scale of its own, so a batch computes what its jobs compute alone."""
     model = quantized(models[family])
@@ -129,14 +129,14 @@ def test_joined_layers_are_one_product(is_low: bool, has_bias: bool) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd3", "klein"])
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd3", "klein", "zimage"])
 @pytest.mark.parametrize("is_low", [False, True])
 def test_a_network_of_joined_layers_computes_the_same(models: dict[str, Model], family: str, is_low: bool) -> None:
     whole = quantized(models[family]) if is_low else models[family]
     joined = replace(whole, transformer=copy.deepcopy(whole.network))
     joined.joint_network.join_projections()
-    attn = joined.network.transformer_blocks[0].attn
-    assert as_one([attn.to_q.weight, attn.to_k.weight, attn.to_v.weight]) is not None
+    q, k, v, *_ = joined.joint_network.blocks[0].entries(is_text=False)[0].projections
+    assert as_one([q.weight, k.weight, v.weight]) is not None
     edits = [make_edit(size=(32, 32), steps=2, share=share, true_guidance=2.0) for share in (0.2, 0.5)]
     for kind in ("kv", "y"):
         found, expected = (

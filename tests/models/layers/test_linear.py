@@ -23,12 +23,14 @@ from instgenie.models.model import Model
 from instgenie.models.sd3 import network as sd3_network
 from instgenie.models.unet import network as unet_network
 from instgenie.models.unet.batch import UnetBatch
+from instgenie.models.zimage import network as zimage_network
 
 OUTSIDE = (
     "time_text_embed",
     "time_guidance_embed",
     "time_embedding",
     "add_embedding",
+    "t_embedder",
 )  # embed the time, before any row is packed
 
 
@@ -54,10 +56,10 @@ class Recording:
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     recording = Recording()
-    joint = joint_block, joint_network, modulation, flux_network, flux2_network, sd3_network
+    joint = joint_block, joint_network, modulation, flux_network, flux2_network, sd3_network, zimage_network
     for module in (*joint, unet_network, feed_forward, resnet):
         monkeypatch.setattr(module, "linear", recording)
-    for module in (joint_block, flux_network):
+    for module in (joint_block, flux_network, zimage_network):
         monkeypatch.setattr(module, "linears", recording.several)
     return recording
 
@@ -76,7 +78,7 @@ def repeat(counts: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl", "sd3", "klein"])
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl", "sd3", "klein", "zimage"])
 def test_every_linear_layer_is_seen(models: dict[str, Model], family: str, recording: Recording) -> None:
     model = models[family]
     jobs = make_jobs(model, "kv")

@@ -1,8 +1,10 @@
 """Dummies: the published shapes, counted on the meta device. None of them is made here."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import UNet2DConditionModel, ZImageTransformer2DModel
 
 from instgenie.errors import ModelError
 from instgenie.models.families import DUMMIES, FAMILIES
@@ -10,6 +12,7 @@ from instgenie.models.loading.dummy import count_dummy, fill_randomly, find_dumm
 from instgenie.models.loading.load import load
 from instgenie.models.recipe import Recipe
 from instgenie.models.unet.family import sd21_others
+from instgenie.models.zimage.network import ZImageNetwork
 
 PUBLISHED = {
     "flux.1-dev": 11_901_408_320,
@@ -22,6 +25,7 @@ PUBLISHED = {
     "sd3.5-medium": 2_243_171_520,
     "sdxl-base-1.0": 2_567_463_684,
     "sd2.1": 865_910_724,
+    "z-image-turbo": 6_154_908_736,
 }
 
 
@@ -38,7 +42,9 @@ def test_published_shapes(name: str) -> None:
 
 def test_unknown() -> None:
     assert find_dummy("dummy:sd2.1") == (FAMILIES["unet"], FAMILIES["unet"].dummies["sd2.1"])
-    with pytest.raises(ModelError, match=r"'dummy:sd9': dummy:flux.1-dev, dummy:flux.1-kontext-dev, .*dummy:sd2.1 are"):
+    with pytest.raises(
+        ModelError, match=r"'dummy:sd9': dummy:flux.1-dev, dummy:flux.1-kontext-dev, .*dummy:sd2.1.* are"
+    ):
         load("dummy:sd9", "cpu")
 
 
@@ -65,3 +71,26 @@ def test_hollow_parts_have_no_weights() -> None:
     parts = make_parts(TINY_RECIPE, FAMILIES["unet"], torch.device("cpu"), torch.float32, hollow)
     assert all(parameter.is_meta for part in hollow for parameter in parts[part].parameters())
     assert not any(parameter.is_meta for parameter in parts["vae"].parameters())
+
+
+@torch.no_grad()
+def test_prompts_of_a_hollow_network_have_the_weights_that_they_pass() -> None:
+    """A language model embeds the words of a chat, and the network's own layers what it answers."""
+    family = FAMILIES["zimage"]
+    published = family.dummies["z-image-turbo"]
+    recipe = replace(published, network=tiny_z_image, vae=TINY_RECIPE.vae)
+    parts = make_parts(recipe, family, torch.device("cpu"), torch.float32, ("transformer",))
+    network, tokenizer = parts["transformer"], parts["tokenizer"]
+    assert all(one.is_meta != family.is_of_prompts(name) for name, one in network.named_parameters())
+    said = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    words = tokenizer(said, return_tensors="pt").input_ids
+    told = parts["text_encoder"](words, output_hidden_states=True).hidden_states[-2][0]
+    text = ZImageNetwork(network).embed_prompt(told)
+    assert text.shape == (32, 48)
+    assert text.isfinite().all()
+
+
+def tiny_z_image() -> ZImageTransformer2DModel:
+    return ZImageTransformer2DModel(
+        in_channels=4, dim=48, n_layers=1, n_refiner_layers=1, n_heads=3, n_kv_heads=3, axes_dims=[4, 6, 6]
+    )

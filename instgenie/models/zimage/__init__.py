@@ -1,0 +1,1 @@
+"""The Z-Image family."""
