@@ -14,6 +14,7 @@ TINY = {  # and the family of each; its place seeds its weights
     "sd3": "sd3",
     "kontext": "flux",
     "klein": "flux2",
+    "qwen": "qwen",
 }
 FAMILIES = tuple(TINY)
 FLUX_FAMILIES = tuple(name for name, family in TINY.items() if family == "flux")

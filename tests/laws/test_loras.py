@@ -21,6 +21,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import observe_span, reuse, template_edit, template_job
 from instgenie.jobs.activations import Activations, Kind
 from instgenie.jobs.job import Job
+from instgenie.models.families import FAMILIES
 from instgenie.models.model import Model
 from instgenie.types import Edit
 
@@ -41,7 +42,8 @@ def register_with(model: Model, edit: Edit, kind: Kind, loras: AppliedLoras) -> 
 
 def network_layers(model: Model) -> list[str]:
     """Layers that prompts do not pass before the first step."""
-    return [name for name in model.layer_table.shapes["network"] if name != "context_embedder"]
+    of_prompts = FAMILIES[model.family].prompt_layers
+    return [name for name in model.layer_table.shapes["network"] if name not in of_prompts]
 
 
 @pytest.fixture
