@@ -28,9 +28,8 @@ def stock_system(model: Model, network: torch.nn.Module | None = None) -> System
             "prompt": [edit.prompt for edit in edits],
             "image": [Image.fromarray(edit.picture) for edit in edits],
             "mask_image": [Image.fromarray(edit.mask) for edit in edits],
-            "guidance_scale": edits[0].guidance,
         }
-        given = of_edits | arguments_of(edits[0]) | model.stock_arguments
+        given = of_edits | model.stock_guidance(edits) | arguments_of(edits[0]) | model.stock_arguments
         return timed(lambda: pipeline(**given), network, model.device)
 
     return System("diffusers", None, run)

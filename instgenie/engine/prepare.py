@@ -92,6 +92,7 @@ def make_job(
         conditioning=condition(picture, mask, masked, template, model),
         branches=encodings.get(("prompts", prompts, grid, references, versions, bool(edit.controls)), encode_prompts),
         scale=model.guidance_scale(edit),
+        keeps_norm=model.keeps_norm,
         schedule=schedule,
         latents=torch.where(masked, start, template.at(0, schedule)),
         reference=find_reference(edit, size, template, model, encodings),

@@ -129,6 +129,7 @@ def blank_job(edit: Edit, model: Model) -> Job:
         conditioning=model.beside(clean, pixels) if model.is_fill else clean[:, :0],
         branches=(model.blank_branch(grid, (grid,) if model.sees_picture else ()),) * num_branches,
         scale=model.guidance_scale(edit),
+        keeps_norm=model.keeps_norm,
         schedule=model.schedule(edit, len(masked)),
         latents=clean,
         reference=clean if model.sees_picture else None,

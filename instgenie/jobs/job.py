@@ -71,6 +71,7 @@ class Job:
     controls: tuple[JobControl, ...] = ()
     residuals: Promise | None = None  # of the ControlNets that guide its present step; None: none does
     awaits_controls: bool = False  # True while it waits in the batch for its ControlNets, and takes no step
+    keeps_norm: bool = False  # guided predictions are as long as those of the prompt, token by token
     reference: Tensor | None = None  # [reference tokens, channels] beside its own, the same at every step
 
     def __post_init__(self) -> None:
@@ -198,7 +199,7 @@ class Job:
     def advance(self, predictions: Sequence[Tensor]) -> None:
         """Take one step with one prediction per branch, for all tokens or for the computed ones alone. Masked tokens
         follow the prediction; the others stay on the template's trajectory."""
-        prediction = guide(predictions, self.scale)
+        prediction = guide(predictions, self.scale, self.keeps_norm)
         if len(prediction) < len(self.masked):
             prediction = torch.zeros_like(self.latents).index_copy(0, self.inside, prediction)
         moved = self.schedule.advanced(self.latents, prediction, self.step)
@@ -213,10 +214,17 @@ def control_scales(job: Job) -> tuple[float, ...]:
     return tuple(control.scale_at(job.step, job.num_steps) for control in job.controls)
 
 
-def guide(predictions: Sequence[Tensor], scale: float) -> Tensor:
-    """Classifier-free guidance, where there is a second branch."""
+def guide(predictions: Sequence[Tensor], scale: float, keeps_norm: bool = False) -> Tensor:
+    """Classifier-free guidance, where there is a second branch; with `keeps_norm` a token's prediction is as long as
+    that of the prompt."""
     positive, *negative = (prediction.float() for prediction in predictions)
-    return negative[0] + scale * (positive - negative[0]) if negative else positive
+    if not negative:
+        return positive
+    guided = negative[0] + scale * (positive - negative[0])
+    if not keeps_norm:
+        return guided
+    longer: Tensor = positive.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+    return guided * longer
 
 
 def locate(job: Job, sides: Iterable[int]) -> tuple[Tensor, ...]:

@@ -244,6 +244,8 @@ def flow_sigmas(
 ) -> Tensor:  # [steps run + 1], the last one is the clean end
     """Noise levels before the shift fall evenly from 1 to 1/steps or, with `own_spacing`, to the scheduler's least."""
     table = copy.copy(scheduler)
+    if scheduler.config.shift_terminal and steps < 2:
+        raise EditError(f"the number of steps is {steps}: this model takes at least 2")
     spacing: dict[str, Any] = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
     if own_spacing:
         spacing = {"num_inference_steps": steps}

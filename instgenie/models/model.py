@@ -48,6 +48,7 @@ class Model(PipelineParts):
     sees_picture: ClassVar[bool] = False  # True if the network sees the picture, or a reference, as further tokens
     guided: ClassVar[GuidedFamily] = Unguided()  # what ControlNets of the family see
     max_references: ClassVar[int] = 0  # pictures beside the edited one that an edit may have
+    keeps_norm: ClassVar[bool] = False  # guided predictions are as long as those of the prompt, token by token
     references_replace: ClassVar[bool] = True  # a reference is seen in the place of the picture; False: after it
 
     @property

@@ -1,12 +1,13 @@
 """The parts of a diffusers pipeline on one device: modules, tokenizers and a scheduler, and facts about them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderTiny
 from torch import Tensor, nn
 from transformers import CLIPTextModel, PreTrainedTokenizerBase
 
@@ -14,10 +15,11 @@ from instgenie.adapters.keys import NETWORK
 from instgenie.adapters.layers import Alias, LayerTable
 from instgenie.adapters.modules import describe_layers
 from instgenie.models.identity import identify
+from instgenie.types import Edit
 
 NOT_IDENTITY = ("name", "device", "dtype", "scheduler")  # keys of activations contain the last two on their own
 
-Autoencoder: TypeAlias = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderTiny
+Autoencoder: TypeAlias = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderKLQwenImage | AutoencoderTiny
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,10 @@ class PipelineParts(ABC):
     def stock_arguments(self) -> dict[str, Any]:
         """Arguments of a call of the stock pipeline that are the same for every edit."""
         return {"strength": 1.0}
+
+    def stock_guidance(self, edits: Sequence[Edit]) -> dict[str, Any]:
+        """Arguments of a call of the stock pipeline that guide these edits."""
+        return {"guidance_scale": edits[0].guidance}
 
     @property
     def num_text_tokens(self) -> int:

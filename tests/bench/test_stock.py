@@ -9,7 +9,7 @@ from instgenie.errors import ModelError
 from instgenie.models.model import Model
 
 
-@pytest.mark.parametrize("family", ["blend", "sdxl", "klein"])
+@pytest.mark.parametrize("family", ["blend", "sdxl", "klein", "qwen"])
 def test_blocks_are_compiled_for_one_system_alone(family: str, models: dict[str, Model]) -> None:
     """The compiled code is not run here: compiling takes minutes."""
     model = models[family]

@@ -20,6 +20,7 @@ from instgenie.models.flux.network import FluxNetwork
 from instgenie.models.flux2.network import Flux2Network
 from instgenie.models.loading.dummy import find_dummy, on_meta
 from instgenie.models.model import Model
+from instgenie.models.qwen.network import QwenNetwork
 from instgenie.models.sd3.network import Sd3Network
 from instgenie.models.unet import network as unet
 from instgenie.models.zimage.network import ZImageNetwork
@@ -35,9 +36,17 @@ def count_flops(model: Model, jobs: Sequence[Job]) -> int:
 
 
 def make_jobs(model: Model, kind: Kind, plan: Plan) -> list[Job]:
-    """Two jobs that differ in mask and branches. They have one step: the first step of a job may do work for others."""
+    """Two jobs that differ in mask and branches. They have one step: the first step of a job may do work for others. A
+    demand has one number of text tokens, so both prompts have as many words."""
     edits = [
-        make_edit(size=(32, 64), share=share, steps=1, guidance=guidance, true_guidance=guidance)
+        make_edit(
+            size=(32, 64),
+            share=share,
+            steps=1,
+            guidance=guidance,
+            true_guidance=guidance,
+            negative_prompt="a blue dog",
+        )
         for share, guidance in ((0.2, 1.0), (0.5, 3.0))
     ]
     activations = register(edits[0].picture, model, (32, 64), steps=1, guidance=1.0, kind=kind)
@@ -97,7 +106,7 @@ def test_lists_of_one_size_are_padded_together() -> None:
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
-@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill", "sd3", "klein", "zimage"])
+@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill", "sd3", "klein", "qwen", "zimage"])
 def test_bytes_equal_those_registered(models: dict[str, Model], family: str, kind: Kind) -> None:
     """If nothing is masked, a step loads all of its activations."""
     model = models[family]
@@ -135,6 +144,7 @@ def test_dense_steps_of_an_edit_demand_no_activations(models: dict[str, Model]) 
         ("flux.1-dev", 4096, 512, 1, 74.4, 2869),
         ("flux.2-klein-4b", 8192, 512, 1, 76.7, 2517),
         ("flux.2-klein-9b", 8192, 512, 1, 161.2, 4295),
+        ("qwen-image", 4096, 32, 2, 137.4, 6040),
         ("sd3.5-large", 4096, 333, 2, 62.2, 3028),
         ("sdxl-base-1.0", 16384, 77, 2, 13.5, 923),
         ("z-image-turbo", 4096, 64, 1, 55.56, 2013),
@@ -146,7 +156,13 @@ def test_published_architectures(
     """FLOPs of a dense step of one picture, and the bytes of its activations at two bytes per value."""
     _, recipe = find_dummy(name)
     part = on_meta(recipe.network)
-    views = {"flux.1": FluxNetwork, "flux.2": Flux2Network, "sd3.5": Sd3Network, "z-image": ZImageNetwork}
+    views = {
+        "flux.1": FluxNetwork,
+        "flux.2": Flux2Network,
+        "qwen": QwenNetwork,
+        "sd3.5": Sd3Network,
+        "z-image": ZImageNetwork,
+    }
     view = next((view for start, view in views.items() if name.startswith(start)), None)
     network = view(part).describe() if view else unet.describe(part)
     sides = {shape.side for shape in network.blocks}

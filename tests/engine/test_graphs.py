@@ -87,7 +87,8 @@ def test_law_2_captured_is_uncaptured(model: Model, kind: Kind | None) -> None:
     num_captured = len(graphs.captured)
     others = make_jobs(model, kind, prompt="grass", seed=9)
     assert max(map(apart, run_captured(graphs, others), run(model, others))) <= close(model)
-    assert len(graphs.captured) == num_captured  # other values, but no other signature
+    if model.num_flowing_text or not model.text_flows:  # prompts are padded to one length
+        assert len(graphs.captured) == num_captured  # other values, but no other signature
     for job in jobs[:2]:
         for _ in range(2):
             [alone] = run_captured(graphs, [job])

@@ -19,6 +19,7 @@ from instgenie.jobs.job import Branch, Job
 from instgenie.models.flux.model import is_flux
 from instgenie.models.flux2.model import Flux2KleinModel
 from instgenie.models.model import Model
+from instgenie.models.qwen.model import QwenModel
 from instgenie.types import Edit
 
 CLOSE = 1e-4  # between two runs that compute the same in another order, in float32
@@ -86,18 +87,21 @@ def in_float32(model: Model) -> Model:
     network = copy.deepcopy(model.network).float()
     if is_flux(model):
         network.time_text_embed = RoundedTime(model.transformer.time_text_embed)
+    if isinstance(model, QwenModel):
+        network.time_text_embed.time_proj = RoundedTime(network.time_text_embed.time_proj, unit=1000)
     if isinstance(model, Flux2KleinModel):
         network.time_guidance_embed.time_proj = RoundedTime(network.time_guidance_embed.time_proj)
     return replace(model, **{model.network_name: network}, dtype=torch.float32)
 
 
 class RoundedTime(nn.Module):
-    def __init__(self, embed: nn.Module) -> None:
+    def __init__(self, embed: nn.Module, unit: int = 1) -> None:
+        """The unit is the largest timestep by the embedding's own, of 1000."""
         super().__init__()
-        self.embed = embed
+        self.embed, self.unit = embed, unit
 
     def forward(self, timestep: Tensor, *others: Tensor) -> Tensor:
-        rounded = timestep.bfloat16() / 1000 * 1000
+        rounded = (timestep * self.unit).bfloat16() / 1000 * (1000 // self.unit)
         embedded: Tensor = self.embed(rounded, *(other.bfloat16() for other in others))
         return embedded.bfloat16().float()
 

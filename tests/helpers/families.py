@@ -1,6 +1,6 @@
 """Tiny random pipelines of every supported shape, saved as folders: Flux models that blend (two), fill, and see the
 picture, UNets that blend (Stable Diffusion 2.1 and XL) and fill (1.5), Stable Diffusion 3 with a second attention and
-without, FLUX.2 klein, and Z-Image.
+without, FLUX.2 klein, Qwen-Image, and Z-Image.
 
 Weights are drawn wide enough that every part of the network matters to the result: a network that answers zero would
 hide every mistake.
@@ -13,6 +13,7 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
     AutoencoderTiny,
     DDIMScheduler,
     DiffusionPipeline,
@@ -25,6 +26,8 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
     PNDMScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionInpaintPipeline,
@@ -42,6 +45,8 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
@@ -188,15 +193,39 @@ def klein(is_distilled: bool = False) -> DiffusionPipeline:
     )  # fmt: skip
     modules = {"transformer": transformer, "vae": vae, "text_encoder": Qwen3ForCausalLM(encoder)}
     widen(*modules.values())
-    for name, weight in transformer.named_parameters():
-        if "norm_" in name and weight.ndim == 1:
-            weight.data *= 2  # attention chooses among the many tokens
+    sharpen(transformer)
     vae.bn.running_mean.normal_(std=0.3)
     vae.bn.running_var.uniform_(0.5, 2)
     tokenizer = tiny_tokenizer(9)
     tokenizer.chat_template = "on {{ messages[0]['content'] }} {% if add_generation_prompt %}sky{% endif %}"
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     return Flux2KleinPipeline(**modules, tokenizer=tokenizer, scheduler=scheduler, is_distilled=is_distilled)
+
+
+def qwen() -> DiffusionPipeline:
+    """Texts of many lengths; guided predictions keep their length; a picture is a film of one frame."""
+    transformer = QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    vae = AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
+        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.7, 1.0, 2.0],
+    )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = {
+        "vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rope,
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 16}
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    modules = {"transformer": transformer, "vae": vae, "text_encoder": encoder}
+    widen(*modules.values())
+    sharpen(transformer)
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192
+    )
+    return QwenImagePipeline(**modules, tokenizer=tiny_tokenizer(1024), scheduler=scheduler)
 
 
 def zimage() -> DiffusionPipeline:
@@ -306,3 +335,10 @@ def widen(*modules: torch.nn.Module) -> None:
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
         else:
             parameter.data += 0.1 * torch.randn_like(parameter)
+
+
+def sharpen(transformer: torch.nn.Module) -> None:
+    """Let attention choose among many tokens, by longer queries and keys."""
+    for name, weight in transformer.named_parameters():
+        if ".norm_" in name and weight.ndim == 1:
+            weight.data *= 2

@@ -15,6 +15,7 @@ TINY = {  # and the family of each; its place seeds its weights
     "kontext": "flux",
     "klein": "flux2",
     "zimage": "zimage",
+    "qwen": "qwen",
 }
 FAMILIES = tuple(TINY)
 FLUX_FAMILIES = tuple(name for name, family in TINY.items() if family == "flux")

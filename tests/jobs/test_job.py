@@ -11,6 +11,15 @@ def test_guide_without_a_second_branch_is_the_first() -> None:
     assert torch.equal(guide([velocity], 1.0), velocity)
 
 
+def test_guided_predictions_may_keep_the_length_of_the_prompts() -> None:
+    positive, negative = torch.randn(2, 5, 3)
+    plain, kept = guide([positive, negative], 3.0), guide([positive, negative], 3.0, keeps_norm=True)
+    torch.testing.assert_close(plain, negative + 3 * (positive - negative))
+    torch.testing.assert_close(kept.norm(dim=1), positive.norm(dim=1))
+    torch.testing.assert_close(kept / kept.norm(dim=1, keepdim=True), plain / plain.norm(dim=1, keepdim=True))
+    assert torch.equal(guide([positive], 3.0, keeps_norm=True), positive)
+
+
 def test_a_step_moves_masked_tokens_and_pins_the_others() -> None:
     job, *_ = make_ragged()
     before = job.latents

@@ -27,6 +27,7 @@ class JobHead(Struct, frozen=True):
     schedule: msgspec.Raw
     num_prompts: tuple[int | None, ...]  # per branch, its leading text tokens that are not padding
     tensors: tuple[TensorHead, ...]
+    keeps_norm: bool = False
     has_words: bool = False  # per branch, its text as ControlNets read it comes last
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import AutoencoderTiny
+from diffusers import AutoencoderKLQwenImage, AutoencoderTiny
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -222,7 +222,8 @@ def put_channels_last(model: Model) -> None:
     on_cuda = model.device.type == "cuda"
     if on_cuda and model.is_convolutional:
         model.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if on_cuda or isinstance(model.vae, AutoencoderTiny):
+    is_flat = not isinstance(model.vae, AutoencoderKLQwenImage)  # others convolve pictures, not films
+    if (on_cuda and is_flat) or isinstance(model.vae, AutoencoderTiny):
         model.vae.to(memory_format=torch.channels_last)
 
 

@@ -1,11 +1,11 @@
 """Pictures to latents and back, through diffusers' autoencoders. The sub-modules of an AutoencoderKL, and of that of
-FLUX.2, are called one by one, so that its norms are fused with the layers around them. Tiny autoencoders, and those
-with other blocks, run as they are.
+FLUX.2, are called one by one, so that its norms are fused with the layers around them. Tiny autoencoders, that of
+Qwen-Image, and those with other blocks, run as they are.
 """
 
 from collections.abc import Iterable
 
-from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderTiny
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UNetMidBlock2D, UpDecoderBlock2D
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from instgenie.models.parts import Autoencoder
 
 def decode_latents(vae: Autoencoder, latents: Tensor) -> Tensor:
     """[pictures, channels, rows, columns] -> [pictures, 3, height, width] in [-1, 1]"""
+    if isinstance(vae, AutoencoderKLQwenImage):  # a picture is a film of one frame
+        frame: Tensor = vae.decode(latents[:, :, None]).sample[:, :, 0]
+        return frame
     if not is_known(vae):
         decoded: Tensor = vae.decode(latents).sample
         return decoded
@@ -28,6 +31,8 @@ def encode_pictures(vae: Autoencoder, pictures: Tensor) -> Tensor:
     """[pictures, 3, height, width] in [-1, 1] -> [pictures, channels, rows, columns], the modes of the latents"""
     if isinstance(vae, AutoencoderTiny):
         latents: Tensor = vae.encode(pictures).latents
+    elif isinstance(vae, AutoencoderKLQwenImage):
+        latents = vae.encode(pictures[:, :, None]).latent_dist.mode()[:, :, 0]
     elif not is_known(vae):
         latents = vae.encode(pictures).latent_dist.mode()
     else:

@@ -38,7 +38,7 @@ def make_jobs(model: FluxModel) -> list[Job]:
     return [prepare(edit, model) for edit in edits]
 
 
-@pytest.mark.parametrize("family", JOINT_FAMILIES)
+@pytest.mark.parametrize("family", [*JOINT_FAMILIES, "qwen"])
 def test_a_block_names_the_modulation_of_all_its_entries(models: dict[str, Model], family: str) -> None:
     model = models[family]
     assert isinstance(model, JointModel)

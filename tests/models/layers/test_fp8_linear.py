@@ -129,7 +129,7 @@ def test_joined_layers_are_one_product(is_low: bool, has_bias: bool) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd3", "klein", "zimage"])
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd3", "klein", "qwen", "zimage"])
 @pytest.mark.parametrize("is_low", [False, True])
 def test_a_network_of_joined_layers_computes_the_same(models: dict[str, Model], family: str, is_low: bool) -> None:
     whole = quantized(models[family]) if is_low else models[family]

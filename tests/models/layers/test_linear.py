@@ -20,6 +20,7 @@ from instgenie.models.joint.batch import JointBatch
 from instgenie.models.layers import feed_forward, resnet
 from instgenie.models.layers.linear import EACH_BRANCH, Owners, linear
 from instgenie.models.model import Model
+from instgenie.models.qwen import network as qwen_network
 from instgenie.models.sd3 import network as sd3_network
 from instgenie.models.unet import network as unet_network
 from instgenie.models.unet.batch import UnetBatch
@@ -56,7 +57,16 @@ class Recording:
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     recording = Recording()
-    joint = joint_block, joint_network, modulation, flux_network, flux2_network, sd3_network, zimage_network
+    joint = (
+        joint_block,
+        joint_network,
+        modulation,
+        flux_network,
+        flux2_network,
+        qwen_network,
+        sd3_network,
+        zimage_network,
+    )
     for module in (*joint, unet_network, feed_forward, resnet):
         monkeypatch.setattr(module, "linear", recording)
     for module in (joint_block, flux_network, zimage_network):
@@ -78,7 +88,7 @@ def repeat(counts: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl", "sd3", "klein", "zimage"])
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd", "sdxl", "sd3", "klein", "qwen", "zimage"])
 def test_every_linear_layer_is_seen(models: dict[str, Model], family: str, recording: Recording) -> None:
     model = models[family]
     jobs = make_jobs(model, "kv")
