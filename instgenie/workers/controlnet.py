@@ -192,24 +192,25 @@ class ControlNetService:
         timestep, guidance = (torch.tensor(number, device=device) for number in (step.timestep, step.guidance))
         return ControlStep(sample, timestep, guidance, step.scales, rows)
 
-    @torch.inference_mode()
     def work(self) -> None:
-        """Compute everything that has been asked for, the asks of all workers together. A batch that fails is computed
-        again ask by ask, so that only those fail that cannot be computed alone."""
+        """Compute everything that has been asked for, the asks of all workers together."""
         pending, self.pending = self.pending, []
-        if not pending:
-            return
+        if pending:
+            self.try_to_answer(pending)
+
+    @torch.inference_mode()
+    def try_to_answer(self, pending: Sequence[PendingAsk]) -> None:
+        """Answer the asks together, or one by one where that fails: those fail that cannot be computed alone, each with
+        its own error."""
         try:
             self.answer(pending)
         except Exception as error:
-            for one in pending:
-                try:
-                    if len(pending) == 1:
-                        raise
-                    self.answer([one])
-                except Exception:
-                    log.error("residuals not computed", exc_info=error)
-                    self.send(one.client, ResidualsRefused(one.message.ticket, type(error).__name__))
+            if len(pending) > 1:
+                for one in pending:
+                    self.try_to_answer([one])
+                return
+            log.error("residuals not computed", exc_info=error)
+            self.send(pending[0].client, ResidualsRefused(pending[0].message.ticket, described(error)))
 
     def answer(self, pending: Sequence[PendingAsk]) -> None:
         started = time.monotonic()
@@ -239,6 +240,12 @@ class ControlNetService:
             view_of(tensor_head(tensor), view, first).copy_(tensor)
             first += aligned(tensor.nbytes)
         return served.memory.path, served.memory.num_bytes
+
+
+def described(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
 
 
 def serve(config: ProcessConfig, line: Line) -> None:
