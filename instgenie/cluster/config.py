@@ -154,6 +154,7 @@ class ProcessConfig:
     loras: LoraConfig = LoraConfig()
     controls: ControlConfig = ControlConfig()
     control_addresses: tuple[str, ...] = ()  # of the processes of ControlNets
+    control_places: tuple[str, ...] = ()  # the device of each, as the cluster names it; empty: that of this process
     control_address: str = ""  # that this process binds, if it is one of these
     has_control: bool = False  # True: orders of the starter arrive on standard input (`cluster/control.py`)
 
@@ -205,6 +206,7 @@ def process_config(
         loras=config.loras,
         controls=config.controls,
         control_addresses=addresses,
+        control_places=tuple("" if place == device else place for place in config.controls.devices),
         control_address="" if service is None else addresses[service],
     )
 

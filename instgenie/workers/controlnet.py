@@ -20,7 +20,7 @@ import zmq
 from torch import Tensor
 
 from instgenie.cluster.config import ProcessConfig
-from instgenie.cluster.wire import Broken, ControlNetsKept, Frame, Loaded, Message, Serving, Stop, encode
+from instgenie.cluster.wire import Broken, Frame, Loaded, Message, Serving, Stop, encode
 from instgenie.cluster.wire.controls import (
     AskResiduals,
     CloseControls,
@@ -39,7 +39,7 @@ from instgenie.machine.device import choose_device, choose_dtype, stay_near
 from instgenie.machine.shared_memory import OwnMemory, aligned
 from instgenie.models.controlnet import Asked, ControlledJob, ControlStep, compute
 from instgenie.telemetry.logs import log_to_stderr
-from instgenie.workers.controls import view_of
+from instgenie.workers.controls import kept, view_of
 from instgenie.workers.frames import read_tensor, tensor_frame, tensor_head
 from instgenie.workers.line import Line
 
@@ -147,7 +147,7 @@ class ControlNetService:
                 log.error("ControlNets not opened", exc_info=error)
                 self.send(client, ControlsRefused(job, f"the ControlNets cannot be used: {type(error).__name__}"))
         if done:
-            self.line.send(ControlNetsKept(self.shelf.versions, self.shelf.num_bytes, self.shelf.num_loads))
+            self.line.send(kept(self.shelf))
 
     def keep(self, client: Client, job: str, opened: ControlledJob) -> None:
         self.clients.setdefault(client, ServedClient()).jobs[job] = opened

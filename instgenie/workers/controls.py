@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from instgenie.cluster.wire import Frame, TensorHead
+from instgenie.cluster.wire import ControlNetsKept, Frame, TensorHead
 from instgenie.cluster.wire.controls import (
     AskResiduals,
     CloseControls,
@@ -21,7 +21,7 @@ from instgenie.cluster.wire.controls import (
     ResidualsRefused,
     StepHead,
 )
-from instgenie.engine.controls import StepControls, size_of, texts_of
+from instgenie.engine.controls import ControlShelf, LocalControls, StepControls, size_of, texts_of
 from instgenie.errors import ControlError
 from instgenie.jobs.controls import JobControl
 from instgenie.jobs.job import Job, control_scales
@@ -260,6 +260,16 @@ class RemoteControls:
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.model.device, self.model.dtype)
+
+
+def kept(shelf: ControlShelf) -> ControlNetsKept:
+    """What is in memory, and what it took to load the last ones."""
+    return ControlNetsKept(shelf.versions, shelf.num_bytes, shelf.num_loads, shelf.take_loads())
+
+
+def news_of(controls: StepControls) -> ControlNetsKept | None:
+    """What to tell of ControlNets that run in this process; None: nothing new."""
+    return kept(controls.shelf) if isinstance(controls, LocalControls) and controls.shelf.has_loaded else None
 
 
 class ControlUser(Protocol):

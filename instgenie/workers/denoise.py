@@ -58,7 +58,8 @@ from instgenie.scheduling.policies import make_policy
 from instgenie.scheduling.policy import Situation
 from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
-from instgenie.workers.controls import ControlsLostError, RemoteControls, settle_controls
+from instgenie.workers.control_prices import with_controls
+from instgenie.workers.controls import ControlsLostError, RemoteControls, news_of, settle_controls
 from instgenie.workers.keyed import KeyedJobs
 from instgenie.workers.keys import Keys
 from instgenie.workers.line import Line
@@ -86,7 +87,7 @@ class Denoiser:
         self.policy = make_policy(config.scheduling, config.batching, weights=dict(config.weights))
         name = calibrated_name(config.model, config.quantization)
         form = config.cache.dtype, config.cache.stride, config.cache.keeps_text
-        self.costs = price_steps(model, name, config.plan, *form)
+        self.costs = with_controls(price_steps(model, name, config.plan, *form), config, model)
         self.learnt = LearntCosts(self.costs)
         planning = make_planning(model, name, config.plan)
         own = OwnActivations(model, keeps_text=config.cache.keeps_text)
@@ -297,6 +298,8 @@ class Denoiser:
             self.mailbox.report_failure(tracked, error)
             self.engine.leave(tracked.job)
             self.leave(tracked)
+        if news := news_of(self.controls):
+            self.line.send(news)
 
     def learn(self, prices: Sequence[Price], seconds: float) -> None:
         """Correct the costs of steps by a measured one."""

@@ -40,6 +40,7 @@ class ControlNetsKept(Message, frozen=True):
     versions: tuple[str, ...]
     num_bytes: int
     num_loads: int  # since it started
+    loads: tuple[tuple[int, float], ...] = ()  # bytes and seconds of those since the last message
 
 
 class Broken(Message, frozen=True):
