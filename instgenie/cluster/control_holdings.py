@@ -16,7 +16,7 @@ def hold_controls(
     """Note what a process has in memory, and what it took to load the last ones."""
     process.control_versions = message.versions
     process.kept = ControlNetsStatus(len(message.versions), message.num_bytes, message.num_loads)
-    if process in services:
+    if process.role == "controlnet":
         holdings, held = workers[0].load.controls, [version for one in services for version in one.control_versions]
     else:
         holdings, held = workers[process.worker].load.controls, list(message.versions)
@@ -27,5 +27,6 @@ def hold_controls(
 
 def begin_controls(process: Process, services: Sequence[Process], workers: Sequence[Worker]) -> None:
     """Note that a process has just started: if it runs ControlNets, it has none yet."""
-    if process in services or (process.role == "denoise" and not services):
+    roles = {one.role for one in services}
+    if process.role == "controlnet" or (process.role == "denoise" and "controlnet" not in roles):
         hold_controls(process, NOTHING_KEPT, services, workers)

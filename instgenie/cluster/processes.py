@@ -256,8 +256,9 @@ def place(workers: Sequence[Worker], nodes: Mapping[int, str]) -> None:
 
 
 def make_services(config: ClusterConfig) -> list[Process]:
-    """The processes of ControlNets, which the workers share."""
-    return [Process(number, "controlnet", device, 0) for number, device in enumerate(config.controls.devices)]
+    """The processes that hold no entries: those of ControlNets, which all workers share, and companions of workers."""
+    devices: dict[Role, tuple[str, ...]] = {"controlnet": config.controls.devices, "guidance": config.guidance_devices}
+    return [Process(number, role, device, 0) for role, some in devices.items() for number, device in enumerate(some)]
 
 
 def make_workers(config: ClusterConfig) -> list[Worker]:

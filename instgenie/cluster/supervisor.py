@@ -31,7 +31,7 @@ class Supervisor:
         self.config = config
         self.launcher = launcher
         self.workers = workers
-        self.services = make_services(config)  # processes of ControlNets, which hold no entries
+        self.services = make_services(config)  # processes that hold no entries
         own = [process for worker in workers for process in worker.processes.values()]
         self.processes = [*own, *self.services]
         self.coordinator = Coordinator(config, workers, self._send)
@@ -127,10 +127,10 @@ class Supervisor:
         self._by_name.pop(process.name.encode(), None)
         process.begin()
         self._by_name[process.name.encode()] = process
-        is_service = process in self.services
         num_sharing = max(sum(one.role == "denoise" for one in self._sharing(process)), 1)
-        service = process.worker if is_service else None
-        config = process_config(self.config, process.name, process.device, self._endpoint, num_sharing, service)
+        service, worker = (process.worker, None) if process.role == "controlnet" else (None, process.worker)
+        where = process.device, self._endpoint
+        config = process_config(self.config, process.name, *where, num_sharing, service, worker)
         try:
             process.launched = await self.launcher.start(process.worker, process.role, config)
         except OSError as error:

@@ -40,6 +40,7 @@ from instgenie.machine.shared_memory import OwnMemory, aligned
 from instgenie.models.controlnet import Asked, ControlledJob, ControlStep, compute
 from instgenie.telemetry.logs import log_to_stderr
 from instgenie.workers.controls import kept, view_of
+from instgenie.workers.errors import described
 from instgenie.workers.frames import read_tensor, tensor_frame, tensor_head
 from instgenie.workers.line import Line
 
@@ -240,12 +241,6 @@ class ControlNetService:
             view_of(tensor_head(tensor), view, first).copy_(tensor)
             first += aligned(tensor.nbytes)
         return served.memory.path, served.memory.num_bytes
-
-
-def described(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
-    first, *_ = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
 
 
 def serve(config: ProcessConfig, line: Line) -> None:

@@ -20,6 +20,7 @@ from instgenie.cluster.wire.controls import (
     ResidualsReady,
     ResidualsRefused,
     StepHead,
+    read_control,
 )
 from instgenie.engine.controls import ControlShelf, LocalControls, StepControls, size_of, texts_of
 from instgenie.errors import ControlError
@@ -28,14 +29,15 @@ from instgenie.jobs.job import Job, control_scales
 from instgenie.machine.shared_memory import ForeignMemory, aligned, can_share
 from instgenie.models.model import Model
 from instgenie.workers.control_link import ControlLink, Reply
+from instgenie.workers.errors import StepLostError
 from instgenie.workers.frames import read_tensor, tensor_frame, tensor_head
 
 SECONDS_BETWEEN_BEATS = 0.25
 SECONDS_TO_OPEN = 600.0  # after which a job is given up
 
 
-class ControlsLostError(Exception):
-    """Residuals do not come: whoever computed them has died. The step can be repeated."""
+class ControlsLostError(StepLostError):
+    """Residuals do not come."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ class RemoteControls:
         """ControlNets are dealt out to the processes in the order of their names, by all workers alike. `wake` is
         called when something has come, `keep_alive` again and again while a step waits."""
         self.model, self.keep_alive = model, keep_alive
-        self.links = [ControlLink(address, wake, self._lost) for address in addresses]
+        self.links = [
+            ControlLink(address, wake, self._lost, read_control, "process of ControlNets") for address in addresses
+        ]
         self.order = {name: number for number, name in enumerate(names)}
         self.times: list[StepTimes] = []  # of the last step
         self._jobs: WeakKeyDictionary[JobControl, RemoteJob] = WeakKeyDictionary()

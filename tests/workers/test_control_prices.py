@@ -25,7 +25,7 @@ def nets(models: dict[str, Model], tmp_path: Path) -> dict[str, str]:
 def configured(nets: dict[str, str], device: str, *places: str) -> ProcessConfig:
     controls = ControlConfig(tuple(nets.items()), devices=places)
     config = resolve(ClusterConfig(model="any", devices=(device,), controls=controls), 2**30)
-    return process_config(config, "0.denoise.1", device, "ipc://x")
+    return process_config(config, "0.denoise.1", device, "ipc://x", worker=0)
 
 
 def costs_of(model: Model, config: ProcessConfig) -> StepCosts:
