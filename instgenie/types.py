@@ -79,6 +79,15 @@ class ControlUse(NamedTuple):
     places: tuple[int, int] = (0, 0)  # numbers of its residuals: for skips and the middle, or double and single blocks
     reads_latents: bool = False  # it sees its image as the autoencoder encodes it
     mode: int | None = None  # the kind of image, for a ControlNet that knows several
+    num_bytes: int = 0  # of its weights
+
+    def guides(self, step: int, num_steps: int) -> bool:
+        """Return whether it guides a step, as diffusers counts them."""
+        return bool(self.scale) and step / num_steps >= self.start and (step + 1) / num_steps <= self.end
+
+    def share(self, num_steps: int, first: int = 0) -> float:
+        """Share of the steps that it guides, from one on."""
+        return sum(self.guides(step, num_steps) for step in range(first, num_steps)) / max(num_steps - first, 1)
 
 
 @dataclass(frozen=True, eq=False)

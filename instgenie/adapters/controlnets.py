@@ -68,6 +68,13 @@ class RegisteredControlNet:
         levels = len(self.config["block_out_channels"])
         return levels * (int(self.config["layers_per_block"]) + 1), 1
 
+    def fits(self, shape: ControlShape) -> bool:
+        try:
+            self.check(shape)
+        except ControlError:
+            return False
+        return True
+
     def check(self, shape: ControlShape) -> None:
         """Raise a ControlError unless it fits the model."""
         if shape == NO_SHAPE:
@@ -132,7 +139,13 @@ def filled(use: ControlUse, net: RegisteredControlNet) -> ControlUse:
         raise ControlError(
             f"the mode of the ControlNet {net.name!r} is {use.mode}: a number from 0 to {net.num_modes - 1} is expected"
         )
-    return use._replace(path=str(net.path), version=net.version, places=net.places, reads_latents=net.reads_latents)
+    return use._replace(
+        path=str(net.path),
+        version=net.version,
+        places=net.places,
+        reads_latents=net.reads_latents,
+        num_bytes=net.num_bytes,
+    )
 
 
 def open_controlnet(name: str, folder: Path) -> RegisteredControlNet:

@@ -256,7 +256,8 @@ def control_shape_of(cluster: Cluster) -> ControlShape | None:
 
 def why_no_controls(cluster: Cluster) -> str:
     """Why a process of ControlNets cannot be started; empty: all can."""
-    return next((process.message for process in cluster._supervisor.services if process.is_broken), "")
+    services = (process for process in cluster._supervisor.services if process.role == "controlnet")
+    return next((process.message for process in services if process.is_broken), "")
 
 
 def has_asked_for(cluster: Cluster, order: Order) -> bool:

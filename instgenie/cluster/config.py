@@ -7,7 +7,7 @@ from typing import Literal
 from instgenie.scheduling.names import DEFAULT_SCHEDULING, ONE_PROCESS, Batching, RoutingPolicy, Scheduling
 from instgenie.types import CacheDtype, PlanPolicy, Quantization, TextPadding
 
-Role = Literal["prepare", "denoise", "finish", "controlnet"]
+Role = Literal["prepare", "denoise", "finish", "controlnet", "guidance"]
 
 NUM_ENCODERS = 4  # threads of a finish process that encode pictures while the next one is decoded
 UNTOLD_HOST_BYTES = 16 * 2**30  # default of `host_bytes` where the amount of available memory is unknown
@@ -110,6 +110,7 @@ class ClusterConfig:
     hold_seconds: float = 600.0  # after which such latents are dropped
     loras: LoraConfig = LoraConfig()
     controls: ControlConfig = ControlConfig()
+    guidance_devices: tuple[str, ...] = ()  # per worker, that of its companion, which computes second branches; or none
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -154,7 +155,9 @@ class ProcessConfig:
     loras: LoraConfig = LoraConfig()
     controls: ControlConfig = ControlConfig()
     control_addresses: tuple[str, ...] = ()  # of the processes of ControlNets
+    control_places: tuple[str, ...] = ()  # the device of each, as the cluster names it; empty: that of this process
     control_address: str = ""  # that this process binds, if it is one of these
+    guidance_address: str = ""  # of the worker's companion, which binds it; empty: there is none
     has_control: bool = False  # True: orders of the starter arrive on standard input (`cluster/control.py`)
 
 
@@ -177,9 +180,10 @@ def process_config(
     endpoint: str,
     num_sharing: int | None = None,
     service: int | None = None,
+    worker: int | None = None,
 ) -> ProcessConfig:
     """The configuration of a start of a process. `num_sharing` workers are on its device; None: all on a device of its
-    name. `service` is the number of a process of ControlNets; None: it is a worker's."""
+    name. `service` is the number of a process of ControlNets, `worker` that of the worker that another belongs to."""
     addresses = tuple(f"{endpoint}-controls-{number}" for number in range(len(config.controls.devices)))
     return ProcessConfig(
         name=name,
@@ -205,7 +209,9 @@ def process_config(
         loras=config.loras,
         controls=config.controls,
         control_addresses=addresses,
+        control_places=tuple("" if place == device else place for place in config.controls.devices),
         control_address="" if service is None else addresses[service],
+        guidance_address="" if worker is None or not config.guidance_devices else f"{endpoint}-guidance-{worker}",
     )
 
 

@@ -29,7 +29,10 @@ def process_environment(config: ProcessConfig | None = None) -> dict[str, str]:
     if config is None:
         return made
     visible = seen_device(config.device, os.environ).visible
-    return thread_variables(config.num_workers) | made | ({} if visible is None else {DEVICES: visible})
+    num_computing = config.num_workers * (
+        2 if config.guidance_address else 1
+    )  # a companion computes as much as its worker
+    return thread_variables(num_computing) | made | ({} if visible is None else {DEVICES: visible})
 
 
 def seen_device(device: str, environment: Mapping[str, str]) -> SeenDevice:

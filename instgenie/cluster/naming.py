@@ -12,6 +12,7 @@ from instgenie.cluster.entries import EditEntry
 from instgenie.cluster.orders import Order, TemplateOrder
 from instgenie.cluster.processes import Worker
 from instgenie.cluster.wire import ModelFacts, TemplateHead
+from instgenie.cost.table import Guided
 from instgenie.pictures.digest import masked_share, picture_digest
 from instgenie.pictures.resizing import working_size
 from instgenie.scheduling.router import Work
@@ -68,7 +69,7 @@ class Naming:
             num_masked = max(round(num_tokens * masked_share(order.mask)), 1)
             num_steps = facts.steps if order.wish.steps is None else order.wish.steps
             template = self.template_order_of(order).id if order.can_reuse else None
-            loras = tuple((use.version, use.num_bytes) for use in order.wish.loras)
+            loras, controls = order.wish.loras, order.wish.controls
             works.append(
                 Work(
                     num_steps,
@@ -76,8 +77,10 @@ class Naming:
                     num_masked,
                     template,
                     own_share=order.own_share(num_steps),
-                    loras=loras,
+                    loras=tuple((use.version, use.num_bytes) for use in loras),
                     num_free_steps=self.loras.num_free_steps(num_steps) if loras else 0,
+                    controls=tuple((use.version, use.num_bytes) for use in controls),
+                    guided=tuple(Guided(use.version, use.share(num_steps)) for use in controls),
                 )
             )
         return works

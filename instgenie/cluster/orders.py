@@ -123,6 +123,14 @@ class Partial:
 
 
 @dataclass(frozen=True)
+class GuidanceFacts:
+    """How the second branch of an edit was computed by the companion of its worker."""
+
+    num_repeats: int = 0  # steps that were repeated because the companion had died
+    is_alone: bool = False  # True if the worker went on without it
+
+
+@dataclass(frozen=True)
 class LoraFacts:
     """How the LoRAs of an edit were applied."""
 
@@ -159,6 +167,7 @@ class Facts:
     loras: LoraFacts | None = None  # None: it has none
     num_steps: int = 0
     num_control_retries: int = 0  # steps that were repeated because a process of ControlNets had died
+    guidance: GuidanceFacts | None = None  # None: all of its branches were computed by its worker
 
 
 @dataclass(frozen=True, eq=False)

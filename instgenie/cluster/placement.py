@@ -73,6 +73,7 @@ class Placement:
             is_cached = entry.mode is ComputeMode.CACHED
             tier = worker.load.templates.get(entry.template or "", "host") if is_cached else None
             price = costs.price(num_tokens, num_masked, tier)
+        price = costs.guided(price, num_tokens, entry.work.guided)
         worker.load.add(entry.id, entry.num_steps - entry.step, entry.num_computed_tokens, price)
 
     def remove(self, entry: EditEntry) -> None:
@@ -108,4 +109,6 @@ def total_work(works: Sequence[Work]) -> Work:
         own_share=works[0].own_share,
         loras=works[0].loras,
         num_free_steps=works[0].num_free_steps,
+        controls=works[0].controls,
+        guided=works[0].guided,
     )

@@ -12,6 +12,7 @@ from instgenie.cluster.entries import EditEntry, Entry
 from instgenie.cluster.holdings import Holdings
 from instgenie.cluster.launch import LaunchedProcess
 from instgenie.cluster.status import ControlNetsStatus, ProcessState, ProcessStatus
+from instgenie.scheduling.adapter_holdings import AdapterHoldings
 from instgenie.scheduling.backlog import SideStage
 from instgenie.scheduling.fetches import FetchRates, NodeLink, PeerMap
 from instgenie.scheduling.pace import Pace
@@ -51,7 +52,8 @@ class Process(Holdings):
     heard_at: float = 0.0
     peer_address: str = ""  # at which its current start serves templates to other workers; empty: it serves none
     launched: LaunchedProcess | None = None
-    kept: ControlNetsStatus | None = None  # of a process of ControlNets; None: it has told nothing
+    kept: ControlNetsStatus | None = None  # of a process that runs ControlNets; None: it has told nothing
+    control_versions: tuple[str, ...] = ()  # of the ControlNets in its memory
     _state: ProcessState = "starting"
 
     @property
@@ -254,14 +256,15 @@ def place(workers: Sequence[Worker], nodes: Mapping[int, str]) -> None:
 
 
 def make_services(config: ClusterConfig) -> list[Process]:
-    """The processes of ControlNets, which the workers share."""
-    return [Process(number, "controlnet", device, 0) for number, device in enumerate(config.controls.devices)]
+    """The processes that hold no entries: those of ControlNets, which all workers share, and companions of workers."""
+    devices: dict[Role, tuple[str, ...]] = {"controlnet": config.controls.devices, "guidance": config.guidance_devices}
+    return [Process(number, role, device, 0) for role, some in devices.items() for number, device in enumerate(some)]
 
 
 def make_workers(config: ClusterConfig) -> list[Worker]:
     common, common_rates, peers = Pace(), FetchRates(), PeerMap()
     side_seconds: dict[SideStage, float] = {}
-    changes, link = Changes(), NodeLink()
+    changes, link, shared = Changes(), NodeLink(), AdapterHoldings()
     max_held: dict[Role, int] = {  # of the processes of a worker
         "prepare": NUM_AHEAD,
         "denoise": 2 * config.max_batch_size,
@@ -277,6 +280,7 @@ def make_workers(config: ClusterConfig) -> list[Worker]:
             fetch_rates=FetchRates(common_rates),
             side_seconds=side_seconds,
             link=link,
+            controls=shared if config.controls.devices else AdapterHoldings(),
         )
         policy = make_policy(config.scheduling, config.batching, load.pace, dict(config.weights))
         processes = {

@@ -272,6 +272,7 @@ def facts_of(entry: EditEntry, painted: wire.Painted, worker: Worker) -> Facts:
         num_preemptions=entry.num_preemptions,
         loras=denoised.loras,
         num_control_retries=denoised.num_control_retries,
+        guidance=denoised.guidance,
         num_steps=prepared.num_steps,
         in_time=None if entry.order.deadline == NO_DEADLINE else time.monotonic() <= entry.order.deadline,
     )

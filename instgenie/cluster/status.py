@@ -97,7 +97,7 @@ class ClusterStatus:
     num_cancelled: int
     num_cache_queries: int
     cache_hits: dict[TierName, int]
-    services: tuple[ProcessStatus, ...] = ()  # processes of ControlNets
+    services: tuple[ProcessStatus, ...] = ()  # processes of ControlNets, and companions of workers
 
     @property
     def num_restarts(self) -> int:

@@ -13,10 +13,10 @@ import zmq.asyncio
 
 from instgenie.cluster import wire
 from instgenie.cluster.config import ResolvedConfig, Role, process_config
+from instgenie.cluster.control_holdings import begin_controls, hold_controls
 from instgenie.cluster.coordinator import Coordinator
 from instgenie.cluster.launch import NODE_LOST, Launcher
 from instgenie.cluster.processes import Process, Worker, make_services
-from instgenie.cluster.status import ControlNetsStatus
 from instgenie.machine.curve import Doorkeeper, secure_server
 from instgenie.machine.pauses import Pauses
 
@@ -31,7 +31,7 @@ class Supervisor:
         self.config = config
         self.launcher = launcher
         self.workers = workers
-        self.services = make_services(config)  # processes of ControlNets, which hold no entries
+        self.services = make_services(config)  # processes that hold no entries
         own = [process for worker in workers for process in worker.processes.values()]
         self.processes = [*own, *self.services]
         self.coordinator = Coordinator(config, workers, self._send)
@@ -127,10 +127,10 @@ class Supervisor:
         self._by_name.pop(process.name.encode(), None)
         process.begin()
         self._by_name[process.name.encode()] = process
-        is_service = process in self.services
         num_sharing = max(sum(one.role == "denoise" for one in self._sharing(process)), 1)
-        service = process.worker if is_service else None
-        config = process_config(self.config, process.name, process.device, self._endpoint, num_sharing, service)
+        service, worker = (process.worker, None) if process.role == "controlnet" else (None, process.worker)
+        where = process.device, self._endpoint
+        config = process_config(self.config, process.name, *where, num_sharing, service, worker)
         try:
             process.launched = await self.launcher.start(process.worker, process.role, config)
         except OSError as error:
@@ -207,6 +207,7 @@ class Supervisor:
                 self._begin_all()
             case wire.Ready(facts, digest, peer_address, layers, controls):
                 process.succeed()
+                begin_controls(process, self.services, self.workers)
                 self.coordinator.naming.control_shape = controls or self.coordinator.naming.control_shape
                 self.coordinator.naming.layer_table = layers or self.coordinator.naming.layer_table
                 process.peer_address = peer_address
@@ -215,10 +216,11 @@ class Supervisor:
                 self.coordinator.ready(process, facts, digest)
             case wire.Serving():
                 process.succeed()
+                begin_controls(process, self.services, self.workers)
                 self._begin_all()
                 log.info("process ready", extra={"worker_process": process.name})
-            case wire.ControlNetsKept(versions, num_bytes, num_loads):
-                process.kept = ControlNetsStatus(len(versions), num_bytes, num_loads)
+            case wire.ControlNetsKept():
+                hold_controls(process, message, self.services, self.workers)
             case wire.Broken(reason):
                 process.message = f"{process.device}: {reason}" if process.device.startswith("cuda") else reason
                 if not self._can_load(process.role):

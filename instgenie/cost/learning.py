@@ -65,6 +65,7 @@ class LearntCosts:
             gpu=tuple(scaled(price, scale) for price in table.gpu),
             host=tuple(scaled(price, scale) for price in table.host),
             dense=scaled(table.dense, scale),
+            controls={version: one._replace(seconds=scale * one.seconds) for version, one in table.controls.items()},
         )
 
 

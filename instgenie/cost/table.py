@@ -7,7 +7,7 @@ in a pass of their own.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -36,6 +36,21 @@ def mix(first: Price, second: Price, share: float) -> Price:
     return Price(*(share * one + rest * other for one, other in zip(first, second, strict=True)))
 
 
+class ControlPrice(NamedTuple):
+    """What a ControlNet takes for a step of a job of the table's size."""
+
+    seconds: float
+    device: str = ""  # on which it runs; those on one device take turns. Empty: that of the steps, which wait for it
+    hidden: float = 0.0  # share of a job's computing that runs beside it, if it has a device of its own
+
+
+class Guided(NamedTuple):
+    """A ControlNet that guides an edit."""
+
+    version: str
+    share: float = 1.0  # of the steps that it guides
+
+
 class StepCosts(Struct, frozen=True):
     """Prices of jobs of one size; a job of another size is priced in proportion to its tokens."""
 
@@ -54,6 +69,7 @@ class StepCosts(Struct, frozen=True):
     fetch: dict[
         TierName, tuple[float, float]
     ] = {}  # by tier: typical seconds to fetch a template into memory, fixed and per byte
+    controls: Mapping[str, ControlPrice] = {}  # of the ControlNets that edits may name, by version
 
     def price(self, num_tokens: float, num_masked: float, tier: TierName | None) -> Price:
         """Price of a step of a job whose activations are in a tier; None if it has none. Activations below memory are
@@ -83,6 +99,25 @@ class StepCosts(Struct, frozen=True):
         share, rest = own_share * num_tokens / self.num_tokens, 1 - own_share
         compute = own_share * self.per_job + share * dense + rest * cached
         return Price(compute, share * dense_load + rest * cached_load, own_share)
+
+    def guided(self, price: Price, num_tokens: float, controls: Iterable[Guided]) -> Price:
+        """The price of a job with what its ControlNets add."""
+        return price._replace(compute=price.compute + self.control_seconds(price, num_tokens, controls))
+
+    def control_seconds(self, price: Price, num_tokens: float, controls: Iterable[Guided]) -> float:
+        """Seconds that ControlNets add to a step of a job at a price. On the device of the steps they add up. On
+        another one they run beside the first part of the job's computing, and the step waits for the rest."""
+        own = hidden = 0.0
+        beside: dict[str, float] = {}
+        for version, share in controls:
+            if found := self.controls.get(version):
+                seconds = share * found.seconds * num_tokens / self.num_tokens
+                hidden = max(hidden, share * found.hidden)
+                if found.device:
+                    beside[found.device] = beside.get(found.device, 0.0) + seconds
+                else:
+                    own += seconds
+        return own + max(max(beside.values(), default=0.0) - hidden * price.compute, 0.0)
 
     def step_seconds(self, prices: Iterable[Price]) -> float:
         """Seconds of one step of these jobs together."""

@@ -2,6 +2,7 @@
 network that needs their residuals."""
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,6 +60,7 @@ class ControlShelf:
     def __init__(self, device: torch.device, dtype: torch.dtype, max_bytes: int = DEFAULT_BYTES) -> None:
         self.device, self.dtype, self.max_bytes = device, dtype, max_bytes
         self.num_loads = 0
+        self._loads: list[tuple[int, float]] = []  # bytes and seconds
         self._kept: OrderedDict[str, ControlNet] = OrderedDict()  # by version
         self._alive: WeakValueDictionary[str, ControlNet] = WeakValueDictionary()  # these, and those that jobs use
         self._lock = Lock()
@@ -81,11 +83,24 @@ class ControlShelf:
     def versions(self) -> tuple[str, ...]:
         return tuple(self._kept)
 
+    @property
+    def has_loaded(self) -> bool:
+        """True if there were loads that nobody has taken note of."""
+        return bool(self._loads)
+
+    def take_loads(self) -> tuple[tuple[int, float], ...]:
+        """Bytes and seconds of the loads since the last call."""
+        loads, self._loads = self._loads, []
+        return tuple(loads)
+
     def _load(self, use: ControlUse) -> ControlNet:
         self.num_loads += 1
+        started = time.monotonic()
         try:
             kind = read_config(use.name, Path(use.path))["_class_name"]
-            return CONTROLNETS[kind](Path(use.path), self.device, self.dtype)
+            net = CONTROLNETS[kind](Path(use.path), self.device, self.dtype)
+            self._loads.append((use.num_bytes or net.num_bytes, time.monotonic() - started))
+            return net
         except (ControlError, OSError, ValueError, RuntimeError) as error:
             log.error("ControlNet not loaded", extra={"controlnet": use.name, "reason": str(error)})
             why = "it does not fit into memory" if is_out_of_memory(error) else "its folder is damaged or incomplete"

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from instgenie.engine.controls import LocalControls, StepControls
 from instgenie.engine.graphs import Graphs
+from instgenie.engine.guidance import FarBranches, NoFarBranches
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.merging import Merging
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import Planning
-from instgenie.jobs.job import Job, locate
+from instgenie.jobs.job import Job, locate, stands_still
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
 
@@ -46,6 +47,7 @@ class Engine:
         own: OwnActivations | None = None,
         merging: Merging | None = None,
         controls: StepControls | None = None,
+        far: FarBranches | None = None,
     ) -> None:
         self.model = model
         self.full_size = max_jobs
@@ -57,6 +59,7 @@ class Engine:
         self.sides = model.describe().sides
         self.merging = merging or Merging(is_on=False)
         self.controls = controls or LocalControls(model)
+        self.far = far or NoFarBranches()
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
@@ -91,9 +94,10 @@ class Engine:
         self.own.make_ready(jobs)
         self.plan(jobs)
         self.controls.begin(jobs)
+        self.far.begin(jobs)
         for job, predictions in zip(jobs, self.predict(jobs), strict=True):
             self.own.watch(job)
-            job.advance(predictions)
+            job.advance([*predictions, *self.far.result(job, predictions[0])])
         self.load_ahead([job for job in jobs if not job.done])
 
     def advance_in_halves(self, jobs: Sequence[Job]) -> dict[Job, Exception]:
@@ -130,7 +134,7 @@ class Engine:
             self.loader.start(jobs)
 
     def pick(self) -> list[Job]:
-        return [job for job in self.jobs if not (job.is_held or job.awaits_controls)][: self.max_jobs]
+        return [job for job in self.jobs if not stands_still(job)][: self.max_jobs]
 
     def hand_over(self) -> list[Job]:
         finished = [job for job in self.jobs if job.done]

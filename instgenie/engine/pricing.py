@@ -10,7 +10,7 @@ import numpy as np
 from instgenie.cost.latency import find_latency
 from instgenie.cost.network import VALUE_BYTES
 from instgenie.cost.pricing import JobShape, make_costs
-from instgenie.cost.table import Price, StepCosts
+from instgenie.cost.table import Guided, Price, StepCosts
 from instgenie.jobs.job import Job
 from instgenie.jobs.tokens import text_bucket
 from instgenie.machine.device import device_name
@@ -51,14 +51,18 @@ def job_shape(model: Model, value_bytes: float, stride: int = 1, keeps_text: boo
 def price_of(job: Job, costs: StepCosts) -> Price:
     """Price of the job's current step."""
     tier = None if job.in_dense_steps else tier_of(job)
-    return costs.price(len(job.masked), num_computed(job, tier), tier)
+    price = costs.price(len(job.masked), num_computed(job, tier), tier)
+    guiding = [control.use for control in job.controls if control.use.guides(job.step, job.num_steps)]
+    return costs.guided(price, len(job.masked), [Guided(use.version) for use in guiding])
 
 
 def priced(job: Job, costs: StepCosts, terms: Terms = NO_TERMS, num_overtaken: int = 0) -> PricedJob:
     """The job as the scheduler sees it, with the mean price of its remaining steps."""
     tier, num_left = tier_of(job), job.num_steps - job.step
     price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, num_dense_left(job), num_left)
-    return PricedJob(price, num_left, terms, num_overtaken)
+    uses = [control.use for control in job.controls]
+    guided = [Guided(use.version, use.share(job.num_steps, job.step)) for use in uses]
+    return PricedJob(costs.guided(price, len(job.masked), guided), num_left, terms, num_overtaken)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,7 @@ class JobControl:
 
     def scale_at(self, step: int, num_steps: int) -> float:
         """0 at steps that it does not guide, as diffusers counts them."""
-        is_on = step / num_steps >= self.use.start and (step + 1) / num_steps <= self.use.end
-        return float(self.use.scale) if is_on else 0.0
+        return float(self.use.scale) if self.use.guides(step, num_steps) else 0.0
 
 
 class Promise(Protocol):

@@ -71,6 +71,7 @@ class Job:
     controls: tuple[JobControl, ...] = ()
     residuals: Promise | None = None  # of the ControlNets that guide its present step; None: none does
     awaits_controls: bool = False  # True while it waits in the batch for its ControlNets, and takes no step
+    awaits_branch: bool = False  # the same, for the process that computes its other branch
     keeps_norm: bool = False  # guided predictions are as long as those of the prompt, token by token
     reference: Tensor | None = None  # [reference tokens, channels] beside its own, the same at every step
 
@@ -207,6 +208,11 @@ class Job:
         if self.keeps_activations:
             self.kept_step = self.step
         self.step, self.latents = self.step + 1, latents  # together, so that running out of memory changes neither
+
+
+def stands_still(job: Job) -> bool:
+    """True while a job is in the batch and takes no step."""
+    return job.is_held or job.awaits_controls or job.awaits_branch
 
 
 def control_scales(job: Job) -> tuple[float, ...]:

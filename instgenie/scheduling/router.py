@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from instgenie.cost.table import Price
+from instgenie.cost.table import Guided, Price
+from instgenie.scheduling.adapter_holdings import AdapterHoldings, SizedAdapter
 from instgenie.scheduling.backlog import NO_LOAD, Backlog
 from instgenie.scheduling.fetches import FetchRates, NodeLink, PeerMap
-from instgenie.scheduling.lora_holdings import LoraHoldings, SizedLora
 from instgenie.scheduling.names import RoutingPolicy
 from instgenie.types import TierName
 
@@ -35,8 +35,10 @@ class Work:
     num_edits: int = 1
     must_reuse: bool = False  # True if a worker without the activations registers them before it runs the edits
     own_share: float = 1.0  # without them: share of the steps that are dense, whose activations the others read
-    loras: tuple[SizedLora, ...] = ()  # that it asks for
+    loras: tuple[SizedAdapter, ...] = ()  # that it asks for
     num_free_steps: int = 0  # that it takes while they load
+    controls: tuple[SizedAdapter, ...] = ()  # ControlNets that it asks for; it waits until they are there
+    guided: tuple[Guided, ...] = ()  # how many of its steps each of them guides
 
 
 @dataclass
@@ -46,7 +48,8 @@ class WorkerLoad(Backlog):
     templates: dict[str, TierName] = field(default_factory=dict)  # the fastest tier of each, by id; peers do not count
     peers: PeerMap = field(default_factory=PeerMap)  # templates in other workers' memory
     fetch_rates: FetchRates = field(default_factory=FetchRates)
-    loras: LoraHoldings = field(default_factory=LoraHoldings)
+    loras: AdapterHoldings = field(default_factory=AdapterHoldings)
+    controls: AdapterHoldings = field(default_factory=AdapterHoldings)  # in the worker, or in processes that all share
 
     @property
     def seconds_per_token(self) -> float:
@@ -80,8 +83,10 @@ class WorkerLoad(Backlog):
     def price_in(self, tier: TierName | None, work: Work) -> Price:
         """Price of a step of this work if its template is found in a tier; None: if it does without."""
         if tier is None:
-            return self.costs.own_price(work.num_tokens, work.num_masked_tokens, work.own_share)
-        return self.costs.price(work.num_tokens, work.num_masked_tokens, tier)
+            price = self.costs.own_price(work.num_tokens, work.num_masked_tokens, work.own_share)
+        else:
+            price = self.costs.price(work.num_tokens, work.num_masked_tokens, tier)
+        return self.costs.guided(price, work.num_tokens, work.guided) if work.guided else price
 
     def added_seconds(self, work: Work) -> float:
         """Seconds of the worker that this work takes if the other edits share its steps."""
@@ -145,6 +150,7 @@ class WorkerLoad(Backlog):
         """Note that the template of an edit is being fetched into memory, where later edits will find it."""
         tier = self.tier_of(work)
         self.loras.expect(work.loras)
+        self.controls.expect(work.controls)
         if work.template and tier not in ("gpu", "host", None):
             self.link.fetching[self.worker, work.template] = self._transfer_seconds(work, tier)
             self.templates[work.template] = "host"
@@ -168,7 +174,8 @@ def predicted_finish(work: Work, load: WorkerLoad) -> float:
     predicted = load.costs.total_seconds(num_steps, compute, loading)
     fetching = load.fetch_from(tier, work)
     adapting = load.loras.load_seconds(work.loras) if work.loras else 0.0
-    steps = fetching + load.pace.seconds(num_steps, predicted) + load.lora_wait(work, price, adapting)
+    controls = load.controls.load_seconds(work.controls) if work.controls else 0.0
+    steps = fetching + load.pace.seconds(num_steps, predicted) + controls + load.lora_wait(work, price, adapting)
     side = (load.num_unfinished + work.num_edits) * max(load.side_seconds.values(), default=0.0)
     return max(steps, side) + TIE * (fetching + registering + adapting)
 

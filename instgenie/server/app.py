@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from instgenie.server.bodies.schema import add_schema
 from instgenie.server.errors import ApiError, add_error_handlers, error_response
 from instgenie.server.guard.gate import Gate, KeyCheck
-from instgenie.server.routes import images, loras, operators, pages, templates
+from instgenie.server.routes import controlnets, images, loras, operators, pages, templates
 from instgenie.server.service import HttpService
 
 ABOUT = "Mask-guided image editing behind OpenAI's images API. Pixels outside the mask stay bit-identical."
@@ -20,7 +20,7 @@ def make_app(service: HttpService, version: str) -> ASGIApp:
     app = FastAPI(title="InstGenIE", version=version, description=ABOUT, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     app.state.service = service
-    for router in (images.router, templates.router, loras.router, operators.router, pages.router):
+    for router in (images.router, templates.router, loras.router, controlnets.router, operators.router, pages.router):
         app.include_router(router)
     add_error_handlers(app)
     app.add_exception_handler(Exception, on_bug)

@@ -21,6 +21,7 @@ from instgenie.server.bodies.fields import MAX_EDITS
 from instgenie.server.control_options import CONTROL_OPTIONS, make_controls
 from instgenie.server.guard.hosts import ANY, HOST
 from instgenie.server.guard.keys import ApiKey, check_keys, parse_key_file
+from instgenie.server.guidance_options import GUIDANCE_OPTIONS, pair_devices
 from instgenie.server.lora_options import LORA_OPTIONS, make_loras
 from instgenie.server.monitoring.log import LogFormat
 from instgenie.server.nodes import NODE_OPTIONS, choose_slots, make_ray_config
@@ -197,6 +198,7 @@ OPTIONS = (
     Option("cache-ttl", number(0.0001, 87600), None,
            "hours after which an unused template is deleted that no client registered", "HOURS", default_text="never"),
     *LORA_OPTIONS,
+    *GUIDANCE_OPTIONS,
     *CONTROL_OPTIONS,
     # logs and traces
     Option("log-format", one_of("json", "text"), "json", "format of log lines: json or text", "FORMAT"),
@@ -215,6 +217,7 @@ def read_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 def make_config(values: Mapping[str, Any]) -> ServeConfig:
     """Resolve every "auto" except the sizes of caches, which the cluster resolves when it is created."""
     devices = choose_slots(values) if values["cluster"] else choose_devices(values["device"], values["workers"])
+    devices, guidance_devices = pair_devices(values, devices)
     cluster = ClusterConfig(
         model=values["model"],
         devices=devices,
@@ -240,6 +243,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         cache=make_cache(values, devices),
         loras=make_loras(values),
         controls=make_controls(values, devices),
+        guidance_devices=guidance_devices,
     )
     return ServeConfig(
         HttpConfig(

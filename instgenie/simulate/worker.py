@@ -87,6 +87,7 @@ class SimulatedJob:
         if not self.is_cached and self.own_steps:
             num_dense = sum(step >= self.step for step in self.own_steps)
         price = costs.mean_price(self.work.num_tokens, self.work.num_masked_tokens, "host", num_dense, num_left)
+        price = costs.guided(price, self.work.num_tokens, self.work.guided)
         self._priced = PricedJob(price, num_left, self.terms, self.num_own_overtaken)
         return [self._priced]
 
@@ -136,6 +137,7 @@ class SimulatedWorker:
     predicted: float = 0.0  # seconds per step, by the router's costs
     can_prepare_at: float = 0.0
     can_finish_at: float = 0.0
+    controls_at: dict[str, float] = field(default_factory=dict)  # times at which its ControlNets are there, by version
 
     def accept(self, job: SimulatedJob) -> None:
         job.worker = self.load.worker
@@ -145,12 +147,24 @@ class SimulatedWorker:
         self.load.add(job.id, job.work.num_steps, self.load.tokens_of(job.work), self.load.price_of(job.work))
         if self.memory and job.work.template:
             job.fetched_at = self.memory.use(job.work.template, self.clock.now)
+        if job.work.controls:
+            self.load_controls(job)
         if self.batching in ONE_PROCESS:
             self.to_prepare.append(job)
             self.wake()
             return
         self.can_prepare_at = max(self.can_prepare_at, self.clock.now) + self.service.side.prepare
         self.clock.at(max(self.can_prepare_at, job.fetched_at), self.prepared, job)
+
+    def load_controls(self, job: SimulatedJob) -> None:
+        """Let a job wait for its ControlNets, which stay in memory from then on."""
+        holdings = self.load.controls
+        at = self.clock.now + holdings.load_seconds(job.work.controls)  # one after the other
+        for version, _ in job.work.controls:
+            if version not in holdings.versions:
+                self.controls_at[version] = at
+            job.fetched_at = max(job.fetched_at, self.controls_at.get(version, 0.0))
+        holdings.expect(job.work.controls)
 
     def prepared(self, job: SimulatedJob) -> None:
         job.prepared = self.clock.now
@@ -174,13 +188,24 @@ class SimulatedWorker:
         if self.has_changed:
             self.has_changed = False
             self.seconds = self.service.step(sums_of(self.running))
-            self.seconds += self.service.side.between
+            self.seconds += self.service.side.between + sum(self.control_seconds(job) for job in self.running)
             self.predicted = self.load.costs.step_seconds(self.price_of(job) for job in self.running)
         self.clock.at(self.clock.now + self.seconds, self.stepped, None)
 
     def price_of(self, job: SimulatedJob) -> Price:
         """Price of its current step, with activations in main memory."""
+        price = self.price_without(job)
+        return price._replace(compute=price.compute + self.control_seconds(job))
+
+    def price_without(self, job: SimulatedJob) -> Price:
+        """The same without ControlNets."""
         return self.load.costs.price(job.work.num_tokens, job.work.num_masked_tokens, None if job.is_dense else "host")
+
+    def control_seconds(self, job: SimulatedJob) -> float:
+        """Seconds that its ControlNets add to a step, in the mean over its steps."""
+        if not job.work.guided:
+            return 0.0
+        return self.load.costs.control_seconds(self.price_without(job), job.work.num_tokens, job.work.guided)
 
     def do_side_work(self) -> float:
         """Finish and prepare edits, in a worker of one process, before the next step. Returns the seconds it takes."""

@@ -1,5 +1,6 @@
-"""The connection of a worker to one process of ControlNets. A thread of its own sends and receives, so that the steps
-neither wait for a message nor miss one. Knows messages; `workers.controls` knows jobs."""
+"""The connection of a worker to a process that helps with its steps: one of ControlNets, or its companion. A thread of
+its own sends and receives, so that the steps neither wait for a message nor miss one. Knows messages;
+`workers.controls` and `workers.far_branches` know jobs."""
 
 import logging
 import os
@@ -15,14 +16,6 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from instgenie.cluster.wire import Frame, Message, encode
-from instgenie.cluster.wire.controls import (
-    ControlMessage,
-    ControlsOpened,
-    ControlsRefused,
-    ResidualsReady,
-    ResidualsRefused,
-    decode_control,
-)
 from instgenie.machine.curve import cluster_secret, secure_client
 
 MS_BETWEEN_LOOKS = 500
@@ -35,10 +28,10 @@ class Reply:
     """What becomes of a question: an answer, a refusal, or nothing because the process has died."""
 
     come: Event = field(default_factory=Event)
-    message: ControlMessage | None = None  # None: the process has died
+    message: Message | None = None  # None: the process has died
     frames: Sequence[Frame] = ()
 
-    def settle(self, message: ControlMessage | None, frames: Sequence[Frame] = ()) -> None:
+    def settle(self, message: Message | None, frames: Sequence[Frame] = ()) -> None:
         self.message, self.frames = message, frames
         self.come.set()
 
@@ -50,10 +43,21 @@ class Outgoing:
     after: "torch.cuda.Event | None" = None  # the frames are complete after it
 
 
+Read = Callable[[Frame], tuple[str | int | None, Message]]
+
+
 class ControlLink:
-    def __init__(self, address: str, on_news: Callable[[], None], on_lost: Callable[["ControlLink"], None]) -> None:
-        """`on_news` is called after each answer, `on_lost` when the process has died, both by the thread."""
-        self.address, self.on_news, self.on_lost = address, on_news, on_lost
+    def __init__(
+        self,
+        address: str,
+        on_news: Callable[[], None],
+        on_lost: Callable[["ControlLink"], None],
+        read: Read,
+        name: str,
+    ) -> None:
+        """`on_news` is called after each answer, `on_lost` when the process has died, both by the thread. `read` finds
+        the key of the question that a message answers."""
+        self.address, self.on_news, self.on_lost, self.read, self.name = address, on_news, on_lost, read, name
         self.replies: dict[str | int, Reply] = {}  # by job or by ticket
         self.num_losses = 0
         self._outgoing: deque[Outgoing] = deque()
@@ -127,14 +131,9 @@ class ControlLink:
 
     def _receive(self, socket: Any) -> None:
         head, *frames = socket.recv_multipart(copy=False)
-        message = decode_control(head.buffer)
-        match message:
-            case ControlsOpened(job) | ControlsRefused(job, _):
-                key: str | int = job
-            case ResidualsReady(ticket=ticket) | ResidualsRefused(ticket=ticket):
-                key = ticket
-            case _:
-                return
+        key, message = self.read(head.buffer)
+        if key is None:
+            return
         if reply := self.replies.pop(key, None):  # else nobody waits for it any more
             reply.settle(message, [frame.buffer for frame in frames])
         self.on_news()
@@ -142,7 +141,7 @@ class ControlLink:
     def _lose(self) -> None:
         """Settle everything that was asked: the process that would have answered is gone."""
         self.num_losses += 1
-        log.warning("the process of ControlNets is gone", extra={"address": self.address})
+        log.warning("the %s is gone", self.name, extra={"address": self.address})
         lost, self.replies = self.replies, {}
         self.on_lost(self)
         for reply in lost.values():

@@ -20,7 +20,7 @@ import zmq
 from torch import Tensor
 
 from instgenie.cluster.config import ProcessConfig
-from instgenie.cluster.wire import Broken, ControlNetsKept, Frame, Loaded, Message, Serving, Stop, encode
+from instgenie.cluster.wire import Broken, Frame, Loaded, Message, Serving, Stop, encode
 from instgenie.cluster.wire.controls import (
     AskResiduals,
     CloseControls,
@@ -39,7 +39,8 @@ from instgenie.machine.device import choose_device, choose_dtype, stay_near
 from instgenie.machine.shared_memory import OwnMemory, aligned
 from instgenie.models.controlnet import Asked, ControlledJob, ControlStep, compute
 from instgenie.telemetry.logs import log_to_stderr
-from instgenie.workers.controls import view_of
+from instgenie.workers.controls import kept, view_of
+from instgenie.workers.errors import described
 from instgenie.workers.frames import read_tensor, tensor_frame, tensor_head
 from instgenie.workers.line import Line
 
@@ -147,7 +148,7 @@ class ControlNetService:
                 log.error("ControlNets not opened", exc_info=error)
                 self.send(client, ControlsRefused(job, f"the ControlNets cannot be used: {type(error).__name__}"))
         if done:
-            self.line.send(ControlNetsKept(self.shelf.versions, self.shelf.num_bytes, self.shelf.num_loads))
+            self.line.send(kept(self.shelf))
 
     def keep(self, client: Client, job: str, opened: ControlledJob) -> None:
         self.clients.setdefault(client, ServedClient()).jobs[job] = opened
@@ -192,24 +193,25 @@ class ControlNetService:
         timestep, guidance = (torch.tensor(number, device=device) for number in (step.timestep, step.guidance))
         return ControlStep(sample, timestep, guidance, step.scales, rows)
 
-    @torch.inference_mode()
     def work(self) -> None:
-        """Compute everything that has been asked for, the asks of all workers together. A batch that fails is computed
-        again ask by ask, so that only those fail that cannot be computed alone."""
+        """Compute everything that has been asked for, the asks of all workers together."""
         pending, self.pending = self.pending, []
-        if not pending:
-            return
+        if pending:
+            self.try_to_answer(pending)
+
+    @torch.inference_mode()
+    def try_to_answer(self, pending: Sequence[PendingAsk]) -> None:
+        """Answer the asks together, or one by one where that fails: those fail that cannot be computed alone, each with
+        its own error."""
         try:
             self.answer(pending)
         except Exception as error:
-            for one in pending:
-                try:
-                    if len(pending) == 1:
-                        raise
-                    self.answer([one])
-                except Exception:
-                    log.error("residuals not computed", exc_info=error)
-                    self.send(one.client, ResidualsRefused(one.message.ticket, type(error).__name__))
+            if len(pending) > 1:
+                for one in pending:
+                    self.try_to_answer([one])
+                return
+            log.error("residuals not computed", exc_info=error)
+            self.send(pending[0].client, ResidualsRefused(pending[0].message.ticket, described(error)))
 
     def answer(self, pending: Sequence[PendingAsk]) -> None:
         started = time.monotonic()

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from instgenie.cluster.wire import Frame, TensorHead
+from instgenie.cluster.wire import ControlNetsKept, Frame, TensorHead
 from instgenie.cluster.wire.controls import (
     AskResiduals,
     CloseControls,
@@ -20,22 +20,24 @@ from instgenie.cluster.wire.controls import (
     ResidualsReady,
     ResidualsRefused,
     StepHead,
+    read_control,
 )
-from instgenie.engine.controls import StepControls, size_of, texts_of
+from instgenie.engine.controls import ControlShelf, LocalControls, StepControls, size_of, texts_of
 from instgenie.errors import ControlError
 from instgenie.jobs.controls import JobControl
 from instgenie.jobs.job import Job, control_scales
 from instgenie.machine.shared_memory import ForeignMemory, aligned, can_share
 from instgenie.models.model import Model
 from instgenie.workers.control_link import ControlLink, Reply
+from instgenie.workers.errors import StepLostError
 from instgenie.workers.frames import read_tensor, tensor_frame, tensor_head
 
 SECONDS_BETWEEN_BEATS = 0.25
 SECONDS_TO_OPEN = 600.0  # after which a job is given up
 
 
-class ControlsLostError(Exception):
-    """Residuals do not come: whoever computed them has died. The step can be repeated."""
+class ControlsLostError(StepLostError):
+    """Residuals do not come."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ class RemoteControls:
         """ControlNets are dealt out to the processes in the order of their names, by all workers alike. `wake` is
         called when something has come, `keep_alive` again and again while a step waits."""
         self.model, self.keep_alive = model, keep_alive
-        self.links = [ControlLink(address, wake, self._lost) for address in addresses]
+        self.links = [
+            ControlLink(address, wake, self._lost, read_control, "process of ControlNets") for address in addresses
+        ]
         self.order = {name: number for number, name in enumerate(names)}
         self.times: list[StepTimes] = []  # of the last step
         self._jobs: WeakKeyDictionary[JobControl, RemoteJob] = WeakKeyDictionary()
@@ -260,6 +264,16 @@ class RemoteControls:
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.model.device, self.model.dtype)
+
+
+def kept(shelf: ControlShelf) -> ControlNetsKept:
+    """What is in memory, and what it took to load the last ones."""
+    return ControlNetsKept(shelf.versions, shelf.num_bytes, shelf.num_loads, shelf.take_loads())
+
+
+def news_of(controls: StepControls) -> ControlNetsKept | None:
+    """What to tell of ControlNets that run in this process; None: nothing new."""
+    return kept(controls.shelf) if isinstance(controls, LocalControls) and controls.shelf.has_loaded else None
 
 
 class ControlUser(Protocol):

@@ -58,7 +58,9 @@ from instgenie.scheduling.policies import make_policy
 from instgenie.scheduling.policy import Situation
 from instgenie.workers.budget import with_budget
 from instgenie.workers.comparisons import SideTask, SideWork
-from instgenie.workers.controls import ControlsLostError, RemoteControls, settle_controls
+from instgenie.workers.control_prices import with_controls
+from instgenie.workers.controls import ControlsLostError, RemoteControls, news_of, settle_controls
+from instgenie.workers.far_branches import Companion, repeats_branch, settle_branches, split_branches
 from instgenie.workers.keyed import KeyedJobs
 from instgenie.workers.keys import Keys
 from instgenie.workers.line import Line
@@ -86,16 +88,18 @@ class Denoiser:
         self.policy = make_policy(config.scheduling, config.batching, weights=dict(config.weights))
         name = calibrated_name(config.model, config.quantization)
         form = config.cache.dtype, config.cache.stride, config.cache.keeps_text
-        self.costs = price_steps(model, name, config.plan, *form)
+        self.costs = with_controls(price_steps(model, name, config.plan, *form), config, model)
         self.learnt = LearntCosts(self.costs)
         planning = make_planning(model, name, config.plan)
         own = OwnActivations(model, keeps_text=config.cache.keeps_text)
         graphs = make_graphs(model, config.graphs)
         merging = Merging(config.loras.merges)
         self.controls = make_controls(config, model, line)
+        self.companion = make_companion(config, line)
         self.engine = Engine(
-            model, config.max_batch_size, planning, graphs=graphs, own=own, merging=merging, controls=self.controls
-        )
+            model, config.max_batch_size, planning,
+            graphs=graphs, own=own, merging=merging, controls=self.controls, far=self.companion,
+        )  # fmt: skip
         keys = Keys(model, *form)
         store = open_store(config.cache, model.device, has_peers=bool(config.peer_address))
         self.peer_server = serve_peers(store, config.peer_address, config.cache.peer_bytes_per_second)
@@ -179,6 +183,8 @@ class Denoiser:
         self.keyed.leave(tracked)
         self.loras.release(tracked)
         self.controls.close(tracked.job)
+        if self.companion:
+            self.companion.close(tracked.job)
 
     def count_edit(self, message: CountEdit) -> None:
         has_come_back = self.popularity.note(message.template, message.request)
@@ -239,6 +245,7 @@ class Denoiser:
         for group in groups:
             for tracked in group.jobs:
                 tracked.joined_at, tracked.is_preempted = time.perf_counter(), False
+                split_branches(self.companion, tracked)
                 self.running[tracked.job] = tracked
                 self.engine.join(tracked.job)
             self.num_joined += group.num_jobs
@@ -275,7 +282,7 @@ class Denoiser:
         self.policy.pace.measure(predicted, seconds + between)
         self.policy.charge([self.running[job].terms.tenant for job in jobs], seconds)
         for job, error in result.failed.items():
-            if not repeats(self.running[job], error, self.engine):
+            if not repeats(self.running[job], error, self.companion, self.engine):
                 self.mailbox.report_failure(self.running[job], error)
                 self.leave(self.running[job])
         self.registrar.stepped(seconds)
@@ -291,12 +298,15 @@ class Denoiser:
 
     def settle_adapters(self) -> None:
         """Give running jobs the LoRAs and ControlNets that have come. Jobs fail whose own cannot be loaded."""
+        settle_branches(self.companion, self.running, self.engine)
         running = self.running.values()
         for tracked, error in (*self.loras.settle(running), *settle_controls(self.controls, running)):
             assert isinstance(tracked, TrackedJob)
             self.mailbox.report_failure(tracked, error)
             self.engine.leave(tracked.job)
             self.leave(tracked)
+        if news := news_of(self.controls):
+            self.line.send(news)
 
     def learn(self, prices: Sequence[Price], seconds: float) -> None:
         """Correct the costs of steps by a measured one."""
@@ -344,9 +354,18 @@ def make_controls(config: ProcessConfig, model: Model, line: Line) -> StepContro
     return LocalControls(model, ControlShelf(model.device, model.dtype, config.controls.max_bytes), line.wake)
 
 
-def repeats(tracked: TrackedJob, error: Exception, engine: Engine) -> bool:
-    """Return whether a job goes on after a step that failed: the process of its ControlNets has died, and the step is
-    repeated when another one is there. It is given up after a few deaths."""
+def make_companion(config: ProcessConfig, line: Line) -> Companion | None:
+    return Companion(config.guidance_address, line.wake, line.keep_alive) if config.guidance_address else None
+
+
+def repeats(tracked: TrackedJob, error: Exception, companion: Companion | None, engine: Engine) -> bool:
+    """Return whether a job goes on after a step that failed: a process that helped with it has died, and the step is
+    repeated when another one is there."""
+    return repeats_branch(companion, tracked, error, engine) or repeats_controls(tracked, error, engine)
+
+
+def repeats_controls(tracked: TrackedJob, error: Exception, engine: Engine) -> bool:
+    """The same for ControlNets. A job is given up after a few deaths."""
     if not isinstance(error, ControlsLostError) or tracked.num_control_retries >= MAX_CONTROL_RETRIES:
         return False
     tracked.num_control_retries += 1

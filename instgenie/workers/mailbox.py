@@ -71,7 +71,7 @@ class Mailbox:
         frame = tensor_frame(job.latents)
         for asker in tracked.askers:
             told = job.num_computed_tokens, seconds, reuse_found(job), tracked.loras.facts if tracked.loras else None
-            message = Denoised(asker.id, asker.attempt, head, *told, tracked.num_control_retries)
+            message = Denoised(asker.id, asker.attempt, head, *told, tracked.num_control_retries, tracked.guidance)
             self.line.send(message, [frame])
         facts = {"num_steps": job.num_steps, "num_computed_tokens": job.num_computed_tokens}
         traces.record(tracked.trace, "denoise", seconds, attempt=tracked.attempt, **facts)

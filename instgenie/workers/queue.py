@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from instgenie.cache.store import Found
+from instgenie.cluster.orders import GuidanceFacts
 from instgenie.cluster.wire import (
     Denoise,
     Denoising,
@@ -61,6 +62,7 @@ class TrackedJob:
     request_id: str = ""
     key: str = ""  # idempotency key
     num_control_retries: int = 0  # steps that were repeated because a process of ControlNets had died
+    guidance: GuidanceFacts | None = None  # None: it was never split
     loras: LoraWait | None = None  # None: it has none
     followers: list[Denoising] = field(default_factory=list)  # jobs with the same key, which get what it gets
 

@@ -10,6 +10,7 @@ from instgenie.cli import main
 from instgenie.errors import ConfigError
 from instgenie.server import config as server_config
 from instgenie.server.config import ServeConfig, choose_cache_dtype, choose_devices, read_config
+from instgenie.server.guidance_options import pair_devices
 
 
 def read(environment: dict[str, str] | None = None, **flags: Any) -> ServeConfig:
@@ -178,3 +179,21 @@ def test_bad_arguments_end_with_one_line(
     shown = capsys.readouterr().err
     assert (code, len(shown.splitlines())) == (2, 1)
     assert expected in shown
+
+
+def test_workers_form_pairs_for_guidance_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_config, "count_gpus", lambda: 4)
+    config = read(guidance_parallel=True).cluster
+    assert (config.devices, config.guidance_devices) == (("cuda:0", "cuda:2"), ("cuda:1", "cuda:3"))
+    assert read().cluster.guidance_devices == ()
+    on_cpu = read(guidance_parallel=True, device="cpu", workers=2).cluster
+    assert (on_cpu.devices, on_cpu.guidance_devices) == (("cpu",), ("cpu",))
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"workers": 3}, "an even number of workers is expected, not 3"),
+        ({"device": "cuda:1", "workers": 2}, "not cuda:1 twice"),
+    ]
+    for flags, message in refusals:
+        with pytest.raises(ConfigError, match=message):
+            read(guidance_parallel=True, **flags)
+    with pytest.raises(ConfigError, match="each worker has one device"):
+        pair_devices({"guidance_parallel": True, "cluster": "auto"}, ("cpu", "cpu"))

@@ -14,6 +14,9 @@ from helpers.serving import ALICE, MASK, PICTURE, SIZE, Running, pixels_of, runn
 from instgenie.pictures.picture import encode_picture
 
 if TYPE_CHECKING:
+    from helpers.browser import Visitor
+    from playwright.sync_api import Browser
+
     from instgenie.models.model import Model
 
 FIELDS = {"prompt": "a red cat", "num_inference_steps": "4", "seed": "5", "reuse": "off"}
@@ -126,6 +129,19 @@ def test_models_lists_controlnets(server: Running) -> None:
     assert (service["role"], service["state"], service["num_restarts"]) == ("controlnet", "ready", 0)
 
 
+def test_controlnets_are_listed_with_whether_they_fit(server: Running) -> None:
+    with server.http() as client:
+        answer = client.get("/v1/controlnets").json()
+    assert answer["object"] == "list"
+    listed = {one["id"]: one for one in answer["data"]}
+    assert {name: one["fits"] for name, one in listed.items()} == {"edges": True, "other": False, "pose": True}
+    assert {one["num_modes"] for one in listed.values()} == {None}
+    assert listed["edges"]["num_bytes"] > 1000
+    assert (listed["edges"]["object"], listed["edges"]["parent"]) == ("controlnet", "tiny")
+    with httpx.Client(base_url=server.url) as stranger:
+        assert stranger.get("/v1/controlnets").status_code == 401
+
+
 def test_a_generation_follows_an_image(server: Running) -> None:
     body = {"prompt": "a red cat", "size": f"{SIZE[1]}x{SIZE[0]}", "num_inference_steps": 2, "seed": 5}
     controls = [{"name": "edges", "image": data_url(noise())}]
@@ -136,3 +152,61 @@ def test_a_generation_follows_an_image(server: Running) -> None:
     assert guided.status_code == 200, guided.text
     assert not np.array_equal(pixels_of(plain), pixels_of(guided))
     assert "no picture whose edges could be drawn" in error(refused)["message"]
+
+
+@pytest.fixture
+def visitor(browser: "Browser", server: Running) -> "Iterator[Visitor]":
+    from helpers.browser import Visitor
+
+    visitor = Visitor(browser, server.url, ALICE)
+    yield visitor
+    visitor.close()
+    assert visitor.faults == []
+
+
+def test_controlnets_on_the_page(visitor: "Visitor") -> None:
+    """They are chosen from a list, follow the picture's edges or an image of the user's, for a part of the steps, are
+    named beside the result, and outlive a reload."""
+    from helpers.browser import PAGE_SIZE, WAIT, drag, fill_settings, open_picture_on, sent_forms
+    from playwright.sync_api import expect
+
+    page = visitor.open()
+    open_picture_on(page)
+    drag(page, (0.4, 0.4), (0.6, 0.6))
+    offered = ["Add a ControlNet", "edges", "pose"]  # not the one that does not fit
+    expect(page.locator("#add-control option")).to_have_text(offered)
+    page.select_option("#add-control", "edges")
+    page.select_option("#add-control", "pose")
+    page.get_by_label("Scale of edges").fill("0.8")
+    page.get_by_label("End of edges").fill("50")
+    page.get_by_label("Start of edges").fill("70")  # not before its end: it does not count
+    expect(page.get_by_label("Start of edges")).to_have_attribute("aria-invalid", "true")
+    page.get_by_label("Start of edges").fill("0")
+    sent = noise(PAGE_SIZE)
+    with page.expect_file_chooser() as chooser:
+        page.get_by_label("Image for pose", exact=True).select_option("own")
+    expect(page.get_by_label("Image for pose", exact=True)).to_have_value("canny")  # until there is one
+    chooser.value.set_files({"name": "pose.png", "mimeType": "image/png", "buffer": sent})
+    expect(page.get_by_label("Image for pose", exact=True)).to_have_value("own")
+    expect(page.get_by_label("Choose another image for pose")).to_be_visible()
+    fill_settings(page, steps=2)
+    page.click("#run")
+    expect(page.locator("#facts")).to_contain_text("edges × 0.8, pose × 1", timeout=WAIT)
+    expect(page.locator("#facts")).to_contain_text("'edges' guided steps 1 to 1 of 2 with the edges of the picture")
+    expect(page.locator("#facts")).to_contain_text("'pose' guided all 2 steps with the image that was sent")
+    [form] = sent_forms(page)
+    assert json.loads(form["controls"]) == [
+        {"name": "edges", "scale": 0.8, "start": 0, "end": 0.5, "image": "canny"},
+        {"name": "pose", "scale": 1, "start": 0, "end": 1},
+    ]
+    assert form["control_image[]"] == sent
+    page.get_by_label("Remove pose").click()
+    page.wait_for_timeout(600)  # the page keeps its settings
+    page.reload()
+    expect(page.locator("#controls li")).to_have_count(1)
+    expect(page.get_by_label("Scale of edges")).to_have_value("0.8")
+    expect(page.get_by_label("End of edges")).to_have_value("50")
+    page.click("#strip button")
+    page.click("#again")  # the settings of the result
+    expect(page.locator("#controls li")).to_have_count(2)
+    expect(page.get_by_label("Choose another image for pose")).to_be_visible()

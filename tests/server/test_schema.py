@@ -16,7 +16,7 @@ KEY = {"Authorization": f"Bearer {ALICE}"}
 def test_the_document_is_true(server: Running, mode: GenerationMode) -> None:
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json", headers=KEY)
     operations = [found.ok() for found in document.get_all_operations()]
-    assert len(operations) == 18
+    assert len(operations) == 19
     for operation in operations:
         if mode == GenerationMode.POSITIVE or operation.body:
             check(operation, mode)

@@ -31,7 +31,8 @@ def test_every_entry_is_a_field_of_the_api_with_help(visitor: Visitor, server: R
     assert limits["strength"] == {"minimum": 0, "maximum": 1}
     assert limits["num_inference_steps"]["own"] > 0
     expect(page.locator("#feather")).to_have_attribute("max", "64")
-    expect(page.locator("#lora-panel")).to_be_hidden()  # this server has no LoRAs
+    for panel in ("#lora-panel", "#control-panel"):  # this server has neither
+        expect(page.locator(panel)).to_be_hidden()
     expect(page.locator("#guidance")).to_have_attribute("max", f"{limits['guidance_scale']['maximum']:g}")
 
 

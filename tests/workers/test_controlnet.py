@@ -112,6 +112,36 @@ def test_one_batch_has_the_steps_of_two_workers(
     assert times.asked <= times.started <= times.ended <= times.came
 
 
+def test_each_ask_of_a_batch_that_fails_has_its_own_error(
+    model: Model, nets: list[Path], service: ControlNetService, clients: list[RemoteControls]
+) -> None:
+    """Three asks in one batch; the texts of two of them fit no ControlNet, each in another way."""
+    jobs, owners = [*make_jobs(model, nets), *make_jobs(model, nets)[:1]], [*clients, clients[0]]
+    open_all(service, owners, jobs)
+    for number, (client, job) in enumerate(zip(owners[:2], jobs[:2], strict=True), 1):
+        remote = client._jobs[job.controls[0]].id
+        [served] = [one for one in service.clients.values() if remote in one.jobs]
+        opened = served.jobs[remote]
+        served.jobs[remote] = replace(opened, texts=tuple(text[:, :-number] for text in opened.texts))
+    for client, job in zip(owners, jobs, strict=True):
+        client.begin([job])
+    turn(service, lambda: len(service.pending) == 3)
+    service.work()
+    messages = []
+    for job in jobs[:2]:
+        assert job.residuals
+        with pytest.raises(ControlsLostError) as caught:
+            job.residuals.result()
+        messages.append(str(caught.value))
+    width = jobs[0].branches[0].text.shape[1]
+    for number, message in enumerate(messages, 1):
+        assert "RuntimeError: " in message
+        assert str(width - number) in message
+    assert messages[0] != messages[1]
+    assert jobs[2].residuals
+    assert len(jobs[2].residuals.result())
+
+
 def test_residuals_come_in_frames_where_memory_cannot_be_shared(
     model: Model, nets: list[Path], service: ControlNetService, clients: list[RemoteControls]
 ) -> None:

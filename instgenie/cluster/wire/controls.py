@@ -88,6 +88,17 @@ ControlMessage: TypeAlias = (
 _decoder = msgspec.msgpack.Decoder(ControlMessage)
 
 
+def read_control(head: Frame) -> tuple[str | int | None, ControlMessage]:
+    """An answer, and the key of the question."""
+    message = decode_control(head)
+    match message:
+        case ControlsOpened(job) | ControlsRefused(job, _):
+            return job, message
+        case ResidualsReady(ticket=ticket) | ResidualsRefused(ticket=ticket):
+            return ticket, message
+    return None, message
+
+
 def decode_control(head: Frame) -> ControlMessage:
     message: ControlMessage = _decoder.decode(head)
     return message

@@ -7,7 +7,7 @@ from msgspec import Struct
 from instgenie.adapters.controlnets import ControlShape
 from instgenie.adapters.layers import LayerTable
 from instgenie.cluster.config import finish_period
-from instgenie.cluster.orders import FailureKind, LoraFacts
+from instgenie.cluster.orders import FailureKind, GuidanceFacts, LoraFacts
 from instgenie.cluster.wire.heads import JobHead, Message, ModelFacts, TemplateHead, TensorHead
 from instgenie.cost.table import StepCosts
 from instgenie.scheduling.backlog import LoadSums
@@ -40,6 +40,7 @@ class ControlNetsKept(Message, frozen=True):
     versions: tuple[str, ...]
     num_bytes: int
     num_loads: int  # since it started
+    loads: tuple[tuple[int, float], ...] = ()  # bytes and seconds of those since the last message
 
 
 class Broken(Message, frozen=True):
@@ -149,6 +150,7 @@ class Denoised(Message, frozen=True):
     reuse: ReuseFound = "none"  # whose activations it has read
     loras: LoraFacts | None = None  # None: it has none
     num_control_retries: int = 0  # steps that were repeated because a process of ControlNets had died
+    guidance: GuidanceFacts | None = None  # None: all of its branches were computed by its worker
 
 
 class Registered(Message, frozen=True):

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from instgenie.cluster.orders import Facts, Finished
 from instgenie.server.bodies.controls import control_notes
 from instgenie.server.bodies.fields import OPENAI_QUALITIES, QUALITIES, ImageFields
+from instgenie.server.bodies.guidance import guidance_notes
 from instgenie.server.bodies.loras import lora_notes
 from instgenie.server.errors import ApiError
 from instgenie.types import Box, Notes, ReuseFound, TierName
@@ -177,9 +178,15 @@ def images_answer(
         errors=[IndexedError(index=index, **errors[index].body) for index in sorted(errors)],
         **picture_format(size_of(facts[0]), fields),
         usage=token_usage(facts, fields.prompt),
-        notes=[*notes, *lora_notes(facts, fields.lora_names), *control_notes(facts, fields.controls)],
+        notes=[*notes, *adapter_notes(facts, fields)],
     )
     return slots.fill(json.dumps(answer.model_dump(exclude_unset=True)))
+
+
+def adapter_notes(facts: Sequence[Facts], fields: ImageFields) -> Notes:
+    """What LoRAs, ControlNets and companions of workers did."""
+    loras, controls = lora_notes(facts, fields.lora_names), control_notes(facts, fields.controls)
+    return [*loras, *controls, *guidance_notes(facts)]
 
 
 def picture_answer(index: int, result: Finished, fields: ImageFields, slots: "PictureSlots") -> PictureAnswer:
@@ -294,11 +301,7 @@ def completed_event(prefix: EventPrefix, index: int, finished: Finished, fields:
             **picture_format(size_of(finished.facts), fields),
             **edit_summary(finished.facts),
             "usage": token_usage([finished.facts], fields.prompt).model_dump(),
-            "notes": [
-                *notes,
-                *lora_notes([finished.facts], fields.lora_names),
-                *control_notes([finished.facts], fields.controls),
-            ],
+            "notes": [*notes, *adapter_notes([finished.facts], fields)],
         },
     )
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from instgenie.adapters.controlnets import RegisteredControlNet
+from instgenie.adapters.controlnets import ControlShape, RegisteredControlNet
 from instgenie.adapters.registry import RegisteredLora
 from instgenie.cluster.wire import ModelFacts
 from instgenie.pictures.picture import MAX_SIZE
@@ -46,6 +46,22 @@ class LorasAnswer(AnswerBody):
     data: list[LoraAnswer]
 
 
+class ControlNetAnswer(AnswerBody):
+    id: str
+    object: Literal["controlnet"]
+    created: int
+    root: str
+    parent: str
+    num_bytes: int
+    num_modes: int | None  # kinds of images that it knows, of which an edit names one; None: one
+    fits: bool  # True if the model can be guided by it; as long as the model loads, all seem to fit
+
+
+class ControlNetsAnswer(AnswerBody):
+    object: Literal["list"]
+    data: list[ControlNetAnswer]
+
+
 class LoraRemoved(AnswerBody):
     id: str
     object: Literal["lora"]
@@ -79,6 +95,19 @@ def describe_as_model(adapter: RegisteredLora | RegisteredControlNet, model: str
     """A LoRA or a ControlNet among the models, as vLLM lists them."""
     name, created, root = adapter.name, adapter.created, adapter.path.name
     return ModelAnswer(id=name, object="model", created=created, owned_by="instgenie", root=root, parent=model)
+
+
+def describe_controlnet(net: RegisteredControlNet, model: str, shape: ControlShape | None) -> ControlNetAnswer:
+    return ControlNetAnswer(
+        id=net.name,
+        object="controlnet",
+        created=net.created,
+        root=net.path.name,
+        parent=model,
+        num_bytes=net.num_bytes,
+        num_modes=net.num_modes,
+        fits=shape is None or net.fits(shape),
+    )
 
 
 def describe_lora(lora: RegisteredLora, model: str) -> LoraAnswer:

@@ -26,7 +26,14 @@ from instgenie.server.bodies.fields import (
     VariationFields,
 )
 from instgenie.server.bodies.forms import DATA_URL_PREFIX
-from instgenie.server.bodies.models import LoraAnswer, LoraRemoved, LorasAnswer, ModelAnswer, ModelsAnswer
+from instgenie.server.bodies.models import (
+    ControlNetsAnswer,
+    LoraAnswer,
+    LoraRemoved,
+    LorasAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+)
 from instgenie.server.bodies.status import StatusAnswer
 
 ERRORS = {
@@ -149,6 +156,7 @@ LORA: dict[str, Any] = {
     "responses": answers(LoraAnswer, *UPLOAD_ERRORS, status=201),
     "openapi_extra": body(LoraFields),
 }
+CONTROLNETS: dict[str, Any] = {"responses": answers(ControlNetsAnswer, 401, 403)}
 LORAS: dict[str, Any] = {"responses": answers(LorasAnswer, 401, 403)}
 ONE_LORA: dict[str, Any] = {"responses": answers(LoraAnswer, 400, 401, 403, 404)}
 REMOVED_LORA: dict[str, Any] = {"responses": answers(LoraRemoved, 400, 401, 403, 404)}

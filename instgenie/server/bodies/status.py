@@ -67,7 +67,7 @@ class StatusAnswer(AnswerBody):
     fronts: list[str]  # addresses of all fronts; empty: this one is alone
     nodes: list[NodeAnswer]  # empty: all workers are on this machine
     workers: list[WorkerAnswer]
-    services: list[ServiceAnswer]  # processes of ControlNets
+    services: list[ServiceAnswer]  # processes of ControlNets, and companions of workers
 
 
 def status_answer(service: HttpService, version: str) -> StatusAnswer:

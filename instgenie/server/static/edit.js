@@ -1,6 +1,7 @@
 // The edit page: connects the server, the picture, the mask, the settings, the run and the results.
 import { ask } from "./api.js";
 import { Board } from "./board.js";
+import { Controls } from "./controls.js";
 import { bytes, element, find, percent, press } from "./dom.js";
 import { BoardInput } from "./input.js";
 import { Loras } from "./loras.js";
@@ -31,7 +32,7 @@ const stage = new Stage(board, showResult);
 const toolbar = new Toolbar(input, useTool);
 const results = new Results({ onChoose: showResult, onForget: ({ id }) => saved.forget(id), say });
 const prompts = new Prompts(find("prompt"), find("suggestions"), find("chips"));
-const loras = new Loras(later(keepSettings)); // a control that settings read and write
+const adapters = [new Loras(later(keepSettings)), new Controls(later(keepSettings))]; // that settings read and write
 const settings = new Settings(later(keepSettings));
 const saved = new Saved();
 let facts = null; // about the server
@@ -43,7 +44,7 @@ async function loadFacts() {
   facts = await (await ask("/page/facts")).json();
   showServer(facts.is_ready ? facts.model : "loading the model", facts.is_ready ? "ready" : "loading");
   settings.learn(facts.fields);
-  loras.load().catch(() => {}); // nothing waits for it; without an answer none are offered
+  for (const one of adapters) one.load().catch(() => {}); // nothing waits for it; without an answer none are offered
   prompts.check(facts.words);
   const { num_ready = 0, num = 0 } = facts.warmed ?? {};
   find("warmed").textContent = num_ready < num ? `Getting the examples ready: ${num_ready} of ${num}` : "";
@@ -310,6 +311,10 @@ function offer(text, name, act) {
   find("notice").replaceChildren(`${text} `, element("button", { type: "button", className: "link", textContent: name, onclick: act }));
 }
 
+function explain(id) {
+  find(`about-${id}`).ariaExpanded = String(!(find(`${id}-help`).hidden = !find(`${id}-help`).hidden));
+}
+
 function setRunning(controller) {
   running = controller;
   find("run").hidden = find("remove").hidden = Boolean(controller);
@@ -338,7 +343,8 @@ const ON_CLICK = {
   remove,
   reuse: useAsSource,
   again: useSettings,
-  "about-loras": () => (find("about-loras").ariaExpanded = String(!(find("loras-help").hidden = !find("loras-help").hidden))),
+  "about-loras": () => explain("loras"),
+  "about-controls": () => explain("controls"),
   forget: () => (results.forgetAll(), (stage.result = null), stage.setMode("mask")),
 };
 for (const [id, act] of Object.entries(ON_CLICK)) find(id).addEventListener("click", act);

@@ -1,6 +1,7 @@
 // Facts shown beside a result: how much was computed, where the rest came from, how long it took.
+import { controlsIn } from "./controls.js";
 import { percent, seconds, terms } from "./dom.js";
-import { chosenIn } from "./loras.js";
+import { lorasIn } from "./loras.js";
 
 const TIERS = { gpu: "GPU memory", host: "host memory", disk: "disk", peer: "the memory of another worker", remote: "remote store" };
 
@@ -14,7 +15,8 @@ export function showFacts(list, { facts, share, values }) {
       ["Steps took", seconds(denoise), ...savedOf(facts)],
       ["Other time", seconds(queue + prepare + finish), `of which ${seconds(queue)} waiting`],
       ["Seed", String(facts.seed)],
-      ...(values.loras ? [["LoRAs", chosenIn(values.loras).map(([name, scale]) => `${name} × ${scale}`).join(", ")]] : []),
+      ...(values.loras ? [["LoRAs", lorasIn(values.loras).map(([name, scale]) => `${name} × ${scale}`).join(", ")]] : []),
+      ...(values.controls ? [["ControlNets", controlsIn(values.controls).map(({ name, scale }) => `${name} × ${scale}`).join(", ")]] : []),
       ...(facts.notes.length ? [["Notes", ...facts.notes]] : []),
     ]),
   );

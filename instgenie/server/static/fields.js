@@ -11,11 +11,12 @@
 // hint     a placeholder, unless the model has a value of its own
 // choices  {value: text}, if not all of the server's; step, minimum, maximum: if narrower than the server's
 // wide     true: takes a whole row
-// keeps    false: neither in the URL nor stored
+// keeps    false: not in the URL
 // help     one or two sentences behind the label's "?"
 export const FIELDS = [
   { name: "prompt", id: "prompt", label: "What should be there?", kind: "own" },
   { name: "loras", id: "loras", label: "LoRAs", kind: "own" },
+  { name: "controls", id: "controls", label: "ControlNets", kind: "own", keeps: false },
   {
     name: "n", id: "count", label: "Variants", kind: "number", place: "main", first: "1",
     help: "How many results to make. They differ only in their seeds and are shown side by side.",

@@ -1,5 +1,6 @@
 // One run: sends picture, mask and settings to the API, and reports what comes back.
 import { ApiError, ask } from "./api.js";
+import { controlParts } from "./controls.js";
 import { editEvents } from "./stream.js";
 
 const MANY_PIXELS = 4e6; // intermediate pictures are sent at full size, so large ones are sent less often
@@ -11,8 +12,9 @@ export async function runEdit({ picture, maskFile, values }, on, signal) {
   form.append("image", picture.file, "picture");
   form.append("mask", maskFile, "mask.png");
   const partials = picture.width * picture.height > MANY_PIXELS ? 1 : 3;
-  const fields = { ...values, stream: true, stream_progress: true, partial_images: partials };
-  for (const [name, value] of Object.entries(fields)) form.append(name, value);
+  const { controls, ...others } = values;
+  const fields = { ...others, stream: true, stream_progress: true, partial_images: partials };
+  for (const [name, value] of [...Object.entries(fields), ...(controls ? controlParts(controls) : [])]) form.append(name, value);
   const response = await ask("/v1/images/edits", { method: "POST", body: form, signal });
   for await (const event of received(response.body, signal)) HANDLERS[event.type]?.(event, on);
 }

@@ -70,7 +70,10 @@ export class Settings {
   set query(text) {
     const given = new URLSearchParams(text);
     const known = FIELDS.filter(({ id, keeps = true }) => keeps && given.has(id));
-    if (known.length) this.write(Object.fromEntries(known.map(({ id, name }) => [name, given.get(id)])));
+    if (!known.length) return;
+    const values = this.read();
+    const others = FIELDS.filter(({ name, keeps = true }) => !keeps && name in values); // no address says anything of them
+    this.write(Object.fromEntries([...others.map(({ name }) => [name, values[name]]), ...known.map(({ id, name }) => [name, given.get(id)])]));
   }
 }
 
