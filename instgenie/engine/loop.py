@@ -54,14 +54,15 @@ class Engine:
         self.loader = loader or Loader(model)
         self.graphs = graphs
         self.own = own or OwnActivations(model)
-        self.sides = model.describe().sides
+        network = model.describe()
+        self.sides, self.tiles = network.sides, network.tiles
         self.merging = merging or Merging(is_on=False)
         self.controls = controls or LocalControls(model)
         self.jobs: list[Job] = []
 
     def join(self, job: Job) -> None:
         """Take a job into the batch. This may wait for the device, no step does."""
-        locate(job, self.sides)
+        locate(job, self.sides, self.tiles)
         self.jobs.append(job)
 
     def leave(self, job: Job) -> None:
