@@ -169,8 +169,7 @@ class Graphs:
             for job, branch in readers
         ]
         num_places = max(map(len, found))
-        padded = [addresses + [0] * (num_places - len(addresses)) for addresses in found]
-        table = torch.tensor(padded, dtype=torch.int64).T.contiguous()
+        table = torch.tensor([addresses or [0] * num_places for addresses in found], dtype=torch.int64).T.contiguous()
         return table.pin_memory() if self.model.device.type == "cuda" else table
 
     def rows_at(self, table: Tensor, packed: PackedBatch) -> TableRows:

@@ -23,6 +23,13 @@ def is_loaded(job: Job) -> bool:
     return cache is not None and (cache.is_packed or cache.rows[0].device != job.device)
 
 
+def has_more_places(job: Job) -> bool:
+    """Return whether the job reads or leaves activations in its present step that have places for convolutions, too.
+    All activations of a pass have the same places."""
+    cache = job.activations
+    return cache is not None and cache.has_convolutions and (any(job.present_plan) or job.keeps_activations)
+
+
 @dataclass(frozen=True, eq=False)
 class Tiling:
     unet: UNet2DConditionModel
@@ -54,7 +61,7 @@ class Tiling:
         ControlNet changes what convolutions compute, and where no rows are loaded: loading follows the order of a pass
         in which all jobs are at the same block."""
         is_mixed = self.how != "dense" and not (job.loras or job.controls or is_loaded(job))
-        return None if is_mixed else job.grid, keeps_convolutions(job) or reads_convolutions(job)
+        return None if is_mixed else job.grid, has_more_places(job)
 
     def needs_tiles(self, jobs: Sequence[Job]) -> bool:
         """Return whether the jobs of a pass have several sizes, or convolutions that read or leave activations."""
