@@ -64,7 +64,7 @@ class UnetPasses(Model):
     def with_convolutions(self, how: Convolutions) -> Self:
         if how != "dense" and not can_tile(self.unet):
             raise ModelError(f"the UNet of {self.name!r} has blocks that see whole pictures: no convolutions are {how}")
-        return replace(self, convolutions=how)
+        return self if how == self.convolutions else replace(self, convolutions=how)
 
     @cached_property
     def positions(self) -> Positions:
