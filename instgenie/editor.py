@@ -36,6 +36,7 @@ from instgenie.pictures.picture import check_edit
 from instgenie.scheduling.scheduler import FILL
 from instgenie.types import (
     Box,
+    Convolutions,
     Edit,
     OnStep,
     PixelMask,
@@ -83,7 +84,8 @@ class Editor:
     bfloat16, with int4 less than a third, and are a little less exact. With a cache_stride of 4 every fourth step is
     registered and serves the three that follow: a quarter of the bytes and of the work. With text_padding reused, the
     padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed. With quantization
-    fp8 the network multiplies in eight bits, on GPUs that can.
+    fp8 the network multiplies in eight bits, on GPUs that can. With convolutions reused, those of a UNet compute only
+    the tiles that have masked tokens, in edits without a template.
 
     `loras` gives names to LoRA files, and `lora_dir` is a folder whose files are named by their stems. An edit asks for
     them with `loras=[("pencil", 0.8)]`; a path is a name, too.
@@ -110,11 +112,12 @@ class Editor:
         cache_stride: int = 1,
         text_padding: TextPadding = "computed",
         quantization: Quantization | None = None,
+        convolutions: Convolutions = "dense",
         loras: Mapping[str, str] | None = None,
         lora_dir: str | None = None,
         controlnets: Mapping[str, str] | None = None,
     ) -> None:
-        self.model = load(model, device, dtype, quantization=quantization)
+        self.model = load(model, device, dtype, quantization=quantization, convolutions=convolutions)
         self.cache = cache
         self.cache_dtype = cache_dtype
         self.cache_stride = cache_stride

@@ -14,6 +14,7 @@ TierName = Literal["gpu", "host", "disk", "peer", "remote"]  # the places where 
 OnStep = Callable[[int, int], None]  # called with the steps taken so far and the steps in all
 Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or the rows that go into it
 CacheDtype = Literal["model", "fp8", "int4"]  # activations in the model's dtype, or packed into 1/2 or 5/16 of bfloat16
+Convolutions = Literal["dense", "tiled", "reused"]  # a UNet's see whole pictures, all tiles, or masked tiles alone
 TextPadding = Literal["computed", "reused"]  # reused: padding of a text is read from activations, like unmasked tokens
 Quantization = Literal["fp8"]  # of the products of the network: weights and rows in e4m3
 Reuse = Literal["auto", "own", "template", "off"]  # of activations: see `Edit.reuse`

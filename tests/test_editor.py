@@ -9,7 +9,7 @@ import pytest
 from helpers.edits import make_edit
 
 from instgenie import Editor
-from instgenie.errors import EditError, MaskError
+from instgenie.errors import EditError, MaskError, ModelError
 from instgenie.types import Result
 
 
@@ -124,3 +124,16 @@ def test_padding_of_a_prompt_is_read_from_its_own_steps_and_from_the_template(fo
         assert computed.reuse == read.reuse == reuse
         assert (computed.picture != read.picture).any()
         assert (computed.picture == read.picture)[~edit.mask].all()
+
+
+def test_convolutions_of_masked_tiles(folders: dict[str, Path]) -> None:
+    edit = make_edit(size=(64, 64), share=0.1, steps=3, own_steps=(0,))
+    dense, reused = (
+        Editor(model=str(folders["sdxl"]), device="cpu", convolutions=how).edit_many([edit])[0]
+        for how in ("dense", "reused")
+    )
+    assert dense.reuse == reused.reuse == "own"
+    assert (dense.picture != reused.picture).any()
+    assert (dense.picture == reused.picture)[~edit.mask].all()
+    with pytest.raises(ModelError, match="no convolutions that could be tiled"):
+        Editor(model=str(folders["blend"]), device="cpu", convolutions="tiled")

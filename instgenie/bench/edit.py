@@ -40,7 +40,7 @@ from instgenie.models.model import Model
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.samples import sample_picture
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Edit, PlanPolicy, Quantization, TextPadding, TierName
+from instgenie.types import Convolutions, Edit, PlanPolicy, Quantization, TextPadding, TierName
 
 TABLE_WIDTH = 100
 OWN = Caching("kv", "model", "gpu", "cached")  # how an edit keeps what its own dense steps leave behind
@@ -63,6 +63,7 @@ class EditStudy:
     rows: RowChoice = "auto"
     systems: tuple[str, ...] = ("diffusers", "dense", "own", "cached")
     quality: Quality = "balanced"  # of `own`
+    convolutions: Convolutions = "dense"  # of our engine
     quantization: Quantization | None = None  # of our engine's products; diffusers computes with the whole weights
     graphs: bool = True
 
@@ -90,7 +91,7 @@ def bench_edit(
     """Measure and print. The JSON file also keeps `command`, the command line that measures this again."""
     check_folder(json_path)
     with show_status("loading the model"):
-        model = load(name, device, quantization=study.quantization)
+        model = load(name, device, quantization=study.quantization, convolutions=study.convolutions)
     size = size or (model.own_size, model.own_size)
     rows: list[EditRow] = []
     warm: set[tuple[System, int]] = set()
@@ -113,6 +114,7 @@ def bench_edit(
         about = {"command": command, "model": name, "size": size, "steps": study.steps, "machine": machine}
         padding = "reused" if study.keeps_text else "computed"
         about |= {"quantization": study.quantization, "cache_stride": study.cache_stride, "text_padding": padding}
+        about |= {"convolutions": study.convolutions}
         write_json(about | {"rows": [asdict(row) for row in rows]}, json_path)
 
 

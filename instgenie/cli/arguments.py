@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from instgenie.types import CacheDtype, LoraUse, Quantization, TextPadding
+from instgenie.types import CacheDtype, Convolutions, LoraUse, Quantization, TextPadding
 
 CACHE_GIB = 20.0
 
@@ -50,6 +50,14 @@ def add_text_padding(parser: argparse.ArgumentParser) -> None:
         "tokens, so that only the tokens of the prompt are computed"
     )
     parser.add_argument("--text-padding", choices=get_args(TextPadding), default="computed", help=about)
+
+
+def add_convolutions(parser: argparse.ArgumentParser) -> None:
+    about = (
+        "convolutions of a UNet: over whole pictures (dense, the default), over tiles (tiled), or over masked tiles "
+        "alone where an edit reads what its own dense steps left (reused)"
+    )
+    parser.add_argument("--convolutions", choices=get_args(Convolutions), default="dense", help=about)
 
 
 def box(text: str) -> tuple[int, int, int, int]:

@@ -6,7 +6,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from instgenie.cli.arguments import add_model, add_quantization, add_text_padding, positive, rate, ratio, size
+from instgenie.cli.arguments import (
+    add_convolutions,
+    add_model,
+    add_quantization,
+    add_text_padding,
+    positive,
+    rate,
+    ratio,
+    size,
+)
 from instgenie.cli.claims import add_bench_table
 from instgenie.cli.evaluate import (
     add_bench_deadlines,
@@ -62,6 +71,7 @@ def add_bench_edit(parser: argparse.ArgumentParser) -> None:
     systems = ["diffusers", "compiled", "reference", "dense", "own", "cached"]
     add_several("--system", "systems", "system to measure (default diffusers and ours)", choices=systems)
     add_quantization(parser)
+    add_convolutions(parser)
     parser.add_argument("--no-kernels", action="store_true", help="use plain torch instead of fused kernels")
     parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one instead of as CUDA graphs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")

@@ -11,7 +11,16 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from instgenie.cache.folder import default_folder, make_folder
-from instgenie.cli.arguments import add_cache, add_model, add_quantization, box, control, lora, named_path
+from instgenie.cli.arguments import (
+    add_cache,
+    add_convolutions,
+    add_model,
+    add_quantization,
+    box,
+    control,
+    lora,
+    named_path,
+)
 from instgenie.cli.screen import complain, hide_loading_bars
 from instgenie.errors import CacheError, InstGenieError, PictureError
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
@@ -107,6 +116,7 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-dir", type=Path, metavar="DIR", help="folder of LoRAs that are named by their files")
     add_model(parser)
     add_quantization(parser)
+    add_convolutions(parser)
     about_cache = "neither read nor write cached activations"
     parser.add_argument("--no-cache", action="store_true", help=about_cache)
     about_register = "register the photograph after the edit, for further edits of it, if it is not in the cache"
@@ -293,6 +303,7 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
             cache_stride=options.cache_stride,
             text_padding=options.text_padding,
             quantization=options.quantization,
+            convolutions=getattr(options, "convolutions", "dense"),
             controlnets=dict(getattr(options, "controlnets", [])),
             lora_dir=str(options.lora_dir) if getattr(options, "lora_dir", None) else None,
         )

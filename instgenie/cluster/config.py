@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from instgenie.scheduling.names import DEFAULT_SCHEDULING, ONE_PROCESS, Batching, RoutingPolicy, Scheduling
-from instgenie.types import CacheDtype, PlanPolicy, Quantization, TextPadding
+from instgenie.types import CacheDtype, Convolutions, PlanPolicy, Quantization, TextPadding
 
 Role = Literal["prepare", "denoise", "finish", "controlnet", "guidance"]
 
@@ -88,6 +88,7 @@ class ClusterConfig:
     devices: tuple[str, ...] = ("auto",)  # one worker each
     dtype: str = "auto"
     quantization: Quantization | None = None  # of the network's products
+    convolutions: Convolutions = "dense"  # of a UNet
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
     max_queue_per_tenant: int | None = None  # of these, edits of one tenant; None: as many
@@ -138,6 +139,7 @@ class ProcessConfig:
     batching: Batching
     cache: ResolvedCache
     quantization: Quantization | None = None
+    convolutions: Convolutions = "dense"
     plan: PlanPolicy = "cached"
     graphs: bool = True
     scheduling: Scheduling = DEFAULT_SCHEDULING
@@ -195,6 +197,7 @@ def process_config(
         batching=config.batching,
         cache=config.cache,
         quantization=config.quantization,
+        convolutions=config.convolutions,
         plan=config.plan,
         graphs=config.graphs,
         scheduling=config.scheduling,

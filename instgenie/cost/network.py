@@ -41,6 +41,21 @@ class BlockShape:
 
 
 @dataclass(frozen=True)
+class ConvolutionShape:
+    """What is kept for a convolution that computes masked tiles alone: its input or, for the norm before it, numbers of
+    each tile."""
+
+    width: int  # of a row
+    side: int = 1  # as that of a block
+    tile: int = 0  # side of the tiles that have a row each, of float32; 0: each token has one
+
+    def num_rows(self, grid: tuple[int, int]) -> int:
+        """The number of rows of a picture with so many rows and columns of tokens at the finest level."""
+        down, across = (-(-length // (self.side * max(self.tile, 1))) for length in grid)
+        return down * across
+
+
+@dataclass(frozen=True)
 class NetworkShape:
     """A network as plain numbers."""
 
@@ -50,11 +65,17 @@ class NetworkShape:
     per_branch: int  # FLOPs outside the blocks per branch
     pads_lists: bool = False  # the lists of masked tokens of a batch are padded together; see `common_share`
     dense_apart: bool = False  # dense jobs run in a pass of their own, apart from those that read activations
+    convolutions: tuple[ConvolutionShape, ...] = ()  # that compute masked tiles alone; none: all of them are dense
 
     @property
     def sides(self) -> set[int]:
         """The sides of the levels: how many tokens of the picture a token of theirs stands for, along each axis."""
         return {block.side for block in self.blocks}
+
+    @property
+    def tiles(self) -> set[tuple[int, int]]:
+        """The sides of the levels that are cut into tiles, each with that of its tiles."""
+        return {(shape.side, shape.tile) for shape in self.convolutions if shape.tile}
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Change:
 
 
 def take_sample(activations: Activations) -> Tensor:  # [values]
-    places = range(0, len(activations.rows), max(len(activations.rows) // NUM_PLACES, 1))
+    places = range(0, activations.num_places, max(activations.num_places // NUM_PLACES, 1))
     return torch.cat([activations.rows[place][:, 0, :, ::TOKEN_STRIDE].float().flatten() for place in places])
 
 

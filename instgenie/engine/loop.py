@@ -56,7 +56,8 @@ class Engine:
         self.loader = loader or Loader(model)
         self.graphs = graphs
         self.own = own or OwnActivations(model)
-        self.sides = model.describe().sides
+        network = model.describe()
+        self.sides, self.tiles = network.sides, network.tiles
         self.merging = merging or Merging(is_on=False)
         self.controls = controls or LocalControls(model)
         self.far = far or NoFarBranches()
@@ -64,7 +65,7 @@ class Engine:
 
     def join(self, job: Job) -> None:
         """Take a job into the batch. This may wait for the device, no step does."""
-        locate(job, self.sides)
+        locate(job, self.sides, self.tiles)
         self.jobs.append(job)
 
     def leave(self, job: Job) -> None:

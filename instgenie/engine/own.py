@@ -102,7 +102,7 @@ def reuse_found(job: Job) -> ReuseFound:
 
 def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind, num_text: int = 0) -> None:
     """Give a job memory for what it keeps. Nothing is read there before a dense step has written it."""
-    specs = room_specs(network, job.num_seen, len(job.branches), kind, model.dtype, num_text)
+    specs = specs_of(job, model, network, kind, num_text)
     memory = torch.empty(sum(spec.num_bytes for spec in specs), dtype=torch.uint8, device=job.device)
     job.activations = Activations(
         key=replace(own_key(job, model, kind), num_text=num_text),
@@ -129,10 +129,28 @@ def room_specs(
     return specs
 
 
+def specs_of(job: Job, model: Model, network: NetworkShape, kind: Kind, num_text: int) -> list[TensorSpec]:
+    """The tensors of all that a job keeps of one step."""
+    specs = room_specs(network, job.num_seen, len(job.branches), kind, model.dtype, num_text)
+    return specs + convolution_specs(job, network, model.dtype)
+
+
+def convolution_specs(job: Job, network: NetworkShape, dtype: torch.dtype) -> list[TensorSpec]:
+    """The tensors of what convolutions read. LoRAs and ControlNets may change what they compute: jobs with any have
+    dense convolutions, as has a job without a masked token."""
+    if job.edit.loras or job.edit.controls or not len(job.inside):
+        return []
+    return [
+        TensorSpec(
+            (len(job.branches), 1, 1, shape.num_rows(job.grid), shape.width), torch.float32 if shape.tile else dtype
+        )
+        for shape in network.convolutions
+    ]
+
+
 def room_bytes(job: Job, model: Model, network: NetworkShape, kind: Kind = "kv", num_text: int = 0) -> int:
     """Bytes that the job's own activations take on its device."""
-    specs = room_specs(network, job.num_seen, len(job.branches), kind, model.dtype, num_text)
-    return sum(spec.num_bytes for spec in specs)
+    return sum(spec.num_bytes for spec in specs_of(job, model, network, kind, num_text))
 
 
 def own_key(job: Job, model: Model, kind: Kind) -> Key:

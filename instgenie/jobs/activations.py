@@ -117,7 +117,8 @@ class Activations:
     Blocks come in runs; tokens dropped in a run stay dropped to its end. A Flux is a single run, a UNet has one per
     transformer. After the blocks of each run a UNet also keeps the run's output, because convolutions read every token.
     A Flux does not: it needs velocities of masked tokens alone. Rows of the text, if they are kept, lie before those of
-    the image. Where a block has two attentions, a row of K or V has the heads of both.
+    the image. Where a block has two attentions, a row of K or V has the heads of both. For a UNet whose convolutions
+    are reused, the inputs of all convolutions and numbers of the tiles of all norms follow.
     """
 
     key: Key
@@ -165,6 +166,15 @@ class Activations:
     @property
     def num_blocks(self) -> int:
         return sum(self.run_lengths)
+
+    @property
+    def num_places(self) -> int:
+        """Places of blocks and of the outputs of runs; what is kept for convolutions follows them."""
+        return min(len(self.rows), self.num_blocks + len(self.run_lengths))
+
+    @property
+    def has_convolutions(self) -> bool:
+        return len(self.rows) > self.num_places
 
     @property
     def num_bytes(self) -> int:

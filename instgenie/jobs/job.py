@@ -233,8 +233,11 @@ def guide(predictions: Sequence[Tensor], scale: float, keeps_norm: bool = False)
     return guided * longer
 
 
-def locate(job: Job, sides: Iterable[int]) -> tuple[Tensor, ...]:
+def locate(job: Job, sides: Iterable[int], tiles: Iterable[tuple[int, int]] = ()) -> tuple[Tensor, ...]:
     """Find out now which tokens are inside and outside, also at the levels at which a token stands for `side` by `side`
-    of them, and put the times of the steps on the device. That waits for the device, so that no step has to."""
+    of them, which tiles have masked tokens, by the sides of their levels and their own, and put the times of the steps
+    on the device. That waits for the device, so that no step has to."""
+    for side, tile in tiles:
+        job.level(len(job.masked) // side**2).tiles((job.grid[0] // side, job.grid[1] // side), tile)
     levels = [job.level(len(job.masked) // side**2) for side in sides]
     return job.inside, job.outside, job.timesteps, *(level.inside for level in levels)

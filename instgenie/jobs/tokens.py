@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from instgenie.cost.network import NUM_BUCKETS, NUM_TEXT_BUCKETS
+from instgenie.jobs.tiles import Tiles, masked_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,17 @@ class Level:
     num_all: int
     inside: Tensor  # [masked tokens]
     outside: Tensor  # [unmasked tokens]
+
+    def tiles(self, grid: tuple[int, int], side: int) -> Tiles:
+        """The tiles of this side that have any masked token; found once."""
+        if side not in self._tiles:
+            masked = torch.zeros(self.num_all, device=self.inside.device).index_fill(0, self.inside, 1)
+            self._tiles[side] = masked_tiles(masked, grid, side)
+        return self._tiles[side]
+
+    @cached_property
+    def _tiles(self) -> dict[int, Tiles]:
+        return {}
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,12 +7,13 @@ family.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from instgenie.cost.network import NetworkShape
+from instgenie.errors import ModelError
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Grid, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
@@ -20,7 +21,7 @@ from instgenie.jobs.sampler import Schedule
 from instgenie.models.controlnet import GuidedFamily, Unguided
 from instgenie.models.packed import PackedBatch
 from instgenie.models.parts import PipelineParts
-from instgenie.types import Edit
+from instgenie.types import Convolutions, Edit
 
 
 class HalfPass(Protocol):
@@ -155,6 +156,12 @@ class Model(PipelineParts):
             packed = self.pack(together, rows=rows)
             predicted |= zip(together, packed.deal(self.run(packed)), strict=True)
         return [predicted[job] for job in jobs]
+
+    def with_convolutions(self, how: Convolutions) -> Self:
+        """The same model whose convolutions see whole pictures, tiles, or masked tiles alone."""
+        if how != "dense":
+            raise ModelError(f"the network of {self.name!r} has no convolutions that could be {how}: a UNet has")
+        return self
 
     @abstractmethod
     def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:

@@ -17,7 +17,9 @@ from instgenie.adapters.modules import describe_layers
 from instgenie.models.identity import identify
 from instgenie.types import Edit
 
-NOT_IDENTITY = ("name", "device", "dtype", "scheduler")  # keys of activations contain the last two on their own
+NOT_IDENTITY = (  # keys of activations contain dtype and scheduler on their own
+    "name", "device", "dtype", "scheduler", "convolutions", "tile",
+)  # fmt: skip
 
 Autoencoder: TypeAlias = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderKLQwenImage | AutoencoderTiny
 

@@ -37,7 +37,7 @@ from instgenie.server.options import (
     text,
     whole_number,
 )
-from instgenie.types import CacheDtype, Quantization, TextPadding
+from instgenie.types import CacheDtype, Convolutions, Quantization, TextPadding
 
 GIB = 2**30
 
@@ -181,6 +181,9 @@ OPTIONS = (
     Option("cache-stride", auto_or(whole_number(1, 1000)), AUTO,
            "keep the activations of every N-th step, which serve the steps around it: an N-th of the bytes and of "
            "the work of a registration", "N", default_text="a quarter of the steps of a template: four are kept"),
+    Option("convolutions", one_of(*get_args(Convolutions)), "dense",
+           "convolutions of a UNet: dense = over whole pictures of one size; tiled = over tiles of pictures of all "
+           "sizes at once; reused = the same, and edits without a template compute masked tiles alone", "HOW"),
     Option("text-padding", one_of(*get_args(TextPadding)), "computed",
            "padding of prompts: computed at every step; reused = read from activations, like unmasked tokens, so that "
            "only the tokens of the prompt are computed", "HOW"),
@@ -223,6 +226,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         devices=devices,
         dtype=values["dtype"],
         quantization=check_quantization(values["quantization"], devices),
+        convolutions=values["convolutions"],
         max_batch_size=values["max_batch_size"],
         max_queue=values["max_queue"],
         max_templates=values["max_templates"],

@@ -58,7 +58,8 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
     try:
         stay_near(choose_device(config.device))
         needed = None if config.batching in ONE_PROCESS else parts
-        model = load(config.model, config.device, config.dtype, needed, config.quantization)
+        given = config.model, config.device, config.dtype, needed, config.quantization
+        model = load(*given, convolutions=config.convolutions)
         serve(config, model, line)
     except (ModelError, OutOfMemoryError, CacheError, CalibrationError) as error:
         log.error("cannot start", extra={"reason": str(error)})

@@ -35,7 +35,7 @@ from instgenie.models.loading.folder import (
     unused_parts,
 )
 from instgenie.models.model import Model
-from instgenie.types import Quantization
+from instgenie.types import Convolutions, Quantization
 
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 
@@ -47,6 +47,7 @@ def load(
     weights: frozenset[PartKind] | None = None,
     quantization: Quantization | None = None,
     emulates: bool = False,
+    convolutions: Convolutions = "dense",
 ) -> Model:
     """Load a model by its name, its folder or its hub id.
 
@@ -62,7 +63,7 @@ def load(
     load_from = load_dummy if name.startswith(PREFIX) else load_folder
     model = load_from(name, chosen_device, chosen_dtype, weights, quantization)
     put_channels_last(model)
-    return model
+    return model.with_convolutions(convolutions)
 
 
 def load_folder(

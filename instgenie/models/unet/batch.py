@@ -33,6 +33,11 @@ class TransformerPosition:
     num_blocks: int
     side: int  # of the square of full-resolution tokens that one of its tokens stands for
 
+    @property
+    def end(self) -> int:
+        """The number of its output among what activations keep."""
+        return self.place + self.num_blocks
+
 
 Positions: TypeAlias = dict[Transformer2DModel, TransformerPosition]
 

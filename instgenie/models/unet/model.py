@@ -1,76 +1,36 @@
-"""Stable Diffusion 1.5, 2.1 and XL, with four channels or nine: prompts, sizes and schedules. `unet.network` knows the
-UNet.
+"""Stable Diffusion 1.5, 2.1 and XL, with four channels or nine: prompts, sizes and schedules. `unet.passes` runs
+the UNet.
 
 UNets have no guidance embedding: `guidance` is the scale of classifier-free guidance, as in the stock pipelines, and a
 value of 1 or less turns it off. A `true_guidance` above 1 means the same and takes precedence.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from diffusers import DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
+from diffusers import DDIMScheduler, EulerDiscreteScheduler
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import interpolate
 from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
-from instgenie.adapters.applied import BatchLoras
 from instgenie.cost.network import NetworkShape
 from instgenie.errors import EditError
-from instgenie.jobs.activations import Kind
-from instgenie.jobs.job import Branch, Grid, Job
-from instgenie.jobs.rows import OWN_ROWS, StepRows
+from instgenie.jobs.job import Branch, Grid
 from instgenie.jobs.sampler import Schedule, ddim_schedule, euler_schedule
-from instgenie.models.model import Keep, Model, pack_latents, tokenize
-from instgenie.models.packed import PackedBatch
-from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
+from instgenie.models.model import pack_latents, tokenize
 from instgenie.models.unet.controlnet import GuidedUnets
 from instgenie.models.unet.lora_names import original_names
-from instgenie.models.unet.network import (
-    Encoded,
-    Recorder,
-    cross,
-    describe,
-    encode,
-    find_positions,
-    predict,
-    transformers,
-)
+from instgenie.models.unet.network import describe, transformers
+from instgenie.models.unet.passes import UnetPasses
 from instgenie.types import Edit
 
 MAX_CAPTURED = 16
-MAX_CROSSED = 4  # batches
-# cuDNN's attention clears a word of memory before every call. With few branches this costs more than cuDNN gains, and
-# several times more while activations are being copied to the device.
-MAX_FLASH = 4  # branches
-FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-class CrossedPrompts:
-    """K and V of the prompts of the batches that ran last."""
-
-    def __init__(self, unet: UNet2DConditionModel) -> None:
-        self.unet = unet
-        self._found: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
-
-    def __call__(self, branches: tuple[Branch, ...], loras: BatchLoras | None, token: Hashable) -> tuple[Tensor, ...]:
-        """The token tells the LoRAs of the branches, merged or not, and holds none of their tensors."""
-        key = branches, token
-        if key not in self._found:
-            self._found[key] = cross(self.unet, branches, loras)
-        self._found.move_to_end(key)
-        if len(self._found) > MAX_CROSSED:
-            self._found.popitem(last=False)
-        return self._found[key]
 
 
 @dataclass(frozen=True, eq=False)
-class UnetModel(Model):
+class UnetModel(UnetPasses):
     """Stable Diffusion 1.5 and 2.1: one text encoder."""
 
     family = "unet"
@@ -82,7 +42,6 @@ class UnetModel(Model):
     needs_true_guidance = False
     whole_strength = 0.75  # what front ends for Stable Diffusion start with
 
-    unet: UNet2DConditionModel
     scheduler: DDIMScheduler | EulerDiscreteScheduler
 
     @property
@@ -111,7 +70,8 @@ class UnetModel(Model):
         return MAX_CAPTURED
 
     def describe(self) -> NetworkShape:
-        return replace(describe(self.unet), pads_lists=self.device.type == "cuda", dense_apart=True)
+        shape = replace(describe(self.unet), pads_lists=self.device.type == "cuda", dense_apart=True)
+        return replace(shape, convolutions=self.tiling.shapes)
 
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule:
         if edit.steps > (most := self.scheduler.config.num_train_timesteps):
@@ -161,64 +121,6 @@ class UnetModel(Model):
         """The mask first, sampled at the first pixel under each latent, as the stock pipelines do."""
         mask = interpolate(pixels, scale_factor=1 / self.pixels_per_latent)
         return torch.cat([pack_latents(mask, self.latents_per_token), tokens], dim=1)
-
-    @cached_property
-    def positions(self) -> Positions:
-        return find_positions(self.unet)
-
-    @cached_property
-    def cross(self) -> Cross:
-        """K and V of the prompts of a batch, cached: the same jobs usually stay together for many steps."""
-        return CrossedPrompts(self.unet)
-
-    def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Jobs of one size, those that compute every token apart, so that few captured passes serve all batches."""
-        groups: dict[tuple[tuple[int, int], bool], list[Job]] = {}
-        for job in jobs:
-            groups.setdefault((job.grid, any(job.present_plan)), []).append(job)
-        return list(groups.values())
-
-    def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> UnetBatch:
-        return pack(jobs, self.positions, self.cross, self.pixels_per_latent, pads, rows)
-
-    def run(self, packed: PackedBatch) -> Tensor:
-        assert isinstance(packed, UnetBatch)
-        with attention(packed):
-            return predict(self.unet, self.positions, packed)
-
-    def begin(self, packed: PackedBatch) -> "UnetHalf":
-        assert isinstance(packed, UnetBatch)
-        with attention(packed):
-            return UnetHalf(packed, encode(self.unet, self.positions, packed))
-
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
-        assert not with_text  # it does not flow
-        predict(self.unet, self.positions, self.pack(jobs), Recorder(kind, keep))
-
-    def observe_time(self, jobs: Sequence[Job]) -> Tensor:
-        return torch.empty(len(jobs), 0, dtype=self.dtype, device=self.device)
-
-
-def attention(packed: UnetBatch) -> AbstractContextManager[object]:
-    """The kernels of attention that suit a batch."""
-    prefers_flash = packed.sample.is_cuda and len(packed.sample) <= MAX_FLASH
-    return sdpa_kernel(FLASH) if prefers_flash else nullcontext()
-
-
-@dataclass(frozen=True, eq=False)
-class UnetHalf:
-    """A pass after its encoder."""
-
-    packed: UnetBatch
-    encoded: Encoded
-
-    @property
-    def places(self) -> Sequence[Tensor]:
-        return self.encoded.places
-
-    def end(self) -> Tensor:
-        with attention(self.packed):
-            return self.encoded.end()
 
 
 @dataclass(frozen=True, eq=False)

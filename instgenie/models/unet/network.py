@@ -206,22 +206,30 @@ def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> T
     batch, position, recorder = run.batch, run.positions[transformer], run.recorder
     num_branches, channels, *grid = x.shape
     num_all = x.shape[2] * x.shape[3]
+    normed = enter(transformer.norm, x, batch.layout(position.block, num_all))
+    layout, leaving = flow(transformer, normed, num_all, run)
+    leaving = make_whole(layout, leaving, batch.rows, position.end)
+    for branch in compress(range(num_branches), batch.kept_kinds):
+        batch.rows.keep(position.end, branch, [leaving[branch]])
+    if recorder:
+        recorder.keep(leaving[:, None])
+    return x + leaving.view(num_branches, *grid, channels).permute(0, 3, 1, 2)
+
+
+def flow(transformer: Transformer2DModel, normed: Tensor, num_all: int, run: Pass) -> tuple[LevelLayout, Tensor]:
+    """From the computed tokens that enter a transformer to those that leave it [computed tokens, channels], in the
+    layout that is returned."""
+    batch, position, recorder = run.batch, run.positions[transformer], run.recorder
     layout = batch.layout(position.block, num_all)
-    tokens = linear(transformer.proj_in, enter(transformer.norm, x, layout), layout.owners)
+    tokens = linear(transformer.proj_in, normed, layout.owners)
     for offset, block in enumerate(transformer.transformer_blocks):
         place = position.place + offset
         layout, tokens = turn(layout, batch.layout(position.block + offset, num_all), tokens, batch.rows, place)
         if recorder:
             kept = keep_block(block, tokens, recorder.kind, layout.owners)
-            recorder.keep(kept.unflatten(1, (num_branches, -1)).transpose(0, 1))
+            recorder.keep(kept.unflatten(1, (layout.num_branches, -1)).transpose(0, 1))
         tokens = transformer_block(block, tokens, batch, layout, position.block + offset, place)
-    leaving = linear(transformer.proj_out, tokens, layout.owners)
-    leaving = make_whole(layout, leaving, batch.rows, position.place + position.num_blocks)
-    for branch in compress(range(num_branches), batch.kept_kinds):
-        batch.rows.keep(position.place + position.num_blocks, branch, [leaving[branch]])
-    if recorder:
-        recorder.keep(leaving[:, None])
-    return x + leaving.view(num_branches, *grid, channels).permute(0, 3, 1, 2)
+    return layout, linear(transformer.proj_out, tokens, layout.owners)
 
 
 def enter(norm: nn.GroupNorm, x: Tensor, layout: LevelLayout) -> Tensor:

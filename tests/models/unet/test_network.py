@@ -115,6 +115,17 @@ def test_law_1_full_mask_is_the_stock_pipeline(model: UnetModel, guidance: float
     assert apart(latents, stock_latents(model, dataclasses.replace(edit, prompt="a blue dog on grass"))) > far(model)
 
 
+def test_law_1_sizes_in_one_pass_are_the_stock_pipeline(model: UnetModel) -> None:
+    """With all tiles active, whatever the sizes."""
+    tiled = model.with_convolutions("tiled")
+    given = {"share": 1.0, "guidance": 2.5, "negative_prompt": "nothing blue"}
+    edits = [make_edit(size=size, **given) for size in ((32, 48), (64, 32))]
+    jobs = [prepare(edit, tiled) for edit in edits]
+    assert len(tiled.passes(jobs)) == 1
+    for edit, latents in zip(edits, run(tiled, jobs), strict=True):
+        assert apart(latents, stock_latents(model, edit)) <= nearness(model, latents)
+
+
 def test_no_negative_prompt_is_the_stock_pipelines_none(model: UnetModel) -> None:
     edit = make_edit(share=1.0, seed=7, guidance=4.0)
     [latents] = run(model, [edit])

@@ -1,0 +1,53 @@
+"""Tiles: the squares of tokens in which convolutions are computed. Knows masks; knows no model.
+
+A picture is cut into squares of one side, row by row; the last ones of a row or a column may reach over its edge.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MIN_SIDE = 4  # of a tile in tokens of its level, unless tiles are smaller at the finest level
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """The active tiles of one picture at one level."""
+
+    grid: tuple[int, int]  # rows and columns of tokens
+    side: int
+    active: Tensor  # [active tiles], their numbers
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of tiles."""
+        return -(-self.grid[0] // self.side), -(-self.grid[1] // self.side)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def num_all(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+def side_at(tile: int, level_side: int) -> int:
+    """The side of a tile at a level at which a token stands for `level_side` by `level_side` of the finest: coarser
+    levels have smaller tiles, so that about the same share of a picture is active."""
+    return max(tile // level_side, min(tile, MIN_SIDE))
+
+
+def masked_tiles(masked: Tensor, grid: tuple[int, int], side: int) -> Tiles:
+    """The tiles that have any masked token, from a mask of all tokens. Waits for the device."""
+    active = F.max_pool2d(masked.view(1, 1, *grid).float(), side, ceil_mode=True).flatten() > 0
+    return Tiles(grid, side, active.nonzero()[:, 0])
+
+
+@lru_cache(maxsize=64)  # layouts are found by the identity of what they lay out
+def every_tile(grid: tuple[int, int], side: int, device: torch.device) -> Tiles:
+    empty = Tiles(grid, side, torch.empty(0))
+    return Tiles(grid, side, torch.arange(empty.num_all, device=device))

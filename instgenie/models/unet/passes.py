@@ -1,0 +1,137 @@
+"""The passes through the UNet of a Stable Diffusion: which jobs share one, how it is packed and run. Knows no prompt
+and no schedule."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from instgenie.adapters.applied import BatchLoras
+from instgenie.errors import ModelError
+from instgenie.jobs.activations import Kind
+from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.rows import OWN_ROWS, StepRows
+from instgenie.models.model import Keep, Model
+from instgenie.models.packed import PackedBatch
+from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
+from instgenie.models.unet.network import Encoded, Recorder, cross, encode, find_positions, predict
+from instgenie.models.unet.tiled import can_tile, predict_tiles
+from instgenie.models.unet.tiled_batch import TiledBatch, pack_tiles
+from instgenie.models.unet.tiling import Tiling
+from instgenie.types import Convolutions
+
+TILE = 8
+MAX_CROSSED = 4  # batches
+# cuDNN's attention clears a word of memory before every call. With few branches this costs more than cuDNN gains, and
+# several times more while activations are being copied to the device.
+MAX_FLASH = 4  # branches
+FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class CrossedPrompts:
+    """K and V of the prompts of the batches that ran last."""
+
+    def __init__(self, unet: UNet2DConditionModel) -> None:
+        self.unet = unet
+        self._found: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
+
+    def __call__(self, branches: tuple[Branch, ...], loras: BatchLoras | None, token: Hashable) -> tuple[Tensor, ...]:
+        """The token tells the LoRAs of the branches, merged or not, and holds none of their tensors."""
+        key = branches, token
+        if key not in self._found:
+            self._found[key] = cross(self.unet, branches, loras)
+        self._found.move_to_end(key)
+        if len(self._found) > MAX_CROSSED:
+            self._found.popitem(last=False)
+        return self._found[key]
+
+
+@dataclass(frozen=True, eq=False)
+class UnetPasses(Model):
+    """A model with a UNet."""
+
+    unet: UNet2DConditionModel
+    convolutions: Convolutions = field(default="dense", kw_only=True)
+    tile: int = field(default=TILE, kw_only=True)  # side of the tiles of convolutions, in latents
+
+    def with_convolutions(self, how: Convolutions) -> Self:
+        if how != "dense" and not can_tile(self.unet):
+            raise ModelError(f"the UNet of {self.name!r} has blocks that see whole pictures: no convolutions are {how}")
+        return self if how == self.convolutions else replace(self, convolutions=how)
+
+    @cached_property
+    def positions(self) -> Positions:
+        return find_positions(self.unet)
+
+    @cached_property
+    def cross(self) -> Cross:
+        """K and V of the prompts of a batch, cached: the same jobs usually stay together for many steps."""
+        return CrossedPrompts(self.unet)
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        return Tiling(self.unet, self.positions, self.convolutions, self.tile)
+
+    def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Jobs of one size, unless sizes are mixed, those that compute every token apart, so that few captured passes
+        serve all batches."""
+        groups: dict[Hashable, list[Job]] = {}
+        for job in jobs:
+            groups.setdefault((any(job.present_plan), *self.tiling.group(job)), []).append(job)
+        return list(groups.values())
+
+    def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> UnetBatch | TiledBatch:
+        facts = self.positions, self.cross, self.pixels_per_latent
+        if self.tiling.needs_tiles(jobs):
+            return pack_tiles(jobs, *facts, self.tile, self.tiling.sides, pads, rows)
+        return pack(jobs, *facts, pads, rows)
+
+    def run(self, packed: PackedBatch) -> Tensor:
+        assert isinstance(packed, UnetBatch | TiledBatch)
+        with attention(packed):
+            if isinstance(packed, TiledBatch):
+                return predict_tiles(self.unet, self.positions, self.tiling.kept, packed)
+            return predict(self.unet, self.positions, packed)
+
+    def begin(self, packed: PackedBatch) -> "UnetHalf":
+        assert isinstance(packed, UnetBatch)
+        with attention(packed):
+            return UnetHalf(packed, encode(self.unet, self.positions, packed))
+
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
+        assert not with_text  # it does not flow
+        packed = pack(jobs, self.positions, self.cross, self.pixels_per_latent)
+        predict(self.unet, self.positions, packed, Recorder(kind, keep))
+
+    def observe_time(self, jobs: Sequence[Job]) -> Tensor:
+        return torch.empty(len(jobs), 0, dtype=self.dtype, device=self.device)
+
+
+def attention(packed: UnetBatch | TiledBatch) -> AbstractContextManager[object]:
+    """The kernels of attention that suit a batch."""
+    samples = [part.sample for part in (packed.parts if isinstance(packed, TiledBatch) else (packed,))]
+    prefers_flash = samples[0].is_cuda and sum(map(len, samples)) <= MAX_FLASH
+    return sdpa_kernel(FLASH) if prefers_flash else nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class UnetHalf:
+    """A pass after its encoder."""
+
+    packed: UnetBatch
+    encoded: Encoded
+
+    @property
+    def places(self) -> Sequence[Tensor]:
+        return self.encoded.places
+
+    def end(self) -> Tensor:
+        with attention(self.packed):
+            return self.encoded.end()

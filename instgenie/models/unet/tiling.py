@@ -1,0 +1,72 @@
+"""How a UNet's convolutions are tiled: which jobs share a pass, and what is kept for convolutions. Knows a UNet's
+modules; runs nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from diffusers import UNet2DConditionModel
+
+from instgenie.cost.network import ConvolutionShape
+from instgenie.jobs.job import Job
+from instgenie.jobs.tiles import side_at
+from instgenie.models.unet.batch import Positions
+from instgenie.models.unet.tiled import KeptPlaces, find_kept
+from instgenie.models.unet.tiled_batch import keeps_convolutions, reads_convolutions
+from instgenie.types import Convolutions
+
+
+def is_loaded(job: Job) -> bool:
+    """Return whether a job's activations are elsewhere, or packed, so that a loader may bring them."""
+    cache = job.activations
+    return cache is not None and (cache.is_packed or cache.rows[0].device != job.device)
+
+
+def has_more_places(job: Job) -> bool:
+    """Return whether the job reads or leaves activations in its present step that have places for convolutions, too.
+    All activations of a pass have the same places."""
+    cache = job.activations
+    return cache is not None and cache.has_convolutions and (any(job.present_plan) or job.keeps_activations)
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    unet: UNet2DConditionModel
+    positions: Positions
+    how: Convolutions
+    tile: int  # side of a tile at the finest level
+
+    @cached_property
+    def kept(self) -> KeptPlaces:
+        """Numbers of what activations keep for convolutions, behind what they keep for transformers."""
+        first = max((position.end for position in self.positions.values()), default=-1) + 1
+        return {one.module: first + number for number, one in enumerate(find_kept(self.unet))}
+
+    @property
+    def shapes(self) -> tuple[ConvolutionShape, ...]:
+        """What activations keep for convolutions, as numbers; nothing if these are not reused."""
+        return tuple(
+            ConvolutionShape(one.width, one.side, side_at(self.tile, one.side) if one.is_moments else 0)
+            for one in (find_kept(self.unet) if self.how == "reused" else ())
+        )
+
+    @cached_property
+    def sides(self) -> tuple[int, ...]:
+        """Sides of the squares of latents that a token of each level stands for, the finest first."""
+        return tuple(2**level for level in range(len(self.unet.down_blocks)))
+
+    def group(self, job: Job) -> tuple[Any, ...]:
+        """A key that is equal for jobs that may share a pass. Sizes are mixed, if at all, where no LoRA and no
+        ControlNet changes what convolutions compute, and where no rows are loaded: loading follows the order of a pass
+        in which all jobs are at the same block."""
+        is_mixed = self.how != "dense" and not (job.loras or job.controls or is_loaded(job))
+        return None if is_mixed else job.grid, has_more_places(job)
+
+    def needs_tiles(self, jobs: Sequence[Job]) -> bool:
+        """Return whether the jobs of a pass have several sizes, or convolutions that read or leave activations."""
+        return (
+            len({job.grid for job in jobs}) > 1
+            or any(map(keeps_convolutions, jobs))
+            or any(map(reads_convolutions, jobs))
+        )

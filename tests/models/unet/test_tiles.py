@@ -1,0 +1,125 @@
+"""Tiles of pictures of several sizes: convolutions over them are those over whole pictures."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from instgenie.jobs.tiles import Tiles, every_tile, masked_tiles, side_at
+from instgenie.kernels.take import FIRST_KEPT, NOTHING, take_rows_reference
+from instgenie.models.unet.tiled import rows_of, squares
+from instgenie.models.unet.tiles import TileLevel, lay_out_tiles
+
+GRIDS = [(16, 12), (16, 12), (6, 20), (2, 2)]  # two pictures of one size, and pictures that are no multiple of a tile
+CPU = torch.device("cpu")
+
+
+def lay_out(tile: int, actives: list[Tensor] | None = None, pads: bool = False) -> tuple[TileLevel, ...]:
+    """Two levels; `actives` are masks of the pictures."""
+    levels = []
+    for side in (1, 2):
+        grids = [(rows // side, columns // side) for rows, columns in GRIDS]
+        own = side_at(tile, side)
+        tiles = [
+            every_tile(grid, own, CPU)
+            if actives is None
+            else masked_tiles(F.max_pool2d(mask[None, None].float(), side), grid, own)
+            for grid, mask in zip(grids, actives or [None] * len(grids), strict=True)
+        ]
+        levels.append((tuple(tiles[:2]), (tiles[2],), (tiles[3],)))
+    return lay_out_tiles(tuple(levels), pads)
+
+
+def draw_pictures(side: int = 1) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, 3, rows // side, columns // side, dtype=torch.float64) for rows, columns in GRIDS]
+
+
+def to_tiles(pictures: list[Tensor], level: TileLevel) -> Tensor:
+    """The rows of the active tiles; rubbish over the edge, which nothing may read."""
+    rows = torch.cat([rows_of(picture) for picture in pictures])
+    return torch.where(level.inside.flatten()[:, None], rows[level.tokens.flatten().clamp(min=0)], torch.nan)
+
+
+def to_pictures(tiles: Tensor, level: TileLevel, side: int = 1) -> list[Tensor]:
+    """Whole pictures; NaN where tiles are not active."""
+    index = level.row_of
+    rows = torch.where((index >= 0)[:, None], rows_of(tiles)[index.clamp(min=0)], torch.nan)
+    grids = [(rows // side, columns // side) for rows, columns in GRIDS]
+    parts = rows.split([rows * columns for rows, columns in grids])
+    return [part.T.reshape(1, -1, *grid) for part, grid in zip(parts, grids, strict=True)]
+
+
+def take(tiles: Tensor, index: Tensor, owners: Tensor, kept: list[Tensor] | None = None) -> Tensor:
+    sources = [rows_of(picture)[None] for picture in kept] if kept else None
+    return squares(take_rows_reference(tiles, index, owners, None, False, sources))
+
+
+@pytest.mark.parametrize("tile", [2, 8, 16])
+def test_convolutions_of_all_tiles(tile: int) -> None:
+    fine, coarse = lay_out(tile)
+    pictures, weight = draw_pictures(), torch.randn(4, 3, 3, 3, dtype=torch.float64)
+    state = to_tiles(pictures, fine)
+    same = to_pictures(F.conv2d(take(state, fine.halo, fine.owners), weight), fine)
+    assert coarse.down is not None
+    down = to_pictures(F.conv2d(take(state, coarse.down, coarse.owners), weight, stride=2), coarse, side=2)
+    small = draw_pictures(side=2)
+    assert fine.up is not None
+    up = to_pictures(F.conv2d(take(to_tiles(small, coarse), fine.up, fine.owners), weight), fine)
+    for number, picture in enumerate(pictures):
+        torch.testing.assert_close(same[number], F.conv2d(picture, weight, padding=1))
+        torch.testing.assert_close(down[number], F.conv2d(picture, weight, padding=1, stride=2))
+        doubled = F.interpolate(small[number], scale_factor=2.0)
+        torch.testing.assert_close(up[number], F.conv2d(doubled, weight, padding=1))
+
+
+def corner_masks() -> list[Tensor]:
+    """One pixel in a corner, a box that touches two edges, a column, everything."""
+    masks = [torch.zeros(grid, dtype=torch.bool) for grid in GRIDS]
+    masks[0][-1, -1] = True
+    masks[1][:3, 5:] = True
+    masks[2][:, 9] = True
+    masks[3][:] = True
+    return masks
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("tile", [2, 8, 16])
+def test_convolutions_of_masked_tiles_read_the_others(tile: int, pads: bool) -> None:
+    fine, coarse = lay_out(tile, corner_masks(), pads)
+    pictures, weight = draw_pictures(), torch.randn(4, 3, 3, 3, dtype=torch.float64)
+    state = to_tiles(pictures, fine)
+    same = to_pictures(F.conv2d(take(state, fine.halo, fine.owners, pictures), weight), fine)
+    assert coarse.down is not None
+    down = take(state, coarse.down, coarse.owners, pictures)
+    halved = to_pictures(F.conv2d(down, weight, stride=2), coarse, side=2)
+    for number, mask in enumerate(corner_masks()):
+        whole = F.conv2d(pictures[number], weight, padding=1)
+        assert not same[number][:, :, mask].isnan().any()
+        torch.testing.assert_close(same[number], torch.where(same[number].isnan(), torch.nan, whole), equal_nan=True)
+        whole = F.conv2d(pictures[number], weight, padding=1, stride=2)
+        known = torch.where(halved[number].isnan(), torch.nan, whole)
+        torch.testing.assert_close(halved[number], known, equal_nan=True)
+    if tile == 2:
+        assert len(fine.owners) < sum(one.numel() for one in corner_masks()) // 4
+        assert (fine.tile_of[0] == FIRST_KEPT - torch.arange(48)).sum() == 47
+
+
+def test_tiles_know_their_pictures() -> None:
+    fine, _ = lay_out(8)
+    assert [(part.num_tiles, part.num_all, part.num_pictures) for part in fine.parts] == [
+        (8, 192, 2), (3, 120, 1), (1, 4, 1),
+    ]  # fmt: skip
+    assert fine.counts.tolist() == [[64, 32, 64, 32], [64, 32, 64, 32], [48, 48, 24, 0], [4, 0, 0, 0]]
+    assert fine.tile_of.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, NOTHING], [11, *[NOTHING] * 3]]
+    assert Tiles((9, 17), 8, torch.empty(0)).shape == (2, 3)
+
+
+def test_padded_lists_have_one_length() -> None:
+    """For masks of about the same number of tiles; what they read stays the same."""
+    masks = corner_masks()
+    wider = [mask.clone() for mask in masks]
+    wider[0][-1, -4] = True
+    shapes = [[len(level.owners) for level in lay_out(2, given, pads=True)] for given in (masks, wider)]
+    assert shapes[0] == shapes[1]
+    assert [len(level.owners) for level in lay_out(2, masks)] != [len(level.owners) for level in lay_out(2, wider)]
