@@ -6,7 +6,7 @@ from diffusers import FluxFillPipeline
 from PIL import Image
 from safetensors import safe_open
 
-from instgenie.models.loading.folder import BUILTIN
+from instgenie.machine.model_folders import BUILTIN
 
 MEBIBYTE = 2**20
 
