@@ -55,18 +55,16 @@ def write_controlnets(folder: Path, model: Model, num: int) -> list[Path]:
     return folders
 
 
-def make_controlnet(model: Model) -> nn.Module:
+def make_controlnet(model: Model) -> Any:  # one of diffusers' modules
     config: Any = model.network.config
     with torch.device(model.device), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of a class that diffusers itself uses
         if is_flux(model):
             facts = {name: config[name] for name in FLUX_FACTS} | {"in_channels": 4 * model.latent_channels}
             depth = max(config["num_layers"] // FLUX_DEPTH, 1)
-            net: nn.Module = FluxControlNetModel(**facts, num_layers=depth, num_single_layers=0)
-            return net
+            return FluxControlNetModel(**facts, num_layers=depth, num_single_layers=0)
         if model.family == "unet":
             facts = {name: config[name] for name in UNET_FACTS} | {"in_channels": model.latent_channels}
             shrinking = HINT_CHANNELS[: round(math.log2(model.patch)) + 1]  # each but the first halves the image
-            net = ControlNetModel(**facts, conditioning_embedding_out_channels=shrinking)
-            return net
+            return ControlNetModel(**facts, conditioning_embedding_out_channels=shrinking)
     raise ModelError(f"models of the family {model.family} take no ControlNets")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from instgenie.bench.adapted import AdaptedEngine, with_adapters
 from instgenie.bench.adapter_files import write_controlnets, write_loras
 from instgenie.bench.adapter_mix import RequestAdapters, read_mixes
@@ -16,6 +18,7 @@ from instgenie.bench.reproduce.section import Row, Section, Table, row, times
 from instgenie.bench.stock_adapters import StockAdapters
 from instgenie.engine.lora_shelf import LoraShelf
 from instgenie.engine.prepare import prepare
+from instgenie.models.controlnet import ControlNet
 from instgenie.types import Edit
 
 NAME = "adapters"
@@ -65,7 +68,8 @@ class AdapterBench:
 
     def run_stock(self, edits: Sequence[Edit]) -> float:
         first = edits[0]
-        hint, nets = None, []
+        hint: Tensor | None = None
+        nets: list[ControlNet] = []
         if first.controls:
             plain = with_adapters(self.lab.edit(1.0), [], self.controlnets[:1])
             hint = prepare(plain, self.lab.model).controls[0].hint

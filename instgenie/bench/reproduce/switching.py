@@ -96,7 +96,7 @@ def size_row(
     mixes: dict[str, list[RequestAdapters]],
     hits: dict[str, list[float]],
 ) -> Row:
-    cells = []
+    cells: list[str] = []
     for name, mix in mixes.items():
         found = hits[name][number]
         cells += [f"{found:.1%}", ms((1 - found) * seconds * mean_loras(mix))]
