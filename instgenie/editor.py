@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from instgenie.adapters.controlnets import ControlNetRegistry
+from instgenie.adapters.shipped import shipped_controlnets, shipped_loras
 from instgenie.adapters.tiers import LoraFetch
 from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
@@ -92,7 +93,7 @@ class Editor:
 
     `controlnets` gives names to folders of ControlNets. An edit asks for them with
     `controls=[{"name": "canny", "image": "canny", "scale": 0.8}]`, where the image is a picture, or canny for the
-    edges of the edit's own.
+    edges of the edit's own. LoRAs and ControlNets that lie in the model's folder are there without being named.
     """
 
     cache_dtype: CacheDtype = "model"
@@ -123,8 +124,8 @@ class Editor:
         self.cache_stride = cache_stride
         self.text_padding = text_padding
         self.store = cache or make_store(self.model.device)
-        self._loras = LoraShelf(self.model, loras, lora_dir)
-        self._controlnets = ControlNetRegistry(controlnets)
+        self._loras = LoraShelf(self.model, shipped_loras(model) | dict(loras or {}), lora_dir)
+        self._controlnets = ControlNetRegistry(shipped_controlnets(model) | dict(controlnets or {}))
 
     @property
     def loras(self) -> LoraShelf:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import instgenie
-from instgenie.models.loading.folder import BUILTIN
+from instgenie.machine.model_folders import BUILTIN
 from training.measure import removal
 from training.measure.autoencoder import autoencoder_figures
 from training.measure.bars import GROUPS

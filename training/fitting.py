@@ -9,6 +9,7 @@ from diffusers import AutoencoderTiny, FluxTransformer2DModel
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Generator, Tensor, nn
 
+from instgenie.machine.model_folders import BUILTIN
 from training.attention import MaskedAttention
 from training.examples import Captions, ExampleSource
 from training.feed import Feed, Inputs
@@ -16,7 +17,6 @@ from training.optim import Average, Clock, set_rate
 from training.pipeline import load_text
 from training.train_transformer import Model, half_precision, held_out_inputs, load_pictures
 
-BUILTIN = Path(__file__).parent.parent / "instgenie" / "models" / "builtin"
 REPORT_EVERY = 50  # steps
 
 AdapterLoss = Callable[[Inputs], Tensor]

@@ -76,7 +76,8 @@ class Guided:
         photographs are larger than the model's size."""
         pictures = inputs.examples.pictures
         edges = torch.empty_like(pictures)
-        edges[::2], edges[1::2] = edge_images(pictures[::2]), edge_images(pictures[1::2], enlarged=2)
+        for first in range(min(2, len(pictures))):
+            edges[first::2] = edge_images(pictures[first::2], enlarged=1 + first)
         return encode(self.vae, edges).repeat(2, 1, 1)
 
 

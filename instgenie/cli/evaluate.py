@@ -25,6 +25,7 @@ SYSTEM_NAMES = (
     "cached",
 )
 PART_NAMES = ("fig4", "fig6", "fig11", "fig12", "fig14", "fig15", "fig16", "table2", "overheads", "simulator")
+SWIFT_NAMES = ("adapters", "switching")
 
 
 def add_bench_engine(parser: argparse.ArgumentParser) -> None:
@@ -61,11 +62,16 @@ def run_bench_engine(options: argparse.Namespace) -> None:
 
 def add_bench_reproduce(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_bench_reproduce)
-    about_parts = f"all, or some of {', '.join(PART_NAMES)}; shared measurements are made once"
+    about_parts = (
+        f"all, or some of {', '.join(PART_NAMES)}; swift, or some of {', '.join(SWIFT_NAMES)}, for the figures of "
+        "SwiftDiffusion; shared measurements are made once"
+    )
     parser.add_argument("parts", nargs="+", metavar="NAME", help=about_parts)
     about_out = "folder of the report: index.html, or NAME.html for a single part"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=about_out)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the tables to this file")
+    about_trace = "CSV of requests with a column lora_args, whose LoRAs the parts of swift measure, too"
+    parser.add_argument("--adapter-trace", type=Path, metavar="FILE", help=about_trace)
     add_model(parser, has_size=False)
 
 
@@ -73,7 +79,7 @@ def run_bench_reproduce(options: argparse.Namespace) -> None:
     from instgenie.bench.reproduce.run import reproduce  # imports torch and diffusers
 
     hide_loading_bars()
-    reproduce(options.parts, options.model, options.device, options.out, options.json)
+    reproduce(options.parts, options.model, options.device, options.out, options.json, options.adapter_trace)
 
 
 def add_bench_simulate(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from instgenie.adapters.controlnets import ControlNetRegistry
+from instgenie.adapters.shipped import shipped_controlnets
 from instgenie.cluster.config import ControlConfig
 from instgenie.errors import ConfigError, ControlError
 from instgenie.server.lora_options import lora_module
@@ -24,10 +25,12 @@ CONTROL_OPTIONS = (
 
 
 def make_controls(values: Mapping[str, Any], devices: tuple[str, ...]) -> ControlConfig:
-    """Check the folders of the named ControlNets before any process starts."""
-    modules = tuple((name, str(Path(path).resolve())) for name, path in values["controlnet_modules"])
+    """Check the folders of the named ControlNets, and of those in the model's folder, before any process starts. The
+    latter alone get no process of their own unless devices are given."""
+    named = {name: str(Path(path).resolve()) for name, path in values["controlnet_modules"]}
+    modules = shipped_controlnets(values["model"]) | named
     try:
-        ControlNetRegistry(dict(modules))
+        ControlNetRegistry(modules)
     except ControlError as error:
         raise ConfigError(str(error)) from None
     given = values["controlnet_devices"]
@@ -35,9 +38,10 @@ def make_controls(values: Mapping[str, Any], devices: tuple[str, ...]) -> Contro
         raise ConfigError(
             f"the option controlnet-devices is {given!r}: with --cluster, workers run ControlNets themselves"
         )
-    given = "worker" if values["cluster"] else given
+    if values["cluster"] or (given == "auto" and not named):
+        given = "worker"
     return ControlConfig(
-        modules=modules,
+        modules=tuple(modules.items()),
         devices=choose_places(given, devices) if modules else (),
         max_bytes=round(values["controlnet_gib"] * GIB),
     )

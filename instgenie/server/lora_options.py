@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from instgenie.adapters.registry import LoraRegistry
+from instgenie.adapters.shipped import shipped_loras
 from instgenie.cluster.config import LoraConfig
 from instgenie.errors import ConfigError, LoraError
 from instgenie.server.options import Option, flag, number, text
@@ -49,10 +50,11 @@ LORA_OPTIONS = (
 
 
 def make_loras(values: Mapping[str, Any]) -> LoraConfig:
-    """Check the files of the named LoRAs before any process starts."""
+    """Check the files of the named LoRAs, and of those in the model's folder, before any process starts."""
     share, steps = values["lora_wait_steps"]
+    given = {name: str(Path(path).resolve()) for name, path in values["lora_modules"]}
     config = LoraConfig(
-        modules=tuple((name, str(Path(path).resolve())) for name, path in values["lora_modules"]),
+        modules=tuple((shipped_loras(values["model"]) | given).items()),
         folder=values["lora_dir"] and str(Path(values["lora_dir"]).resolve()),
         gpu_bytes=round(values["lora_gpu_gib"] * GIB),
         host_bytes=round(values["lora_host_gib"] * GIB),

@@ -4,10 +4,9 @@ tokenizer."""
 
 import json
 import re
-from pathlib import Path
 
+from instgenie.machine.model_folders import model_folder
 from instgenie.server.errors import echo
-from instgenie.server.routes.suggestions import BUILTIN
 
 SEPARATORS = re.compile(r"[^a-z0-9\- ]+")
 MAX_NAMED = 5
@@ -44,7 +43,7 @@ class Vocabulary:
 
 def read_vocabulary(model: str) -> Vocabulary:
     """Read the vocabulary of a model's folder, if its tokenizer knows whole words only."""
-    path = (BUILTIN if model == "builtin" else Path(model)) / "tokenizer" / "tokenizer.json"
+    path = model_folder(model) / "tokenizer" / "tokenizer.json"
     try:
         tokens = json.loads(path.read_bytes())["model"]
         is_of_words = tokens["type"] == "WordLevel"

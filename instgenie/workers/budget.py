@@ -7,8 +7,11 @@ from pathlib import Path
 import torch
 
 from instgenie.adapters.controlnets import open_controlnet
+from instgenie.adapters.files import open_lora
 from instgenie.cluster.config import ProcessConfig
 from instgenie.machine.device_memory import available_bytes
+
+WIDENED = 2  # a file in 16 bits may be computed in 32
 
 
 def control_bytes(config: ProcessConfig) -> int:
@@ -19,13 +22,22 @@ def control_bytes(config: ProcessConfig) -> int:
     return min(sum(sizes), config.controls.max_bytes)
 
 
+def lora_bytes(config: ProcessConfig, device: torch.device) -> int:
+    """Bytes that LoRAs may take on the device, or in main memory if it is a CPU."""
+    limit = config.loras.gpu_bytes if device.type == "cuda" else config.loras.host_bytes
+    if config.loras.folder:
+        return limit
+    sizes = (WIDENED * open_lora(Path(path)).header.num_bytes for _, path in config.loras.modules)
+    return min(sum(sizes), limit)
+
+
 def with_budget(config: ProcessConfig, host_bytes: int, device: torch.device) -> ProcessConfig:
     """The configuration with a size for each tier in memory. A GPU tier that was left open gets half of the device's
     free memory, what running edits keep for themselves a quarter, divided among the workers on the device; the rest is
     for the steps. On a CPU these edits get an eighth of the main memory. Memory for LoRAs is set aside first, if edits
     may name any, and for ControlNets that run in this process."""
-    loras = (config.loras.gpu_bytes if device.type == "cuda" else config.loras.host_bytes) if config.loras.is_on else 0
-    available = max(available_bytes(device) - (loras + control_bytes(config)) * config.num_sharing, 0)
+    adapters = lora_bytes(config, device) + control_bytes(config)
+    available = max(available_bytes(device) - adapters * config.num_sharing, 0)
     gpu_bytes, own_bytes = config.cache.gpu_bytes, config.cache.own_bytes
     if own_bytes is None:
         share = 4 if device.type == "cuda" else 8

@@ -32,6 +32,18 @@ def test_the_first_edit_of_an_example_finds_its_activations(builtin: Running) ->
     assert builtin.metric("instgenie:cache_hits_total") == 1
 
 
+def test_it_offers_its_own_adapters(builtin: Running) -> None:
+    fields = {"prompt": "a cat", "num_inference_steps": "2", "reuse": "off", "lora": "pencil"}
+    fields |= {"controls": json.dumps([{"name": "edges", "image": "canny"}])}
+    with builtin.http(None) as client:
+        assert [one["id"] for one in client.get("/v1/loras").json()["data"]] == ["pencil", "teal"]
+        assert {"builtin", "pencil", "teal"} == {one["id"] for one in client.get("/v1/models").json()["data"]}
+        answer = client.post("/v1/images/edits", files={"image": PICTURE, "mask": MASK}, data=fields)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["data"][0]["loras"]["from_step"] == 0
+    assert any("'edges'" in note for note in answer.json()["notes"])
+
+
 def test_a_stream_tells_the_time_left_the_bytes_to_come_and_unknown_words(server: Running) -> None:
     with server.http() as client:
         fields = FIELDS | {"prompt": "a cat with a zeppelin", "num_inference_steps": "4"}

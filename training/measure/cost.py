@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import instgenie
 from instgenie.editor import Editor
-from instgenie.models.loading.folder import BUILTIN
+from instgenie.machine.model_folders import BUILTIN
 from training.measure.bench import SIZE, Candidate, Values
 from training.sampling import load_pipeline
 

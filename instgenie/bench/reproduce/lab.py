@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from instgenie.bench.machine import Machine, describe_machine
 from instgenie.bench.reproduce.serving import Run
@@ -95,6 +96,7 @@ class Lab:
     scale: Scale
     tell: Callable[[str], None] = field(default=lambda _: None)  # reports what is being done
     runs: dict[str, Run] = field(default_factory=dict)  # of real clusters, by a name for their settings
+    adapter_trace: Path | None = None  # requests whose LoRAs are measured, too
 
     @property
     def device(self) -> str:

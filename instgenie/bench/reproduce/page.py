@@ -34,19 +34,19 @@ details summary { cursor: pointer; color: var(--pale) }
 """
 
 
-def write_page(sections: Sequence[tuple[Section, float]], machine: Machine, path: Path) -> None:
+def write_page(sections: Sequence[tuple[Section, float]], machine: Machine, path: Path, names: str = "all") -> None:
     """Write sections, each with the seconds it took, as one page."""
     anchors = [anchor for section, _ in sections for anchor in section.anchors]
     twice = sorted({anchor for anchor in anchors if anchors.count(anchor) > 1})
     assert not twice, twice
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(render(sections, machine), path)
+        write_text(render(sections, machine, names), path)
     except OSError as error:
         raise InstGenieError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def render(sections: Sequence[tuple[Section, float]], machine: Machine) -> str:
+def render(sections: Sequence[tuple[Section, float]], machine: Machine, names: str) -> str:
     facts = escape(machine_text(machine))
     links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section, _ in sections)
     minutes = sum(seconds for _, seconds in sections) / 60
@@ -56,7 +56,7 @@ def render(sections: Sequence[tuple[Section, float]], machine: Machine) -> str:
         f"<style>{style()}</style></head><body>",
         "<h1>InstGenIE, measured</h1>",
         '<p class="pale">The tables and figures of the paper, measured again with this software: '
-        f"<code>instgenie bench reproduce all</code>. {facts}. It took {minutes:.1f} minutes.</p>",
+        f"<code>instgenie bench reproduce {escape(names)}</code>. {facts}. It took {minutes:.1f} minutes.</p>",
         f"<nav><ul>{links}</ul></nav>",
         *(render_section(section, seconds) for section, seconds in sections),
         "</body></html>\n",

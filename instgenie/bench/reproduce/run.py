@@ -12,6 +12,7 @@ from rich.table import Table as Printed
 from instgenie.bench.files import check_folder, write_text
 from instgenie.bench.machine import Machine
 from instgenie.bench.reproduce import (
+    adapters,
     fig4,
     fig6,
     fig11,
@@ -21,6 +22,7 @@ from instgenie.bench.reproduce import (
     fig16,
     overheads,
     simulator,
+    switching,
     table2,
 )
 from instgenie.bench.reproduce.lab import SCALES, Lab
@@ -44,6 +46,10 @@ PARTS: dict[str, Part] = {
     "overheads": overheads.run,
     "simulator": simulator.run,
 }
+SWIFT_PARTS: dict[str, Part] = {  # of another paper, SwiftDiffusion: `all` leaves them out, `swift` names them
+    "adapters": adapters.run,
+    "switching": switching.run,
+}
 # seconds of each part with the built-in model on two idle cores, all parts run in this order: a shared measurement
 # counts with the first part that needs it
 BUDGETS: dict[str, float] = {
@@ -57,11 +63,20 @@ BUDGETS: dict[str, float] = {
     "table2": 95,
     "overheads": 30,
     "simulator": 215,
+    "adapters": 300,
+    "switching": 5,
 }
 FLUX_ONLY = ("fig6", "table2")
 
 
-def reproduce(names: Sequence[str], model: str, device: str, out: Path | None, json_path: Path | None) -> None:
+def reproduce(
+    names: Sequence[str],
+    model: str,
+    device: str,
+    out: Path | None,
+    json_path: Path | None,
+    adapter_trace: Path | None = None,
+) -> None:
     chosen = choose_parts(names)
     check_folder(json_path)
     console = Console(stderr=True)
@@ -74,7 +89,7 @@ def reproduce(names: Sequence[str], model: str, device: str, out: Path | None, j
             console.print(f"left out, because they need a Flux model: {', '.join(left_out)}", highlight=False)
         if not chosen:
             raise InstGenieError(f"{' and '.join(names)} need a Flux model: {model!r} is not one")
-    lab = Lab(model, loaded, SCALES[loaded.device.type])
+    lab = Lab(model, loaded, SCALES[loaded.device.type], adapter_trace=adapter_trace)
     sections: list[tuple[Section, float]] = []
     for section, seconds in run_parts(chosen, lab, console):
         sections.append((section, seconds))
@@ -83,14 +98,16 @@ def reproduce(names: Sequence[str], model: str, device: str, out: Path | None, j
             write_text(as_json(sections, lab.machine), json_path)
     if out:
         page = f"{chosen[0]}.html" if len(chosen) == 1 else "index.html"
-        write_page(sections, lab.machine, out / page)
+        write_page(sections, lab.machine, out / page, " ".join(names))
 
 
 def choose_parts(names: Sequence[str]) -> list[str]:
     for name in names:
-        if name != "all" and name not in PARTS:
-            raise InstGenieError(f"unknown part {name!r}: the parts are all, {', '.join(PARTS)}")
-    return [name for name in PARTS if name in names or "all" in names]
+        if name not in ("all", "swift", *PARTS, *SWIFT_PARTS):
+            known = ", ".join(("all", *PARTS, "swift", *SWIFT_PARTS))
+            raise InstGenieError(f"unknown part {name!r}: the parts are {known}")
+    groups = (("all", PARTS), ("swift", SWIFT_PARTS))
+    return [name for group, parts in groups for name in parts if name in names or group in names]
 
 
 def run_parts(names: Sequence[str], lab: Lab, console: Console) -> Iterator[tuple[Section, float]]:
@@ -101,7 +118,7 @@ def run_parts(names: Sequence[str], lab: Lab, console: Console) -> Iterator[tupl
         for name in names:
             lab.tell = lambda doing, name=name: task.say(f"{name}: {doing}")  # type: ignore[misc]
             start = time.perf_counter()
-            section = PARTS[name](lab)
+            section = (PARTS | SWIFT_PARTS)[name](lab)
             seconds = time.perf_counter() - start
             task.advance(BUDGETS[name])
             console.print(f"{name:<10} {seconds:6.1f} s of {BUDGETS[name]:g}  {section.title}", highlight=False)

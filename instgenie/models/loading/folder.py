@@ -14,15 +14,15 @@ import diffusers
 from safetensors import SafetensorError, safe_open
 
 from instgenie.errors import ModelError
+from instgenie.machine.model_folders import model_folder
 from instgenie.models.families import PIPELINES
 
-BUILTIN = Path(__file__).parent.parent / "builtin"
 BUILTIN_DEFAULTS: dict[str, Any] = {"own_size": 256, "steps": 28, "guidance": 3.5}
 INDEX = "model_index.json"
 
 
 def find_folder(name: str) -> Path:
-    folder = BUILTIN if name == "builtin" else Path(name)
+    folder = model_folder(name)
     if folder.is_dir():
         return folder
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):

@@ -21,12 +21,12 @@ from instgenie.errors import ModelError
 from instgenie.kernels.quantize import MIN_CAPABILITY, multiplies_fp8
 from instgenie.machine.device import choose_device, choose_dtype
 from instgenie.machine.device_memory import check_memory, is_out_of_memory, memory_guard
+from instgenie.machine.model_folders import BUILTIN
 from instgenie.models.families import PIPELINES
 from instgenie.models.family import Family, LoadedPipeline, PartKind
 from instgenie.models.layers.fp8_linear import quantizable, quantize_layers
 from instgenie.models.loading.dummy import PREFIX, count_dummy, find_dummy, make_parts
 from instgenie.models.loading.folder import (
-    BUILTIN,
     BUILTIN_DEFAULTS,
     check_index,
     count_parameters,

@@ -2,15 +2,13 @@
 
 import json
 import tomllib
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from instgenie.machine.model_folders import model_folder
 from instgenie.pictures.examples import EXAMPLES
 from instgenie.server.monitoring.log import say
-
-BUILTIN = Path(__file__).parents[2] / "models" / "builtin"
 
 
 class Prompts(BaseModel):
@@ -22,8 +20,7 @@ class Prompts(BaseModel):
 
 def suggested_prompts(model: str) -> Prompts:
     """Read prompts.json in the model's folder; without such a file there are no suggestions."""
-    folder = BUILTIN if model == "builtin" else Path(model)
-    path = folder / "prompts.json"
+    path = model_folder(model) / "prompts.json"
     if not path.is_file():
         return Prompts()
     try:

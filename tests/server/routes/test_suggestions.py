@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from instgenie.models.loading.folder import BUILTIN
+from instgenie.machine.model_folders import BUILTIN
 from instgenie.server.routes.suggestions import Prompts, suggested_prompts
 
 
