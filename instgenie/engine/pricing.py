@@ -58,7 +58,7 @@ def priced(job: Job, costs: StepCosts, terms: Terms = NO_TERMS, num_overtaken: i
     """The job as the scheduler sees it, with the mean price of its remaining steps."""
     tier, num_left = tier_of(job), job.num_steps - job.step
     price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, num_dense_left(job), num_left)
-    return PricedJob(price, num_left, terms, num_overtaken)
+    return PricedJob(price, num_left, terms, num_overtaken, job.step)
 
 
 @dataclass(frozen=True, eq=False)

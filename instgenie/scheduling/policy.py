@@ -4,7 +4,7 @@ cluster's queues, the router and the simulator ask the same object. It is arithm
     fcfs        in the order of arrival
     edf         the earliest deadline first
     slack       PatchedServe's Algorithm 1: the least slack first; a job joins if the running ones still meet their
-                deadlines and the batch gains enough; those that cannot meet their own any more come last
+                deadlines and the batch gains enough; those that cannot meet their own any more wait for others
     preemptive  within fair shares and priorities, as many jobs in time as possible; running jobs with slack leave
                 between two steps for one without; nobody is overtaken without end (see `preemptive`)
 
@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from instgenie.cost.table import StepCosts
 from instgenie.scheduling.pace import Pace
-from instgenie.scheduling.scheduler import Decision, Scheduler, Split, WaitingGroup, throughput
+from instgenie.scheduling.scheduler import Decision, Scheduler, Split, WaitingGroup
 from instgenie.scheduling.shares import Shares
 from instgenie.scheduling.terms import PricedJob, Standing
 
@@ -123,7 +123,8 @@ class EarliestDeadline(Policy):
 
 
 class LeastSlack(Policy):
-    """PatchedServe's Algorithm 1. Nothing that was accepted is discarded: the hopeless wait until nobody else does."""
+    """PatchedServe's Algorithm 1. Nothing that was accepted is discarded: the hopeless wait until nobody can be in time
+    whom they would delay."""
 
     def _rank(self, claim: Standing, now: float) -> Rank:
         slack = claim.terms.deadline - now - claim.seconds
@@ -132,6 +133,7 @@ class LeastSlack(Policy):
     def decide(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation) -> Decision:
         running, max_jobs, costs, now = situation
         batch, joining, split = list(running), list[int](), None
+        is_contended = any(job.has_deadline and self.slack(job, batch, costs, now) >= 0 for job in batch)
         for index, group in enumerate(waiting):
             room = max_jobs - len(batch)
             if room <= 0 or split:
@@ -139,6 +141,10 @@ class LeastSlack(Policy):
             if not group.is_ready:
                 continue
             jobs = group.priced(costs)
+            is_hopeless = jobs[0].terms.deadline - now < self.seconds(jobs, costs)
+            if is_hopeless and is_contended:
+                break
+            is_contended |= not is_hopeless and jobs[0].has_deadline
             part = jobs[:room]
             is_wanted = self.keeps_deadlines(batch, part, costs, now) and benefit(batch, part, costs) >= BENEFIT
             if batch and not is_wanted:
@@ -150,5 +156,11 @@ class LeastSlack(Policy):
 
 
 def benefit(batch: Sequence[PricedJob], joining: Sequence[PricedJob], costs: StepCosts) -> float:
-    """How many times as many job steps per second a larger batch takes."""
-    return throughput((*batch, *joining), costs) / throughput(batch, costs) if batch else BENEFIT
+    """How many times as many jobs per second a larger batch does. Each step of a job is its share of the job: a job of
+    few steps does more of itself in a step than one of many."""
+    return jobs_per_second((*batch, *joining), costs) / jobs_per_second(batch, costs) if batch else BENEFIT
+
+
+def jobs_per_second(batch: Sequence[PricedJob], costs: StepCosts) -> float:
+    done = sum(1 / (job.num_taken + job.num_steps) for job in batch)
+    return done / max(costs.step_seconds(job.price for job in batch), 1e-9)
