@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from instgenie.cost.table import StepCosts
+from instgenie.cost.table import Price, StepCosts
 from instgenie.scheduling.pace import Pace
 from instgenie.scheduling.scheduler import Decision, Scheduler, Split, WaitingGroup
 from instgenie.scheduling.shares import Shares
@@ -72,7 +72,7 @@ class Policy:
         num_sharing = min(sum(map(len, groups)), situation.max_jobs)
         return [self._claim(group, num_sharing, situation.costs) for group in groups]
 
-    def _claim(self, group: Sequence[PricedJob], num_sharing: int, costs: StepCosts) -> Standing:
+    def _claim(self, group: Sequence[PricedJob], num_sharing: float, costs: StepCosts) -> Standing:
         num_steps = sum(job.num_steps for job in group) / num_sharing
         compute, load = (sum(job.num_steps * job.price[stream] for job in group) for stream in (0, 1))
         work = self.pace.seconds(num_steps, costs.total_seconds(num_steps, compute, load))
@@ -83,10 +83,11 @@ class Policy:
         running, max_jobs, costs, _ = situation
         return self.scheduler.decide(waiting, num_ready, running, max_jobs, costs)
 
-    def seconds(self, batch: Sequence[PricedJob], costs: StepCosts) -> float:
-        """Seconds until the last of these jobs has taken its steps, all in one batch."""
+    def seconds(self, batch: Sequence[PricedJob], costs: StepCosts, others: Sequence[Price] = ()) -> float:
+        """Seconds until the last of these jobs has taken its steps, all in one batch, beside others at these prices."""
         num_steps = max(job.num_steps for job in batch)
-        return self.pace.seconds(num_steps, num_steps * costs.step_seconds(job.price for job in batch))
+        prices = [*(job.price for job in batch), *others]
+        return self.pace.seconds(num_steps, num_steps * costs.step_seconds(prices))
 
     def ends(self, batch: Sequence[PricedJob], costs: StepCosts) -> list[float]:
         """Seconds until each of these jobs has taken its steps, if they leave the batch one by one and nobody joins."""
