@@ -23,14 +23,16 @@ from instgenie.simulate.service import PlannedService
 from instgenie.simulate.worker import SimulatedJob
 
 SIZES = (0.5, 0.75, 1.0)  # sides of the pictures, as shares of the model's own: as 512, 768 and 1024
+STEPS = (1 / 12, 1 / 12, 1 / 12, 1.0)  # steps of the edits, as shares of the model's own: as 2, 2, 2 and 24
+MASKS = {"sizes": "production", "steps": "inpaint"}  # of workloads that are not named by their masks
 GRAIN = 16  # masked tokens are rounded to this many, so that equal edits are simulated alone once
 
 
 @dataclass(frozen=True)
 class DeadlineStudy:
-    workloads: tuple[str, ...] = ("sizes", "production", "inpaint", "retouch")
+    workloads: tuple[str, ...] = ("sizes", "steps", "production", "inpaint", "retouch")
     workers: tuple[int, ...] = (1,)
-    loads: tuple[float, ...] = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)  # shares of what full batches reach
+    loads: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)  # shares of what full batches reach
     policies: tuple[Scheduling, ...] = ("fcfs", "edf", "slack", "preemptive")
     seconds: float = 1200.0  # of load
     max_edits: int = 20_000  # large clusters get a shorter load
@@ -51,15 +53,15 @@ class DeadlineLab:
         return done.latency
 
     def jobs(self, workload: str, rate: float, tenant: str = "", seed: int = 0) -> list[SimulatedJob]:
-        masks = "production" if workload == "sizes" else workload
         num_edits = min(max(round(rate * self.study.seconds), 1), self.study.max_edits)
-        recipe = WorkloadRecipe(num_edits, rate, mask_ratios=masks, num_templates=50)
+        recipe = WorkloadRecipe(num_edits, rate, mask_ratios=MASKS.get(workload, workload), num_templates=50)
         jobs = []
         for index, one in enumerate(draw_workload(replace(recipe, seed=self.study.seed + seed))):
             share = SIZES[one.seed % len(SIZES)] if workload == "sizes" else 1.0
             num_tokens = round(share * self.model.own_size / self.model.patch) ** 2
             num_masked = max(round(one.mask_ratio * num_tokens / GRAIN), 1) * GRAIN
-            steps = self.model.steps
+            few = STEPS[one.seed % len(STEPS)] if workload == "steps" else 1.0
+            steps = round(few * self.model.steps)
             num_dense = SETTINGS[DEFAULT].dense_steps(steps)
             job = make_job(index, one.at, steps, num_tokens, num_masked, str(one.template), num_dense)
             job.id, job.tenant = f"{tenant}{index}", tenant
@@ -138,5 +140,5 @@ def bench_deadlines(setup: Setup, study: DeadlineStudy, out: Path | None, json_p
         print_line(line_of(f"quiet beside a neighbour of load {load_share:.0%}", new))
     if json_path:
         write_json({"study": asdict(study), "points": [asdict(point) for point in points]}, json_path)
-    for name, chart in charts(points).items() if out else ():
+    for name, chart in charts(setup.model, points).items() if out else ():
         write_text(chart.svg(), Path(out or ".") / f"{name}.svg")

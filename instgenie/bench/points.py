@@ -74,21 +74,22 @@ def value_at(curve: Sequence[tuple[float, float]], load: float) -> float:
 SHARE = Axis("share of edits in time", (0, 0.2, 0.4, 0.6, 0.8, 1), 0, 1.02, form="{:.0%}")
 
 
-def charts(points: Sequence[DeadlinePoint]) -> dict[str, Chart]:
+def charts(model: str, points: Sequence[DeadlinePoint]) -> dict[str, Chart]:
+    name_of_model = model.removeprefix("dummy:")
     drawn = {}
     swept = [point for point in points if point.workload != "neighbour"]
     for workload, num in dict.fromkeys((point.workload, point.workers) for point in swept):
         own = [point for point in swept if (point.workload, point.workers) == (workload, num)]
         if len({point.load for point in own}) > 1:
-            title = f"Edits in time against load: {workload}, {num:,} worker{'s' if num > 1 else ''}"
+            title = f"Edits in time against load: {name_of_model}, {workload}, {num:,} worker{'s' if num > 1 else ''}"
             drawn[f"deadlines-{workload}-{num}"] = chart(title, "load, as a share of full batches", own, by_load)
     for workload, load_share in dict.fromkeys((point.workload, point.load) for point in swept):
         own = [point for point in swept if (point.workload, point.load) == (workload, load_share)]
         if len({point.workers for point in own}) > 2:
-            title = f"Edits in time against workers: {workload}, load {load_share:.0%}"
+            title = f"Edits in time against workers: {name_of_model}, {workload}, load {load_share:.0%}"
             drawn[f"deadlines-{workload}-workers"] = chart(title, "workers", own, by_workers)
     if beside := [point for point in points if point.workload == "neighbour"]:
-        title = "Edits in time of a quiet tenant (load 20 %) beside a noisy one"
+        title = f"Edits in time of a quiet tenant (load 20 %) beside a noisy one: {name_of_model}"
         drawn["deadlines-neighbour"] = chart(title, "load of the noisy tenant", beside, by_load)
     return drawn
 

@@ -106,9 +106,7 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-reuse", action="store_true", help="no edit finds a template")
     about_own = "edits without a template read what the dense steps of this quality leave behind (default: none do)"
     parser.add_argument("--own", choices=("fast", "balanced"), help=about_own)
-    about_latency = "latency model that instgenie calibrate wrote; default: typical figures for the kind of device"
-    parser.add_argument("--latency", type=Path, metavar="FILE", help=about_latency)
-    parser.add_argument("--kind", choices=("cpu", "cuda"), default="cuda", help="kind of device (default cuda)")
+    add_latency(parser)
     about_plan = (
         "planning policy: exact (the default), greedy (Algorithm 1), cached (all blocks), naive (no overlap) or dense"
     )
@@ -142,6 +140,12 @@ def add_bench_simulate(parser: argparse.ArgumentParser) -> None:
         "--model", default="dummy:flux.1-dev", help="model whose steps are simulated (default dummy:flux.1-dev)"
     )
     add_workload(parser)
+
+
+def add_latency(parser: argparse.ArgumentParser) -> None:
+    about_latency = "latency model that instgenie calibrate wrote; default: typical figures for the kind of device"
+    parser.add_argument("--latency", type=Path, metavar="FILE", help=about_latency)
+    parser.add_argument("--kind", choices=("cpu", "cuda"), default="cuda", help="kind of device (default cuda)")
 
 
 def run_bench_simulate(options: argparse.Namespace) -> None:
@@ -192,7 +196,7 @@ def add_bench_deadlines(parser: argparse.ArgumentParser) -> None:
     def add(name: str, kind: Callable[[str], object], metavar: str, about: str) -> None:
         parser.add_argument(name, action="append", type=kind, metavar=metavar, help=about + several)
 
-    add("--workload", str, "NAME", "sizes, production, inpaint or retouch (default all)")
+    add("--workload", str, "NAME", "sizes, steps, production, inpaint or retouch (default all)")
     add("--workers", positive, "N", "workers of the cluster (default 1)")
     add("--load", rate, "X", "arrivals, as a share of what full batches reach (default .3 to .9)")
     add("--neighbour", rate, "X", "also a quiet tenant beside a noisy one of this load")
@@ -205,6 +209,7 @@ def add_bench_deadlines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slo-scale", type=rate, default=5.0, metavar="FACTOR", help=about_slo)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the workloads (default 0)")
     parser.add_argument("--model", default="dummy:flux.1-dev", help="model whose steps are simulated")
+    add_latency(parser)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the charts into this folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
 
@@ -226,7 +231,8 @@ def run_bench_deadlines(options: argparse.Namespace) -> None:
         seed=options.seed,
         neighbours=tuple(options.neighbour or ()),
     )
-    setup = Setup(options.model, "cuda", None, "exact", False, SideSeconds(prepare=0.05, decode=0.05))
+    side, is_near = SideSeconds(prepare=0.05, decode=0.05), options.kind == "cpu"  # a CPU reads main memory directly
+    setup = Setup(options.model, options.kind, options.latency, "exact", is_near, side)
     bench_deadlines(setup, study, options.out, options.json)
 
 

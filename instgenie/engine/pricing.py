@@ -62,7 +62,7 @@ def priced(job: Job, costs: StepCosts, terms: Terms = NO_TERMS, num_overtaken: i
     price = costs.mean_price(len(job.masked), num_computed(job, tier), tier, num_dense_left(job), num_left)
     uses = [control.use for control in job.controls]
     guided = [Guided(use.version, use.share(job.num_steps, job.step)) for use in uses]
-    return PricedJob(costs.guided(price, len(job.masked), guided), num_left, terms, num_overtaken)
+    return PricedJob(costs.guided(price, len(job.masked), guided), num_left, terms, num_overtaken, job.step)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ cluster's queues, the router and the simulator ask the same object. It is arithm
     fcfs        in the order of arrival
     edf         the earliest deadline first
     slack       PatchedServe's Algorithm 1: the least slack first; a job joins if the running ones still meet their
-                deadlines and the batch gains enough; those that cannot meet their own any more come last
+                deadlines and the batch gains enough; those that cannot meet their own any more wait for others
     preemptive  within fair shares and priorities, as many jobs in time as possible; running jobs with slack leave
                 between two steps for one without; nobody is overtaken without end (see `preemptive`)
 
@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from instgenie.cost.table import StepCosts
+from instgenie.cost.table import Price, StepCosts
 from instgenie.scheduling.pace import Pace
-from instgenie.scheduling.scheduler import Decision, Scheduler, Split, WaitingGroup, throughput
+from instgenie.scheduling.scheduler import Decision, Scheduler, Split, WaitingGroup
 from instgenie.scheduling.shares import Shares
 from instgenie.scheduling.terms import PricedJob, Standing
 
@@ -72,7 +72,7 @@ class Policy:
         num_sharing = min(sum(map(len, groups)), situation.max_jobs)
         return [self._claim(group, num_sharing, situation.costs) for group in groups]
 
-    def _claim(self, group: Sequence[PricedJob], num_sharing: int, costs: StepCosts) -> Standing:
+    def _claim(self, group: Sequence[PricedJob], num_sharing: float, costs: StepCosts) -> Standing:
         num_steps = sum(job.num_steps for job in group) / num_sharing
         compute, load = (sum(job.num_steps * job.price[stream] for job in group) for stream in (0, 1))
         work = self.pace.seconds(num_steps, costs.total_seconds(num_steps, compute, load))
@@ -83,10 +83,11 @@ class Policy:
         running, max_jobs, costs, _ = situation
         return self.scheduler.decide(waiting, num_ready, running, max_jobs, costs)
 
-    def seconds(self, batch: Sequence[PricedJob], costs: StepCosts) -> float:
-        """Seconds until the last of these jobs has taken its steps, all in one batch."""
+    def seconds(self, batch: Sequence[PricedJob], costs: StepCosts, others: Sequence[Price] = ()) -> float:
+        """Seconds until the last of these jobs has taken its steps, all in one batch, beside others at these prices."""
         num_steps = max(job.num_steps for job in batch)
-        return self.pace.seconds(num_steps, num_steps * costs.step_seconds(job.price for job in batch))
+        prices = [*(job.price for job in batch), *others]
+        return self.pace.seconds(num_steps, num_steps * costs.step_seconds(prices))
 
     def ends(self, batch: Sequence[PricedJob], costs: StepCosts) -> list[float]:
         """Seconds until each of these jobs has taken its steps, if they leave the batch one by one and nobody joins."""
@@ -123,7 +124,8 @@ class EarliestDeadline(Policy):
 
 
 class LeastSlack(Policy):
-    """PatchedServe's Algorithm 1. Nothing that was accepted is discarded: the hopeless wait until nobody else does."""
+    """PatchedServe's Algorithm 1. Nothing that was accepted is discarded: the hopeless wait until nobody can be in time
+    whom they would delay."""
 
     def _rank(self, claim: Standing, now: float) -> Rank:
         slack = claim.terms.deadline - now - claim.seconds
@@ -132,6 +134,7 @@ class LeastSlack(Policy):
     def decide(self, waiting: Sequence[WaitingGroup], num_ready: int, situation: Situation) -> Decision:
         running, max_jobs, costs, now = situation
         batch, joining, split = list(running), list[int](), None
+        is_contended = any(job.has_deadline and self.slack(job, batch, costs, now) >= 0 for job in batch)
         for index, group in enumerate(waiting):
             room = max_jobs - len(batch)
             if room <= 0 or split:
@@ -139,6 +142,10 @@ class LeastSlack(Policy):
             if not group.is_ready:
                 continue
             jobs = group.priced(costs)
+            is_hopeless = jobs[0].terms.deadline - now < self.seconds(jobs, costs)
+            if is_hopeless and is_contended:
+                break
+            is_contended |= not is_hopeless and jobs[0].has_deadline
             part = jobs[:room]
             is_wanted = self.keeps_deadlines(batch, part, costs, now) and benefit(batch, part, costs) >= BENEFIT
             if batch and not is_wanted:
@@ -150,5 +157,11 @@ class LeastSlack(Policy):
 
 
 def benefit(batch: Sequence[PricedJob], joining: Sequence[PricedJob], costs: StepCosts) -> float:
-    """How many times as many job steps per second a larger batch takes."""
-    return throughput((*batch, *joining), costs) / throughput(batch, costs) if batch else BENEFIT
+    """How many times as many jobs per second a larger batch does. Each step of a job is its share of the job: a job of
+    few steps does more of itself in a step than one of many."""
+    return jobs_per_second((*batch, *joining), costs) / jobs_per_second(batch, costs) if batch else BENEFIT
+
+
+def jobs_per_second(batch: Sequence[PricedJob], costs: StepCosts) -> float:
+    done = sum(1 / (job.num_taken + job.num_steps) for job in batch)
+    return done / max(costs.step_seconds(job.price for job in batch), 1e-9)

@@ -4,11 +4,12 @@ Jobs that can meet their deadlines together go in the order of these; where not 
 given up first and wait until the others are served. Running jobs leave between two steps if that saves a deadline.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from instgenie.cost.table import StepCosts
+from instgenie.cost.table import Price, StepCosts
 from instgenie.scheduling.policy import MAX_OVERTAKEN, Policy, Rank, Situation
 from instgenie.scheduling.savable import hopeless, num_in_time
 from instgenie.scheduling.scheduler import Decision, FirstCome, WaitingGroup, pays
@@ -84,6 +85,29 @@ class Preemptive(Policy):
                 ranks[index] = (*kind, HOPELESS if index in given_up else SAVABLE, place, terms.number)
             busy += sum(claims[index].work for index in members)
         return ranks
+
+    def claims(self, waiting: Sequence[Sequence[PricedJob]], situation: Situation) -> list[Standing]:
+        """The less time a job has left, the fewer others may share its steps, and the more of their fixed seconds are
+        its own work."""
+        claims = super().claims(waiting, situation)
+        groups = [*waiting, *([job] for job in situation.running)]
+        jobs = [job for group in groups for job in group]
+        most = min(len(jobs), situation.max_jobs)
+        mean = Price(*(sum(job.price[stream] for job in jobs) / max(len(jobs), 1) for stream in (0, 1)))
+        for index, (group, claim) in enumerate(zip(groups, claims, strict=True)):
+            num_sharing = self._num_sharing(group, claim, mean, situation)
+            if num_sharing < most:
+                claims[index] = self._claim(group, num_sharing, situation.costs)
+        return claims
+
+    def _num_sharing(self, group: Sequence[PricedJob], claim: Standing, mean: Price, situation: Situation) -> float:
+        """Jobs that may share the steps of a group, itself among them, if it is to be in time. Without end if it has no
+        deadline or cannot meet it."""
+        spare = claim.terms.deadline - situation.now - claim.seconds
+        if spare < 0 or spare == NO_DEADLINE:
+            return math.inf
+        longer = self.seconds(group, situation.costs, [mean]) - claim.seconds  # beside each other job
+        return len(group) + spare / max(longer, 1e-9)
 
     def _class_of(self, claim: Standing) -> Rank:
         is_over = self.shares.is_over(claim.terms.tenant)

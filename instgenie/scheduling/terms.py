@@ -25,6 +25,7 @@ class PricedJob(NamedTuple):
     num_steps: int  # remaining
     terms: Terms = NO_TERMS
     num_overtaken: int = 0  # younger jobs of its tenant that joined before it
+    num_taken: int = 0  # steps
 
     @property
     def has_deadline(self) -> bool:

@@ -88,7 +88,7 @@ class SimulatedJob:
             num_dense = sum(step >= self.step for step in self.own_steps)
         price = costs.mean_price(self.work.num_tokens, self.work.num_masked_tokens, "host", num_dense, num_left)
         price = costs.guided(price, self.work.num_tokens, self.work.guided)
-        self._priced = PricedJob(price, num_left, self.terms, self.num_own_overtaken)
+        self._priced = PricedJob(price, num_left, self.terms, self.num_own_overtaken, self.step)
         return [self._priced]
 
 

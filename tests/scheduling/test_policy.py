@@ -39,11 +39,11 @@ class Waiter:
     num_own_overtaken: int = 0
     num_jobs: int = 1
     num_waited: int = 0  # steps
-    is_new: bool = True  # False once it has taken a step
+    num_taken: int = 0  # steps
 
     @property
     def job(self) -> PricedJob:
-        return PricedJob(Price(self.price, 0.0), self.num_steps, self.terms, self.num_own_overtaken)
+        return PricedJob(Price(self.price, 0.0), self.num_steps, self.terms, self.num_own_overtaken, self.num_taken)
 
     def priced(self, costs: StepCosts) -> Sequence[PricedJob]:
         return [self.job]
@@ -78,7 +78,7 @@ class Loop:
         self.running = [one for one in self.running if one not in leaving] + joining
         self.waiting = [one for one in self.waiting if one not in joining] + leaving
         for one in self.waiting:
-            younger = [other for other in joining if other.is_new and other.terms.number > one.terms.number]
+            younger = [other for other in joining if not other.num_taken and other.terms.number > one.terms.number]
             one.num_own_overtaken += sum(other.terms.tenant == one.terms.tenant for other in younger)
             one.num_waited += 1
         if not self.running:
@@ -89,7 +89,7 @@ class Loop:
         self.steps.append("".join(sorted(one.name for one in self.running)))
         for one in self.running:
             one.num_steps -= 1
-            one.is_new = False
+            one.num_taken += 1
         self.running = [one for one in self.running if one.num_steps]
 
     def run(self) -> list[str]:
@@ -184,6 +184,27 @@ def test_the_slack_policy_lets_jobs_join_while_all_meet_their_deadlines() -> Non
     loop.add("b", 4, price=0.1, deadline=100.0)
     loop.step()
     assert loop.steps == ["ab"]
+
+
+def test_the_slack_policy_counts_jobs_per_second_and_not_their_steps() -> None:
+    """The short job takes more of a step than the long one, and a batch of both takes fewer job steps per second. But
+    it ends soon: if it waited for the long one, fewer jobs would be done in any time."""
+    for num_steps, expected in ((2, "ab"), (24, "a")):
+        loop = make_loop("slack")
+        loop.add("a", 24, price=0.5, deadline=100.0)
+        loop.step()
+        loop.add("b", num_steps, price=3.0, deadline=90.0)
+        loop.step()
+        assert loop.steps == ["a", expected]
+
+
+def test_the_hopeless_do_not_join_those_that_can_be_in_time() -> None:
+    loop = make_loop("slack")
+    loop.add("a", 4, price=0.1, deadline=100.0)
+    loop.add("b", 4, price=0.1, deadline=0.5)
+    loop.step()
+    assert loop.steps == ["a"]
+    assert loop.run()[3:] == ["a", "b", "b", "b", "b"]
 
 
 def test_a_noisy_tenant_leaves_the_batch_for_a_quiet_one() -> None:

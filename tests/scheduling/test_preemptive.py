@@ -80,6 +80,17 @@ def test_where_some_are_given_up_cheap_jobs_join_at_the_cost_of_slack() -> None:
     assert decide([job(1, 3, PAST)], [tight]).joining == []  # it takes nearly as long as by itself
 
 
+def test_a_job_that_would_have_to_run_alone_is_given_up_for_a_batch() -> None:
+    """The first is in time only if the others wait for it, and then these are late; together they are in time."""
+    tight, others = job(0, 3, 1.9, price=0.1), [job(number, 3, 3.0, price=0.1) for number in (1, 2, 3)]
+    assert set(decide([tight, *others], [], max_jobs=4).joining) >= {0, 1, 2}
+    assert decide([tight], [], max_jobs=4).joining == [0]
+    past = [job(number, 3, PAST, price=0.1) for number in (1, 2, 3)]
+    policy, situation = make_policy("preemptive", pace=TruePace()), Situation([], 4, COSTS, 0.0)
+    first, *_ = policy.order([Single(one) for one in (*past, tight)], situation)
+    assert first.job is tight  # nobody else could be in time
+
+
 def test_nobody_leaves_for_one_that_is_given_up() -> None:
     """Running jobs leave for the urgent one only, though others that wait go before them."""
     running = [job(4, 8, PAST), job(5, 8, PAST)]
