@@ -19,3 +19,4 @@ FLUX_FAMILIES = tuple(name for name, family in TINY.items() if family == "flux")
 SD3_FAMILIES = tuple(name for name, family in TINY.items() if family == "sd3")
 JOINT_FAMILIES = FLUX_FAMILIES + SD3_FAMILIES  # whose text flows beside the image
 UNET_FAMILIES = tuple(name for name, family in TINY.items() if family == "unet")
+SHORT = "short_builtin"  # the built-in model with four blocks of nine, for the laws
