@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers.clusters import FAULTS, QUIRK, Run
-from helpers.names import FAMILIES
+from helpers.names import FAMILIES, SHORT
 from helpers.serving import ALICE, BOB, Running, running_server
 
 import instgenie
@@ -173,14 +173,19 @@ def huge_folder(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def models(folders: dict[str, Path], where: Where) -> "dict[str, Model]":
     import torch
+    from helpers.families import shorten
 
+    from instgenie.models.flux.model import is_flux
     from instgenie.models.loading.load import load
 
     if where.device == "cuda":
         torch.backends.cudnn.conv.fp32_precision = "ieee"  # no TF32: float32 is the truth here
         torch.backends.cuda.matmul.fp32_precision = "ieee"
     names = {family: str(folder) for family, folder in folders.items()} | {"builtin": "builtin"}
-    return {family: load(name, where.device, where.dtype) for family, name in names.items()}
+    loaded = {family: load(name, where.device, where.dtype) for family, name in names.items()}
+    builtin = loaded["builtin"]
+    assert is_flux(builtin)
+    return loaded | {SHORT: shorten(builtin)}
 
 
 @pytest.fixture(params=[*FAMILIES, "builtin"])

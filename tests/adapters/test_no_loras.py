@@ -46,17 +46,23 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches(model: Model, jobs: Sequence[Job], num_steps: int = 3) -> list[list[str]]:
-    """Of the first steps of jobs, each step by itself. They run twice: the first time fills what models cache."""
-    for _ in range(2):
-        steps = record(model, jobs, num_steps)
-    return steps
-
-
-def record(model: Model, jobs: Sequence[Job], num_steps: int) -> list[list[str]]:
-    engine, steps = Engine(model), []
+def join_all(model: Model, jobs: Sequence[Job]) -> Engine:
+    engine = Engine(model)
     for job in jobs:
         engine.join(replace(job))
+    return engine
+
+
+def fill_caches(model: Model, jobs: Sequence[Job], num_steps: int = 3) -> None:
+    """Take the first steps of jobs: after that models hold what they keep."""
+    engine = join_all(model, jobs)
+    for _ in range(num_steps):
+        engine.step()
+
+
+def launches(model: Model, jobs: Sequence[Job], num_steps: int = 3) -> list[list[str]]:
+    """Of the first steps of jobs, each step by itself."""
+    engine, steps = join_all(model, jobs), []
     for _ in range(num_steps):
         with Launches() as found:
             engine.step()
@@ -85,6 +91,8 @@ def test_a_pass_without_loras_launches_nothing_for_them(
 ) -> None:
     _, model = few
     jobs = batches(model)
+    for batch in jobs.values():
+        fill_caches(model, batch)
     found = {name: launches(model, batch) for name, batch in jobs.items()}
     monkeypatch.setattr(linear.Owners, "add", lambda owners, layer, rows, out: out)
     monkeypatch.setattr(linear, "patched", lambda module, owners: nullcontext())
@@ -95,10 +103,12 @@ def test_a_lora_adds_two_products_per_layer_and_edit(few: tuple[str, Model], tmp
     """One layer is patched, for one of three edits; all other launches are those of the pass without it."""
     name, model = few
     file = save_lora(tmp_path / "one.safetensors", model, [LAYERS[name]])
+    first, *others = batches(model)["batched"]
 
     def counted(loras: AppliedLoras | None) -> Counter[str]:
-        first, *others = batches(model)["batched"]
-        [*_, step] = launches(model, [replace(first, loras=loras), *others], num_steps=2)
+        jobs = [replace(first, loras=loras), *others]
+        fill_caches(model, jobs, num_steps=2)
+        [*_, step] = launches(model, jobs, num_steps=2)
         return Counter(one.split()[0] for one in step)
 
     without, with_one = counted(None), counted(applied(model, (file, 0.5)))

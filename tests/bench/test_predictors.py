@@ -11,11 +11,14 @@ from instgenie.bench.predictors import TOLERANCE, likeness, make_row, regression
 from instgenie.cli import main
 
 
-def test_both_predictors_learn_from_measured_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Real steps of the built-in model. Each mix is recorded; a fifth of them is predicted."""
+def test_both_predictors_learn_from_measured_steps(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real steps. Each mix is recorded; a fifth of them is predicted."""
+    monkeypatch.chdir(folders["fill"].parent)  # a title with a long name would be broken into lines
     path = tmp_path / "predictors.json"
     command = ["bench", "predictors", "--size", "64x64", "--mixes", "40", "--json", str(path)]
-    assert main(command) == 0
+    assert main([*command, "--model", "fill"]) == 0
     found = json.loads(path.read_text())
     assert [row["predictor"] for row in found["rows"]] == ["planner and pace", "support vectors"]
     assert "40 mixes, 32 learnt from" in capsys.readouterr().out

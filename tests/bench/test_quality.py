@@ -168,6 +168,7 @@ def test_products_of_low_precision_are_compared_with_whole_ones(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On any device: one that cannot multiply in fp8 computes the same numbers."""
+    monkeypatch.setitem(BUILTIN_DEFAULTS, "own_size", 96)  # a seventh of the tokens
     monkeypatch.setattr(QualityStudy, "ways", property(lambda study: [study.balanced]))
     path = tmp_path / "figures.json"
     options = ["--num", "1", "--steps", "2", "--device", "cpu", "--no-networks", "--quantization", "fp8"]

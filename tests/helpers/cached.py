@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,27 @@ KINDS: tuple[Kind, ...] = ("kv", "y")
 
 
 def register_for(model: Model, edit: Edit, kind: Kind, **options: Any) -> Activations:
-    return register(edit.picture, model, edit.size, edit.steps, edit.guidance, kind, **options)
+    """Activations for an edit. They are made once and shared by all tests, unless the options have pictures: nothing
+    writes to them."""
+    given = edit.size, edit.steps, edit.guidance, kind
+    if "references" in options:
+        return register(edit.picture, model, *given, **options)
+    return register_once(model, edit.picture.tobytes(), edit.picture.shape, *given, tuple(sorted(options.items())))
+
+
+@lru_cache(maxsize=100)
+def register_once(
+    model: Model,
+    pixels: bytes,
+    shape: tuple[int, ...],
+    size: tuple[int, int] | None,
+    steps: int,
+    guidance: float,
+    kind: Kind,
+    options: tuple[tuple[str, Any], ...],
+) -> Activations:
+    picture = np.frombuffer(pixels, np.uint8).reshape(shape).copy()
+    return register(picture, model, size, steps, guidance, kind, **dict(options))
 
 
 def make_cached(model: Model, edit: Edit, kind: Kind, plan: Plan | None = None) -> Job:

@@ -6,6 +6,8 @@ Weights are drawn wide enough that every part of the network matters to the resu
 hide every mistake.
 """
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ from transformers import (
 )
 
 from helpers.names import TINY
+from instgenie.models.flux.model import FluxModel
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "cat", "dog", "flower", "on", "grass", "sky", "nothing"]
 TRAINED: dict[str, Any] = {
@@ -72,6 +75,15 @@ def save_folders(root: Path) -> dict[str, Path]:
         torch.manual_seed(seed)
         globals()[name]().save_pretrained(folder)
     return folders
+
+
+def shorten(model: FluxModel) -> FluxModel:
+    """The model with two blocks of each kind: the others have the same code and shapes."""
+    network = copy.copy(model.transformer)
+    network._modules = dict(network._modules)
+    for name in ("transformer_blocks", "single_transformer_blocks"):
+        network._modules[name] = model.transformer.get_submodule(name)[:2]
+    return replace(model, transformer=network)
 
 
 def blend() -> DiffusionPipeline:

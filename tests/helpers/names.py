@@ -25,3 +25,4 @@ PADDED_FAMILIES = FLUX_FAMILIES + SD3_FAMILIES + FLUX2_FAMILIES  # whose texts h
 ZIMAGE_FAMILIES = tuple(name for name, family in TINY.items() if family == "zimage")
 JOINT_FAMILIES = PADDED_FAMILIES + ZIMAGE_FAMILIES  # whose text flows beside the image
 UNET_FAMILIES = tuple(name for name, family in TINY.items() if family == "unet")
+SHORT = "short_builtin"  # the built-in model with four blocks of nine, for the laws

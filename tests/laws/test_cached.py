@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -86,8 +87,8 @@ MIX: list[tuple[Kind | None, dict[str, object]]] = [
 ]
 
 
-@pytest.fixture
-def mixed_jobs(model: Model) -> list[Job]:
+@cache
+def make_mixed(model: Model) -> list[Job]:
     """Dense and cached jobs of both kinds; the first kv job has a dense prefix, the first y job alternates."""
     edits = [(kind, make_edit(**fields)) for kind, fields in MIX]
     jobs = [make_cached(model, edit, kind) if kind else prepare(edit, model) for kind, edit in edits]
@@ -97,9 +98,19 @@ def mixed_jobs(model: Model) -> list[Job]:
     return jobs
 
 
+@cache
+def mixed_alone(model: Model) -> list[Tensor]:
+    """The final latents of each mixed job that runs alone."""
+    return [run(model, [job])[0] for job in make_mixed(model)]
+
+
+@pytest.fixture
+def mixed_jobs(model: Model) -> list[Job]:
+    return [replace(job) for job in make_mixed(model)]
+
+
 def test_law_2_batched_is_alone(model: Model, mixed_jobs: list[Job]) -> None:
-    together = run(model, mixed_jobs)
-    alone = [run(model, [job])[0] for job in mixed_jobs]
+    together, alone = run(model, mixed_jobs), mixed_alone(model)
     assert max(map(apart, together, alone)) <= close(model)
     same_size = [latents for latents in alone if latents.shape == alone[0].shape]
     assert min(itertools.starmap(apart, itertools.combinations(same_size, 2))) > far(model)
@@ -107,7 +118,7 @@ def test_law_2_batched_is_alone(model: Model, mixed_jobs: list[Job]) -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 2, 4, 0, 3, 1]])
 def test_law_5_independent_of_arrival_and_of_others(model: Model, mixed_jobs: list[Job], order: list[int]) -> None:
-    alone = [run(model, [job])[0] for job in mixed_jobs]
+    alone = mixed_alone(model)
     engine = Engine(model, max_jobs=3)
     arrivals = iter(order)
     engine.join(mixed_jobs[next(arrivals)])
@@ -230,10 +241,11 @@ def check_reads_nothing(model: Model, job: Job, cached: Tensor, dense: Tensor) -
 def test_a_cached_photograph_is_close_to_the_dense_one(models: dict[str, Model]) -> None:
     model = models["builtin"]
     [photograph] = [example for example in read_examples(EXAMPLES) if example.name == "cat"]
-    example = photograph.close_up((256, 256))
-    edit = Edit(example.picture, example.mask, "a flower", steps=6, size=(256, 256))
-    cached = make_cached(model, edit, "kv")
+    size = 160, 160
+    example = photograph.close_up(size)
+    edit = Edit(example.picture, example.mask, "a flower", steps=6, size=size)
     first, other = prepare(edit, model), prepare(replace(edit, seed=1), model)
+    cached = reuse(replace(first), register_for(model, edit, "kv"))
     pictures = [finish(replace(cached, latents=latents), model) for latents in run(model, [first, cached, other])]
     dense, reused, reseeded = (torch.tensor(pixels).permute(2, 0, 1)[None] / 255 for pixels in pictures)
     assert apart(dense, reused) > 0

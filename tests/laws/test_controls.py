@@ -12,7 +12,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from helpers.cached import KINDS, register_for
 from helpers.controlnets import control_image, controlled, controlnet_pipeline, save_controlnet
 from helpers.edits import CLOSE, apart, close, far, make_edit, run, stock_arguments
-from helpers.names import TINY
+from helpers.names import SHORT, TINY
 from PIL import Image
 from torch import Tensor
 
@@ -36,14 +36,23 @@ BOTH: list[dict[str, Any]] = [{"scale": 0.6}, {"scale": -0.4}]
 GUIDED = {"true_guidance": 2.5, "negative_prompt": "sky"}
 
 
-@pytest.fixture(params=[*(name for name, family in TINY.items() if family in ("flux", "unet")), "builtin"])
+@pytest.fixture(params=[*(name for name, family in TINY.items() if family in ("flux", "unet")), SHORT])
 def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
     return models[request.param]
 
 
+@pytest.fixture(scope="module")
+def saved() -> dict[Model, list[Path]]:
+    """The folders of two ControlNets for each model that a test has asked for."""
+    return {}
+
+
 @pytest.fixture
-def nets(model: Model, tmp_path: Path) -> list[Path]:
-    return [save_controlnet(tmp_path / str(seed), model, seed) for seed in range(2)]
+def nets(model: Model, saved: dict[Model, list[Path]], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    if model not in saved:
+        folder = tmp_path_factory.mktemp("controlnets")
+        saved[model] = [save_controlnet(folder / str(seed), model, seed) for seed in range(2)]
+    return saved[model]
 
 
 def with_controls(edit: Edit, nets: list[Path], uses: list[dict[str, Any]]) -> Edit:

@@ -6,12 +6,13 @@ its transformer and its scheduler's own stepping.
 
 import dataclasses
 import itertools
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from helpers.edits import apart, close, far, make_edit, mixed_edits, quiet_pipeline, run, stock_arguments
-from helpers.names import FLUX_FAMILIES
+from helpers.names import FLUX_FAMILIES, SHORT
 from PIL import Image
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from instgenie.models.model import Model, unpack_latents
 from instgenie.types import Edit, Result
 
 
-@pytest.fixture(params=[*FLUX_FAMILIES, "builtin"])
+@pytest.fixture(params=[*FLUX_FAMILIES, SHORT])
 def flux(request: pytest.FixtureRequest, models: dict[str, Model]) -> FluxModel:
     return models[request.param]
 
@@ -141,9 +142,14 @@ def test_law_1_partial_mask_is_a_plain_loop(flux: FluxModel, true_guidance: floa
     assert apart(latents, plain_loop(model, other_mask)) > far(model)
 
 
+@cache
+def mixed_alone(model: Model) -> list[Tensor]:
+    """The final latents of each mixed edit that runs alone."""
+    return [run(model, [edit])[0] for edit in mixed_edits()]
+
+
 def test_law_2_batched_is_alone(model: Model) -> None:
-    together = run(model, mixed_edits())
-    alone = [run(model, [edit])[0] for edit in mixed_edits()]
+    together, alone = run(model, mixed_edits()), mixed_alone(model)
     assert max(map(apart, together, alone)) <= close(model)
     same_size = [latents for latents in alone if latents.shape == alone[0].shape]
     assert min(itertools.starmap(apart, itertools.combinations(same_size, 2))) > far(model)
@@ -151,8 +157,7 @@ def test_law_2_batched_is_alone(model: Model) -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [3, 4, 1, 2, 0]])
 def test_law_5_independent_of_arrival_and_of_others(model: Model, order: list[int]) -> None:
-    alone = [run(model, [edit])[0] for edit in mixed_edits()]
-    jobs = [prepare(edit, model) for edit in mixed_edits()]
+    alone, jobs = mixed_alone(model), [prepare(edit, model) for edit in mixed_edits()]
     gives_up = prepare(make_edit(steps=9, seed=9), model)
     engine = Engine(model, max_jobs=3)
     engine.join(gives_up)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.cached import KINDS, feasible, on_trajectory, predict
+from helpers.cached import KINDS, feasible, on_trajectory, predict, register_for
 from helpers.edits import apart, close, in_float32, make_edit, run, widened
 from torch import Tensor
 
@@ -29,14 +29,10 @@ from instgenie.jobs.activations import Activations, CacheDtype, Kind
 from instgenie.jobs.job import Job
 from instgenie.jobs.rows import StepRows
 from instgenie.models.model import Model
-from instgenie.types import Edit, PlanPolicy
+from instgenie.types import PlanPolicy
 
 QUANTISED = 0.03  # relative error: up to 1/16 per value in e4m3, less in a result of many values
 CACHE_DTYPES: tuple[CacheDtype, ...] = ("model", "fp8")
-
-
-def register_for(model: Model, edit: Edit, kind: Kind, cache_dtype: CacheDtype = "model") -> Activations:
-    return register(edit.picture, model, edit.size, edit.steps, edit.guidance, kind, cache_dtype=cache_dtype)
 
 
 def off(found: Tensor, truth: Tensor) -> float:
@@ -77,8 +73,8 @@ def test_law_5_loaded_is_at_hand(model: Model, kind: Kind, cache_dtype: CacheDty
         make_edit(steps=4, share=0.2, seed=2, strength=0.5),
         make_edit(steps=3, size=(64, 32), picture_seed=1, dense_steps=1),
     ]
-    shared = register_for(model, edits[0], kind, cache_dtype)
-    near = [shared, shared, shared, register_for(model, edits[3], kind, cache_dtype)]
+    shared = register_for(model, edits[0], kind, cache_dtype=cache_dtype)
+    near = [shared, shared, shared, register_for(model, edits[3], kind, cache_dtype=cache_dtype)]
     prepared = [prepare(edit, model) for edit in edits]
     far_away = [move_to_host(one, host, model) for one in near]
     plans = [None, *feasible(kind, near[0].run_lengths)[1:2], None, feasible(kind, near[0].run_lengths)[-1]]
@@ -165,10 +161,11 @@ def test_policies_differ(models: dict[str, Model]) -> None:
 def test_what_jobs_share_is_loaded_once(models: dict[str, Model]) -> None:
     model = models["fill"]
     edit = make_edit(steps=2)
-    first, second = (reuse(prepare(edit, model), register_for(model, edit, "kv")) for _ in range(2))
+    given = edit.picture, model, edit.size, edit.steps, edit.guidance
+    first, second = (reuse(prepare(edit, model), register(*given)) for _ in range(2))
     one, other = make_demands([first, second], model.describe())
     assert (one.in_gpu, other.in_gpu) == (frozenset(range(4)), frozenset(range(4)))
-    packed = register_for(model, edit, "kv", "fp8")
+    packed = register_for(model, edit, "kv", cache_dtype="fp8")
     route = make_route([[reuse(first, packed), reuse(second, packed), replace(reuse(first, packed), step=1), first]])
     assert [len(shared.jobs) for shared in route.shared] == [2, 1]
     assert [[part.place for part in stop] for stop in route.stops] == [[0, 0], [1, 1], [2, 2], [3, 3]]
@@ -186,7 +183,7 @@ def test_places_that_a_plan_reads() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_3_within_quantisation(model: Model, kind: Kind) -> None:
     edit = make_edit(prompt="", seed=3, guidance=2.0, true_guidance=2.5)
-    activations = register_for(model, edit, kind, "fp8")
+    activations = register_for(model, edit, kind, cache_dtype="fp8")
     for step in (0, 2):
         job = on_trajectory(model, edit, step)
         dense = predict(model, job)
@@ -202,7 +199,7 @@ def test_law_4_within_quantisation(model: Model) -> None:
     exact, kv, y = run(
         model,
         [
-            reuse(prepare(edit, model), register_for(model, edit, kind, cache_dtype))
+            reuse(prepare(edit, model), register_for(model, edit, kind, cache_dtype=cache_dtype))
             for kind, cache_dtype in (("kv", "model"), ("kv", "fp8"), ("y", "fp8"))
         ],
     )

@@ -21,6 +21,7 @@ import sitecustomize
 
 from instgenie import cli
 from instgenie.cluster.config import Role
+from instgenie.workers import __main__ as role_process
 from instgenie.workers import nursery
 
 PARENT = "TESTS_FORK_PARENT"  # the process id of the tests
@@ -124,4 +125,4 @@ if __name__ == "__main__":
     become(serve(socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(os.environ[PARENT]))))
     if sys.argv[0] == "instgenie":
         sys.exit(cli.main())
-    nursery.main()
+    (role_process if sys.argv[0] == "instgenie.workers" else nursery).main()

@@ -1,9 +1,10 @@
 """Runs first in every Python process that tests start, since its folder is on their path. It does two things.
 
-A nursery (`python -m instgenie.workers.nursery`) and some of our commands spend seconds on imports, and a run of all
-tests starts dozens. Here such a process asks a fork server (`server.py`), which has imported everything, for a process
-in its place: one with its command line, environment, folder and files. From then on it stands for that process: it
-passes signals on, and it ends as that process ends. If it is killed, that process is killed a moment later.
+A nursery (`python -m instgenie.workers.nursery`), a process of a worker that is bound to no parent and some of our
+commands spend seconds on imports, and a run of all tests starts dozens. Here such a process asks a fork server
+(`server.py`), which has imported everything, for a process in its place: one with its command line, environment, folder
+and files. From then on it stands for that process: it passes signals on, and it ends as that process ends. If it is
+killed, that process is killed a moment later.
 Without the variable `TESTS_FORK_FOLDER` every process does its work itself.
 
 A test that names a file in the variable `TESTS_QUIRK` changes with it how worker processes behave.
@@ -15,6 +16,7 @@ import sys
 FOLDER = "TESTS_FORK_FOLDER"  # of the fork servers' sockets
 QUIRK = "TESTS_QUIRK"
 COMMANDS = ("bench", "edit", "register")
+UNBOUND = '"parent":null'  # in the configuration of a worker's process
 # variables that something reads while it is imported: processes that differ in them have different fork servers
 EARLY = ("OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "HF_", "TRANSFORMERS_", "DIFFUSERS_")
 # those that nurseries or commands set for themselves
@@ -107,9 +109,14 @@ def start_server(listener, environment, log):
     os.waitpid(pid, 0)
 
 
-def takes_long(flag="", module="", command="", *_):
-    """Whether a process with these arguments imports torch and the models."""
-    return flag == "-m" and (module == "instgenie.workers.nursery" or (module == "instgenie" and command in COMMANDS))
+def takes_long(flag="", module="", command="", config="", *_):
+    """Whether a process with these arguments imports torch and the models, and may be forked."""
+    handed = {
+        "instgenie": command in COMMANDS,
+        "instgenie.workers": UNBOUND in config,
+        "instgenie.workers.nursery": True,
+    }
+    return flag == "-m" and handed.get(module, False)
 
 
 if (folder := os.environ.get(FOLDER)) and takes_long(*sys.orig_argv[1:]):
