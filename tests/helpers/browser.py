@@ -37,7 +37,7 @@ window.fetch = (path, options = {}) => {
 @contextmanager
 def running_browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=EXECUTABLE, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=EXECUTABLE, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
 
@@ -52,7 +52,8 @@ class Visitor:
     faults: list[str] = field(default_factory=list)
 
     def open(self, path: str = "/", **options: Any) -> Page:
-        page = self.browser.new_page(**({"viewport": {"width": 1280, "height": 800}} | options))
+        still = {"reduced_motion": "reduce"}  # what moves would be drawn again and again
+        page = self.browser.new_page(**({"viewport": {"width": 1280, "height": 800}} | still | options))
         page.on("console", self.on_console)
         page.on("pageerror", lambda error: self.faults.append(str(error)))
         page.on("request", self.on_request)
