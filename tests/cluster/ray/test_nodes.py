@@ -17,7 +17,7 @@ from instgenie.machine.curve import make_secret, secure_client
 from instgenie.scheduling.autoscaler import ScalingConfig
 
 SCALING = ScalingConfig(min_workers=1, max_workers=2, queue_seconds=0.02, idle_seconds=5.0)
-NUM_EDITS, NUM_FEW = 30, 16
+NUM_EDITS, NUM_FEW = 60, 16
 TENANT = "digest of a key"
 
 
