@@ -37,7 +37,7 @@ def test_it_offers_its_own_adapters(builtin: Running) -> None:
     fields |= {"controls": json.dumps([{"name": "edges", "image": "canny"}])}
     with builtin.http(None) as client:
         assert [one["id"] for one in client.get("/v1/loras").json()["data"]] == ["pencil", "teal"]
-        assert {"builtin", "pencil", "teal"} == {one["id"] for one in client.get("/v1/models").json()["data"]}
+        assert {"builtin", "edges", "pencil", "teal"} == {one["id"] for one in client.get("/v1/models").json()["data"]}
         answer = client.post("/v1/images/edits", files={"image": PICTURE, "mask": MASK}, data=fields)
     assert answer.status_code == 200, answer.text
     assert answer.json()["data"][0]["loras"]["from_step"] == 0

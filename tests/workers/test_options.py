@@ -1,6 +1,7 @@
 """Options of `instgenie serve` that take effect in a worker: from the flag, through the command line of the process, to
 the part that obeys."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from instgenie.cache.memory import MemoryTier
 from instgenie.cli import main
 from instgenie.cluster import wire
 from instgenie.cluster.cluster import Cluster
-from instgenie.cluster.config import ProcessConfig, process_config
+from instgenie.cluster.config import ControlConfig, LoraConfig, ProcessConfig, process_config
 from instgenie.engine.graphs import make_graphs
 from instgenie.models.model import Model
 from instgenie.server.config import read_config
@@ -51,7 +52,8 @@ def test_plan(small: Model, plan: str) -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [("1.5", GIB * 3 // 2), ("0", None), ("auto", 8 * GIB)])
 def test_gpu_cache_gib(monkeypatch: pytest.MonkeyPatch, given: str, expected: int | None) -> None:
-    """The tier gets the bytes that were asked for, or half of those that are free; a CPU worker has no such tier."""
+    """The tier gets the bytes that were asked for, or half of those that are free and that no
+    adapter may take; a CPU worker has no such tier."""
 
     class PlainGpuTier(MemoryTier):
         name = "gpu"
@@ -61,7 +63,7 @@ def test_gpu_cache_gib(monkeypatch: pytest.MonkeyPatch, given: str, expected: in
 
     monkeypatch.setattr(templates, "GpuTier", PlainGpuTier)
     monkeypatch.setattr(budget, "available_bytes", lambda device: 16.0 * GIB)
-    config = config_of(gpu_cache_gib=given, host_cache_gib="0")
+    config = replace(config_of(gpu_cache_gib=given, host_cache_gib="0"), loras=LoraConfig(), controls=ControlConfig())
 
     def sizes(device: str) -> list[int]:
         cache = with_budget(config, config.cache.host_bytes, torch.device(device)).cache
