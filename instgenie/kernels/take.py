@@ -84,7 +84,8 @@ def find_table(sources: RowSources, device: torch.device) -> tuple[Tensor, Cache
     found = [address_of(source) for source in sources]
     formats = {dtype for address, dtype in found if address}
     assert len(formats) <= 1
-    table = torch.tensor([address for address, _ in found], dtype=torch.int64).pin_memory()
+    table = torch.tensor([address for address, _ in found], dtype=torch.int64)
+    table = table.pin_memory() if device.type == "cuda" else table
     return table.to(device, non_blocking=True), next(iter(formats), "model")
 
 
