@@ -29,9 +29,8 @@ def process_environment(config: ProcessConfig | None = None) -> dict[str, str]:
     if config is None:
         return made
     visible = seen_device(config.device, os.environ).visible
-    num_computing = config.num_workers * (
-        2 if config.guidance_address else 1
-    )  # a companion computes as much as its worker
+    has_companion = bool(config.guidance_address)  # which computes as much as its worker
+    num_computing = 2 * config.num_workers if has_companion else config.num_workers
     return thread_variables(num_computing) | made | ({} if visible is None else {DEVICES: visible})
 
 

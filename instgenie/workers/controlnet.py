@@ -20,7 +20,7 @@ import zmq
 from torch import Tensor
 
 from instgenie.cluster.config import ProcessConfig
-from instgenie.cluster.wire import Broken, Frame, Loaded, Message, Serving, Stop, encode
+from instgenie.cluster.wire import Broken, Frame, Loaded, Serving
 from instgenie.cluster.wire.controls import (
     AskResiduals,
     CloseControls,
@@ -43,14 +43,13 @@ from instgenie.workers.controls import kept, view_of
 from instgenie.workers.errors import described
 from instgenie.workers.frames import read_tensor, tensor_frame, tensor_head
 from instgenie.workers.line import Line
+from instgenie.workers.service import Client, StepService
 
 NUM_LOADERS = 2
 MAX_OPEN = 4096  # jobs; those asked for least recently go first, and are opened again if they are asked for after all
 SECONDS_TO_FORGET = 900.0  # after which a silent worker counts as gone; one that is not opens its jobs again
 
 log = logging.getLogger(__name__)
-
-Client = bytes
 
 
 @dataclass(eq=False)
@@ -69,15 +68,15 @@ class PendingAsk:
     asked: list[Asked]
 
 
-class ControlNetService:
+class ControlNetService(StepService):
     def __init__(self, shelf: ControlShelf, socket: Any, line: Line) -> None:
-        self.shelf, self.socket, self.line = shelf, socket, line
+        super().__init__(socket, line)
+        self.shelf = shelf
         self.clients: dict[Client, ServedClient] = {}
         self.used: OrderedDict[tuple[Client, str], None] = OrderedDict()  # open jobs, the least recently asked first
         self.pending: list[PendingAsk] = []
         self.opening: list[tuple[Client, str, Future[ControlledJob]]] = []
         self.loaders = ThreadPoolExecutor(NUM_LOADERS, "controlnet")
-        self.is_stopped = False
 
     def run(self) -> None:
         while not self.is_stopped:
@@ -87,16 +86,8 @@ class ControlNetService:
 
     # messages
 
-    def hear(self, wait: bool) -> None:
-        """Read all messages of the cluster and of the workers."""
-        while received := self.line.receive(wait):
-            wait = False
-            if isinstance(received[0], Stop):
-                self.is_stopped = True
-                return
-        while self.socket.poll(0):
-            client, head, *frames = self.socket.recv_multipart(copy=False)
-            self.accept(client.bytes, decode_control(head.buffer), [frame.buffer for frame in frames])
+    def decode(self, head: Frame) -> object:
+        return decode_control(head)
 
     def accept(self, client: Client, message: object, frames: Sequence[Frame]) -> None:
         self.clients.setdefault(client, ServedClient()).heard_at = time.monotonic()
@@ -109,9 +100,6 @@ class ControlNetService:
                 self.take(client, message, frames)
             case CloseControls(job):
                 self.forget(client, job)
-
-    def send(self, client: Client, message: Message, frames: Sequence[Frame] = ()) -> None:
-        self.socket.send_multipart([client, encode(message), *frames], copy=False)
 
     # jobs
 

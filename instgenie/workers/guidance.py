@@ -15,7 +15,7 @@ import zmq
 from torch import Tensor
 
 from instgenie.cluster.config import ProcessConfig
-from instgenie.cluster.wire import Frame, Loaded, Message, Serving, Stop, encode
+from instgenie.cluster.wire import Frame, Loaded, Serving
 from instgenie.cluster.wire.guidance import (
     AskBranches,
     BranchesReady,
@@ -37,12 +37,11 @@ from instgenie.workers.errors import described
 from instgenie.workers.frames import read_job, read_tensor, tensor_frame, tensor_head
 from instgenie.workers.line import Line
 from instgenie.workers.process import run_process
+from instgenie.workers.service import Client, StepService
 
 log = logging.getLogger(__name__)
 
 PARTS: frozenset[PartKind] = frozenset({"network"})
-
-Client = bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,30 +53,22 @@ class BranchAsk:
     steps: tuple[tuple[Job, int, bool, Tensor], ...]  # step, whether it is dense, latents
 
 
-class BranchService:
+class BranchService(StepService):
     def __init__(self, engine: Engine, socket: Any, line: Line) -> None:
-        self.engine, self.socket, self.line = engine, socket, line
+        super().__init__(socket, line)
+        self.engine = engine
         self.device = engine.model.device
         self.owner: Client | None = None  # the worker, as of its last greeting
         self.jobs: dict[str, Job] = {}
         self.pending: list[BranchAsk] = []
-        self.is_stopped = False
 
     def run(self) -> None:
         while not self.is_stopped:
             self.hear(wait=not self.pending)
             self.work()
 
-    def hear(self, wait: bool) -> None:
-        """Read all messages of the cluster and of the worker."""
-        while received := self.line.receive(wait):
-            wait = False
-            if isinstance(received[0], Stop):
-                self.is_stopped = True
-                return
-        while self.socket.poll(0):
-            client, head, *frames = self.socket.recv_multipart(copy=False)
-            self.accept(client.bytes, decode_guidance(head.buffer), [frame.buffer for frame in frames])
+    def decode(self, head: Frame) -> object:
+        return decode_guidance(head)
 
     def accept(self, client: Client, message: object, frames: Sequence[Frame]) -> None:
         match message:
@@ -90,9 +81,6 @@ class BranchService:
                 self.take(client, message, frames)
             case CloseBranch(id):
                 self.jobs.pop(id, None)
-
-    def send(self, client: Client, message: Message, frames: Sequence[Frame] = ()) -> None:
-        self.socket.send_multipart([client, encode(message), *frames], copy=False)
 
     @torch.inference_mode()
     def open(self, message: OpenBranch, frames: Sequence[Frame]) -> None:

@@ -4,6 +4,7 @@ computes Q, K and V."""
 from diffusers import FluxTransformer2DModel
 
 from instgenie.adapters.layers import Alias
+from instgenie.models.joint.lora_names import flux_names
 
 AROUND = {
     "img_in": "x_embedder",
@@ -37,17 +38,4 @@ SINGLE = {
 
 def original_names(transformer: FluxTransformer2DModel) -> dict[str, Alias]:
     """By underscored name, the layers that it stands for."""
-    names = {original: Alias((path,)) for original, path in AROUND.items()}
-    names["final_layer_adaLN_modulation_1"] = Alias(("norm_out.linear",), swaps_halves=True)  # shift comes first there
-    stacks = (
-        ("double_blocks", "transformer_blocks", DOUBLE),
-        ("single_blocks", "single_transformer_blocks", SINGLE),
-    )
-    for original, path, layers in stacks:
-        for index in range(len(transformer.get_submodule(path))):
-            names |= {
-                f"{original}_{index}_{old}": Alias(tuple(f"{path}.{index}.{name}" for name in new))
-                for old, new in layers.items()
-            }
-    known = {name for name, _ in transformer.named_modules()}
-    return {original: alias for original, alias in names.items() if known.issuperset(alias.layers)}
+    return flux_names(transformer, AROUND, DOUBLE, SINGLE)

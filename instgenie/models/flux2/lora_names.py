@@ -4,6 +4,7 @@ There one layer of a double block computes Q, K and V."""
 from diffusers import Flux2Transformer2DModel
 
 from instgenie.adapters.layers import Alias
+from instgenie.models.joint.lora_names import flux_names
 
 AROUND = {
     "img_in": "x_embedder",
@@ -30,16 +31,4 @@ SINGLE = {"linear1": ("attn.to_qkv_mlp_proj",), "linear2": ("attn.to_out",)}
 
 def original_names(transformer: Flux2Transformer2DModel) -> dict[str, Alias]:
     """By underscored name, the layers that it stands for."""
-    names = {original: Alias((path,)) for original, path in AROUND.items()}
-    names["final_layer_adaLN_modulation_1"] = Alias(("norm_out.linear",), swaps_halves=True)  # shift comes first there
-    stacks = (
-        ("double_blocks", "transformer_blocks", DOUBLE),
-        ("single_blocks", "single_transformer_blocks", SINGLE),
-    )
-    for original, path, layers in stacks:
-        for index in range(len(transformer.get_submodule(path))):
-            names |= {
-                f"{original}_{index}_{old}": Alias(tuple(f"{path}.{index}.{name}" for name in new))
-                for old, new in layers.items()
-            }
-    return names
+    return flux_names(transformer, AROUND, DOUBLE, SINGLE)
