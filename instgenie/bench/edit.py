@@ -5,13 +5,14 @@ includes what precedes it (text encoders, autoencoder). A batch is several edits
 at different places. The cached system has registered the picture beforehand; its activations lie next to the model, or
 in main memory, from where they are loaded during the steps. `own` edits the picture as if it was never seen: it reads
 what its own dense steps leave behind. `compiled` is diffusers with compiled transformer blocks, `reference`
-its pipeline that keeps K and V of the picture it sees, which knows no mask.
+its pipeline that keeps K and V of the picture it sees, which knows no mask. Systems that compute every token take the
+same time for every mask: they are measured beside the others at the first mask ratio, and count for all.
 """
 
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from instgenie.engine.register import register
 from instgenie.jobs.activations import CacheDtype, Kind
 from instgenie.jobs.quality import Quality
 from instgenie.machine.device import device_name
-from instgenie.machine.device_memory import memory_guard
+from instgenie.machine.device_memory import memory_guard, peak_gib, used_gib
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.mask import token_mask
@@ -83,6 +84,9 @@ class EditRow:
     batch: int
     step_ms: float  # per step of the whole batch
     edit_ms: float  # for the whole batch
+    peak_gib: (
+        float | None
+    )  # of GPU memory while the systems of this case run: with the model, templates, diffusers' copies
 
 
 def bench_edit(
@@ -92,22 +96,33 @@ def bench_edit(
     check_folder(json_path)
     with show_status("loading the model"):
         model = load(name, device, quantization=study.quantization, convolutions=study.convolutions)
+    loaded_gib = used_gib(model.device)
     size = size or (model.own_size, model.own_size)
     rows: list[EditRow] = []
-    warm: set[tuple[System, int]] = set()
+    blind: dict[int, dict[System, list[Timing]]] = {}  # by batch size: of systems whose time no mask changes
     cases = list(product(study.mask_ratios, study.batches))
     with show_status("registering the sample picture"), memory_guard("the activations of a template"):
         systems = make_systems(name, model, size, study)
     with Progress(transient=True) as progress:
-        task = progress.add("measuring", len(cases) * study.repeats * len(systems))
+        num_seeing = sum(system.sees_masks for system in systems)
+        num_runs = len(cases) * num_seeing + len(study.batches) * (len(systems) - num_seeing)
+        task = progress.add("measuring", num_runs * study.repeats)
         for ratio, batch in cases:
             edits = make_edits(model, size, study.steps, ratio, batch)
             with memory_guard(f"a batch of {batch} edits"):
-                warm |= warm_up(systems, edits, warm)
-                measured = measure(systems, edits, study.repeats, task.advance)
+                chosen = [system for system in systems if system.sees_masks or batch not in blind]
+                warm_up(chosen, edits)
+                measured = measure(chosen, edits, study.repeats, task.advance)
+            known = blind.setdefault(
+                batch, {system: timings for system, timings in measured.items() if not system.sees_masks}
+            )
+            peak = peak_gib(model.device)
             real_ratio = float(token_mask(edits[0].mask, model.patch).mean())
-            rows += [make_row(system, real_ratio, batch, timings, study.steps) for system, timings in measured.items()]
+            rows += [
+                make_row(system, real_ratio, batch, (known | measured)[system], study.steps, peak) for system in systems
+            ]
     machine = describe_machine(model) | {"graphs": "on" if study.graphs and model.device.type == "cuda" else "off"}
+    machine |= {"GiB after loading": loaded_gib} if loaded_gib else {}
     products = f", products in {study.quantization}" if study.quantization else ""
     print_rows(rows, machine, f"{name}{products}, {size[1]}x{size[0]}, {study.steps} steps, median of {study.repeats}")
     if json_path:
@@ -171,16 +186,16 @@ def cached_systems(
                 yield own_system("cached", caching, model, cached_jobs(model, far), planning, *loading)
 
 
-def warm_up(systems: Sequence[System], edits: Sequence[Edit], warm: set[tuple[System, int]]) -> set[tuple[System, int]]:
-    """Run every system once that is not warm at this batch size, and return those that stay warm for other masks:
-    the ones that compute every token."""
-    cold = {(system, len(edits)) for system in systems} - warm
-    for system, _ in cold:
-        system.run(edits)
-    return {(system, batch) for system, batch in cold if system.caching is None}
+def warm_up(systems: Sequence[System], edits: Sequence[Edit]) -> None:
+    """Run every system once; two steps are enough for one whose steps are all alike."""
+    short = [replace(edit, steps=min(edit.steps, 2)) for edit in edits]
+    for system in systems:
+        system.run(edits if system.sees_masks else short)
 
 
-def make_row(system: System, mask_ratio: float, batch: int, timings: list[Timing], steps: int) -> EditRow:
+def make_row(
+    system: System, mask_ratio: float, batch: int, timings: list[Timing], steps: int, peak: float | None
+) -> EditRow:
     denoise = statistics.median(timing.denoise for timing in timings)
     edit = statistics.median(timing.edit for timing in timings)
     caching = system.caching
@@ -194,13 +209,14 @@ def make_row(system: System, mask_ratio: float, batch: int, timings: list[Timing
         batch=batch,
         step_ms=round(1000 * denoise / steps, 3),
         edit_ms=round(1000 * edit, 3),
+        peak_gib=peak,
     )
 
 
 def print_rows(rows: list[EditRow], machine: Machine, title: str) -> None:
     table = Table(title=title, caption=machine_text(machine))
     table.add_column("system", no_wrap=True)
-    for heading in ("mask ratio", "batch", "step ms", "faster", "edit ms", "faster"):
+    for heading in ("mask ratio", "batch", "step ms", "faster", "edit ms", "faster", "peak GiB"):
         table.add_column(heading, justify="right")
     stock = {(row.mask_ratio, row.batch): row for row in rows if row.system == "diffusers"}
     for row, following in zip(rows, [*rows[1:], None], strict=True):
@@ -213,6 +229,7 @@ def print_rows(rows: list[EditRow], machine: Machine, title: str) -> None:
             f"{base.step_ms / row.step_ms:.2f}x" if base else "",
             f"{row.edit_ms:.0f}",
             f"{base.edit_ms / row.edit_ms:.2f}x" if base else "",
+            f"{row.peak_gib:.1f}" if row.peak_gib else "",
             end_section=following is not None
             and (following.mask_ratio, following.batch) != (row.mask_ratio, row.batch),
         )

@@ -9,7 +9,7 @@ from instgenie.kernels import switch
 from instgenie.machine.device import device_name
 from instgenie.models.model import Model
 
-Machine = dict[str, str | int]
+Machine = dict[str, str | int | float]
 
 
 def describe_machine(model: Model) -> Machine:

@@ -31,6 +31,10 @@ class System:
     caching: Caching | None  # None: it computes every token
     run: Callable[[Sequence[Edit]], Timing]
 
+    @property
+    def sees_masks(self) -> bool:
+        return self.caching is not None
+
 
 def measure(
     systems: Sequence[System], edits: Sequence[Edit], repeats: int, on_run: Callable[[], None]

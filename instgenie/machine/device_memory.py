@@ -23,6 +23,20 @@ def available_bytes(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
+def used_gib(device: torch.device) -> float | None:
+    """GiB that tensors have on a GPU; None elsewhere."""
+    return round(torch.cuda.memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """The most GiB that tensors had on a GPU since this was last asked; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return round(peak / 2**30, 2)
+
+
 @contextlib.contextmanager
 def memory_guard(what: str) -> Iterator[None]:
     """Turn any sign that memory ran out into an OutOfMemoryError that says for what."""
