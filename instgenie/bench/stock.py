@@ -16,6 +16,8 @@ from instgenie.machine.clock import now
 from instgenie.models.model import Model
 from instgenie.types import Edit
 
+UNNAMED_BLOCKS = ("JointTransformerBlock",)  # of Stable Diffusion 3, whose class names no blocks to compile
+
 
 def stock_system(model: Model, network: torch.nn.Module | None = None) -> System:
     pipeline = stock_pipeline(model)
@@ -92,7 +94,9 @@ def compiled_system(model: Model) -> System:
     modules."""
     network: Any = stock_network(model)
     stock = stock_system(model, network)
-    network.compile_repeated_blocks(fullgraph=True)
+    for module in network.modules():
+        if type(module).__name__ in (network._repeated_blocks or UNNAMED_BLOCKS):
+            module.compile(fullgraph=True)
     calls = {module: module._compiled_call_impl for module in network.modules()}
     compiled = {module: call for module, call in calls.items() if call is not None}
     set_calls(dict.fromkeys(compiled))

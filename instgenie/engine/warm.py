@@ -95,6 +95,7 @@ def warm_up_finishing(model: Model) -> None:
 def sample_size(model: Model) -> tuple[int, int]:
     unit = math.lcm(model.size_multiple, SIZE_MULTIPLE)
     side = SMALL if model.device.type == "cpu" else max(model.own_size, SMALL)
+    side = min(side, model.max_side or side)
     return unit * math.ceil(side / unit), unit * math.ceil(side / unit)
 
 

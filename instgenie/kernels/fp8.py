@@ -55,5 +55,5 @@ def load_fp8(rows, row, channel, inside, width: tl.constexpr):  # type: ignore[n
     bits = tl.load(start + channel, mask=inside, other=0).to(tl.int16)
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     values = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
-    scale = tl.load((start + width).to(tl.pointer_type(tl.float32)))
+    scale = tl.load((start + width).to(tl.pointer_type(tl.float32)) + 0 * channel, mask=inside, other=0.0)
     return values * scale

@@ -63,13 +63,15 @@ def test_steps_are_close_to_those_of_whole_products(low: Model, name: str) -> No
 
 
 @torch.inference_mode()
-def test_kernels_and_references_agree(low: Model) -> None:
+def test_kernels_and_references_agree(low: Model, name: str) -> None:
+    """They round at other places, which moves some values to a neighbour in fp8: by less than fp8 itself does."""
     jobs = make_jobs(low)
     found = low.predict(jobs)
     with kernels(enabled=False):
         expected = low.predict(jobs)
-    for one, other in zip(found, expected, strict=True):
-        assert error(one[0], other[0]) < 0.05
+    whole = load(name, "cuda")
+    for one, other, exact in zip(found, expected, whole.predict(make_jobs(whole)), strict=True):
+        assert error(one[0], other[0]) < 0.8 * error(other[0], exact[0])
 
 
 @torch.inference_mode()

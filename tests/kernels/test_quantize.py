@@ -82,7 +82,7 @@ def test_kernels_write_rows_as_products_read_them(device: str, dtype: torch.dtyp
     )
     total, normed = rms_modulate.add_rms_modulate_fused(x, gate, y, *by_factor, 1e-6, fp8=True)
     plain, truth = rms_modulate.add_rms_modulate_fused(x, gate, y, *by_factor, 1e-6)
-    assert total.equal(plain)
+    torch.testing.assert_close(total, plain)  # two kernels, whose sums may have two orders
     within_a_sixteenth(normed, whole(truth))
     within_a_sixteenth(layer_norm_fused(x, norm, fp8=True), whole(layer_norm_fused(x, norm)))
     total, normed = add_layer_norm_fused(x, y, norm, fp8=True)
