@@ -12,7 +12,6 @@ from instgenie.cost.network import VALUE_BYTES
 from instgenie.cost.pricing import JobShape, make_costs
 from instgenie.cost.table import Guided, Price, StepCosts
 from instgenie.jobs.job import Job
-from instgenie.jobs.tokens import text_bucket
 from instgenie.machine.device import device_name
 from instgenie.models.model import Model
 from instgenie.scheduling.terms import NO_TERMS, PricedJob, Terms
@@ -44,7 +43,7 @@ def job_shape(model: Model, value_bytes: float, stride: int = 1, keeps_text: boo
         stride=stride,
         num_steps=model.steps,
         sees_picture=model.sees_picture,
-        num_prompt=text_bucket(1, model.num_flowing_text) if keeps_text and model.num_flowing_text else 0,
+        num_prompt=model.num_usual_prompt(keeps_text),
     )
 
 
