@@ -18,7 +18,6 @@ from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Grid, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import Schedule
-from instgenie.jobs.tokens import text_bucket
 from instgenie.models.controlnet import GuidedFamily, Unguided
 from instgenie.models.packed import PackedBatch
 from instgenie.models.parts import PipelineParts
@@ -85,10 +84,6 @@ class Model(PipelineParts):
         """Text tokens whose rows a template keeps: the whole text if it `keeps_text`, for its padding; or those that
         tell of the pictures. References are the grids of the tokens that follow those of the picture."""
         return self.num_flowing_text if keeps_text else 0
-
-    def num_usual_prompt(self, keeps_text: bool) -> int:
-        """Text tokens that are computed of a short prompt, where the others are read from activations; 0: all."""
-        return text_bucket(1, self.num_flowing_text) if keeps_text and self.num_flowing_text else 0
 
     @property
     def num_blocks(self) -> int:

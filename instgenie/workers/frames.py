@@ -29,7 +29,7 @@ def job_frames(job: Job) -> tuple[JobHead, list[Frame]]:
         schedule_kind=type(job.schedule).__name__,
         schedule=msgspec.Raw(msgspec.msgpack.encode(job.schedule)),
         num_prompts=tuple(branch.num_prompt for branch in job.branches),
-        num_facts=job.num_facts,
+        num_facts=job.branches[0].num_facts,
         has_words=bool(job.controls) and job.branches[0].words is not None,
         tensors=tuple(tensor_head(tensor) for tensor in tensors),
     )

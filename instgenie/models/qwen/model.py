@@ -181,9 +181,6 @@ class QwenEditModel(QwenModel):
     def num_kept_text(self, references: Sequence[Grid], keeps_text: bool) -> int:
         return self.num_facts(references)
 
-    def num_usual_prompt(self, keeps_text: bool) -> int:
-        return USUAL_TEXT_TOKENS
-
     def num_facts(self, references: Sequence[Grid]) -> int:
         """Tokens of a text up to the last word of a picture."""
         if not references:

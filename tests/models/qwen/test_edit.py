@@ -156,15 +156,15 @@ def test_law_3_facts_and_the_reference_are_read(model: QwenEditModel, kind: Kind
     job = prepare(edit, model)
     job = replace(job, step=1, latents=job.template.at(1, job.schedule))
     activations = register_for(model, edit, kind)
-    assert activations.num_text == job.num_facts
-    assert activations.rows[0].shape[3] == job.num_facts + 2 * len(job.masked)
+    assert activations.num_text == job.tokens.num_facts
+    assert activations.rows[0].shape[3] == job.tokens.num_facts + 2 * len(job.masked)
     [expected] = predict(model, job)
     for plan in feasible(kind, model.run_lengths):
         cached = reuse(job, activations, plan)
         [text] = model.pack([replace(cached, plan=(True,) * model.num_blocks)]).layout.num_text
-        assert text == len(job.branches[0].text) - job.num_facts
+        assert text == len(job.branches[0].text) - job.tokens.num_facts
         assert apart(*predict(model, cached), expected) <= close(model), plan
-    for part in (slice(job.num_facts), slice(job.num_facts, None)):
+    for part in (slice(job.tokens.num_facts), slice(job.tokens.num_facts, None)):
         spoiled = [rows.clone() for rows in activations.rows]
         for rows in spoiled:
             rows[:, :, :, part] = rows[:, :, :, part].flip(-1)
@@ -183,7 +183,7 @@ def test_law_own_rows_are_those_of_the_dense_step(model: QwenEditModel, kind: Ki
     engine.step()
     assert job.own_steps is not None
     assert job.activations is not None
-    assert job.activations.num_text == job.num_facts
+    assert job.activations.num_text == job.tokens.num_facts
     later = replace(job.own_steps, steps=(job.num_steps - 1,))
     again = replace(job, step=0, latents=start, own_steps=later, kept_step=0)
     dense = replace(again, activations=None, plan=(), own_steps=None)
@@ -212,7 +212,7 @@ def test_prompts_are_remembered_by_picture_and_instruction(
 def test_a_job_travels_with_its_facts(model: QwenEditModel) -> None:
     job = prepare(make_edit(), model)
     read = read_job(*job_frames(job), model.device)
-    assert read.num_facts == job.num_facts > 0
+    assert read.tokens.num_facts == job.tokens.num_facts > 0
     assert torch.equal(*run(model, [read]), *run(model, [job]))
 
 
@@ -220,8 +220,8 @@ def test_prices_count_what_is_computed_of_the_text(model: QwenEditModel) -> None
     edit = make_edit(guidance=1.0)
     job = reuse(prepare(edit, model), register_for(model, edit, "kv"))
     demand = make_demand(job, model.describe())
-    assert demand.num_padding == job.num_facts
-    assert demand.num_flowing_text(cached=True) == len(job.branches[0].text) - job.num_facts
+    assert demand.num_padding == job.tokens.num_facts
+    assert demand.num_flowing_text(cached=True) == len(job.branches[0].text) - job.tokens.num_facts
     shape = job_shape(model, 4)
     assert shape.num_text - shape.num_prompt == model.num_facts([(256, 256)])
 
