@@ -25,16 +25,25 @@ def stock_system(model: Model, network: torch.nn.Module | None = None) -> System
     network = network or stock_network(model)
     pipeline.register_modules(**{model.network_name: network})
 
-    def run(edits: Sequence[Edit]) -> Timing:
+    def run_together(edits: Sequence[Edit]) -> Timing:
         of_edits = {
             "prompt": [edit.prompt for edit in edits],
             "image": [Image.fromarray(edit.picture) for edit in edits],
             "mask_image": [Image.fromarray(edit.mask) for edit in edits],
         }
+        if not model.stock_batches:
+            of_edits = {name: one for name, [one] in of_edits.items()}
         given = of_edits | model.stock_guidance(edits) | arguments_of(edits[0]) | model.stock_arguments
         return timed(lambda: pipeline(**given), network, model.device)
 
-    return System("diffusers", None, run)
+    def run_apart(edits: Sequence[Edit]) -> Timing:
+        return add_up([run_together([edit]) for edit in edits])
+
+    return System("diffusers", None, run_together if model.stock_batches else run_apart)
+
+
+def add_up(timings: Sequence[Timing]) -> Timing:
+    return Timing(sum(one.edit for one in timings), sum(one.denoise for one in timings))
 
 
 def reference_system(model: Model) -> System:
@@ -55,8 +64,7 @@ def reference_system(model: Model) -> System:
         return timed(lambda: pipeline(**given, max_sequence_length=length), model.network, model.device)
 
     def run(edits: Sequence[Edit]) -> Timing:
-        timings = list(map(run_one, edits))
-        return Timing(sum(one.edit for one in timings), sum(one.denoise for one in timings))
+        return add_up(list(map(run_one, edits)))
 
     return System("reference", None, run)
 

@@ -105,7 +105,7 @@ def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind, num_tex
     specs = specs_of(job, model, network, kind, num_text)
     memory = torch.empty(sum(spec.num_bytes for spec in specs), dtype=torch.uint8, device=job.device)
     job.activations = Activations(
-        key=replace(own_key(job, model, kind), num_text=num_text),
+        key=replace(own_key(job, model, kind), num_text=job.branches[0].num_facts or num_text),
         run_lengths=network.run_lengths,
         num_tokens=len(job.masked),
         rows=tuple(carve(memory, specs)),
@@ -131,7 +131,9 @@ def room_specs(
 
 def specs_of(job: Job, model: Model, network: NetworkShape, kind: Kind, num_text: int) -> list[TensorSpec]:
     """The tensors of all that a job keeps of one step."""
-    specs = room_specs(network, job.num_seen, len(job.branches), kind, model.dtype, num_text)
+    specs = room_specs(
+        network, job.num_seen, len(job.branches), kind, model.dtype, job.branches[0].num_facts or num_text
+    )
     return specs + convolution_specs(job, network, model.dtype)
 
 

@@ -75,11 +75,12 @@ def make_job(
     prompts = edit.prompt, edit.negative_prompt if model.guidance_scale(edit) > 1 else None
     versions = tuple((lora.version, lora.scale) for lora in edit.loras)
     check_references(edit, model)
-    references = reference_grids(edit, size, model)
+    references, pictures = reference_grids(edit, size, model), seen_pictures(edit, model)
+    shown = tuple(template_seed(one, size) for one in pictures) if model.reads_pictures else ()
 
     def encode_prompts() -> tuple[Branch, ...]:
         with prompt_loras.applied(edit.loras) if prompt_loras else nullcontext():
-            return model.branches(edit, grid, references)
+            return model.branches(edit, grid, references, pictures)
 
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
@@ -90,7 +91,9 @@ def make_job(
         template=template,
         masked=masked,
         conditioning=condition(picture, mask, masked, template, model),
-        branches=encodings.get(("prompts", prompts, grid, references, versions, bool(edit.controls)), encode_prompts),
+        branches=encodings.get(
+            ("prompts", prompts, grid, references, shown, versions, bool(edit.controls)), encode_prompts
+        ),
         scale=model.guidance_scale(edit),
         keeps_norm=model.keeps_norm,
         schedule=schedule,
@@ -132,6 +135,13 @@ def shows_picture(edit: Edit, model: Model) -> bool:
     """Return whether the picture is among what the network sees as further tokens: with references, only if they do not
     stand in its place."""
     return not edit.from_nothing and (not edit.references or not model.references_replace)
+
+
+def seen_pictures(edit: Edit, model: Model) -> tuple[Pixels, ...]:
+    """The pictures that the network sees as further tokens."""
+    if not sees_picture(edit, model):
+        return ()
+    return (edit.picture, *edit.references) if shows_picture(edit, model) else edit.references
 
 
 def reference_grids(edit: Edit, size: tuple[int, int], model: Model) -> tuple[Grid, ...]:

@@ -36,6 +36,9 @@ def job_shape(model: Model, value_bytes: float, stride: int = 1, keeps_text: boo
     """Describe jobs that use the model's defaults. Prompts are short: where padding is read, the fewest tokens that a
     prompt may have are computed."""
     edit = Edit(NO_PICTURE, NO_MASK, "", guidance=model.guidance)
+    side = model.own_size // model.patch
+    num_kept = model.num_kept_text([(side, side)] if model.sees_picture else [], keeps_text)
+    num_prompt = model.num_text_tokens - num_kept or text_bucket(1, num_kept)
     return JobShape(
         network=model.describe(),
         num_text=model.num_text_tokens,
@@ -44,7 +47,7 @@ def job_shape(model: Model, value_bytes: float, stride: int = 1, keeps_text: boo
         stride=stride,
         num_steps=model.steps,
         sees_picture=model.sees_picture,
-        num_prompt=text_bucket(1, model.num_flowing_text) if keeps_text and model.num_flowing_text else 0,
+        num_prompt=num_prompt if num_kept else 0,
     )
 
 

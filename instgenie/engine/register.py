@@ -20,7 +20,7 @@ from instgenie.cache.store import Store
 from instgenie.cache.tier import estimate
 from instgenie.cost.kept_steps import stride_of
 from instgenie.cost.plan import Plan
-from instgenie.engine.prepare import choose_size, make_job, reference_grids, sees_picture
+from instgenie.engine.prepare import choose_size, make_job, reference_grids, seen_pictures, sees_picture
 from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import (
     NUM_PARTS,
@@ -63,8 +63,8 @@ def register(
     their text from the template."""
     edit = template_edit(picture, model, size, steps, guidance, references)
     check_registration(kind, num_steps_at_once, stride)
-    key = make_key(edit, model, kind, cache_dtype, stride, keeps_text and not isolated)
-    key = replace(key, prompt=prompt, isolated=isolated)
+    key = make_key(edit, model, kind, cache_dtype, stride, keeps_text)
+    key = replace(key, prompt=prompt, isolated=isolated, num_text=0 if isolated else key.num_text)
     spans = split_steps(key.num_kept, num_steps_at_once)
     seen = with_progress(observe(edit, model, key, spans), key, 0, on_step)
     return make_activations(key, join(key.num_kept, seen, model.device), model)
@@ -124,7 +124,8 @@ def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = Fa
     """Make the job whose steps a registration runs."""
     size = choose_size(edit, model)
     job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
-    branches = model.template_branches(job.grid, prompt, isolated, reference_grids(edit, size, model))
+    seen = reference_grids(edit, size, model), seen_pictures(edit, model)
+    branches = model.template_branches(job.grid, prompt, isolated, *seen)
     job = replace(job, branches=branches)
     locate(job, model.describe().sides)
     return job
@@ -145,7 +146,7 @@ def observe_span(job: Job, model: Model, key: Key, slots: range) -> Span:
         rows.append(keep_rows(by_branch, key.cache_dtype))
 
     time = model.observe_time(jobs)
-    model.observe(jobs, key.kind, keep, key.num_text > 0)
+    model.observe(jobs, key.kind, keep, key.num_text)
     check_finite(torch.stack(bounds), steps)
     return Span(slots, tuple(rows), time)
 
@@ -283,7 +284,7 @@ def name_key(
         tenant=tenant,
         code=code_version(),
         stride=stride_of(stride, schedule.num_steps),
-        num_text=model.num_flowing_text if keeps_text else 0,
+        num_text=model.num_kept_text(reference_grids(edit, size, model), keeps_text),
         references=references,
     )
 

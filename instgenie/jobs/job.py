@@ -46,6 +46,9 @@ class Branch:
     rotary: Tensor  # [text tokens + image tokens seen, head channels / 2], complex; no channels for models without
     num_prompt: int | None = None  # leading text tokens that are the prompt's; those after them are padding. None: all
     words: Tensor | None = None  # [text tokens, channels], for ControlNets where `text` is not what they embed
+    num_facts: int = (
+        0  # trailing text tokens, the same for every prompt: if any, activations keep rows of no other text
+    )
 
 
 @dataclass(eq=False)
@@ -82,6 +85,8 @@ class Job:
         if cache is not None:
             check_plan(self.plan, cache.kind, cache.run_lengths)
             assert (cache.num_steps, cache.num_tokens) == (self.num_steps, len(self.masked))
+            num_facts = self.branches[0].num_facts
+            assert not num_facts or cache.num_text in (0, num_facts), (cache.num_text, num_facts)
 
     @property
     def num_steps(self) -> int:
@@ -134,13 +139,17 @@ class Job:
     def tokens(self) -> JobTokens:
         num_text = tuple(len(branch.text) for branch in self.branches)
         rotary = tuple(branch.rotary for branch in self.branches)
-        return JobTokens(self.num_seen, self.inside, self.rest, num_text, rotary, self.num_prompt)
+        num_facts = self.branches[0].num_facts
+        return JobTokens(self.num_seen, self.inside, self.rest, num_text, rotary, self.num_prompt, num_facts)
 
     @cached_property
     def num_prompt(self) -> int:
         """Text tokens that are computed where the padding of all branches is read from activations: as many as for
-        prompts of about that length, so that few captured passes serve all prompts."""
+        prompts of about that length, so that few captured passes serve all prompts. A text with facts has no
+        padding."""
         num_text = max(len(branch.text) for branch in self.branches)
+        if num_facts := self.branches[0].num_facts:
+            return num_text - num_facts
         longest = max(len(branch.text) if branch.num_prompt is None else branch.num_prompt for branch in self.branches)
         return text_bucket(longest, num_text) if len(self.rest) else num_text
 

@@ -50,10 +50,13 @@ class JobTokens:
     num_text: tuple[int, ...]  # per branch
     rotary: tuple[Tensor, ...]  # per branch
     num_prompt: int = 0  # text tokens that are computed, in all branches, where padding is read from activations
+    num_facts: int = 0  # last text tokens of every branch, which alone are read where there are any
 
     def num_computed_text(self, reads_padding: bool) -> tuple[int, ...]:
         """Per branch, the number of text tokens that a block computes: the first ones."""
-        return tuple(min(num, self.num_prompt) if reads_padding else num for num in self.num_text)
+        if not reads_padding:
+            return self.num_text
+        return tuple(num - self.num_facts if self.num_facts else min(num, self.num_prompt) for num in self.num_text)
 
     def num_image(self, cached: bool) -> int:
         """Number of image tokens that a block computes."""
@@ -102,7 +105,7 @@ class JobTokens:
 
     @cached_property
     def rest_with_padding(self) -> Tensor:
-        return with_padding(self.rest, self.num_text[0], self.num_prompt)
+        return with_padding(self.rest, self.num_facts or self.num_text[0], 0 if self.num_facts else self.num_prompt)
 
 
 def with_padding(rest: Tensor, num_text: int, num_prompt: int) -> Tensor:

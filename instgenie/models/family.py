@@ -16,7 +16,7 @@ from instgenie.models.recipe import Recipe
 ONE_ENCODER = ("vae", "text_encoder", "tokenizer", "scheduler")
 TWO_ENCODERS = (*ONE_ENCODER, "text_encoder_2", "tokenizer_2")
 THREE_ENCODERS = (*TWO_ENCODERS, "text_encoder_3", "tokenizer_3")
-WEIGHTLESS = ("tokenizer", "scheduler")  # how the names of parts without weights begin
+WEIGHTLESS = ("tokenizer", "scheduler", "processor")  # how the names of parts without weights begin
 
 LoadControlNet = Callable[[Path, torch.device, torch.dtype], ControlNet]
 PartKind = Literal["text_encoder", "vae", "network"]  # of the parts that have weights
@@ -50,6 +50,9 @@ class Family:
     prompt_layers: tuple[str, ...] = ()  # layers and parameters of the network that prompts pass before the first step
     join_layers: Callable[[Any], None] | None = None  # makes layers of the network that read the same rows one product
     fp8_layers: tuple[str, ...] = ()  # patterns of the names of layers that may multiply in fp8; none: not supported
+    readers: Mapping[str, Callable[[Path], Any]] = field(
+        default_factory=dict
+    )  # parts that it reads from folders itself
 
     controlnets: Mapping[str, LoadControlNet] = field(default_factory=dict)  # by diffusers' class
 

@@ -21,7 +21,7 @@ from instgenie.jobs.sampler import Schedule
 from instgenie.models.controlnet import GuidedFamily, Unguided
 from instgenie.models.packed import PackedBatch
 from instgenie.models.parts import PipelineParts
-from instgenie.types import Convolutions, Edit
+from instgenie.types import Convolutions, Edit, Pixels
 
 
 class HalfPass(Protocol):
@@ -50,6 +50,7 @@ class Model(PipelineParts):
     guided: ClassVar[GuidedFamily] = Unguided()  # what ControlNets of the family see
     max_references: ClassVar[int] = 0  # pictures beside the edited one that an edit may have
     keeps_norm: ClassVar[bool] = False  # guided predictions are as long as those of the prompt, token by token
+    reads_pictures: ClassVar[bool] = False  # prompts are read together with the pictures that the network sees
     references_replace: ClassVar[bool] = True  # a reference is seen in the place of the picture; False: after it
 
     @property
@@ -78,6 +79,11 @@ class Model(PipelineParts):
         """Text tokens that flow through the blocks beside the image, padding included; 0 if blocks only attend to the
         text. Only the padding of a text that flows is worth keeping."""
         return self.num_text_tokens if self.text_flows else 0
+
+    def num_kept_text(self, references: Sequence[Grid], keeps_text: bool) -> int:
+        """Text tokens whose rows a template keeps: the whole text if it `keeps_text`, for its padding; or those that
+        tell of the pictures. References are the grids of the tokens that follow those of the picture."""
+        return self.num_flowing_text if keeps_text else 0
 
     @property
     def num_blocks(self) -> int:
@@ -110,9 +116,12 @@ class Model(PipelineParts):
         return float(edit.guidance) if self.embeds_guidance else 0.0
 
     @abstractmethod
-    def branches(self, edit: Edit, grid: Grid, references: Sequence[Grid] = ()) -> tuple[Branch, ...]:
+    def branches(
+        self, edit: Edit, grid: Grid, references: Sequence[Grid] = (), pictures: Sequence[Pixels] = ()
+    ) -> tuple[Branch, ...]:
         """The branch of the prompt, and with classifier-free guidance that of the negative prompt. References are the
-        grids of the tokens that follow those of the picture."""
+        grids of the tokens that follow those of the picture, and `pictures` what these tokens show, at any size: some
+        models read prompts together with them."""
 
     @abstractmethod
     def blank_branch(self, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
@@ -120,7 +129,12 @@ class Model(PipelineParts):
 
     @abstractmethod
     def template_branches(
-        self, grid: Grid, prompt: str, isolated: bool, references: Sequence[Grid] = ()
+        self,
+        grid: Grid,
+        prompt: str,
+        isolated: bool,
+        references: Sequence[Grid] = (),
+        pictures: Sequence[Pixels] = (),
     ) -> tuple[Branch, ...]:
         """The branches of a registration: that of the prompt, and that of the empty negative prompt if it differs. An
         isolated registration has one branch without text."""
@@ -164,9 +178,9 @@ class Model(PipelineParts):
         return self
 
     @abstractmethod
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
-        """A dense pass; what activations keep of it is handed over in the order of the pass. With `with_text`, the rows
-        of text that flows lie before those of the image."""
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, num_text: int = 0) -> None:
+        """A dense pass; what activations keep of it is handed over in the order of the pass. Rows of the last
+        `num_text` tokens of text that flows lie before those of the image."""
 
     @abstractmethod
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:

@@ -88,6 +88,11 @@ class PipelineParts(ABC):
         return self.parts
 
     @property
+    def stock_batches(self) -> bool:
+        """True if the stock pipeline takes several pictures at once."""
+        return True
+
+    @property
     def stock_arguments(self) -> dict[str, Any]:
         """Arguments of a call of the stock pipeline that are the same for every edit."""
         return {"strength": 1.0}

@@ -29,6 +29,7 @@ def job_frames(job: Job) -> tuple[JobHead, list[Frame]]:
         schedule_kind=type(job.schedule).__name__,
         schedule=msgspec.Raw(msgspec.msgpack.encode(job.schedule)),
         num_prompts=tuple(branch.num_prompt for branch in job.branches),
+        num_facts=job.branches[0].num_facts,
         has_words=bool(job.controls) and job.branches[0].words is not None,
         tensors=tuple(tensor_head(tensor) for tensor in tensors),
     )
@@ -50,7 +51,9 @@ def read_job(head: JobHead, frames: Sequence[Frame], device: torch.device) -> Jo
     clean, noise, masked, conditioning, latents, reference = (next(tensors) for _ in range(6))
     schedule: Schedule = msgspec.msgpack.decode(head.schedule, type=SCHEDULES[head.schedule_kind])
     edit = read_edit(head.edit)
-    branches = [Branch(next(tensors), next(tensors), next(tensors), num) for num in head.num_prompts]
+    branches = [
+        Branch(next(tensors), next(tensors), next(tensors), num, num_facts=head.num_facts) for num in head.num_prompts
+    ]
     controls = tuple(JobControl(use, next(tensors)) for use in edit.controls)
     if head.has_words:
         branches = [replace(branch, words=next(tensors)) for branch in branches]

@@ -106,7 +106,7 @@ def test_lists_of_one_size_are_padded_together() -> None:
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
-@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill", "sd3", "klein", "qwen", "zimage"])
+@pytest.mark.parametrize("family", ["blend", "sd", "sdxl", "sd_fill", "sd3", "klein", "qwen", "qwen_edit", "zimage"])
 def test_bytes_equal_those_registered(models: dict[str, Model], family: str, kind: Kind) -> None:
     """If nothing is masked, a step loads all of its activations."""
     model = models[family]
@@ -145,6 +145,7 @@ def test_dense_steps_of_an_edit_demand_no_activations(models: dict[str, Model]) 
         ("flux.2-klein-4b", 8192, 512, 1, 76.7, 2517),
         ("flux.2-klein-9b", 8192, 512, 1, 161.2, 4295),
         ("qwen-image", 4096, 32, 2, 137.4, 6040),
+        ("qwen-image-edit", 8192, 1402, 2, 396.5, 12080),
         ("sd3.5-large", 4096, 333, 2, 62.2, 3028),
         ("sdxl-base-1.0", 16384, 77, 2, 13.5, 923),
         ("z-image-turbo", 4096, 64, 1, 55.56, 2013),

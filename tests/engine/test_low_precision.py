@@ -20,7 +20,7 @@ from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 
 pytestmark = pytest.mark.gpu
-FAMILIES = ["fill", "sdxl", "sd3", "klein", "qwen", "builtin"]
+FAMILIES = ["fill", "sdxl", "sd3", "klein", "qwen", "qwen_edit", "builtin"]
 
 
 @pytest.fixture(params=FAMILIES)

@@ -7,6 +7,7 @@ hide every mistake.
 """
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
     PNDMScheduler,
+    QwenImageEditPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -55,9 +57,11 @@ from transformers import (
     T5Config,
     T5EncoderModel,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from helpers.names import TINY
 from instgenie.models.flux.model import FluxModel
+from instgenie.models.qwen.vision import PICTURE
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "cat", "dog", "flower", "on", "grass", "sky", "nothing"]
 TRAINED: dict[str, Any] = {
@@ -216,6 +220,26 @@ def klein(is_distilled: bool = False) -> DiffusionPipeline:
 
 def qwen() -> DiffusionPipeline:
     """Texts of many lengths; guided predictions keep their length; a picture is a film of one frame."""
+    return QwenImagePipeline(**qwen_parts())
+
+
+class PublishedEditPipeline(QwenImageEditPipeline):
+    """Saves a folder like that of the published model, whose processor can be made with torchvision alone."""
+
+    def save_pretrained(self, folder: Path, **options: Any) -> None:
+        super().save_pretrained(folder, **options)
+        Qwen2VLImageProcessorPil(patch_size=2, min_pixels=64, max_pixels=512).save_pretrained(folder / "processor")
+        index = folder / "model_index.json"
+        known = json.loads(index.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
+        index.write_text(json.dumps(known | {"_class_name": QwenImageEditPipeline.__name__}))
+
+
+def qwen_edit() -> DiffusionPipeline:
+    """The network sees the picture, and a language model reads it with the prompt."""
+    return PublishedEditPipeline(**qwen_parts(), processor=None)
+
+
+def qwen_parts() -> dict[str, Any]:
     transformer = QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=16, axes_dims_rope=(4, 6, 6),
@@ -226,18 +250,24 @@ def qwen() -> DiffusionPipeline:
     )  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = {
-        "vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "vocab_size": len(WORDS) + 2, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rope,
     }  # fmt: skip
-    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 16}
-    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16, "patch_size": 2,
+        "window_size": 16, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=len(WORDS))
+    encoder = Qwen2_5_VLForConditionalGeneration(config)
+    tokenizer = tiny_tokenizer(1024)
+    tokenizer.add_special_tokens({"additional_special_tokens": [PICTURE, "<|video_pad|>"]})
     modules = {"transformer": transformer, "vae": vae, "text_encoder": encoder}
     widen(*modules.values())
     sharpen(transformer)
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192
     )
-    return QwenImagePipeline(**modules, tokenizer=tiny_tokenizer(1024), scheduler=scheduler)
+    return modules | {"tokenizer": tokenizer, "scheduler": scheduler}
 
 
 def zimage() -> DiffusionPipeline:

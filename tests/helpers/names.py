@@ -16,6 +16,7 @@ TINY = {  # and the family of each; its place seeds its weights
     "klein": "flux2",
     "zimage": "zimage",
     "qwen": "qwen",
+    "qwen_edit": "qwen",
 }
 FAMILIES = tuple(TINY)
 FLUX_FAMILIES = tuple(name for name, family in TINY.items() if family == "flux")

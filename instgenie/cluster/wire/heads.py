@@ -28,6 +28,7 @@ class JobHead(Struct, frozen=True):
     num_prompts: tuple[int | None, ...]  # per branch, its leading text tokens that are not padding
     tensors: tuple[TensorHead, ...]
     keeps_norm: bool = False
+    num_facts: int = 0  # the last text tokens of each branch that tell of the pictures alone
     has_words: bool = False  # per branch, its text as ControlNets read it comes last
 
 

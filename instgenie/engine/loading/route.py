@@ -58,7 +58,7 @@ def rows_read(job: Job, num_rows: int) -> Tensor:
     """Indices of the rows that a job reads of the `num_rows` that its activations keep at a place."""
     num_text = job.activations.num_text if job.activations else 0
     rest = job.level(num_rows - num_text).outside if job.reference is None else job.rest
-    return with_padding(rest, num_text, job.num_prompt) if num_text else rest
+    return with_padding(rest, num_text, 0 if job.branches[0].num_facts else job.num_prompt) if num_text else rest
 
 
 def union(indices: Sequence[Tensor], num_rows: int) -> Tensor:

@@ -20,7 +20,7 @@ from instgenie.models.flux.network import FluxNetwork, embed_positions
 from instgenie.models.joint.batch import JointBatch, pack
 from instgenie.models.joint.model import JointModel
 from instgenie.models.model import Model, count_tokens, pack_latents, tokenize
-from instgenie.types import Edit
+from instgenie.types import Edit, Pixels
 
 MAX_TEXT_TOKENS = 512  # the stock pipelines' limit; a tokenizer may have none
 
@@ -71,8 +71,10 @@ class FluxModel(JointModel):
     def rotary(self, num_text: int, grid: Grid, references: Sequence[Grid] = ()) -> Tensor:
         return embed_positions(self.transformer, num_text, grid, references)
 
-    def branches(self, edit: Edit, grid: Grid, references: Sequence[Grid] = ()) -> tuple[Branch, ...]:
-        found = super().branches(edit, grid, references)
+    def branches(
+        self, edit: Edit, grid: Grid, references: Sequence[Grid] = (), pictures: Sequence[Pixels] = ()
+    ) -> tuple[Branch, ...]:
+        found = super().branches(edit, grid, references, pictures)
         return found if edit.controls else tuple(replace(branch, words=None) for branch in found)
 
     def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:

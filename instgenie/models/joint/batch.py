@@ -29,7 +29,7 @@ class ImageTokens:
     num_all: Static[int]
     inside: Column[Tensor]  # [masked tokens]
     rest: Column[Tensor]  # [padding of the text, then the other image tokens], by the rows that activations keep
-    num_text: Static[int]  # text tokens whose rows lie before those of the image; 0: none are kept
+    num_text: Static[int]  # text tokens, the last, whose rows lie before those of the image; 0: none are kept
     num_prompt: Static[int]  # of these, the first, which are computed anyway
 
     @property
@@ -156,7 +156,7 @@ def turn_one(
     if before == after:
         return text, image
     if after:
-        return text[: tokens.num_prompt] if tokens.num_text else text, image[tokens.inside]
+        return text[: len(text) - tokens.num_padding], image[tokens.inside]
     assert source is not None  # of kind y: a plan that turns back was refused for kv
     y = image.new_empty(1, tokens.num_rows, image.shape[1])
     gather_rows(source, tokens.rest, tokens.num_rows, y, tokens.rest)
@@ -217,7 +217,7 @@ def pack(
 
 
 def image_tokens(tokens: JobTokens, num_text: int) -> ImageTokens:
-    num_prompt = min(tokens.num_prompt, num_text)
+    num_prompt = 0 if tokens.num_facts else min(tokens.num_prompt, num_text)
     return ImageTokens(tokens.num_all, tokens.inside, tokens.read(num_text), num_text, num_prompt)
 
 
@@ -233,15 +233,15 @@ def template_columns(jobs: Sequence[Job]) -> TemplateColumns:
 
 
 def kept_rotary(job: Job) -> Tensor:  # [tokens whose rows its activations keep, head channels / 2]
-    keeps_text = job.activations is not None and job.activations.num_text > 0
+    num_text = job.activations.num_text if job.activations else 0
     branch = job.branches[0]  # all have the same positions
-    return branch.rotary if keeps_text else branch.rotary[len(branch.text) :]
+    return branch.rotary[len(branch.text) - num_text :]
 
 
 def texts(job: Job, keeps_text: bool) -> tuple[Tensor, ...]:
     """Per branch [text tokens that the first block computes, width]"""
-    num = job.num_prompt if keeps_text and job.is_cached(0) else None
-    return tuple(branch.text if num is None else branch.text[:num] for branch in job.branches)
+    nums = job.tokens.num_computed_text(keeps_text and job.is_cached(0))
+    return tuple(branch.text[:num] for branch, num in zip(job.branches, nums, strict=True))
 
 
 def inputs(job: Job, tokens: JobTokens) -> Tensor:  # [image tokens that the first block computes, channels]

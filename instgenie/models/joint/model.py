@@ -19,7 +19,7 @@ from instgenie.models.joint.modulation import ModulationTables
 from instgenie.models.joint.network import JointNetwork, observe, velocity
 from instgenie.models.model import Keep, Model
 from instgenie.models.packed import PackedBatch
-from instgenie.types import Edit
+from instgenie.types import Edit, Pixels
 
 CAPTURED_AREA = 2 * 3072**2  # branches times squared width; below it, launching kernels takes longer than running them
 WHOLE_SIGMA = 0.9  # noise level at which a whole picture starts: less leaves it as it is, more leaves little of it
@@ -72,19 +72,30 @@ class JointModel(Model):
     def whole_strength(self) -> float:
         return flow_strength(self.scheduler, (self.own_size // self.patch) ** 2, WHOLE_SIGMA)
 
-    def branches(self, edit: Edit, grid: Grid, references: Sequence[Grid] = ()) -> tuple[Branch, ...]:
+    def branches(
+        self, edit: Edit, grid: Grid, references: Sequence[Grid] = (), pictures: Sequence[Pixels] = ()
+    ) -> tuple[Branch, ...]:
         prompts = (edit.prompt, edit.negative_prompt) if self.guidance_scale(edit) > 1 else (edit.prompt,)
-        return tuple(self.branch(prompt, grid, references) for prompt in prompts)
+        return tuple(self.seen_branch(prompt, grid, references, pictures) for prompt in prompts)
+
+    def seen_branch(self, prompt: str, grid: Grid, references: Sequence[Grid], pictures: Sequence[Pixels]) -> Branch:
+        """The branch of a prompt, which most models read without the pictures."""
+        return self.branch(prompt, grid, references)
 
     @abstractmethod
     def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch: ...
 
     def template_branches(
-        self, grid: Grid, prompt: str, isolated: bool, references: Sequence[Grid] = ()
+        self,
+        grid: Grid,
+        prompt: str,
+        isolated: bool,
+        references: Sequence[Grid] = (),
+        pictures: Sequence[Pixels] = (),
     ) -> tuple[Branch, ...]:
-        branch = self.branch(prompt, grid, references)
+        branch = self.seen_branch(prompt, grid, references, pictures)
         num_text = len(branch.text)
-        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:], num_prompt=0)
+        without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:], num_prompt=0, num_facts=0)
         return (without_text,) if isolated else (branch,)
 
     @property
@@ -122,9 +133,9 @@ class JointModel(Model):
         assert isinstance(packed, JointBatch)
         return velocity(self.joint_network, packed)
 
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, num_text: int = 0) -> None:
         num_branches = sum(len(job.branches) for job in jobs)
-        for seen in observe(self.joint_network, self.pack_step(jobs), kind, with_text):
+        for seen in observe(self.joint_network, self.pack_step(jobs), kind, num_text):
             keep(seen.unflatten(1, (num_branches, -1)).transpose(0, 1))
 
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:

@@ -160,9 +160,9 @@ def walk(network: JointNetwork, batch: JointBatch, mod: Modulation) -> Iterator[
         flow = block(flow, mod, layout, block.reserve(layout, batch.text))
 
 
-def observe(network: JointNetwork, batch: JointBatch, kind: Kind, with_text: bool = False) -> Iterator[Tensor]:
-    """Yield what activations keep of each block [2 or 1, image tokens, width], from a dense pass; `with_text` the rows
-    of each branch's text lie before those of its image."""
+def observe(network: JointNetwork, batch: JointBatch, kind: Kind, num_text: int = 0) -> Iterator[Tensor]:
+    """Yield what activations keep of each block [2 or 1, kept tokens, width], from a dense pass: per branch, rows of
+    the last `num_text` tokens of its text and of its image."""
     mod, layout = find_modulation(network, batch), batch.layout
     text_rotary, rotary = layout.part(layout.rotary.split(layout.num_joint))
     for block, text, image in walk(network, batch, mod):
@@ -172,11 +172,17 @@ def observe(network: JointNetwork, batch: JointBatch, kind: Kind, with_text: boo
             keys = block.reserve_keys(len(image), image)
             block.project_keys(image, mod, rotary, layout.image_owners, keys)
             seen, seen_text = keys.flatten(2), text.new_empty(2, 0, keys[0, 0].numel())
-            if with_text:
+            if num_text:
                 keys = block.reserve_keys(len(text), text).zero_()
                 block.project_keys(text, mod, text_rotary, layout.text_owners, keys, is_text=True)
                 seen_text = keys.flatten(2)
-        yield torch.stack(list(map(layout.join, seen_text, seen))) if with_text else seen
+        yield concat_kept(layout, num_text, seen_text, seen) if num_text else seen
+
+
+def concat_kept(layout: Layout, num_text: int, text: Tensor, image: Tensor) -> Tensor:
+    """[parts, tokens, width] of text and image -> per branch the last `num_text` of its text, then its image"""
+    pairs = zip(text.split(layout.num_text, dim=1), image.split(layout.num_image, dim=1), strict=True)
+    return torch.cat([part for own, seen in pairs for part in (own[:, own.shape[1] - num_text :], seen)], dim=1)
 
 
 def recall(network: JointNetwork, index: int, batch: JointBatch, layout: Layout) -> Heads:
@@ -240,7 +246,7 @@ def keep_y(index: int, batch: JointBatch, parts: Sequence[tuple[Tensor, Tensor]]
     for reader, (kind, num_text) in enumerate(zip(batch.kept_kinds, batch.kept_text, strict=True)):
         if kind == "y":
             text, image = parts[reader]
-            batch.rows.keep(index, reader, [torch.cat([text, image]) if num_text else image])
+            batch.rows.keep(index, reader, [torch.cat([text[len(text) - num_text :], image]) if num_text else image])
 
 
 def keep_kv(index: int, batch: JointBatch, layout: Layout, heads: Heads) -> None:

@@ -81,8 +81,11 @@ def load_folder(
         check_memory(name, count_parameters(folder, pipeline) * dtype.itemsize - saved, device)
     with memory_guard(f"the model {name!r}"), quiet():
         hollow = {part: make_hollow(folder, part, dtype, family) for part in hollow_parts(family, pipeline, weights)}
-        loaded = load_pipeline(pipeline, folder, dtype, hollow)
-        parts = {part: loaded.components[part] for part in family.pipelines[pipeline]}
+        read = {
+            part: read(folder / part) for part, read in family.readers.items() if part in family.pipelines[pipeline]
+        }
+        loaded = load_pipeline(pipeline, folder, dtype, hollow | dict.fromkeys(read))
+        parts = {part: loaded.components[part] for part in family.pipelines[pipeline]} | read
         for part in family.weights_of(pipeline):
             parts[part].eval().requires_grad_(False)
             if part == family.network_name and part not in hollow:
@@ -192,12 +195,13 @@ def read_weights(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor
 
 
 def load_pipeline(
-    pipeline: str, folder: Path, dtype: torch.dtype, hollow: dict[str, nn.Module]
+    pipeline: str, folder: Path, dtype: torch.dtype, given: dict[str, Any]
 ) -> diffusers.DiffusionPipeline:
+    """Load a pipeline with some parts given: hollow ones, and None for those that its family reads itself."""
     unused: dict[str, Any] = dict.fromkeys(unused_parts(folder, pipeline))
     try:
         return getattr(diffusers, pipeline).from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True, **unused, **hollow
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True, **unused, **given
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):

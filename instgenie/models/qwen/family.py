@@ -1,4 +1,4 @@
-"""Qwen-Image as loading sees it: its pipelines, what is supported of them, and dummies."""
+"""Qwen-Image and Qwen-Image-Edit as loading sees them: their pipelines, what is supported of them, and dummies."""
 
 from typing import Any
 
@@ -7,11 +7,14 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from instgenie.errors import ModelError
 from instgenie.models.family import ONE_ENCODER, Family, LoadedPipeline, check_flow_scheduler
-from instgenie.models.qwen.model import QwenModel
+from instgenie.models.qwen.model import QwenEditModel, QwenModel
 from instgenie.models.qwen.network import QwenNetwork
+from instgenie.models.qwen.vision import PICTURE, PictureReader
 from instgenie.models.recipe import VOCABULARY, Recipe, make_tokenizer
 
 PARTS = ("transformer", *ONE_ENCODER)
+EDIT_PARTS = (*PARTS, "processor")
+EDITS = ("QwenImageEditPipeline", "QwenImageEditInpaintPipeline")
 WIDTH = 3584  # of the text encoder
 
 
@@ -19,7 +22,8 @@ def make_qwen(loaded: LoadedPipeline) -> QwenModel:
     """A model with the size, the steps and the guidance that the stock pipeline assumes."""
     check_flow_scheduler(loaded.name, loaded.parts["scheduler"])
     check_parts(loaded.name, loaded.parts)
-    return QwenModel(**loaded.parts, **loaded.placement, own_size=1024, steps=50, guidance=4.0)
+    make = QwenEditModel if loaded.pipeline in EDITS else QwenModel
+    return make(**loaded.parts, **loaded.placement, own_size=1024, steps=50, guidance=4.0)
 
 
 def check_parts(name: str, parts: dict[str, Any]) -> None:
@@ -39,8 +43,9 @@ def check_parts(name: str, parts: dict[str, Any]) -> None:
 
 
 def published_others() -> dict[str, Any]:
+    """The tokenizer knows the word of a picture, which is behind its other words."""
     text = {
-        "vocab_size": len(VOCABULARY), "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 1,
+        "vocab_size": len(VOCABULARY) + 1, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 28, "num_key_value_heads": 4, "rope_parameters": {
             "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24],
         },
@@ -49,26 +54,40 @@ def published_others() -> dict[str, Any]:
         "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": WIDTH,
         "fullatt_block_indexes": [0],
     }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=len(VOCABULARY))
+    tokenizer = make_tokenizer(1024)
+    tokenizer.add_special_tokens({"additional_special_tokens": [PICTURE]})
     return {
-        "text_encoder": Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)),
-        "tokenizer": make_tokenizer(1024),
+        "text_encoder": Qwen2_5_VLForConditionalGeneration(config),
+        "tokenizer": tokenizer,
         "scheduler": FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
         ),
     }
 
 
+def published_edit_others() -> dict[str, Any]:
+    return published_others() | {"processor": PictureReader(max_pixels=12845056)}
+
+
 QWEN = Family(
     pipelines={
         "QwenImagePipeline": PARTS,
         "QwenImageInpaintPipeline": PARTS,
+        **dict.fromkeys(EDITS, EDIT_PARTS),
     },
     network_name=QwenModel.network_name,
     make=make_qwen,
     dummies={
-        "qwen-image": Recipe("QwenImagePipeline", QwenImageTransformer2DModel, AutoencoderKLQwenImage, published_others)
+        "qwen-image": Recipe(
+            "QwenImagePipeline", QwenImageTransformer2DModel, AutoencoderKLQwenImage, published_others
+        ),
+        "qwen-image-edit": Recipe(
+            "QwenImageEditPipeline", QwenImageTransformer2DModel, AutoencoderKLQwenImage, published_edit_others
+        ),
     },
     prompt_layers=("txt_norm", "txt_in"),
+    readers={"processor": PictureReader.from_folder},
     join_layers=lambda transformer: QwenNetwork(transformer).join_projections(),
     fp8_layers=(r"transformer_blocks\.\d+\.(attn|img_mlp|txt_mlp)\..+",),
 )

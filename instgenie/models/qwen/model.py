@@ -1,10 +1,16 @@
-"""Qwen-Image: prompts, positions and guidance. `qwen.network` knows the transformer.
+"""Qwen-Image and Qwen-Image-Edit: prompts, positions and guidance. `qwen.network` knows the transformer.
 
 A text has no padding: it is as long as its prompt. There is no guidance embedding: `guidance` is the scale of
 classifier-free guidance, whose result has the length of the prompt's own prediction, token by token. A value of 1 or
 less turns it off; a `true_guidance` above 1 means the same and takes precedence.
+
+A model that edits sees the picture twice: as a second set of image tokens, and as words of the prompt. These words come
+before the instruction, and a word of the language model sees none that follow it, so they are the same for every
+instruction. They are most of the text. A branch has them last, and activations keep their rows beside those of the
+image.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +26,9 @@ from instgenie.adapters.layers import Alias
 from instgenie.jobs.job import Branch, Grid
 from instgenie.models.joint.model import JointModel
 from instgenie.models.qwen.network import QwenNetwork
-from instgenie.types import Edit
+from instgenie.models.qwen.vision import PICTURE, PictureReader, VisionProcessor, spread_pictures
+from instgenie.pictures.resizing import resize_picture
+from instgenie.types import Edit, Pixels
 
 MAX_TEXT_TOKENS = 512  # of the stock pipelines
 USUAL_TEXT_TOKENS = 32  # of a prompt, for prices and captures: texts are not padded
@@ -30,6 +38,14 @@ NUM_DROPPED, DESCRIBE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
 )
+NUM_DROPPED_EDIT, INSTRUCT = (
+    64,
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
+    "that meets the user's requirements while maintaining consistency with the original input where appropriate."
+    "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+)
+SHOW = f"<|vision_start|>{PICTURE}<|vision_end|>"
 
 
 def no_other_names(_: Any) -> dict[str, Alias]:
@@ -129,3 +145,116 @@ class QwenModel(JointModel):
         )
         last: Tensor = seen.hidden_states[-1][0]
         return last[NUM_DROPPED : NUM_DROPPED + MAX_TEXT_TOKENS].to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class QwenEditModel(QwenModel):
+    """Qwen-Image-Edit: the network sees the picture, and the language model reads it with the instruction."""
+
+    sees_picture = True
+    reads_pictures = True
+    whole_strength = 1.0  # it sees the picture, so its edit may begin with noise
+
+    processor: PictureReader
+
+    @property
+    def stock_pipeline_name(self) -> str:
+        return "QwenImageEditInpaintPipeline"
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return super().parts | {"processor": self.processor}
+
+    @property
+    def stock_parts(self) -> dict[str, Any]:
+        return super().stock_parts | {"processor": VisionProcessor(self.tokenizer, self.processor)}
+
+    @property
+    def stock_batches(self) -> bool:
+        return False
+
+    @property
+    def num_text_tokens(self) -> int:
+        side = self.own_size // self.patch
+        return USUAL_TEXT_TOKENS + self.num_facts([(side, side)])
+
+    def num_kept_text(self, references: Sequence[Grid], keeps_text: bool) -> int:
+        return self.num_facts(references)
+
+    def num_facts(self, references: Sequence[Grid]) -> int:
+        """Tokens of a text up to the last word of a picture."""
+        if not references:
+            return 0
+        nums = [self.processor.num_words(*self.read_size(grid)) for grid in references]
+        return self.num_before_pictures(len(references)) + sum(nums)
+
+    def num_before_pictures(self, num_pictures: int) -> int:
+        """Tokens of a text that lie before or between the words of pictures."""
+        ids = self.tokenizer(INSTRUCT.format(self.show_pictures([1] * num_pictures))).input_ids
+        return last_picture(ids, self.picture_word) + 1 - num_pictures - NUM_DROPPED_EDIT
+
+    @property
+    def picture_word(self) -> int:
+        return int(self.text_encoder.config.image_token_id)
+
+    def show_pictures(self, nums: Sequence[int]) -> str:
+        """What a user shows before the instruction: pictures of so many words."""
+        return spread_pictures(SHOW * len(nums), nums)
+
+    def read_size(self, grid: Grid) -> tuple[int, int]:
+        """The size of a picture that the language model is shown: that at which the network sees it, but no more pixels
+        than the model works best at."""
+        height, width = grid[0] * self.patch, grid[1] * self.patch
+        scale = min(self.own_size / math.sqrt(height * width), 1.0)
+        return round(height * scale), round(width * scale)
+
+    def blank_branch(self, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
+        num_facts = self.num_facts(references)
+        text = torch.zeros(USUAL_TEXT_TOKENS + num_facts, self.width, device=self.device, dtype=self.dtype)
+        return self.facts_last(text, num_facts, grid, references)
+
+    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
+        return self.seen_branch(prompt, grid, references, ())
+
+    def seen_branch(self, prompt: str, grid: Grid, references: Sequence[Grid], pictures: Sequence[Pixels]) -> Branch:
+        shown = [
+            resize_picture(picture, self.read_size(own)) for picture, own in zip(pictures, references, strict=True)
+        ]
+        words, num_facts = self.read_instruction(prompt, shown)
+        return self.facts_last(self.joint_network.embed_prompt(words), num_facts, grid, references)
+
+    def facts_last(self, text: Tensor, num_facts: int, grid: Grid, references: Sequence[Grid]) -> Branch:
+        """A branch whose text begins with what depends on the prompt; each token keeps the position that it had."""
+        rotary = self.rotary(len(text), grid, references)
+        facts, rest, image = rotary.split([num_facts, len(text) - num_facts, len(rotary) - len(text)])
+        ordered = torch.cat([text[num_facts:], text[:num_facts]])
+        return Branch(ordered, text.new_empty(0), torch.cat([rest, facts, image]), num_facts=num_facts)
+
+    def read_instruction(self, prompt: str, pictures: Sequence[Pixels]) -> tuple[Tensor, int]:
+        """The last hidden states of the language model [text tokens, text channels], without those of its
+        instructions, and how many of the first tell of the pictures alone."""
+        seen = [self.processor.read(picture) for picture in pictures]
+        nums = [rows * columns // self.processor.merge**2 for _, (rows, columns) in seen]
+        found = self.tokenizer(
+            [INSTRUCT.format(self.show_pictures(nums) + prompt.replace(PICTURE, ""))], return_tensors="pt"
+        )
+        looks = {}
+        if seen:
+            looks["pixel_values"] = torch.cat([patches for patches, _ in seen]).to(self.device)
+            looks["image_grid_thw"] = torch.tensor([(1, *grid) for _, grid in seen], device=self.device)
+        found = found.to(self.device)
+        states = self.text_encoder.model(
+            input_ids=found.input_ids,
+            attention_mask=found.attention_mask,
+            output_hidden_states=True,
+            use_cache=False,
+            **looks,
+        ).hidden_states[-1][0]
+        ids = found.input_ids[0].tolist()
+        num_facts = last_picture(ids, self.picture_word) + 1 - NUM_DROPPED_EDIT if seen else 0
+        return states[NUM_DROPPED_EDIT:].to(self.dtype), num_facts
+
+
+def last_picture(ids: Sequence[int], word: int) -> int:
+    """The place of the last word of a picture."""
+    return max(place for place, id in enumerate(ids) if id == word)

@@ -24,7 +24,7 @@ from instgenie.models.unet.controlnet import GuidedUnets
 from instgenie.models.unet.lora_names import original_names
 from instgenie.models.unet.network import describe, transformers
 from instgenie.models.unet.passes import UnetPasses
-from instgenie.types import Edit
+from instgenie.types import Edit, Pixels
 
 MAX_CAPTURED = 16
 
@@ -87,12 +87,19 @@ class UnetModel(UnetPasses):
     def embeds_guidance(self) -> bool:
         return False
 
-    def branches(self, edit: Edit, grid: Grid, references: Sequence[Grid] = ()) -> tuple[Branch, ...]:
+    def branches(
+        self, edit: Edit, grid: Grid, references: Sequence[Grid] = (), pictures: Sequence[Pixels] = ()
+    ) -> tuple[Branch, ...]:
         positive = self.branch(edit.prompt)
         return (positive, self.negative(edit.negative_prompt)) if self.guidance_scale(edit) > 1 else (positive,)
 
     def template_branches(
-        self, grid: Grid, prompt: str, isolated: bool, references: Sequence[Grid] = ()
+        self,
+        grid: Grid,
+        prompt: str,
+        isolated: bool,
+        references: Sequence[Grid] = (),
+        pictures: Sequence[Pixels] = (),
     ) -> tuple[Branch, ...]:
         if isolated:
             raise EditError("an isolated registration is for Flux: every transformer of a UNet reads the text")

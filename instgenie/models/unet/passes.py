@@ -105,8 +105,8 @@ class UnetPasses(Model):
         with attention(packed):
             return UnetHalf(packed, encode(self.unet, self.positions, packed))
 
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, with_text: bool = False) -> None:
-        assert not with_text  # it does not flow
+    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, num_text: int = 0) -> None:
+        assert not num_text  # it does not flow
         packed = pack(jobs, self.positions, self.cross, self.pixels_per_latent)
         predict(self.unet, self.positions, packed, Recorder(kind, keep))
 

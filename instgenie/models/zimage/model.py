@@ -19,7 +19,7 @@ from instgenie.jobs.job import Branch, Grid
 from instgenie.models.joint.model import JointModel
 from instgenie.models.zimage.lora_names import original_names
 from instgenie.models.zimage.network import MULTIPLE, ZImageNetwork, embed_positions, num_missing
-from instgenie.types import Edit
+from instgenie.types import Edit, Pixels
 
 MAX_TEXT_TOKENS = 512  # of the stock pipelines
 USUAL_TEXT_TOKENS = 2 * MULTIPLE  # of a prompt of a sentence or two, with the words that the chat puts around it
@@ -89,7 +89,12 @@ class ZImageModel(JointModel):
         return Branch(torch.cat([text, missing]), text.new_empty(0), self.rotary(len(text), grid))
 
     def template_branches(
-        self, grid: Grid, prompt: str, isolated: bool, references: Sequence[Grid] = ()
+        self,
+        grid: Grid,
+        prompt: str,
+        isolated: bool,
+        references: Sequence[Grid] = (),
+        pictures: Sequence[Pixels] = (),
     ) -> tuple[Branch, ...]:
         """Without text, the rows that the image misses lie where they do for the shortest one."""
         if not isolated:

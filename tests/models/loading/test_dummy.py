@@ -22,6 +22,7 @@ PUBLISHED = {
     "flux.2-klein-9b": 9_078_581_248,
     "flux.2-klein-base-9b": 9_078_581_248,
     "qwen-image": 20_430_401_088,
+    "qwen-image-edit": 20_430_401_088,
     "sd3.5-large": 8_056_627_520,
     "sd3.5-medium": 2_243_171_520,
     "sdxl-base-1.0": 2_567_463_684,
