@@ -17,6 +17,7 @@ CacheDtype = Literal["model", "fp8", "int4"]  # activations in the model's dtype
 Convolutions = Literal["dense", "tiled", "reused"]  # a UNet's see whole pictures, all tiles, or masked tiles alone
 TextPadding = Literal["computed", "reused"]  # reused: padding of a text is read from activations, like unmasked tokens
 Quantization = Literal["fp8"]  # of the products of the network: weights and rows in e4m3
+WeightsDtype = Literal["fp8"]  # of large weights, in e4m3: a byte each, whether or not products are of low precision
 Reuse = Literal["auto", "own", "template", "off"]  # of activations: see `Edit.reuse`
 ReuseFound = Literal["template", "own", "none"]  # whose activations an edit has read
 CropMode = Literal["auto", "off", "masked"]  # what is edited: a crop around the mask if it helps, all, a crop

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from instgenie.cache.backoff import SLOWEST, Backoff, GoneError
 from instgenie.cache.format import DamagedError
-from instgenie.cache.host import empty
 from instgenie.cache.pieces import (
     LAYOUT,
     PIECE_BYTES,
@@ -43,6 +42,7 @@ from instgenie.cache.pieces import (
 )
 from instgenie.jobs.activations import Key, Span
 from instgenie.machine.curve import secure_client
+from instgenie.machine.pages import empty_pages
 from instgenie.types import TierName
 
 PATIENCE = 5.0  # seconds without an answer after which a peer counts as gone
@@ -163,7 +163,7 @@ class PeerLine:
         if not isinstance(layout, SpanLayout):
             return None
         specs = read_layout(layout, key, steps, max_bytes)
-        memory = empty(layout.num_bytes)
+        memory = empty_pages(layout.num_bytes)
         return span_of(memory, specs, steps) if self._fill(memory, key, steps) else None
 
     def _fill(self, memory: Tensor, key: Key, steps: range) -> bool:

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from instgenie.errors import ModelError
+from instgenie.kernels.quantize import quantize_rows_reference
 from instgenie.models.families import DUMMIES
 from instgenie.models.family import Family
+from instgenie.models.layers.fp8_linear import Fp8Weights
 from instgenie.models.recipe import Recipe
 
 PREFIX = "dummy:"
@@ -23,19 +25,37 @@ def find_dummy(name: str) -> tuple[Family, Recipe]:
     return family, family.dummies[short]
 
 
-def count_dummy(recipe: Recipe, family: Family, hollow: Collection[str] = ()) -> int:
-    """Count the values of network and autoencoder that are filled, without making any."""
-    makes = [make for part, make in large_parts(recipe, family).items() if part not in hollow]
-    return sum(value.numel() for make in makes for value in on_meta(make).state_dict().values())
+def count_dummy(
+    recipe: Recipe,
+    family: Family,
+    hollow: Collection[str] = (),
+    dtype: torch.dtype = torch.bfloat16,
+    quantize: Callable[[nn.Module], None] | None = None,
+) -> int:
+    """Count the bytes of network and autoencoder that are filled, without making any."""
+    modules = {
+        part: on_meta(make).to(dtype) for part, make in large_parts(recipe, family).items() if part not in hollow
+    }
+    if quantize and family.network_name in modules:
+        quantize(modules[family.network_name])
+    return sum(value.nbytes for module in modules.values() for value in module.state_dict().values())
 
 
 def make_parts(
-    recipe: Recipe, family: Family, device: torch.device, dtype: torch.dtype, hollow: Collection[str] = ()
+    recipe: Recipe,
+    family: Family,
+    device: torch.device,
+    dtype: torch.dtype,
+    hollow: Collection[str] = (),
+    quantize: Callable[[nn.Module], None] | None = None,
 ) -> dict[str, Any]:
-    """Construct and fill all parts. A hollow part gets no weights; a hollow network has those of its prompt layers."""
+    """Construct and fill all parts. A hollow part gets no weights; a hollow network has those of its prompt layers.
+    `quantize` exchanges layers of the network, which is not yet filled."""
     filled = {}
     for part, make in large_parts(recipe, family).items():
         module = filled[part] = on_meta(make).to(dtype)
+        if quantize and part == family.network_name and part not in hollow:
+            quantize(module)
         if part not in hollow:
             fill_randomly(module.to_empty(device=device))
         elif part == family.network_name:
@@ -62,8 +82,16 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 @torch.no_grad()
 def fill_randomly(module: nn.Module) -> nn.Module:
     """Draw weights such that activations keep their scale from layer to layer."""
+    low = [layer for layer in module.modules() if isinstance(layer, Fp8Weights)]
+    quantized = {id(one) for layer in low for one in (layer.weight, layer.scale)}
+    for layer in low:
+        drawn = torch.empty(layer.weight.shape, dtype=layer.dtype, device=layer.weight.device)
+        kept = quantize_rows_reference(drawn.normal_(std=layer.in_features**-0.5))
+        layer.weight.copy_(kept.values.view(layer.kept_as))
+        layer.scale.copy_(kept.scale[:, 0])
     for name, parameter in module.named_parameters():
-        fill_parameter(name, parameter)
+        if id(parameter) not in quantized:
+            fill_parameter(name, parameter)
     for name, buffer in module.named_buffers():  # tables that a checkpoint holds, such as positions
         if name.endswith("running_var"):
             buffer.fill_(1)

@@ -4,21 +4,21 @@ Every fault in a model that a user names is a ModelError that says what was foun
 """
 
 import json
-import math
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import diffusers
-from safetensors import SafetensorError, safe_open
 
 from instgenie.errors import ModelError
 from instgenie.machine.model_folders import model_folder
 from instgenie.models.families import PIPELINES
+from instgenie.models.loading.stored import StoredTensor, read_stored
 
 BUILTIN_DEFAULTS: dict[str, Any] = {"own_size": 256, "steps": 28, "guidance": 3.5}
 INDEX = "model_index.json"
+BASES = ("diffusion_pytorch_model", "model")  # names of weights files, of diffusers and transformers
 
 
 def find_folder(name: str) -> Path:
@@ -72,7 +72,20 @@ def unused_parts(folder: Path, pipeline: str) -> list[str]:
 
 def count_parameters(folder: Path, pipeline: str) -> int:
     parts = PIPELINES[pipeline].weights_of(pipeline)
-    return sum(count_in_file(path) for part in parts for path in weights_files(folder / part))
+    files = (path for part in parts for path in weights_files(folder / part))
+    return sum(stored.num_values for path in files for stored in read_stored(path).values())
+
+
+def stored_tensors(part: Path) -> dict[str, StoredTensor]:
+    """The tensors of a part by their names in its files. Files of other variants beside them are left alone."""
+    found = {path.name: path for path in weights_files(part)}
+    for base in BASES:
+        index = part / f"{base}.safetensors.index.json"
+        names = sorted(read_shards(index)) if index.is_file() else [f"{base}.safetensors"]
+        if found.keys() >= set(names):
+            return {name: stored for one in names for name, stored in read_stored(found[one]).items()}
+    expected = " or ".join(f"{base}.safetensors" for base in BASES)
+    raise ModelError(f"{part} holds {', '.join(found)}: {expected}, or an index of either, is expected")
 
 
 def weights_files(part: Path) -> list[Path]:
@@ -94,12 +107,3 @@ def read_shards(index: Path) -> set[str]:
         return set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is not an index of weights files: JSON with a weight_map is expected") from error
-
-
-def count_in_file(path: Path) -> int:
-    try:
-        with safe_open(path, framework="numpy") as tensors:
-            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        size = path.stat().st_size
-        raise ModelError(f"{path} ({size:,} bytes) is not a whole safetensors file: {error}") from error

@@ -4,8 +4,9 @@ Pipelines rather than their parts are loaded because a pipeline's class also cor
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -14,7 +15,7 @@ import diffusers
 import torch
 import transformers
 from diffusers import AutoencoderKLQwenImage, AutoencoderTiny
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from instgenie.errors import ModelError
@@ -24,20 +25,37 @@ from instgenie.machine.device_memory import check_memory, is_out_of_memory, memo
 from instgenie.machine.model_folders import BUILTIN
 from instgenie.models.families import PIPELINES
 from instgenie.models.family import Family, LoadedPipeline, PartKind
-from instgenie.models.layers.fp8_linear import quantizable, quantize_layers
+from instgenie.models.layers.fp8_linear import Fp8Linear, Fp8Weights, exchange_layers, large_layers, quantizable
 from instgenie.models.loading.dummy import PREFIX, count_dummy, find_dummy, make_parts
+from instgenie.models.loading.fill import OnBytes, fill
 from instgenie.models.loading.folder import (
     BUILTIN_DEFAULTS,
     check_index,
     count_parameters,
     find_folder,
-    read_index,
     unused_parts,
 )
+from instgenie.models.loading.skeleton import Skeleton, make_hollow, make_skeleton
 from instgenie.models.model import Model
-from instgenie.types import Convolutions, Quantization
+from instgenie.types import Convolutions, Quantization, WeightsDtype
 
-LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is put on its device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    weights: frozenset[PartKind] | None  # kinds of parts whose weights are needed; None: all
+    quantization: Quantization | None
+    weights_dtype: WeightsDtype | None
+    on_bytes: OnBytes | None
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """True if layers whose products may be of low precision have them."""
+        can = multiplies_fp8(self.device) and self.dtype == torch.bfloat16
+        return self.quantization is not None or can
 
 
 def load(
@@ -48,6 +66,8 @@ def load(
     quantization: Quantization | None = None,
     emulates: bool = False,
     convolutions: Convolutions = "dense",
+    weights_dtype: WeightsDtype | None = None,
+    on_bytes: OnBytes | None = None,
 ) -> Model:
     """Load a model by its name, its folder or its hub id.
 
@@ -56,62 +76,65 @@ def load(
 
     With a quantization, most products of the network are of low precision. A device that cannot multiply so is an
     error, unless it `emulates` such products: it computes the same numbers, slowly.
+
+    With a weights dtype, large weights of the network and of text encoders take a byte each. Devices that multiply so
+    do; on others, weights become plain numbers again for each product.
+
+    `on_bytes` is told how many bytes of weights have been brought to the device, and of how many.
     """
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     check_quantization(quantization, chosen_device, chosen_dtype, emulates)
     load_from = load_dummy if name.startswith(PREFIX) else load_folder
-    model = load_from(name, chosen_device, chosen_dtype, weights, quantization)
+    options = LoadOptions(chosen_device, chosen_dtype, weights, quantization, weights_dtype, on_bytes)
+    model = load_from(name, options)
     put_channels_last(model)
     return model.with_convolutions(convolutions)
 
 
-def load_folder(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    weights: frozenset[PartKind] | None,
-    quantization: Quantization | None,
-) -> Model:
+def load_folder(name: str, options: LoadOptions) -> Model:
     folder = find_folder(name)
     pipeline = check_index(folder)
-    family = PIPELINES[pipeline]
-    if weights is None:
-        saved = count_saved(folder, family, dtype) if quantization else 0
-        check_memory(name, count_parameters(folder, pipeline) * dtype.itemsize - saved, device)
+    family, device, dtype = PIPELINES[pipeline], options.device, options.dtype
+    is_low = options.quantization or options.weights_dtype
+    if options.weights is None and not is_low:
+        check_memory(name, count_parameters(folder, pipeline) * dtype.itemsize, device)
     with memory_guard(f"the model {name!r}"), quiet():
-        hollow = {part: make_hollow(folder, part, dtype, family) for part in hollow_parts(family, pipeline, weights)}
+        hollow = hollow_parts(family, pipeline, options.weights)
         read = {
             part: read(folder / part) for part, read in family.readers.items() if part in family.pipelines[pipeline]
         }
-        loaded = load_pipeline(pipeline, folder, dtype, hollow | dict.fromkeys(read))
+        with blamed(folder, pipeline):
+            skeletons = {
+                part: make_hollow(folder, part, dtype, family) if part in hollow else make_skeleton(folder, part, dtype)
+                for part in family.weights_of(pipeline)
+            }
+            for part in skeletons.keys() - set(hollow):
+                quantize(name, part, skeletons[part].module, family, options)
+            if options.weights is None and is_low:
+                check_memory(name, sum(map(final_bytes, skeletons.values())), device)
+            fill(list(skeletons.values()), device, dtype, options.on_bytes)
+            modules = {part: skeleton.module for part, skeleton in skeletons.items()}
+            loaded = load_pipeline(pipeline, folder, dtype, modules | dict.fromkeys(read))
         parts = {part: loaded.components[part] for part in family.pipelines[pipeline]} | read
-        for part in family.weights_of(pipeline):
-            parts[part].eval().requires_grad_(False)
-            if part == family.network_name and part not in hollow:
-                quantize(name, parts[part], family, device, quantization)
-            move(parts[part], device)
+        for module in modules.values():
+            move(module.eval().requires_grad_(False), device)
         if family.network_name not in hollow:
-            join_layers(parts[family.network_name], family, device)
+            join_layers(modules[family.network_name], family, device)
     model = family.make(LoadedPipeline(name, device, dtype, pipeline, parts, loaded.config))
     is_builtin = folder.resolve() == BUILTIN.resolve()
     return replace(model, **BUILTIN_DEFAULTS) if is_builtin else model
 
 
-def load_dummy(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    weights: frozenset[PartKind] | None,
-    quantization: Quantization | None,
-) -> Model:
+def load_dummy(name: str, options: LoadOptions) -> Model:
     family, recipe = find_dummy(name)
-    hollow = hollow_parts(family, recipe.pipeline, weights)
-    check_memory(name, count_dummy(recipe, family, hollow) * dtype.itemsize, device)
+    hollow = hollow_parts(family, recipe.pipeline, options.weights)
+    device, dtype = options.device, options.dtype
+    exchange = partial(quantize, name, family.network_name, family=family, options=options)
+    check_memory(name, count_dummy(recipe, family, hollow, dtype, exchange), device)
     with memory_guard(f"the model {name!r}"), quiet():
-        parts = make_parts(recipe, family, device, dtype, hollow)
+        parts = make_parts(recipe, family, device, dtype, hollow, exchange)
         if family.network_name not in hollow:
-            quantize(name, parts[family.network_name], family, device, quantization)
             join_layers(parts[family.network_name], family, device)
     return family.make(LoadedPipeline(name, device, dtype, recipe.pipeline, parts, recipe.options))
 
@@ -136,15 +159,24 @@ def check_quantization(
         )
 
 
-def quantize(
-    name: str, network: nn.Module, family: Family, device: torch.device, quantization: Quantization | None
-) -> None:
-    """Exchange the layers of the network that multiply in low precision."""
-    if quantization is None:
+def quantize(name: str, part: str, module: nn.Module, family: Family, options: LoadOptions) -> None:
+    """Exchange the layers of a part whose weights are kept in e4m3. The part has no weights yet."""
+    is_network = part == family.network_name
+    if not options.weights_dtype and not (options.quantization and is_network):
         return
-    if not any(quantizable(network, family.fp8_layers)):
-        raise ModelError(f"the model {name!r} has no layer whose channels suit the quantization {quantization}")
-    quantize_layers(network, family.fp8_layers, device)
+    kinds: dict[str, type[Fp8Weights]] = {}
+    if options.weights_dtype and part != "vae":
+        kinds |= {
+            layer: Fp8Weights for layer in large_layers(module) if not is_network or not family.is_of_prompts(layer)
+        }
+    if is_network:
+        named = [layer for layer, _ in quantizable(module, family.fp8_layers)]
+        if options.quantization and not named:
+            raise ModelError(
+                f"the model {name!r} has no layer whose channels suit the quantization {options.quantization}"
+            )
+        kinds |= dict.fromkeys(named, Fp8Linear if options.multiplies_fp8 else Fp8Weights)
+    exchange_layers(module, kinds, torch.device("meta"))
 
 
 def join_layers(network: nn.Module, family: Family, device: torch.device) -> None:
@@ -153,12 +185,9 @@ def join_layers(network: nn.Module, family: Family, device: torch.device) -> Non
         family.join_layers(network)
 
 
-def count_saved(folder: Path, family: Family, dtype: torch.dtype) -> int:
-    """Count the bytes that quantised layers take less; their scales are too few to count."""
-    with quiet():
-        network = make_hollow(folder, family.network_name, dtype, family)
-    layers = quantizable(network, family.fp8_layers)
-    return sum(layer.weight.numel() for _, layer in layers) * (dtype.itemsize - 1)
+def final_bytes(skeleton: Skeleton) -> int:
+    """Bytes that a part will take on its device."""
+    return sum(tensor.nbytes for tensor in (*skeleton.module.parameters(), *skeleton.module.buffers()))
 
 
 def hollow_parts(family: Family, pipeline: str, weights: frozenset[PartKind] | None) -> list[str]:
@@ -166,43 +195,21 @@ def hollow_parts(family: Family, pipeline: str, weights: frozenset[PartKind] | N
     return [part for part, kind in kinds.items() if weights is not None and kind not in weights]
 
 
-def make_hollow(folder: Path, part: str, dtype: torch.dtype, family: Family) -> nn.Module:
-    """Construct a part without weights; of a network the layers that embed prompts have theirs."""
-    library, kind = read_index(folder)[part]
-    cls = getattr(LIBRARIES[library], kind)
-    with torch.device("meta"):
-        hollow: nn.Module = (
-            cls.from_config(cls.load_config(folder / part))
-            if library == "diffusers"
-            else cls(cls.config_class.from_pretrained(folder / part))
-        )
-    hollow.to(dtype)
-    if part == family.network_name:
-        names = [name for name in hollow.state_dict() if family.is_of_prompts(name)]
-        found = read_weights(folder / part, names)
-        hollow.load_state_dict({name: found[name].to(dtype) for name in names}, strict=False, assign=True)
-    return hollow
-
-
-def read_weights(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
-    if missing := [name for name in names if name not in found]:
-        raise ModelError(f"the weights in {folder} lack {missing[0]!r}")
-    return found
-
-
 def load_pipeline(
-    pipeline: str, folder: Path, dtype: torch.dtype, given: dict[str, Any]
+    pipeline: str, folder: Path, dtype: torch.dtype, given: Mapping[str, Any]
 ) -> diffusers.DiffusionPipeline:
-    """Load a pipeline with some parts given: hollow ones, and None for those that its family reads itself."""
+    """Load the other parts, those without weights; None stands for a part that its family reads itself."""
     unused: dict[str, Any] = dict.fromkeys(unused_parts(folder, pipeline))
+    return getattr(diffusers, pipeline).from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, local_files_only=True, **unused, **given
+    )
+
+
+@contextlib.contextmanager
+def blamed(folder: Path, pipeline: str) -> Iterator[None]:
+    """Turn the libraries' errors into a ModelError about the folder."""
     try:
-        return getattr(diffusers, pipeline).from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True, **unused, **given
-        )
+        yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise

@@ -40,7 +40,7 @@ def test_published_shapes(name: str) -> None:
     assert sum(parameter.numel() for parameter in vae.parameters()) == pytest.approx(num_vae, rel=0.005)
     assert {parameter.device.type for parameter in network.parameters()} == {"meta"}
     assert {family.network_name, "vae", *recipe.others()} == set(family.pipelines[recipe.pipeline])
-    assert count_dummy(recipe, family) > PUBLISHED[name]
+    assert count_dummy(recipe, family) > 2 * PUBLISHED[name]  # bytes, of bfloat16
 
 
 def test_unknown() -> None:
