@@ -16,7 +16,7 @@ from helpers.serving import picture, png
 from instgenie.pictures.picture import open_picture
 from instgenie.types import Pixels
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 EXECUTABLE = next((found for name in NAMES if (found := shutil.which(name))), None)
 
 PAGE_SIZE = (96, 128)  # (height, width) of the picture that is edited

@@ -38,7 +38,7 @@ def browser() -> "Iterator[Browser]":
     from helpers.browser import EXECUTABLE, running_browser
 
     if EXECUTABLE is None:
-        pytest.skip("no Chromium was found (apt-get install chromium)")
+        pytest.skip("no Chromium was found (apt-get install chromium-headless-shell)")
     with running_browser() as running:
         yield running
 
