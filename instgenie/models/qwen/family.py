@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import torch
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from instgenie.errors import ModelError
@@ -42,6 +44,15 @@ def check_parts(name: str, parts: dict[str, Any]) -> None:
         raise ModelError(f"the transformer of {name!r} has {', '.join(on)} on: all of {', '.join(options)} must be off")
 
 
+def published_transformer() -> QwenImageTransformer2DModel:
+    """Its table of positions is no weight, which nobody fills later, so it is made on a device with memory."""
+    transformer = QwenImageTransformer2DModel()
+    with torch.device("cpu"):
+        axes = list(transformer.config.axes_dims_rope)
+        transformer.pos_embed = QwenEmbedRope(theta=10000, axes_dim=axes, scale_rope=True)
+    return transformer
+
+
 def published_others() -> dict[str, Any]:
     """The tokenizer knows the word of a picture, which is behind its other words."""
     text = {
@@ -79,11 +90,9 @@ QWEN = Family(
     network_name=QwenModel.network_name,
     make=make_qwen,
     dummies={
-        "qwen-image": Recipe(
-            "QwenImagePipeline", QwenImageTransformer2DModel, AutoencoderKLQwenImage, published_others
-        ),
+        "qwen-image": Recipe("QwenImagePipeline", published_transformer, AutoencoderKLQwenImage, published_others),
         "qwen-image-edit": Recipe(
-            "QwenImageEditPipeline", QwenImageTransformer2DModel, AutoencoderKLQwenImage, published_edit_others
+            "QwenImageEditPipeline", published_transformer, AutoencoderKLQwenImage, published_edit_others
         ),
     },
     prompt_layers=("txt_norm", "txt_in"),
