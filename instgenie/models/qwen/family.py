@@ -9,14 +9,20 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from instgenie.errors import ModelError
 from instgenie.models.family import ONE_ENCODER, Family, LoadedPipeline, check_flow_scheduler
-from instgenie.models.qwen.model import QwenEditModel, QwenModel
+from instgenie.models.qwen.model import QwenEditModel, QwenEditPlusModel, QwenModel
 from instgenie.models.qwen.network import QwenNetwork
 from instgenie.models.qwen.vision import PICTURE, PictureReader
 from instgenie.models.recipe import VOCABULARY, Recipe, make_tokenizer
 
 PARTS = ("transformer", *ONE_ENCODER)
 EDIT_PARTS = (*PARTS, "processor")
-EDITS = ("QwenImageEditPipeline", "QwenImageEditInpaintPipeline")
+MAKERS = {
+    "QwenImagePipeline": QwenModel,
+    "QwenImageInpaintPipeline": QwenModel,
+    "QwenImageEditPipeline": QwenEditModel,
+    "QwenImageEditInpaintPipeline": QwenEditModel,
+    "QwenImageEditPlusPipeline": QwenEditPlusModel,
+}
 WIDTH = 3584  # of the text encoder
 
 
@@ -24,8 +30,7 @@ def make_qwen(loaded: LoadedPipeline) -> QwenModel:
     """A model with the size, the steps and the guidance that the stock pipeline assumes."""
     check_flow_scheduler(loaded.name, loaded.parts["scheduler"])
     check_parts(loaded.name, loaded.parts)
-    make = QwenEditModel if loaded.pipeline in EDITS else QwenModel
-    return make(**loaded.parts, **loaded.placement, own_size=1024, steps=50, guidance=4.0)
+    return MAKERS[loaded.pipeline](**loaded.parts, **loaded.placement, own_size=1024, steps=50, guidance=4.0)
 
 
 def check_parts(name: str, parts: dict[str, Any]) -> None:
@@ -82,11 +87,7 @@ def published_edit_others() -> dict[str, Any]:
 
 
 QWEN = Family(
-    pipelines={
-        "QwenImagePipeline": PARTS,
-        "QwenImageInpaintPipeline": PARTS,
-        **dict.fromkeys(EDITS, EDIT_PARTS),
-    },
+    pipelines={pipeline: EDIT_PARTS if issubclass(kind, QwenEditModel) else PARTS for pipeline, kind in MAKERS.items()},
     network_name=QwenModel.network_name,
     make=make_qwen,
     dummies={
