@@ -26,11 +26,12 @@ def stock_system(model: Model, network: torch.nn.Module | None = None) -> System
     pipeline.register_modules(**{model.network_name: network})
 
     def run_together(edits: Sequence[Edit]) -> Timing:
-        of_edits = {
+        of_edits: dict[str, Any] = {
             "prompt": [edit.prompt for edit in edits],
             "image": [Image.fromarray(edit.picture) for edit in edits],
-            "mask_image": [Image.fromarray(edit.mask) for edit in edits],
         }
+        if model.stock_masks:
+            of_edits["mask_image"] = [Image.fromarray(edit.mask) for edit in edits]
         if not model.stock_batches:
             of_edits = {name: one for name, [one] in of_edits.items()}
         given = of_edits | model.stock_guidance(edits) | arguments_of(edits[0]) | model.stock_arguments

@@ -30,6 +30,8 @@ class PipelineParts(ABC):
     network_name: ClassVar[str]  # the part that denoises: transformer or unet
     is_convolutional: ClassVar[bool]  # the network convolves, so on CUDA its weights are in channels-last order
     latents_per_token: ClassVar[int]  # side of a token's patch in latents
+    stock_batches: ClassVar[bool] = True  # the stock pipeline takes several pictures at once
+    stock_masks: ClassVar[bool] = True  # the stock pipeline takes masks
     foreign_names: ClassVar["staticmethod[[Any], dict[str, Alias]]"]  # of layers of the network, as LoRAs use them
 
     name: str  # as the user gave it
@@ -86,11 +88,6 @@ class PipelineParts(ABC):
     def stock_parts(self) -> dict[str, Any]:
         """The arguments that construct the stock pipeline."""
         return self.parts
-
-    @property
-    def stock_batches(self) -> bool:
-        """True if the stock pipeline takes several pictures at once."""
-        return True
 
     @property
     def stock_arguments(self) -> dict[str, Any]:

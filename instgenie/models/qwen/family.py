@@ -2,19 +2,27 @@
 
 from typing import Any
 
+import torch
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from instgenie.errors import ModelError
 from instgenie.models.family import ONE_ENCODER, Family, LoadedPipeline, check_flow_scheduler
-from instgenie.models.qwen.model import QwenEditModel, QwenModel
+from instgenie.models.qwen.model import QwenEditModel, QwenEditPlusModel, QwenModel
 from instgenie.models.qwen.network import QwenNetwork
 from instgenie.models.qwen.vision import PICTURE, PictureReader
 from instgenie.models.recipe import VOCABULARY, Recipe, make_tokenizer
 
 PARTS = ("transformer", *ONE_ENCODER)
 EDIT_PARTS = (*PARTS, "processor")
-EDITS = ("QwenImageEditPipeline", "QwenImageEditInpaintPipeline")
+MAKERS = {
+    "QwenImagePipeline": QwenModel,
+    "QwenImageInpaintPipeline": QwenModel,
+    "QwenImageEditPipeline": QwenEditModel,
+    "QwenImageEditInpaintPipeline": QwenEditModel,
+    "QwenImageEditPlusPipeline": QwenEditPlusModel,
+}
 WIDTH = 3584  # of the text encoder
 
 
@@ -22,8 +30,7 @@ def make_qwen(loaded: LoadedPipeline) -> QwenModel:
     """A model with the size, the steps and the guidance that the stock pipeline assumes."""
     check_flow_scheduler(loaded.name, loaded.parts["scheduler"])
     check_parts(loaded.name, loaded.parts)
-    make = QwenEditModel if loaded.pipeline in EDITS else QwenModel
-    return make(**loaded.parts, **loaded.placement, own_size=1024, steps=50, guidance=4.0)
+    return MAKERS[loaded.pipeline](**loaded.parts, **loaded.placement, own_size=1024, steps=50, guidance=4.0)
 
 
 def check_parts(name: str, parts: dict[str, Any]) -> None:
@@ -40,6 +47,15 @@ def check_parts(name: str, parts: dict[str, Any]) -> None:
     options = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
     if on := [option for option in options if transformer.get(option)]:
         raise ModelError(f"the transformer of {name!r} has {', '.join(on)} on: all of {', '.join(options)} must be off")
+
+
+def published_transformer() -> QwenImageTransformer2DModel:
+    """Its table of positions is no weight, which nobody fills later, so it is made on a device with memory."""
+    transformer = QwenImageTransformer2DModel()
+    with torch.device("cpu"):
+        axes = list(transformer.config.axes_dims_rope)
+        transformer.pos_embed = QwenEmbedRope(theta=10000, axes_dim=axes, scale_rope=True)
+    return transformer
 
 
 def published_others() -> dict[str, Any]:
@@ -71,19 +87,13 @@ def published_edit_others() -> dict[str, Any]:
 
 
 QWEN = Family(
-    pipelines={
-        "QwenImagePipeline": PARTS,
-        "QwenImageInpaintPipeline": PARTS,
-        **dict.fromkeys(EDITS, EDIT_PARTS),
-    },
+    pipelines={pipeline: EDIT_PARTS if issubclass(kind, QwenEditModel) else PARTS for pipeline, kind in MAKERS.items()},
     network_name=QwenModel.network_name,
     make=make_qwen,
     dummies={
-        "qwen-image": Recipe(
-            "QwenImagePipeline", QwenImageTransformer2DModel, AutoencoderKLQwenImage, published_others
-        ),
+        "qwen-image": Recipe("QwenImagePipeline", published_transformer, AutoencoderKLQwenImage, published_others),
         "qwen-image-edit": Recipe(
-            "QwenImageEditPipeline", QwenImageTransformer2DModel, AutoencoderKLQwenImage, published_edit_others
+            "QwenImageEditPipeline", published_transformer, AutoencoderKLQwenImage, published_edit_others
         ),
     },
     prompt_layers=("txt_norm", "txt_in"),

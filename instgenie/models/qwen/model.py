@@ -46,6 +46,7 @@ NUM_DROPPED_EDIT, INSTRUCT = (
     "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
 )
 SHOW = f"<|vision_start|>{PICTURE}<|vision_end|>"
+READ_SIDE = 384  # of the square whose area each of several pictures has for the language model
 
 
 def no_other_names(_: Any) -> dict[str, Alias]:
@@ -153,6 +154,7 @@ class QwenEditModel(QwenModel):
 
     sees_picture = True
     reads_pictures = True
+    stock_batches = False
     whole_strength = 1.0  # it sees the picture, so its edit may begin with noise
 
     processor: PictureReader
@@ -168,10 +170,6 @@ class QwenEditModel(QwenModel):
     @property
     def stock_parts(self) -> dict[str, Any]:
         return super().stock_parts | {"processor": VisionProcessor(self.tokenizer, self.processor)}
-
-    @property
-    def stock_batches(self) -> bool:
-        return False
 
     @property
     def num_text_tokens(self) -> int:
@@ -253,6 +251,35 @@ class QwenEditModel(QwenModel):
         ids = found.input_ids[0].tolist()
         num_facts = last_picture(ids, self.picture_word) + 1 - NUM_DROPPED_EDIT if seen else 0
         return states[NUM_DROPPED_EDIT:].to(self.dtype), num_facts
+
+
+@dataclass(frozen=True, eq=False)
+class QwenEditPlusModel(QwenEditModel):
+    """Qwen-Image-Edit of several pictures (2509): the network sees the picture and references after it, and the
+    language model reads all of them, numbered and small."""
+
+    max_references = 2
+    references_replace = False
+    stock_masks = False
+
+    @property
+    def stock_pipeline_name(self) -> str:
+        return "QwenImageEditPlusPipeline"
+
+    @property
+    def stock_arguments(self) -> dict[str, Any]:
+        return {}
+
+    def show_pictures(self, nums: Sequence[int]) -> str:
+        numbered = [f"Picture {number}: {SHOW}" for number in range(1, len(nums) + 1)]
+        return spread_pictures("".join(numbered), nums)
+
+    def read_size(self, grid: Grid) -> tuple[int, int]:
+        """Whole multiples of 32 pixels, as in the stock pipeline."""
+        height, width = grid
+        sides = READ_SIDE * math.sqrt(height / width), READ_SIDE * math.sqrt(width / height)
+        rows, columns = (max(round(side / 32), 1) for side in sides)
+        return rows * 32, columns * 32
 
 
 def last_picture(ids: Sequence[int], word: int) -> int:

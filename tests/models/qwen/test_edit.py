@@ -6,7 +6,7 @@ processor, with its picture processor that needs no torchvision.
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImageEditPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_inpaint
+from diffusers.pipelines.qwenimage import (
+    pipeline_qwenimage_edit,
+    pipeline_qwenimage_edit_inpaint,
+    pipeline_qwenimage_edit_plus,
+)
 from helpers.cached import KINDS, feasible, predict, register_for
 from helpers.edits import apart, close, far, make_edit, quiet_pipeline, run, stock_arguments
 from PIL import Image
@@ -23,7 +27,7 @@ from torch import Tensor
 from transformers import Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from instgenie.bench.stock import stock_pipeline
+from instgenie.bench.stock import stock_pipeline, stock_system
 from instgenie.engine.demand import make_demand
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
@@ -34,7 +38,7 @@ from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import Kind
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
-from instgenie.models.qwen.model import QwenEditModel
+from instgenie.models.qwen.model import QwenEditModel, QwenEditPlusModel
 from instgenie.models.qwen.vision import PictureReader, VisionProcessor
 from instgenie.types import Edit, Pixels
 from instgenie.workers.frames import job_frames, read_job
@@ -234,6 +238,63 @@ def test_a_word_of_a_picture_in_a_prompt_is_no_picture(model: QwenEditModel) -> 
 def test_large_pictures_have_no_more_words_than_those_of_the_own_size(model: QwenEditModel) -> None:
     assert model.read_size((256, 256)) == (1024, 1024)
     assert model.read_size((1024, 256)) == (2048, 512)
+
+
+@pytest.fixture
+def plus(model: QwenEditModel) -> QwenEditPlusModel:
+    return QwenEditPlusModel(**{field.name: getattr(model, field.name) for field in fields(model)})
+
+
+@torch.no_grad()
+def test_law_1_several_pictures_are_those_of_the_stock_pipeline(
+    plus: QwenEditPlusModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side resizes the reference, which has another shape and as many pixels."""
+    reference = make_edit(size=(48, 32), picture_seed=4).picture
+    edit = make_edit(share=1.0, seed=7, guidance=2.5, references=(reference,))
+    [latents] = run(plus, [edit])
+    pipeline = quiet_pipeline(plus)
+    pipeline.register_modules(processor=stock_processor(plus))
+    own_size = pipeline_qwenimage_edit_plus.calculate_dimensions
+
+    def by_area(area: int, ratio: float) -> tuple[int, int]:
+        is_read = area == pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
+        return own_size(area, ratio) if is_read else (round((1536 * ratio) ** 0.5), round((1536 / ratio) ** 0.5))
+
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "calculate_dimensions", by_area)
+    given = {name: one for name, one in stock_arguments(edit).items() if name not in ("mask_image", "strength")}
+    for pictures, is_same in (([edit.picture, reference], True), ([reference, edit.picture], False)):
+        given["image"] = [Image.fromarray(picture) for picture in pictures]
+        stock = pipeline(**given | guided(edit), latents=noise_of(edit, plus)).images[0].float()
+        assert (apart(latents, stock) <= close(plus)) == is_same
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_3_several_pictures_are_read(plus: QwenEditPlusModel, kind: Kind) -> None:
+    references = (make_edit(size=(48, 32), picture_seed=4).picture,)
+    edit = make_edit(prompt="", guidance=1.0, references=references)
+    job = prepare(edit, plus)
+    job = replace(job, step=1, latents=job.template.at(1, job.schedule))
+    cached = reuse(job, register_for(plus, edit, kind, references=references))
+    assert len(cached.activations.rows[0][0, 0, 0]) == job.tokens.num_facts + 3 * len(job.masked)
+    assert apart(*predict(plus, cached), *predict(plus, job)) <= close(plus)
+
+
+def test_diffusers_runs_one_picture_after_the_other(
+    model: QwenEditModel, plus: QwenEditPlusModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edits = [make_edit(steps=2, seed=seed, guidance=1.0) for seed in (1, 2)]
+    seen: list[int] = []
+    hook = model.transformer.register_forward_pre_hook(
+        lambda _, given, options: seen.append(len(options["hidden_states"])), with_kwargs=True
+    )
+    work_at_own_size(pipeline_qwenimage_edit_inpaint, edits[0], monkeypatch)
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "calculate_dimensions", lambda *_: (48, 32))
+    for one in (model, plus):
+        stock_system(one).run(edits)
+    hook.remove()
+    assert seen == [1] * 8
 
 
 def test_references_are_refused(model: QwenEditModel) -> None:
