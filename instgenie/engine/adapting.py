@@ -43,9 +43,8 @@ class PromptLoras:
         try:
             found = apply_loras(self.model.patchable, fetch.result())
             loras = batch_loras([found])
-            assert loras is not None
             with ExitStack() as hooks:
-                for module in self.model.patchable.values() if found.layers else ():
+                for module in self.model.patchable.values() if loras else ():
                     hooks.enter_context(hooked(module, loras, None))
                 yield
         finally:
