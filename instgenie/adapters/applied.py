@@ -56,17 +56,20 @@ class AppliedLoras:
 
 
 def apply_loras(
-    parts: Mapping[str, nn.Module], loras: Sequence[tuple[Lora, float]], names: tuple[tuple[str, float], ...] = ()
+    parts: Mapping[str, nn.Module],
+    loras: Sequence[tuple[Lora, float]],
+    names: tuple[tuple[str, float], ...] = (),
+    numbers: Mapping[nn.Module, int] | None = None,
 ) -> AppliedLoras:
     """Bind LoRAs, each with the scale that an edit asks for, to the modules of some parts of a pipeline. Layers of
-    other parts are left out."""
+    other parts are left out. The numbers of the layers are found, if they are not given."""
     layers: dict[nn.Module, tuple[LowRank, ...]] = {}
     for lora, scale in loras:
         for (part, name), low in lora.layers.items():
             if part in parts and scale:
                 module = parts[part].get_submodule(name)
                 layers[module] = (*layers.get(module, ()), LowRank(low.down, low.up, low.scale * scale))
-    return AppliedLoras(layers, number_layers(parts.values()), names)
+    return AppliedLoras(layers, number_layers(parts.values()) if numbers is None else numbers, names)
 
 
 def number_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, int]:
