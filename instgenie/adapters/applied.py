@@ -4,11 +4,14 @@
 
 Edits with different LoRAs, with several and with none share a pass: the product with W is one for all rows, the small
 products are made for the rows of each edit alone, in one launch. A pass without LoRAs has no object of this kind.
+
+Each branch has a slot, which says where its products are. A captured pass is bound to the slots, to the layers that any
+LoRA patches and to the class of their ranks, and not to the LoRAs: others may be in the slots when it is repeated.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -18,7 +21,10 @@ from torch import Tensor, nn
 
 from instgenie.adapters.lora import Lora
 from instgenie.adapters.modules import shape_of
-from instgenie.kernels.low_rank import LowRank, LowRankLayers, RowPart, add_low_rank
+from instgenie.kernels.low_rank import LowRank, LowRankLayers, LowRankRows, RankClass, add_low_rank, make_slots
+from instgenie.kernels.roles import Column, LeftOut, Static
+
+MAX_BATCHES = 16  # whose slots are kept
 
 
 @dataclass(eq=False)
@@ -36,35 +42,49 @@ class AppliedLoras:
     names: tuple[tuple[str, float], ...] = ()  # version and scale of each
     token: object = field(default_factory=object)  # tells it from all others in keys of caches, and holds no tensors
     merging: MergeState = field(default_factory=MergeState)
+    batches: "dict[Hashable, LoraSlots]" = field(default_factory=dict)  # by the tokens of those that share a batch
 
     @cached_property
     def low_rank(self) -> LowRankLayers:
         """By number of the layer."""
         return LowRankLayers([self.layers.get(layer, ()) for layer in self.numbers])
 
-    def inside(self, module: nn.Module) -> list[nn.Module]:
-        """The layers of a module that are patched."""
-        return [layer for layer in module.modules() if layer in self.layers]
+    @cached_property
+    def patches_pictures(self) -> bool:
+        """True if a convolution is patched that sees more than one pixel: its products are not those of rows."""
+        return any(sees_pictures(layer) for layer in self.layers)
 
 
 def apply_loras(
-    parts: Mapping[str, nn.Module], loras: Sequence[tuple[Lora, float]], names: tuple[tuple[str, float], ...] = ()
+    parts: Mapping[str, nn.Module],
+    loras: Sequence[tuple[Lora, float]],
+    names: tuple[tuple[str, float], ...] = (),
+    numbers: Mapping[nn.Module, int] | None = None,
 ) -> AppliedLoras:
     """Bind LoRAs, each with the scale that an edit asks for, to the modules of some parts of a pipeline. Layers of
-    other parts are left out."""
+    other parts are left out. The numbers of the layers are found, if they are not given."""
     layers: dict[nn.Module, tuple[LowRank, ...]] = {}
     for lora, scale in loras:
         for (part, name), low in lora.layers.items():
             if part in parts and scale:
                 module = parts[part].get_submodule(name)
                 layers[module] = (*layers.get(module, ()), LowRank(low.down, low.up, low.scale * scale))
-    return AppliedLoras(layers, number_layers(parts.values()), names)
+    return AppliedLoras(layers, number_layers(parts.values()) if numbers is None else numbers, names)
 
 
 def number_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, int]:
     """Number the layers that LoRAs may patch. The same modules give the same numbers."""
     layers = chain.from_iterable(module.modules() for module in modules)
     return {layer: number for number, layer in enumerate(layer for layer in layers if shape_of(layer))}
+
+
+@dataclass(frozen=True, eq=False)
+class LoraSlots:
+    """Where the branches of a batch find their products."""
+
+    table: Column[Tensor]  # [branches, 2], see `LowRankRows.slots`
+    patched: Static[frozenset[int]]  # numbers of the layers that any branch patches
+    rank_class: Static[RankClass]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,31 +100,40 @@ class LoraGroup:
 class BatchLoras:
     """The LoRAs of a packed batch."""
 
-    groups: tuple[LoraGroup, ...]
+    slots: Column[LoraSlots]
+    numbers: LeftOut[Mapping[nn.Module, int]]
+    pictures: LeftOut[tuple[LoraGroup, ...]] = ()  # LoRAs for convolutions that see more than a pixel: never captured
 
     def patches(self, layer: nn.Module) -> bool:
-        return any(layer in group.applied.layers for group in self.groups)
+        return self.numbers.get(layer) in self.slots.patched
 
     def patches_inside(self, module: nn.Module) -> list[nn.Module]:
         """The layers of a module that any branch patches."""
-        return list(dict.fromkeys(layer for group in self.groups for layer in group.applied.inside(module)))
+        return [layer for layer in module.modules() if self.patches(layer)]
 
-    def of_branch(self, branch: int) -> "BatchLoras | None":
+    def of_branch(self, branch: int) -> "BatchLoras":
         """Those of one branch, as a batch of its own."""
-        found = [group for group in self.groups if group.first <= branch < group.end]
-        return BatchLoras((LoraGroup(0, 1, found[0].applied),)) if found else None
+        found = tuple(replace(one, first=0, end=1) for one in self.pictures if one.first <= branch < one.end)
+        slots = replace(self.slots, table=self.slots.table[branch : branch + 1])
+        return replace(self, slots=slots, pictures=found)
 
-    def parts(self, bounds: Sequence[int]) -> tuple[RowPart, ...]:
-        """The rows that LoRAs patch, where those of branch `b` are the rows from `bounds[b]` up to `bounds[b + 1]`."""
-        return tuple(RowPart(bounds[group.first], bounds[group.end], group.applied.low_rank) for group in self.groups)
+    def rows(self, per_branch: int, bounds: Tensor | None = None) -> LowRankRows:
+        """Rows of the branches: as many of each, or as `bounds` separate them."""
+        return LowRankRows(self.slots.table, self.slots.rank_class, per_branch, bounds)
 
-    def add(self, layer: nn.Module, rows: Tensor, out: Tensor, parts: tuple[RowPart, ...]) -> None:
+    def add(self, layer: nn.Module, rows: Tensor, out: Tensor, whose: LowRankRows) -> None:
         """Add to the output [rows, outputs] of a linear layer, in place."""
-        add_low_rank(rows, out, parts, self.groups[0].applied.numbers[layer])
+        add_low_rank(rows, out, whose, self.numbers[layer])
 
     def add_convolved(self, layer: nn.Conv2d, pictures: Tensor, out: Tensor) -> None:
         """Add to the output [branches, channels, rows, columns] of a convolution, in place."""
-        for group in self.groups:
+        if not sees_pictures(layer):
+            rows, flat = as_rows(pictures), as_rows(out)
+            self.add(layer, rows, flat, self.rows(len(flat) // len(self.slots.table)))
+            if flat.data_ptr() != out.data_ptr():  # it is a copy
+                out.copy_(flat.view(len(out), *out.shape[2:], -1).permute(0, 3, 1, 2))
+            return
+        for group in self.pictures:
             for low in group.applied.layers.get(layer, ()):
                 own = slice(group.first, group.end)
                 add_convolution(layer, low, pictures[own], out[own])
@@ -112,16 +141,48 @@ class BatchLoras:
 
 def batch_loras(branches: Sequence[AppliedLoras | None]) -> BatchLoras | None:
     """The LoRAs of a batch, from those of each branch; None if there are none."""
+    found = [one if one and one.layers and not one.merging.is_merged else None for one in branches]
+    first = next((one for one in found if one), None)
+    return BatchLoras(find_slots(first, found), first.numbers, group_pictures(found)) if first else None
+
+
+def find_slots(first: AppliedLoras, branches: Sequence[AppliedLoras | None]) -> LoraSlots:
+    """The slots of a batch, which one of its LoRAs keeps: a batch that stays together fills them once."""
+    key = tuple(one and one.token for one in branches)
+    if key not in first.batches:
+        if len(first.batches) >= MAX_BATCHES:
+            first.batches.clear()
+        own = [one.low_rank if one else None for one in branches]
+        there = [one for one in own if one]
+        first.batches[key] = LoraSlots(
+            table=make_slots(own, first.low_rank.table.device),
+            patched=frozenset().union(*(one.patched for one in there)),
+            rank_class=RankClass.join([one.rank_class for one in there]),
+        )
+    return first.batches[key]
+
+
+def group_pictures(branches: Sequence[AppliedLoras | None]) -> tuple[LoraGroup, ...]:
+    """Branches whose LoRAs patch convolutions that see more than a pixel."""
     groups: list[LoraGroup] = []
     for branch, applied in enumerate(branches):
-        if applied is None or applied.merging.is_merged:
+        if applied is None or not applied.patches_pictures:
             continue
         last = groups[-1] if groups else None
         if last and last.end == branch and last.applied is applied:
             groups[-1] = LoraGroup(last.first, branch + 1, applied)
         else:
             groups.append(LoraGroup(branch, branch + 1, applied))
-    return BatchLoras(tuple(groups)) if groups else None
+    return tuple(groups)
+
+
+def sees_pictures(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d) and (layer.kernel_size != (1, 1) or layer.stride != (1, 1))
+
+
+def as_rows(pictures: Tensor) -> Tensor:
+    """[branches, channels, rows, columns] -> [pixels, channels]; a view if channels lie last."""
+    return pictures.permute(0, 2, 3, 1).reshape(-1, pictures.shape[1])
 
 
 def add_convolution(layer: nn.Conv2d, low: LowRank, pictures: Tensor, out: Tensor) -> None:
@@ -131,8 +192,8 @@ def add_convolution(layer: nn.Conv2d, low: LowRank, pictures: Tensor, out: Tenso
 
 
 @contextmanager
-def hooked(module: nn.Module, loras: BatchLoras, bounds: Sequence[int] | None) -> Iterator[None]:
-    """While inside, the layers of a module that is called as a whole add what LoRAs patch. `bounds` separate the rows
+def hooked(module: nn.Module, loras: BatchLoras, whose: LowRankRows | None) -> Iterator[None]:
+    """While inside, the layers of a module that is called as a whole add what LoRAs patch. `whose` separates the rows
     of the branches; None: all rows belong to the first branch."""
 
     def add(layer: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
@@ -140,7 +201,7 @@ def hooked(module: nn.Module, loras: BatchLoras, bounds: Sequence[int] | None) -
             loras.add_convolved(layer, args[0], out)
             return
         rows, flat = args[0].flatten(0, -2), out.view(-1, out.shape[-1])
-        loras.add(layer, rows, flat, loras.parts(bounds or (0, len(rows))))
+        loras.add(layer, rows, flat, whose or loras.rows(len(rows)))
 
     with ExitStack() as hooks:
         for layer in loras.patches_inside(module):

@@ -56,34 +56,41 @@ class Lora:
         """A copy on a device; asynchronous from pinned memory."""
         return Lora(self.memory.to(device, non_blocking=True), self.pieces)
 
-    def pinned(self) -> "Lora":
-        """In memory that is copied to a GPU without the host's help."""
-        return Lora(self.memory.pin_memory(), self.pieces)
 
-
-def read_lora(file: LoraFile, fitted: Sequence[Fitted], dtype: torch.dtype) -> Lora:
-    """Read the tensors of a file into main memory, in the dtype of the model. Raises a LoraError for a file that cannot
-    be read, and for values that are no finite numbers."""
+def read_lora(file: LoraFile, fitted: Sequence[Fitted], dtype: torch.dtype, pins: bool = False) -> Lora:
+    """Read the tensors of a file into main memory, in the dtype of the model. With `pins` it is memory that is copied
+    to a GPU without the host's help. Raises a LoraError for a file that cannot be read, and for values that are no
+    finite numbers."""
     found: list[tuple[str, str, Tensor, Tensor, float]] = []
+    tensors_read: list[tuple[str, Tensor]] = []
     try:
         with safe_open(file.path, framework="pt") as tensors:
             for one in fitted:
                 down, up = tensors.get_tensor(one.down), tensors.get_tensor(one.up).flatten(1)
                 alpha = float(tensors.get_tensor(one.alpha).flatten()[0]) if one.alpha else None
+                tensors_read += [(one.down, down), (one.up, up)]
                 found += read_pair(one, down, up, alpha)
+            lora = pack_lora(found, dtype, pins)
+            if not lora.memory.isfinite().all():  # one look at all of it
+                check_finite(tensors_read)
     except (SafetensorError, OSError) as error:
         raise LoraError(f"{file.path.name} is not a whole safetensors file: {error}") from error
-    return pack_lora(found, dtype)
+    return lora
+
+
+def check_finite(tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise a LoraError that names the first key whose values are not all finite. Large values that only the model's
+    dtype cannot hold are none of these."""
+    for key, tensor in tensors:
+        bad = int((~tensor.float().isfinite()).sum())
+        if bad:
+            raise LoraError(f"the key {key!r} has {bad:,} of {tensor.numel():,} values that are not finite numbers")
 
 
 def read_pair(
     one: Fitted, down: Tensor, up: Tensor, alpha: float | None
 ) -> Iterator[tuple[str, str, Tensor, Tensor, float]]:
     """Yield per layer: part, name, down, up and scale. Layers that one pair patches share `down`."""
-    for key, tensor in ((one.down, down), (one.up, up)):
-        if not torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all():
-            bad = int((~tensor.float().isfinite()).sum())
-            raise LoraError(f"the key {key!r} has {bad:,} of {tensor.numel():,} values that are not finite numbers")
     scale = one.settings_scale if alpha is None else alpha / one.rank
     if scale is not None and not math.isfinite(scale):
         raise LoraError(f"the key {one.alpha!r} is {alpha}: a finite number is expected")
@@ -93,7 +100,7 @@ def read_pair(
         yield one.part, layer, down, part, 1.0 if scale is None else scale
 
 
-def pack_lora(found: Sequence[tuple[str, str, Tensor, Tensor, float]], dtype: torch.dtype) -> Lora:
+def pack_lora(found: Sequence[tuple[str, str, Tensor, Tensor, float]], dtype: torch.dtype, pins: bool = False) -> Lora:
     """Put tensors one behind the other. One that several layers share is there once."""
     step = ALIGNMENT // dtype.itemsize
     places: dict[int, int] = {}
@@ -102,7 +109,7 @@ def pack_lora(found: Sequence[tuple[str, str, Tensor, Tensor, float]], dtype: to
         if id(tensor) not in places:
             places[id(tensor)] = size
             size += -(-tensor.numel() // step) * step
-    memory = torch.zeros(size, dtype=dtype)
+    memory = torch.empty(size, dtype=dtype, pin_memory=pins).zero_()
     pieces = []
     for part, layer, down, up, scale in found:
         shape = tuple(down.shape) if down.ndim == 4 and down.shape[2:] != (1, 1) else (len(down), down[0].numel())

@@ -143,6 +143,7 @@ class LoraTiers:
             self._keep("host", use.version, lora)
             lora = copy_to(lora, self.device)
         self._keep(self.near, use.version, lora)
+        len(lora.layers)  # views are made here, and not between two steps
         self.loaded_seconds.append((tier, lora.num_bytes, time.perf_counter() - start))
         return lora
 
@@ -150,10 +151,9 @@ class LoraTiers:
         try:
             file = open_lora(Path(use.path))
             fitted = [one for one in fit(file.header, self.table, file.settings) if self.wants(one)]
-            lora = read_lora(file, fitted, self.dtype)
+            return read_lora(file, fitted, self.dtype, pins=self.near == "gpu")
         except LoraError as error:
             raise LoraError(f"the LoRA {use.name!r} cannot be used: {error}") from None
-        return lora.pinned() if self.near == "gpu" else lora
 
     def _keep(self, tier: LoraTier, version: str, lora: Lora) -> None:
         with self._lock:

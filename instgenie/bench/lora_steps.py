@@ -1,9 +1,10 @@
-"""What LoRAs cost a step: a batch of edits without any, with one for all, merged and not, and with another for each.
+"""What LoRAs cost a step: a batch of edits without any, with another for each, and with one for all, which is merged.
 
     python -m instgenie.bench.lora_steps --model dummy:flux.1-dev --batch 8 --ranks 16,64
 
 The LoRAs patch every linear layer of the blocks. Their numbers are the same everywhere, which makes no difference to
-the time. A step is measured from its beginning until the device is done with it.
+the time. A step is measured from its beginning until the device is done with it. Of each way a few steps are taken: the
+first ones warm up, are captured and merged. Rows are printed as they are found.
 """
 
 import argparse
@@ -17,73 +18,86 @@ from torch import nn
 
 from instgenie.adapters.applied import AppliedLoras, apply_loras
 from instgenie.adapters.keys import NETWORK
-from instgenie.adapters.lora import pack_lora
+from instgenie.adapters.lora import Lora, pack_lora
 from instgenie.bench.markdown import markdown_table
-from instgenie.engine.graphs import Graphs
+from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.merging import MIN_STEPS_LEFT, MIN_STEPS_TOGETHER, Merging
 from instgenie.engine.register import make_activations, name_key, observe_span, reuse
 from instgenie.engine.warm import blank_job, sample_edit
 from instgenie.jobs.job import Job
 from instgenie.machine.clock import now
+from instgenie.models.family import PartKind
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 
-NUM_STEPS = MIN_STEPS_TOGETHER + MIN_STEPS_LEFT + 2  # so that merging pays, and some steps follow it
-NUM_RUNS = 3  # the first warms up
+NUM_WARM_UPS = MIN_STEPS_TOGETHER + 1  # one runs uncaptured, one is captured, and LoRAs are merged
+NUM_MEASURED = 3
+NUM_STEPS = max(NUM_WARM_UPS + NUM_MEASURED, MIN_STEPS_TOGETHER + MIN_STEPS_LEFT)
+KINDS = ("dense", "cached")
+NETWORK_ALONE: frozenset[PartKind] = frozenset({"network"})  # whose weights are needed
 
 
-def make_lora(model: Model, rank: int) -> AppliedLoras:
+def make_loras(model: Model, rank: int, num: int) -> list[AppliedLoras]:
+    """LoRAs in memory of their own each."""
     found = []
     for name, layer in model.network.named_modules():
         if isinstance(layer, nn.Linear) and "blocks" in name:
             down, up = torch.full((rank, layer.in_features), 1e-3), torch.full((layer.out_features, rank), 1e-3)
             found.append((NETWORK, name, down, up, 1.0))
-    return apply_loras({NETWORK: model.network}, [(pack_lora(found, model.dtype).to(model.device), 1.0)])
+    first = pack_lora(found, model.dtype).to(model.device)
+    others = [Lora(first.memory.clone(), first.pieces) for _ in range(num - 1)]
+    return [apply_loras({NETWORK: model.network}, [(lora, 1.0)]) for lora in (first, *others)]
 
 
-def make_jobs(model: Model, num_jobs: int) -> dict[str, list[Job]]:
+def make_jobs(
+    model: Model, num_jobs: int, kinds: Sequence[str] = KINDS, num_steps: int = NUM_STEPS
+) -> dict[str, list[Job]]:
     """Edits that compute every token, and edits that read a template."""
-    edit = replace(sample_edit(model), steps=NUM_STEPS)
-    job, key = blank_job(edit, model), name_key("", "", edit, model, "kv", "model")
-    activations = make_activations(key, observe_span(job, model, key, key.slots), model)
-    cached = reuse(replace(job), activations)
-    return {name: [replace(one) for _ in range(num_jobs)] for name, one in (("dense", job), ("cached", cached))}
+    edit = replace(sample_edit(model), steps=num_steps)
+    job = blank_job(edit, model)
+    found = {"dense": job}
+    if "cached" in kinds:
+        key = name_key("", "", edit, model, "kv", "model")
+        found["cached"] = reuse(replace(job), make_activations(key, observe_span(job, model, key, key.slots), model))
+    return {kind: [replace(found[kind]) for _ in range(num_jobs)] for kind in kinds}
 
 
 def step_seconds(model: Model, jobs: Sequence[Job], loras: Sequence[AppliedLoras | None], merges: bool) -> float:
-    """The median step, of those that come late enough to be merged."""
+    """The median step, of those behind the warm-ups."""
+    engine = Engine(model, len(jobs), graphs=make_graphs(model), merging=Merging(merges))
+    for job, own in zip(jobs, loras, strict=True):
+        engine.join(replace(job, loras=own))
     found: list[float] = []
-    graphs = Graphs(model) if model.device.type == "cuda" else None
-    for number in range(NUM_RUNS):
-        engine = Engine(model, len(jobs), graphs=graphs, merging=Merging(merges))
-        for job, own in zip(jobs, loras, strict=True):
-            engine.join(replace(job, loras=own))
-        for step in range(NUM_STEPS):
-            start = now(model.device)
-            engine.step()
-            if number and step > MIN_STEPS_TOGETHER:
-                found.append(now(model.device) - start)
-        engine.merging.undo()
-    return statistics.median(found)
+    for _ in range(NUM_WARM_UPS + NUM_MEASURED):
+        start = now(model.device)
+        engine.step()
+        found.append(now(model.device) - start)
+    assert not merges or engine.merging.merged
+    engine.merging.undo()
+    return statistics.median(found[NUM_WARM_UPS:])
 
 
 def measure(model: Model, num_jobs: int, ranks: Sequence[int]) -> Iterator[list[str]]:
     """Yield a heading and a row per kind of edit, rank and way."""
     yield ["edits", "rank", "LoRAs", "ms per step", "against none"]
+    loras = {rank: make_loras(model, rank, num_jobs) for rank in ranks}
     for kind, jobs in make_jobs(model, num_jobs).items():
         none = step_seconds(model, jobs, [None] * num_jobs, merges=False)
         yield [kind, "", "none", f"{1000 * none:.1f}", ""]
         for rank in ranks:
-            each = [make_lora(model, rank) for _ in jobs]
-            ways = {
-                "another for each edit": (each, False),
-                "one for all": (each[:1] * num_jobs, False),
-                "one for all, merged": (each[:1] * num_jobs, True),
-            }
-            for way, (loras, merges) in ways.items():
-                seconds = step_seconds(model, jobs, loras, merges)
+            each = loras[rank]
+            ways = {"another for each edit": (each, False), "one for all, merged": (each[:1] * num_jobs, True)}
+            for way, (own, merges) in ways.items():
+                seconds = step_seconds(model, jobs, own, merges)
                 yield [kind, str(rank), way, f"{1000 * seconds:.1f}", f"{seconds / none - 1:+.1%}"]
+
+
+def print_rows(rows: Iterator[list[str]]) -> None:
+    """Print a table row by row."""
+    print(markdown_table([next(rows), next(rows)]), end="", flush=True)
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     start = time.perf_counter()
     with torch.inference_mode():
-        rows = list(measure(load(options.model, options.device), options.batch, options.ranks))
-    print(markdown_table(rows), end="")
+        rows = measure(load(options.model, options.device, weights=NETWORK_ALONE), options.batch, options.ranks)
+        print_rows(rows)
     print(f"{options.batch} edits, in {time.perf_counter() - start:.0f} s")
 
 

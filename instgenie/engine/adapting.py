@@ -4,9 +4,12 @@ LoRAs are."""
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from weakref import WeakValueDictionary
 
-from instgenie.adapters.applied import AppliedLoras, apply_loras, batch_loras, hooked
+from torch import nn
+
+from instgenie.adapters.applied import AppliedLoras, apply_loras, batch_loras, hooked, number_layers
 from instgenie.adapters.fitting import Fitted
 from instgenie.adapters.keys import NETWORK
 from instgenie.adapters.tiers import LoraFetch, LoraTiers
@@ -43,9 +46,8 @@ class PromptLoras:
         try:
             found = apply_loras(self.model.patchable, fetch.result())
             loras = batch_loras([found])
-            assert loras is not None
             with ExitStack() as hooks:
-                for module in self.model.patchable.values() if found.layers else ():
+                for module in self.model.patchable.values() if loras else ():
                     hooks.enter_context(hooked(module, loras, None))
                 yield
         finally:
@@ -58,6 +60,10 @@ class JobLoras:
     def __init__(self, model: Model, tiers: LoraTiers) -> None:
         self.model, self.tiers = model, tiers
         self._shared: WeakValueDictionary[tuple[tuple[str, float], ...], AppliedLoras] = WeakValueDictionary()
+
+    @cached_property
+    def _numbers(self) -> dict[nn.Module, int]:
+        return number_layers([self.model.network])
 
     def give(self, job: Job, fetch: LoraFetch) -> None:
         """Apply LoRAs that have come from the job's present step on. Raises the LoraError of one that cannot be
@@ -72,7 +78,7 @@ class JobLoras:
         found = fetch.result()
         applied = self._shared.get(fetch.names)
         if applied is None:
-            applied = apply_loras({NETWORK: self.model.network}, found, fetch.names)
+            applied = apply_loras({NETWORK: self.model.network}, found, fetch.names, self._numbers)
             self._shared[fetch.names] = applied
         return applied
 

@@ -103,11 +103,12 @@ class Graphs:
 
     def takes(self, jobs: Sequence[Job]) -> bool:
         """Return whether it can find all rows that the jobs' present step reads or keeps. Only kernels can on a GPU."""
-        if any(job.loras and not job.loras.merging.is_merged for job in jobs):
-            self.explain("an edit has a LoRA")
+        adapted = [job for job in jobs if job.loras and not job.loras.merging.is_merged]
+        if any(job.loras.patches_pictures for job in adapted if job.loras):
+            self.explain("a LoRA patches convolutions")
             return False
         reading = [job for job in jobs if places_of(job)]
-        touching = [*reading, *(job for job in jobs if job.keeps_activations)]
+        touching = [*reading, *adapted, *(job for job in jobs if job.keeps_activations)]
         if touching and self.model.device.type == "cuda" and not runs_fused(touching[0].masked):
             return False
         if len({job.activations.kind for job in reading if job.activations}) > 1:

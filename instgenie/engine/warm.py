@@ -20,7 +20,7 @@ from instgenie.engine.loop import Engine, free_memory
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, name_key, observe_span, reuse
 from instgenie.jobs.job import Job, Template
-from instgenie.kernels.low_rank import LowRank, LowRankLayers, RowPart, add_low_rank
+from instgenie.kernels.low_rank import LowRank, LowRankLayers, LowRankRows, add_low_rank, make_slots
 from instgenie.machine.clock import now
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
@@ -79,7 +79,9 @@ def warm_up_loras(model: Model) -> None:
         for num_rows, rank in product((16, 64), (16, 32, 64)):
             rows = torch.zeros(num_rows, rank, device=model.device, dtype=model.dtype)
             low = LowRank(down=rows.new_zeros(rank, rank), up=rows.new_zeros(rank, rank), scale=1.0)
-            add_low_rank(rows, torch.zeros_like(rows), (RowPart(0, num_rows, LowRankLayers([[low]])),), 0)
+            layers = LowRankLayers([[low]])
+            whose = LowRankRows(make_slots([layers], model.device), layers.rank_class, num_rows, None)
+            add_low_rank(rows, torch.zeros_like(rows), whose, 0)
         now(model.device)
 
 

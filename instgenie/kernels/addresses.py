@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -39,6 +40,25 @@ RowSource: TypeAlias = Tensor | PackedRows | Address | None  # None if its rows 
 RowSources: TypeAlias = list[RowSource] | Addresses
 
 
+class RawMemory:
+    """Memory of a CUDA device as other libraries describe it to each other."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3
+        }  # fmt: skip
+
+
+def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A contiguous tensor that lies at an address, without a copy: its memory belongs to somebody else."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cuda":
+        return torch.as_tensor(RawMemory(address, num_bytes), device=device).view(dtype).view(*shape)
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=dtype).view(*shape)
+
+
 def look_up(
     source: Tensor | PackedRows | Address, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> tuple[Tensor, CacheDtype]:
@@ -51,8 +71,7 @@ def look_up(
     assert not source.table.is_cuda
     *counts, width = shape
     kept_dtype, size = (torch.uint8 if is_packed(source.dtype) else dtype), row_size(width, source.dtype)
-    memory = (ctypes.c_char * (math.prod(counts) * size * kept_dtype.itemsize)).from_address(int(source.table))
-    return torch.frombuffer(memory, dtype=kept_dtype).view(*counts, size), source.dtype
+    return tensor_at(int(source.table), (*counts, size), kept_dtype, source.table.device), source.dtype
 
 
 def look_up_values(source: Tensor | PackedRows | Address, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,14 @@
-"""Products of low rank, added to the output of a linear layer: what LoRAs need. Several parts of the rows, each with
-other matrices, with several or with none, are served by one launch."""
+"""Products of low rank, added to the outputs of linear layers: what LoRAs need. Every branch of a batch has other
+products, several or none, and one launch serves all of them.
+
+A branch finds its products through its slot, which holds the address of a table. A captured pass is bound to the place
+of the slots and not to what they hold: the next pass may have other products there.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -12,10 +17,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from instgenie.kernels.addresses import tensor_at
 from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 
-MAX_BLOCK_RANK = 64  # a higher rank is taken in pieces
+MIN_BLOCK_RANK, MAX_BLOCK_RANK = 16, 64  # a higher rank is taken in pieces
 NUM_PROGRAMS = 264  # that keep a large GPU busy: with fewer, the columns are dealt among several programs
+BLOCK_OUTPUTS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +44,22 @@ class LowRank:
         return self.scale * product.view(len(self.up), *self.down.shape[1:])
 
 
+class RankClass(NamedTuple):
+    """What a kernel must know of ranks before it is launched. Products of one class are exchanged freely."""
+
+    block: int = MIN_BLOCK_RANK  # of a rank that is multiplied at once
+    is_aligned: bool = True  # all ranks are multiples of 8
+
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> "RankClass":
+        block = min(max(power_of_two(max(ranks, default=1)), MIN_BLOCK_RANK), MAX_BLOCK_RANK)
+        return cls(block, all(rank % 8 == 0 for rank in ranks))
+
+    @classmethod
+    def join(cls, classes: "Sequence[RankClass]") -> "RankClass":
+        return cls(max(one.block for one in classes), all(one.is_aligned for one in classes))
+
+
 class LowRankLayers:
     """The products that are added to the layers of a network, by number of the layer. Its tensors stay where they
     are."""
@@ -44,9 +67,8 @@ class LowRankLayers:
     def __init__(self, layers: Sequence[Sequence[LowRank]]) -> None:
         self.layers = layers
         self.max_products = max(map(len, layers), default=0)  # of a layer
-
-    def __getitem__(self, number: int) -> Sequence[LowRank]:
-        return self.layers[number]
+        self.patched = frozenset(number for number, products in enumerate(layers) if products)
+        self.rank_class = RankClass.of([low.rank for products in layers for low in products])
 
     @cached_property
     def table(self) -> Tensor:
@@ -60,60 +82,109 @@ class LowRankLayers:
         device = next(low.down.device for products in self.layers for low in products)
         return to_device(table, device)
 
-
-class RowPart(NamedTuple):
-    """Consecutive rows, and what is added to their outputs."""
-
-    first: int
-    end: int
-    layers: LowRankLayers
+    @property
+    def slot(self) -> tuple[int, int]:
+        """The address of the table, and the products per layer in it."""
+        return (self.table.data_ptr(), self.max_products) if self.patched else (0, 0)
 
 
-def add_low_rank(rows: Tensor, out: Tensor, parts: tuple[RowPart, ...], number: int) -> None:
-    """Add scale * up @ (down @ row) to out [rows, outputs], in place, for every row [rows, inputs] of each part and all
-    its products at the layer of this number. The rows of `out` need not be contiguous."""
-    assert all(part.end <= len(rows) == len(out) for part in parts)
-    run = add_low_rank_fused if runs_fused(out) else add_low_rank_reference
-    run(rows, out, parts, number)
+class LowRankRows(NamedTuple):
+    """Rows of several branches, which lie one behind the other, and where the products of each branch are found."""
+
+    slots: Tensor  # [branches, 2], int64: see `LowRankLayers.slot`; zeros for a branch without products
+    rank_class: RankClass
+    per_branch: int  # rows of each branch, if `bounds` is None
+    bounds: Tensor | None  # [branches + 1], between the rows of the branches; rows behind are the last branch's
+
+    def splits(self, num_rows: int) -> list[int]:
+        """As `bounds`; waits for the device."""
+        even = [self.per_branch * branch for branch in range(len(self.slots))]
+        return [*(even if self.bounds is None else self.bounds.tolist()[:-1]), num_rows]
 
 
-def add_low_rank_reference(rows: Tensor, out: Tensor, parts: tuple[RowPart, ...], number: int) -> None:
-    for part in parts:
-        for low in part.layers[number]:
-            hidden = F.linear(rows[part.first : part.end], low.down.flatten(1))
-            out[part.first : part.end].addmm_(hidden, low.up.T, alpha=low.scale)
+def make_slots(products: Sequence[LowRankLayers | None], device: torch.device) -> Tensor:  # [branches, 2]
+    return to_device(np.array([one.slot if one else (0, 0) for one in products], dtype=np.int64), device)
 
 
-def add_low_rank_fused(rows: Tensor, out: Tensor, parts: tuple[RowPart, ...], number: int) -> None:
-    products = [low for part in parts for low in part.layers[number]]
-    num_rows = max(part.end - part.first for part in parts)
-    if not products or not num_rows:
+def add_low_rank(rows: Tensor, out: Tensor, whose: LowRankRows, number: int) -> None:
+    """Add scale * up @ (down @ row) to out [rows, outputs], in place, for every row [rows, inputs] and all products of
+    its branch at the layer of this number. The rows of `out` need not be contiguous."""
+    if runs_fused(out):
+        launch(rows, out, whose, (number,), (out.shape[1],), None, writes=False)
+    else:
+        add_low_rank_reference(rows, out, whose, number)
+
+
+def start_low_rank(
+    rows: Tensor, whose: LowRankRows, numbers: Sequence[int], widths: Sequence[int], bias: Tensor | None
+) -> Tensor:
+    """The outputs of several layers side by side, as far as they do not come from the layers' weights: the bias and the
+    products of low rank. The product with the weights is added to it. To write first and add then moves less memory
+    than to add to what is written. Needs kernels."""
+    out = rows.new_empty(len(rows), sum(widths))
+    launch(rows, out, whose, tuple(numbers), tuple(widths), bias, writes=True)
+    return out
+
+
+def add_low_rank_reference(rows: Tensor, out: Tensor, whose: LowRankRows, number: int) -> None:
+    splits, slots = whose.splits(len(rows)), whose.slots.tolist()
+    for (address, num_products), branches in groupby(range(len(slots)), slots.__getitem__):
+        first, *others = branches
+        own = slice(splits[first], splits[first + len(others) + 1])
+        start = address + 4 * 8 * num_products * number
+        table = tensor_at(start, (num_products, 4), torch.int64, rows.device)
+        for down, up, rank, bits in table.tolist() if own.start < own.stop else ():
+            if rank:
+                hidden = F.linear(rows[own], tensor_at(down, (rank, rows.shape[1]), rows.dtype, rows.device))
+                wide = tensor_at(up, (out.shape[1], rank), rows.dtype, rows.device)
+                out[own].addmm_(hidden, wide.T, alpha=float(np.int32(bits).view(np.float32)))
+
+
+def launch(
+    rows: Tensor,
+    out: Tensor,
+    whose: LowRankRows,
+    numbers: tuple[int, ...],
+    widths: tuple[int, ...],
+    bias: Tensor | None,
+    writes: bool,
+) -> None:
+    num_rows, num_branches = len(rows), len(whose.slots)
+    if not num_rows:
         return
     assert rows.stride(1) == out.stride(1) == 1
-    assert all(low.down.dtype == low.up.dtype == rows.dtype == out.dtype for low in products)
-    num_outputs = out.shape[1]
-    ranks = [low.rank for low in products]
-    block_rows, block_outputs = 16 if num_rows <= 16 else 32, 128
-    num_tiles = triton.cdiv(num_rows, block_rows)
-    num_shares = min(NUM_PROGRAMS // (num_tiles * len(parts)), triton.cdiv(num_outputs, 4 * block_outputs))
-    add_low_rank_kernel[(num_tiles, len(parts), max(num_shares, 1))](
-        rows, out, rows.stride(0), out.stride(0), addresses_of(parts, rows.device), number, rows.shape[1], num_outputs,
-        block_rows=block_rows, block_inputs=64, block_outputs=block_outputs,
-        block_rank=min(max(power_of_two(max(ranks)), 16), MAX_BLOCK_RANK),
-        is_aligned=all(rank % 8 == 0 for rank in ranks), num_warps=4,
+    assert rows.dtype == out.dtype
+    assert whose.bounds is not None or num_branches * whose.per_branch == num_rows == len(out)
+    block_rows = choose_block_rows(num_rows, num_branches, rows.dtype)
+    if whose.bounds is None:
+        num_tiles = num_branches * triton.cdiv(whose.per_branch, block_rows)
+    else:  # the last tile of a branch may be a part of one
+        num_tiles = triton.cdiv(num_rows, block_rows) + num_branches
+    num_shares = min(NUM_PROGRAMS // (num_tiles * len(numbers)), triton.cdiv(max(widths), 4 * BLOCK_OUTPUTS))
+    low_rank_kernel[(len(numbers), num_tiles, max(num_shares, 1))](  # layers that read the same rows run together
+        rows, out, out if bias is None else bias, rows.stride(0), out.stride(0),
+        whose.slots, whose.slots if whose.bounds is None else whose.bounds, layers_at(numbers, widths, rows.device),
+        num_rows, num_branches, whose.per_branch, rows.shape[1],
+        block_branches=power_of_two(num_branches), block_rows=block_rows, block_inputs=64, block_outputs=BLOCK_OUTPUTS,
+        block_rank=whose.rank_class.block, is_aligned=whose.rank_class.is_aligned,
+        are_wide=all(width % 16 == 0 for width in widths), is_uniform=whose.bounds is None, writes=writes,
+        has_bias=bias is not None, num_warps=8 if block_rows == 128 else 4,
     )  # fmt: skip
 
 
-@lru_cache(maxsize=64)  # jobs that stay together keep their parts from step to step
-def addresses_of(parts: tuple[RowPart, ...], device: torch.device) -> Tensor:
-    """[parts, 4]: the first row and the end of each, the address of its table and the products per layer in it."""
-    numbers = [
-        (part.first, part.end, part.layers.table.data_ptr(), part.layers.max_products)
-        if part.layers.max_products
-        else (0, 0, 0, 0)
-        for part in parts
-    ]
-    return to_device(np.array(numbers, dtype=np.int64), device)
+def choose_block_rows(num_rows: int, num_branches: int, dtype: torch.dtype) -> int:
+    """As many rows as leave each multiprocessor a tile, since every tile reads all products of its branch. Tiles hold
+    rows of one branch."""
+    most = 128 if dtype.itemsize == 2 else 32  # fit a multiprocessor's own memory
+    wanted = min(num_rows // (NUM_PROGRAMS // 2), num_rows // num_branches, most)
+    return max(1 << max(wanted, 1).bit_length() - 1, 16)
+
+
+@cache  # a model has as many as it has layers: captured passes read them where they are
+def layers_at(numbers: tuple[int, ...], widths: tuple[int, ...], device: torch.device) -> Tensor:
+    """[layers, 3]: the number of each, its first column and how many it has."""
+    firsts = np.cumsum((0, *widths[:-1]))
+    return to_device(np.stack([numbers, firsts, widths], axis=1).astype(np.int64), device)
 
 
 def to_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
@@ -123,25 +194,48 @@ def to_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
     return kept.to(device, non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["number"])
-def add_low_rank_kernel(  # type: ignore[no-untyped-def]
-    rows, out, row_stride, out_stride, parts, number, num_inputs, num_outputs,
-    block_rows: tl.constexpr, block_inputs: tl.constexpr, block_outputs: tl.constexpr, block_rank: tl.constexpr,
-    is_aligned: tl.constexpr,
+@triton.jit(do_not_specialize=["num_rows", "num_branches", "per_branch"])
+def low_rank_kernel(  # type: ignore[no-untyped-def]
+    rows, out, bias, row_stride, out_stride, slots, bounds, layers, num_rows, num_branches, per_branch, num_inputs,
+    block_branches: tl.constexpr, block_rows: tl.constexpr, block_inputs: tl.constexpr, block_outputs: tl.constexpr,
+    block_rank: tl.constexpr, is_aligned: tl.constexpr, are_wide: tl.constexpr, is_uniform: tl.constexpr,
+    writes: tl.constexpr, has_bias: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of a part's rows and share of the columns. It multiplies its rows by `down` once, and by all
-    rows of `up` in its share."""
-    part = parts + 4 * tl.program_id(1)
-    end = tl.load(part + 1)
-    start = tl.load(part) + tl.program_id(0) * block_rows
-    if start < end:
-        num_products = tl.load(part + 3)
-        entry = tl.load(part + 2).to(parts.dtype) + 4 * num_products * number
+    """One program per tile of a branch's rows, layer and share of its columns. It multiplies its rows by `down` once,
+    and by all rows of `up` in its share. It adds to `out`, or writes it."""
+    tile = tl.program_id(1)
+    if is_uniform:
+        num_each = tl.cdiv(per_branch, block_rows)
+        branch = (tile // num_each).to(tl.int64)
+        start = branch * per_branch + (tile % num_each) * block_rows
+        end = (branch + 1) * per_branch
+    else:
+        place = tl.arange(0, block_branches)
+        is_branch = place < num_branches
+        firsts = tl.load(bounds + place, mask=is_branch, other=0).to(tl.int64)
+        ends = tl.load(bounds + place + 1, mask=is_branch, other=0).to(tl.int64)
+        ends = tl.where(place == num_branches - 1, num_rows, ends)
+        num_tiles = (ends - firsts + block_rows - 1) // block_rows
+        last_tiles = tl.cumsum(num_tiles, 0)
+        branch = tl.sum((is_branch & (last_tiles <= tile)).to(tl.int64), 0)
+        is_own = place == branch
+        start = tl.sum(tl.where(is_own, firsts + (tile - last_tiles + num_tiles) * block_rows, 0), 0)
+        end = tl.sum(tl.where(is_own, ends, 0), 0)
+    if (start < end) & (branch < num_branches):
+        layer = layers + 3 * tl.program_id(0)
+        number, first_column, num_outputs = tl.load(layer), tl.load(layer + 1), tl.load(layer + 2)
+        if are_wide:  # several values are written at once
+            first_column, num_outputs = tl.multiple_of(first_column, 16), tl.multiple_of(num_outputs, 16)
+        num_products = tl.load(slots + 2 * branch + 1)
+        entry = tl.load(slots + 2 * branch).to(slots.dtype) + 4 * num_products * number
         row = start + tl.arange(0, block_rows).to(tl.int64)
         has_row = (row < end)[:, None]
         x = rows + row[:, None] * row_stride
-        y = out + row[:, None] * out_stride
+        y = out + row[:, None] * out_stride + first_column
         rank_place = tl.arange(0, block_rank)
+        share, stride = tl.program_id(2) * block_outputs, tl.num_programs(2) * block_outputs
+        bias_scale = 1.0  # 0 once it is there
+        is_there = (row < 0)[:, None] if writes else has_row  # False before anything is written
         for _ in range(0, num_products):
             down = tl.multiple_of(tl.load(entry).to(rows.dtype), 16)
             up = tl.multiple_of(tl.load(entry + 1).to(rows.dtype), 16)
@@ -161,17 +255,30 @@ def add_low_rank_kernel(  # type: ignore[no-untyped-def]
                     )  # fmt: skip
                     hidden = tl.dot(value, tl.trans(weight), hidden, input_precision="ieee")
                 narrow = hidden.to(rows.dtype.element_ty)
-                share = tl.program_id(2) * block_outputs
-                for first in range(share, num_outputs, tl.num_programs(2) * block_outputs):
+                for first in range(share, num_outputs, stride):
                     channel = first + tl.arange(0, block_outputs)
                     has_channel = channel < num_outputs
+                    inside = has_row & has_channel[None, :]
                     weight = tl.load(
                         up + channel[:, None] * rank + at[None, :],
                         mask=has_channel[:, None] & (at < rank)[None, :], other=0.0,
                     )  # fmt: skip
                     added = scale * tl.dot(narrow, tl.trans(weight), input_precision="ieee")
-                    inside = has_row & has_channel[None, :]
-                    before = tl.load(y + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-                    tl.store(y + channel[None, :], (before + added).to(out.dtype.element_ty), mask=inside)
+                    before = tl.load(y + channel[None, :], mask=is_there & has_channel[None, :], other=0.0)
+                    added += before.to(tl.float32)
+                    if has_bias:
+                        own = tl.load(bias + first_column + channel, mask=has_channel, other=0.0)
+                        added += bias_scale * own.to(tl.float32)[None, :]
+                    tl.store(y + channel[None, :], added.to(out.dtype.element_ty), mask=inside)
+                bias_scale = 0.0
+                is_there = has_row
                 tl.debug_barrier()  # the next product reads what other threads have written
             entry += 4
+        if writes and bias_scale > 0:
+            for first in range(share, num_outputs, stride):
+                channel = first + tl.arange(0, block_outputs)
+                has_channel = channel < num_outputs
+                alone = tl.zeros((block_rows, block_outputs), out.dtype.element_ty)
+                if has_bias:
+                    alone += tl.load(bias + first_column + channel, mask=has_channel, other=0.0)
+                tl.store(y + channel[None, :], alone, mask=has_row & has_channel[None, :])

@@ -11,7 +11,6 @@ A field without a role, a static field that holds tensors and a column of a type
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
 from functools import cache, cached_property
 from itertools import accumulate
 from operator import attrgetter
@@ -24,19 +23,9 @@ from instgenie.adapters.applied import BatchLoras, batch_loras
 from instgenie.jobs.controls import Promise
 from instgenie.jobs.job import Job
 from instgenie.jobs.rows import BatchRows, RowReader
+from instgenie.kernels.roles import Column, LeftOut, Role
 
 T = TypeVar("T")
-
-
-class Role(Enum):
-    COLUMN = "column"
-    STATIC = "static"
-    LEFT_OUT = "left out"
-
-
-Column = Annotated[T, Role.COLUMN]  # a tensor or None, or a dataclass, tuple or dict of columns
-Static = Annotated[T, Role.STATIC]  # hashable and without tensors: part of the signature
-LeftOut = Annotated[T, Role.LEFT_OUT]  # neither captured nor part of the signature
 
 
 class JobResiduals(NamedTuple):
@@ -57,7 +46,7 @@ class PackedBatch(ABC):
 
     jobs: LeftOut[tuple[Job, ...]]
     rows: LeftOut[BatchRows]  # of the jobs' activations
-    loras: LeftOut[BatchLoras | None]  # None: no job has any
+    loras: Column[BatchLoras | None]  # None: no job has any
     residuals: LeftOut[tuple[JobResiduals, ...]]  # of the jobs that ControlNets guide
 
     @property

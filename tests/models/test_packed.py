@@ -12,8 +12,9 @@ from torch import Tensor
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.job import Job
+from instgenie.kernels.roles import Column, LeftOut, Static
 from instgenie.models.model import Model
-from instgenie.models.packed import Column, LeftOut, Static, fields_of, name_columns, walk, with_columns
+from instgenie.models.packed import fields_of, name_columns, walk, with_columns
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,10 @@ from instgenie.jobs.rows import OWN_ROWS, JobRows, RowReader, StepRows
 from instgenie.jobs.tokens import JobTokens, concat
 from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
+from instgenie.kernels.roles import Column, Static
 from instgenie.models.joint.controls import BlockResiduals, Depth, pack_residuals
 from instgenie.models.joint.layout import Layout, lay_out
-from instgenie.models.packed import Column, PackedBatch, Static, loras_of
+from instgenie.models.packed import PackedBatch, loras_of
 
 
 @dataclass(frozen=True, eq=False)

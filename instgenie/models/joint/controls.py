@@ -14,7 +14,7 @@ from torch import Tensor
 
 from instgenie.jobs.job import Job
 from instgenie.jobs.tokens import JobTokens
-from instgenie.models.packed import Column, Static
+from instgenie.kernels.roles import Column, Static
 
 Depth = tuple[int, int]  # double and single blocks
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from instgenie.adapters.applied import BatchLoras
 from instgenie.jobs.tokens import JobTokens, concat
 from instgenie.kernels.heads import HeadPlaces
+from instgenie.kernels.roles import Column, Static
 from instgenie.models.layers.linear import Owners
-from instgenie.models.packed import Column, LeftOut, Static
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Layout:
     text_places: Column[HeadPlaces]
     image_places: Column[HeadPlaces]
     joint_places: Column[HeadPlaces]
-    loras: LeftOut[BatchLoras | None] = None
+    loras: Column[BatchLoras | None] = None
 
     @cached_property
     def num_joint(self) -> tuple[int, ...]:
@@ -50,15 +50,15 @@ class Layout:
 
     @cached_property
     def text_owners(self) -> Owners:
-        return Owners(self.text_rows, loras=self.loras, counts=self.num_text)
+        return Owners(self.text_rows, loras=self.loras)
 
     @cached_property
     def image_owners(self) -> Owners:
-        return Owners(self.image_rows, loras=self.loras, counts=self.num_image)
+        return Owners(self.image_rows, loras=self.loras)
 
     @cached_property
     def joint_owners(self) -> Owners:
-        return Owners(self.joint_rows, loras=self.loras, counts=self.num_joint)
+        return Owners(self.joint_rows, loras=self.loras)
 
     def kept_keys(self, num_text: Sequence[int]) -> list[list[slice]]:
         """Per job and branch, the slice of the keys that belongs to its image tokens, each token at its own place, and

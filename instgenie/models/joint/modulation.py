@@ -6,7 +6,7 @@ reads its row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -105,10 +105,9 @@ def compute(network: Modulated, jobs: Sequence[Job]) -> dict[Job, StepColumns]:
     sigma = torch.cat([job.timesteps[steps.start : steps.stop] for job, _, steps in members])
     guidance = torch.cat([job.guidance.expand(len(steps)) for job, _, steps in members])
     pooled = torch.cat([branch.pooled.expand(len(steps), -1) for _, branch, steps in members])
-    each = Owners(loras=loras_of(jobs), counts=tuple(len(steps) for _, _, steps in members))
-    time = network.embed(sigma, guidance, pooled, members[0][1].text.dtype, each)
     index = [sigma.new_full((len(steps),), branch, dtype=torch.int64) for branch, (_, _, steps) in enumerate(members)]
-    owners = replace(each, index=torch.cat(index))  # made on the device, which no copy keeps waiting
+    owners = Owners(torch.cat(index), loras=loras_of(jobs))  # made on the device, which no copy keeps waiting
+    time = network.embed(sigma, guidance, pooled, members[0][1].text.dtype, owners)
     columns = torch.cat([network.modulate(layer, time, owners) for layer in network.modulation_layers], dim=1)
     parts = columns.split([len(job.branches) * len(steps) for job, steps in zip(jobs, ranges, strict=True)])
     return {

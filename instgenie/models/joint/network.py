@@ -237,7 +237,7 @@ def recall_one(
 
 def kept_owners(loras: BatchLoras | None, num_rows: int) -> Owners | None:
     """The owners of rows that a branch projects from Y: none, or itself if it has LoRAs, which change projections."""
-    return Owners(loras=loras, counts=(num_rows,)) if loras else None
+    return Owners(per_branch=num_rows, loras=loras) if loras else None
 
 
 def keep_y(index: int, batch: JointBatch, parts: Sequence[tuple[Tensor, Tensor]]) -> None:

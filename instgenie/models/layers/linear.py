@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from instgenie.adapters.applied import BatchLoras, hooked
-from instgenie.kernels.low_rank import RowPart
+from instgenie.kernels.low_rank import LowRankRows, start_low_rank
 from instgenie.kernels.quantize import Rows, as_tensor
+from instgenie.kernels.switch import runs_fused
 from instgenie.models.layers.fp8_linear import Fp8Linear, multiply_fp8
 
 
@@ -30,7 +31,7 @@ class Owners:
     index: Tensor | None = None  # [rows]; None stands for the numbers of the rows
     per_branch: int = 1
     loras: BatchLoras | None = None  # of the branches; None: no branch has any
-    counts: tuple[int, ...] | None = None  # rows per branch, which lie together; None: `per_branch` each
+    bounds: Tensor | None = None  # [branches + 1], between the rows of the branches, if these are known to LoRAs
 
     def branches(self, rows: Rows) -> Tensor:
         """The number of the owner of each row [rows]."""
@@ -43,25 +44,35 @@ class Owners:
         return self if loras is None else replace(self, loras=loras)
 
     @cached_property
-    def bounds(self) -> Sequence[int]:
-        """Row numbers between the branches."""
-        if self.counts is not None:
-            return (0, *accumulate(self.counts))
-        num_branches = max(group.end for group in self.loras.groups) if self.loras else 0
-        return range(0, (num_branches + 1) * self.per_branch, self.per_branch)
+    def lora_rows(self) -> LowRankRows:
+        """Whose rows they are, as LoRAs need it. Owners that outlive a pass must have bounds, or as many rows of each
+        branch in every pass."""
+        assert self.loras is not None
+        if self.index is None or self.bounds is not None:
+            return self.loras.rows(self.per_branch, self.bounds)
+        index = self.index if self.per_branch == 1 else self.index // self.per_branch
+        numbers = torch.arange(len(self.loras.slots.table) + 1, device=index.device)
+        return self.loras.rows(0, torch.searchsorted(index, numbers))
 
-    @cached_property
-    def lora_parts(self) -> tuple[RowPart, ...]:
-        """The rows of branches that have LoRAs."""
-        return self.loras.parts(self.bounds) if self.loras else ()
+    def patches(self, layer: nn.Module) -> bool:
+        return self.loras is not None and self.loras.patches(layer)
 
     def add(self, layer: nn.Module, rows: Rows, out: Tensor) -> Tensor:
         """Add what the LoRAs of the branches patch to the output of a layer. Costs nothing where there are none."""
         if self.loras is not None and self.loras.patches(layer):
             values = as_tensor(rows, out.dtype)
             flat = out if out.ndim == 2 else out.view(-1, out.shape[-1])
-            self.loras.add(layer, values.reshape(-1, values.shape[-1]), flat, self.lora_parts)
+            self.loras.add(layer, values.reshape(-1, values.shape[-1]), flat, self.lora_rows)
         return out
+
+    def multiply(self, layers: Sequence[nn.Module], rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The outputs of layers whose weights lie one behind the other, with what LoRAs patch, which is written before
+        the product with the weights is added to it. Needs kernels."""
+        assert self.loras is not None
+        numbers, widths = [self.loras.numbers[layer] for layer in layers], [num_outputs(layer) for layer in layers]
+        flat = rows.reshape(-1, rows.shape[-1])
+        out = start_low_rank(flat, self.lora_rows, numbers, widths, bias).addmm_(flat, weight.t())
+        return out.view(*rows.shape[:-1], -1)
 
 
 EACH_BRANCH = Owners()  # one row per branch
@@ -70,12 +81,31 @@ EACH_BRANCH = Owners()  # one row per branch
 def linear(layer: nn.Module, rows: Rows, owners: Owners | None) -> Tensor:
     """Multiply rows [..., channels] by a linear layer or a convolution of one by one. Rows without owners are a
     template's own, which no branch may change."""
+    if owners is not None and starts_with_loras([layer], rows, owners):
+        assert isinstance(layer, nn.Linear | nn.Conv2d)
+        assert isinstance(rows, Tensor)
+        return owners.multiply([layer], rows, layer.weight.flatten(1), layer.bias)
     if isinstance(layer, nn.Conv2d):  # with its bias in the same launch
         assert isinstance(rows, Tensor)
         out: Tensor = F.linear(rows, layer.weight.flatten(1), layer.bias)
     else:
         out = layer(rows)
     return out if owners is None else owners.add(layer, rows, out)
+
+
+def starts_with_loras(layers: Sequence[nn.Module], rows: Rows, owners: Owners) -> bool:
+    """True if what LoRAs add is written first, and the product with the weights added to it."""
+    return (
+        any(map(owners.patches, layers))
+        and all(type(layer) in (nn.Linear, nn.Conv2d) for layer in layers)
+        and isinstance(rows, Tensor)
+        and runs_fused(rows)
+    )
+
+
+def num_outputs(layer: nn.Module) -> int:
+    assert isinstance(layer, nn.Linear | nn.Conv2d)
+    return len(layer.weight)
 
 
 def call(module: nn.Module, owners: Owners, *inputs: Tensor) -> Tensor:
@@ -87,24 +117,26 @@ def call(module: nn.Module, owners: Owners, *inputs: Tensor) -> Tensor:
 
 def patched(module: nn.Module | None, owners: Owners) -> AbstractContextManager[None]:
     """While inside, calls of a module add what LoRAs patch."""
-    return hooked(module, owners.loras, owners.bounds) if module and owners.loras else nullcontext()
+    return hooked(module, owners.loras, owners.lora_rows) if module and owners.loras else nullcontext()
 
 
 def linears(layers: Sequence[nn.Module], rows: Rows, owners: Owners | None) -> Sequence[Tensor]:
     """Multiply the same rows [rows, channels] by several layers: in one product where `join` has put their weights one
     behind the other. The results are then columns of one tensor."""
     alike = find_alike(layers)
-    product = multiply_joined(alike, rows) if alike else None
+    product = multiply_joined(alike, rows, owners) if alike else None
     if product is None:
         return [linear(layer, rows, owners) for layer in layers]
     columns: Sequence[Tensor] = product.split([layer.out_features for layer in alike], dim=1)
-    return columns if owners is None else list(map(owners.add, layers, [rows] * len(layers), columns))
+    if owners is None or starts_with_loras(layers, rows, owners):
+        return columns
+    return list(map(owners.add, layers, [rows] * len(layers), columns))
 
 
 def linear_columns(layer: nn.Module, rows: Rows, owners: Owners | None, first: int, end: int) -> Tensor:
     """The columns [first, end) of a product, without the others where nothing but the layer's own weights makes
     them."""
-    is_patched = owners is not None and owners.loras is not None and owners.loras.patches(layer)
+    is_patched = owners is not None and owners.patches(layer)
     if isinstance(layer, Fp8Linear) and not is_patched:
         bias = None if layer.bias is None else layer.bias[first:end]
         return multiply_fp8(rows, layer.weight[first:end], layer.scale[first:end], bias, layer.dtype)
@@ -124,8 +156,8 @@ def find_alike(layers: Sequence[nn.Module]) -> list[nn.Linear] | list[Fp8Linear]
     return found if is_alike else []
 
 
-def multiply_joined(layers: Sequence[nn.Linear | Fp8Linear], rows: Rows) -> Tensor | None:
-    """One product for all layers; None if their weights lie apart."""
+def multiply_joined(layers: Sequence[nn.Linear | Fp8Linear], rows: Rows, owners: Owners | None) -> Tensor | None:
+    """One product for all layers, with what LoRAs add where they are written first; None if the weights lie apart."""
     weight, first = as_one([layer.weight for layer in layers]), layers[0]
     if weight is None:
         return None
@@ -135,6 +167,8 @@ def multiply_joined(layers: Sequence[nn.Linear | Fp8Linear], rows: Rows) -> Tens
         assert scale is not None
         return multiply_fp8(rows, weight, scale, bias, first.dtype)
     assert isinstance(rows, Tensor)
+    if owners is not None and starts_with_loras(layers, rows, owners):
+        return owners.multiply(layers, rows, weight, bias)
     return F.linear(rows, weight, bias)
 
 

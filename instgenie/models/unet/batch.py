@@ -17,7 +17,8 @@ from instgenie.adapters.applied import BatchLoras
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, JobRows, RowReader, StepRows
-from instgenie.models.packed import Column, PackedBatch, Static, loras_of, residuals_of
+from instgenie.kernels.roles import Column, Static
+from instgenie.models.packed import PackedBatch, loras_of, residuals_of
 from instgenie.models.unet.layout import LevelKey, LevelLayout, bounds_of_keys, lay_out_levels
 
 # K and V of the prompts of a batch, which its LoRAs change; see `UnetBatch.crossed`

@@ -17,8 +17,8 @@ from instgenie.adapters.applied import BatchLoras
 from instgenie.cost.network import common_share, padded_count
 from instgenie.jobs.job import Job
 from instgenie.jobs.tokens import Level, pad
+from instgenie.kernels.roles import Column, Static
 from instgenie.models.layers.linear import Owners
-from instgenie.models.packed import Column, LeftOut, Static
 
 LevelKey: TypeAlias = tuple[int, tuple[bool, ...]]  # tokens of a whole picture; per branch, whether it is cached
 
@@ -33,8 +33,7 @@ class LevelLayout:
     index: Column[Tensor | None] = None  # [computed tokens], among the tokens of all branches; None: all are computed
     origin: Column[Tensor | None] = None  # [branches, all tokens], which computed token each is; -1: not computed
     bounds: Column[Tensor | None] = None  # [branches + 1], between the branches; None if all are equally long
-    counts: LeftOut[tuple[int, ...] | None] = None  # computed tokens per branch; None: all
-    loras: LeftOut[BatchLoras | None] = None
+    loras: Column[BatchLoras | None] = None
 
     @property
     def num_branches(self) -> int:
@@ -42,7 +41,7 @@ class LevelLayout:
 
     @cached_property
     def owners(self) -> Owners:
-        return Owners(self.index, self.num_all, self.loras, self.counts)
+        return Owners(self.index, self.num_all, self.loras, self.bounds)
 
     @cached_property
     def whole_owners(self) -> Owners:
@@ -86,7 +85,7 @@ def lay_out(levels: tuple[Level, ...], cached: tuple[bool, ...], share: int | No
     origin = torch.where(first == len(index), -1, first).view(len(levels), num_all)
     counts = [len(tokens) for tokens in chosen]
     bounds = None if pads_each and len(set(counts)) == 1 else place_bounds(counts, device)
-    return LevelLayout(len(index), num_all, cached, index, origin, bounds, tuple(counts))
+    return LevelLayout(len(index), num_all, cached, index, origin, bounds)
 
 
 def place_bounds(counts: Sequence[int], device: torch.device) -> Tensor:  # [branches + 1]

@@ -16,7 +16,8 @@ from instgenie.jobs.job import Job
 from instgenie.jobs.rows import OWN_ROWS, BatchRows, JobRows, RowReader, StepRows
 from instgenie.jobs.tiles import Tiles, every_tile, side_at
 from instgenie.kernels.addresses import Addresses, RowSources
-from instgenie.models.packed import Column, PackedBatch, Static
+from instgenie.kernels.roles import Column, Static
+from instgenie.models.packed import PackedBatch
 from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
 from instgenie.models.unet.tiles import TileLevel, lay_out_tiles
 

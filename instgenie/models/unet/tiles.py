@@ -18,8 +18,8 @@ from torch import Tensor
 from instgenie.cost.network import common_share, padded_count
 from instgenie.jobs.tiles import Tiles
 from instgenie.jobs.tokens import pad
+from instgenie.kernels.roles import Column, Static
 from instgenie.kernels.take import FIRST_KEPT, NOTHING
-from instgenie.models.packed import Column, Static
 
 TileParts: TypeAlias = tuple[tuple[Tiles, ...], ...]  # per part, the tiles of its pictures, one per branch
 

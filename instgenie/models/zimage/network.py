@@ -282,7 +282,6 @@ def behind(layout: Layout, nums: Sequence[int]) -> tuple[Owners, HeadPlaces]:
     def cut(column: Tensor) -> Tensor:
         return concat([own[num:] for own, num in zip(column.split(layout.num_joint), nums, strict=True)])
 
-    counts = tuple(num_joint - num for num_joint, num in zip(layout.num_joint, nums, strict=True))
     places = layout.joint_places
-    owners = Owners(cut(layout.joint_rows), loras=layout.loras, counts=counts)
+    owners = Owners(cut(layout.joint_rows), loras=layout.loras)
     return owners, HeadPlaces(cut(places.joint), cut(places.keys))
