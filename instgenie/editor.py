@@ -86,7 +86,7 @@ class Editor:
     registered and serves the three that follow: a quarter of the bytes and of the work. With text_padding reused, the
     padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed. With quantization
     fp8 the network multiplies in eight bits, on GPUs that can. With convolutions reused, those of a UNet compute only
-    the tiles that have masked tokens, in edits without a template.
+    the tiles that have masked tokens.
 
     `loras` gives names to LoRA files, and `lora_dir` is a folder whose files are named by their stems. An edit asks for
     them with `loras=[("pencil", 0.8)]`; a path is a name, too.
@@ -233,11 +233,13 @@ class Editor:
             self.register(edit.picture, edit.size, edit.steps, edit.guidance, references=edit.references)
 
     def _find(self, edit: Edit, model: Model) -> Key | None:
-        """Find the edit's template in the store: first one that saw the same LoRAs, then the base model's. If both
-        kinds are there, `kv` is taken because it computes less."""
+        """Find the edit's template in the store: first one that saw the same LoRAs, then the base model's; first one
+        with rows for convolutions, then one without. If both kinds are there, `kv` is taken because it computes less.
+        """
         key = make_key(edit, model, "kv", self.cache_dtype, self.cache_stride, self.keeps_text)
         own = name_loras([(lora.version, lora.scale) for lora in edit.loras])
-        keys = (replace(key, kind=kind, loras=loras) for loras in dict.fromkeys((own, ())) for kind in NUM_PARTS)
+        forms = dict.fromkeys(((own, 0 if own else key.tile), ((), key.tile), ((), 0)))
+        keys = (replace(key, kind=kind, loras=loras, tile=tile) for loras, tile in forms for kind in NUM_PARTS)
         return next((key for key in keys if self.store.find(key) is not Lookup.MISS), None)
 
     def _prepare(self, queued: QueuedEdit) -> PreparedEdit:

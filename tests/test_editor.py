@@ -9,6 +9,8 @@ import pytest
 from helpers.edits import make_edit
 
 from instgenie import Editor
+from instgenie.cache.host import HostTier
+from instgenie.cache.store import Store
 from instgenie.errors import EditError, MaskError, ModelError
 from instgenie.types import Result
 
@@ -41,6 +43,22 @@ def test_steps_and_guidance_suit_the_model(editor: Editor, monkeypatch: pytest.M
     editor.edit(edit.picture, edit.mask, "sky")
     editor.edit(edit.picture, edit.mask, "sky", steps=3, guidance=2.0)
     assert [(edit.steps, edit.guidance) for edit in seen] == [(50, 30.0), (3, 2.0)]
+
+
+def test_templates_without_rows_for_convolutions_serve(folders: dict[str, Path]) -> None:
+    """Until there is one with such rows; convolutions are dense meanwhile."""
+    store, name = Store(host=HostTier(2**30)), str(folders["sd"])
+    plain = Editor(model=name, device="cpu", cache=store)
+    reusing = Editor(model=name, device="cpu", cache=store, convolutions="reused")
+    edit = make_edit(size=(64, 64), share=0.1, dense_steps=0)
+    plain.register(edit.picture, edit.size, edit.steps, edit.guidance)
+    [dense], [found] = plain.edit_many([edit]), reusing.edit_many([edit])
+    assert (found.reuse, found.cache_tier) == ("template", "host")
+    assert (found.picture == dense.picture).all()
+    assert reusing.register(edit.picture, edit.size, edit.steps, edit.guidance).num_computed_steps == edit.steps
+    [tiled] = reusing.edit_many([edit])
+    assert (tiled.picture[~edit.mask] == edit.picture[~edit.mask]).all()
+    assert (tiled.picture != dense.picture).any()
 
 
 def test_progress_counts_all_steps(editor: Editor) -> None:

@@ -373,7 +373,7 @@ class QualityStudy:
     def embed(self, samples: Sequence[Sample]) -> Tensor:
         return self.judge.embed([s.edit.picture for s in samples], [s.edit.mask for s in samples]).clone()
 
-    def figures(self, run: dict[str, str | int], seconds: float) -> Figures:
+    def figures(self, run: dict[str, str | int | float], seconds: float) -> Figures:
         pictures = [
             Picture(s.mask_kind, s.ratio, round(token_share(s.edit.mask, self.model.patch), 4)) for s in self.pictures
         ]

@@ -7,6 +7,7 @@ for all tokens.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from instgenie.types import NUM_PARTS, CacheDtype, Kind
 
@@ -16,6 +17,8 @@ VALUE_BYTES: dict[CacheDtype, float] = {  # per value of packed rows; four bits,
     "fp8": 1.0,
     "int4": 0.625,
 }
+# what is kept for a convolution or a norm has a row per token at the border of a tile, per token, or per tile (float32)
+KeptRows = Literal["border", "all", "tiles"]
 SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # the multiples to which the lists of a whole batch are padded
 
 
@@ -46,13 +49,28 @@ class ConvolutionShape:
     each tile."""
 
     width: int  # of a row
-    side: int = 1  # as that of a block
-    tile: int = 0  # side of the tiles that have a row each, of float32; 0: each token has one
+    side: int  # as that of a block
+    tile: int  # side of the tiles
+    rows: KeptRows
 
     def num_rows(self, grid: tuple[int, int]) -> int:
-        """The number of rows of a picture with so many rows and columns of tokens at the finest level."""
-        down, across = (-(-length // (self.side * max(self.tile, 1))) for length in grid)
-        return down * across
+        """The number of rows of a picture with so many rows and columns of tokens at the finest level; at least one, so
+        that every place has rows."""
+        down, across = (length // self.side for length in grid)
+        if self.rows == "tiles":
+            return -(-down // self.tile) * -(-across // self.tile)
+        inside = (down - num_at_border(down, self.tile)) * (across - num_at_border(across, self.tile))
+        return max(down * across - inside, 1) if self.rows == "border" else down * across
+
+
+def num_at_border(length: int, tile: int) -> int:
+    """How many of the rows (or columns) of a picture lie between two tiles, on either side."""
+    return sum(is_at_border(number, length, tile) for number in range(length))
+
+
+def is_at_border(number: int, length: int, tile: int) -> bool:
+    """Return whether a row (or column) of a picture is the first or the last of a tile, with another tile beside it."""
+    return (number % tile == 0 and number > 0) or (number % tile == tile - 1 and number < length - 1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +93,7 @@ class NetworkShape:
     @property
     def tiles(self) -> set[tuple[int, int]]:
         """The sides of the levels that are cut into tiles, each with that of its tiles."""
-        return {(shape.side, shape.tile) for shape in self.convolutions if shape.tile}
+        return {(shape.side, shape.tile) for shape in self.convolutions}
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,10 @@ class Graphs:
 
     def rows_at(self, table: Tensor, packed: PackedBatch) -> TableRows:
         """Rows at the addresses of a table, which a pass reads when they are there."""
-        return TableRows(table, dtypes_of(packed.readers), Passage(self.staging.gates, len(table)).reach)
+        read = [job.activations for job, _ in packed.readers if job.activations]
+        ranks = next((one.ranks for one in read if len(one.rows) == len(table)), ()) or range(len(table))
+        passage = Passage(self.staging.gates, ranks)
+        return TableRows(table, dtypes_of(packed.readers), passage.reach)
 
     def find_addresses(self, job: Job, branch: int) -> list[int]:
         assert job.activations is not None

@@ -111,6 +111,7 @@ def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind, num_tex
         rows=tuple(carve(memory, specs)),
         time=torch.empty(1, 0, dtype=model.dtype, device=job.device),
         steps=KeptSteps(job.num_steps, (0,)),  # one slot, whichever step wrote it last
+        ranks=model.kept_convolutions.ranks if convolution_specs(job, network, model.dtype) else (),
     )
     job.plan = (True,) * sum(network.run_lengths)
 
@@ -144,7 +145,8 @@ def convolution_specs(job: Job, network: NetworkShape, dtype: torch.dtype) -> li
         return []
     return [
         TensorSpec(
-            (len(job.branches), 1, 1, shape.num_rows(job.grid), shape.width), torch.float32 if shape.tile else dtype
+            (len(job.branches), 1, 1, shape.num_rows(job.grid), shape.width),
+            torch.float32 if shape.rows == "tiles" else dtype,
         )
         for shape in network.convolutions
     ]

@@ -90,7 +90,7 @@ def register_in(
     edit = template_edit(picture, model, size, steps, guidance, references)
     check_registration(kind, NUM_STEPS_AT_ONCE, stride)
     key = make_key(edit, model, kind, cache_dtype, stride, keeps_text)
-    key = replace(key, loras=name_loras(loras.names)) if loras else key
+    key = replace(key, loras=name_loras(loras.names), tile=0) if loras else key
     with store.pinned(key):
         missing = store.missing(key)
         num_missing = key.num_served(missing)
@@ -104,7 +104,8 @@ def make_activations(key: Key, span: Span, model: Model) -> Activations:
     """Wrap a span of all kept steps, as found in the store, for the model. Rows may stay on another device; the time
     embeddings are moved to the model's."""
     time, steps = span.time.to(model.device), key.kept_steps if key.stride > 1 else None  # None: every step
-    return Activations(key, model.run_lengths, num_tokens(key.size, model), span.rows, time, steps)
+    ranks = model.kept_convolutions.ranks if key.tile else ()
+    return Activations(key, model.run_lengths, num_tokens(key.size, model), span.rows, time, steps, ranks)
 
 
 @torch.inference_mode()
@@ -137,18 +138,28 @@ def observe_span(job: Job, model: Model, key: Key, slots: range) -> Span:
     with such a value would spoil every edit that reads it."""
     steps = [key.kept_steps.steps[slot] for slot in slots]
     jobs = [at_step(job, step) for step in steps]
-    rows: list[Tensor] = []
-    bounds: list[Tensor] = []  # per place, the smallest and the largest value
+    tiled = places_of_tiles(model) if key.tile else ()
+    rows: dict[int, Tensor] = {}
+    bounds: dict[int, Tensor] = {}  # per place, the smallest and the largest value
 
-    def keep(seen: Tensor) -> None:
+    def keep(seen: Tensor, place: int | None = None, /) -> None:
         by_branch = seen.unflatten(0, (len(jobs), -1)).transpose(0, 1)  # [branches, steps, 2 or 1, tokens, width]
-        bounds.append(torch.stack(torch.aminmax(seen)))
-        rows.append(keep_rows(by_branch, key.cache_dtype))
+        number = len(rows) if place is None else place
+        bounds[number] = torch.stack(torch.aminmax(seen)).float()
+        rows[number] = keep_rows(by_branch, "model" if number in tiled else key.cache_dtype)
 
     time = model.observe_time(jobs)
-    model.observe(jobs, key.kind, keep, key.num_text)
-    check_finite(torch.stack(bounds), steps)
-    return Span(slots, tuple(rows), time)
+    model.observe(jobs, key.kind, keep, key.num_text, key.tile > 0)
+    places = range(len(rows))
+    check_finite(torch.stack([bounds[place] for place in places]), steps)
+    return Span(slots, tuple(rows[place] for place in places), time)
+
+
+def places_of_tiles(model: Model) -> frozenset[int]:
+    """Places that keep numbers of tiles, which are never packed."""
+    network = model.describe()
+    first = len(network.blocks) + len(network.run_lengths)
+    return frozenset(first + number for number, shape in enumerate(network.convolutions) if shape.rows == "tiles")
 
 
 def at_step(job: Job, step: int) -> Job:
@@ -286,6 +297,7 @@ def name_key(
         stride=stride_of(stride, schedule.num_steps),
         num_text=model.num_kept_text(reference_grids(edit, size, model), keeps_text),
         references=references,
+        tile=model.kept_convolutions.tile,
     )
 
 

@@ -40,14 +40,16 @@ class Key:
     num_text: int = 0  # text tokens whose rows are kept, for edits that read its padding
     loras: tuple[str, ...] = ()  # that the registration saw: version and scale of each; none: the base model's own
     references: str = ""  # digest of the pictures that the model saw beside it, if it saw any
+    tile: int = 0  # side of the tiles at whose borders the inputs of convolutions are kept; 0: none are
 
     @property
     def text(self) -> str:
         """The key as JSON, the same in every process. A key without a stride is that of a template with all steps, one
         without `num_text` that of a template without rows of its text, one without `loras` that of the base model, one
-        without `references` that of a picture alone."""
+        without `references` that of a picture alone, one without `tile` that of a template without rows for
+        convolutions."""
         fields = asdict(self)
-        for name in ("stride", "num_text", "loras", "references"):
+        for name in ("stride", "num_text", "loras", "references", "tile"):
             if fields[name] == Key.__dataclass_fields__[name].default:
                 del fields[name]
         return json.dumps(fields, sort_keys=True)
@@ -118,15 +120,20 @@ class Activations:
     transformer. After the blocks of each run a UNet also keeps the run's output, because convolutions read every token.
     A Flux does not: it needs velocities of masked tokens alone. Rows of the text, if they are kept, lie before those of
     the image. Where a block has two attentions, a row of K or V has the heads of both. For a UNet whose convolutions
-    are reused, the inputs of all convolutions and numbers of the tiles of all norms follow.
+    are reused, the inputs of all convolutions follow, where tiles meet, and numbers of the tiles of all norms, which
+    are never packed. A pass reads them between the others: `ranks` has its order.
     """
 
     key: Key
     run_lengths: tuple[int, ...]  # number of blocks in each run
     num_tokens: int  # at full resolution; coarser levels of a UNet have fewer
-    rows: tuple[Tensor, ...]  # per place, in the order of the pass [branches, slots, 2 or 1, tokens, width or bytes]
+    rows: tuple[Tensor, ...]  # per place [branches, slots, 2 or 1, tokens, width or bytes]
     time: Tensor  # [slots, width] or [slots, branches, width], the input of modulation; a UNet's has no width
     steps: KeptSteps | None = None  # the steps whose rows lie in the slots; None: every step
+    ranks: tuple[int, ...] = ()  # per place, which in turn a pass reads; none: one after the other
+
+    def rank(self, place: int) -> int:
+        return self.ranks[place] if self.ranks else place
 
     @property
     def kind(self) -> Kind:
@@ -194,13 +201,17 @@ class Activations:
         time = self.time[self.slot(step)]
         return time if time.ndim == 1 else time[branch]
 
+    def packs(self, kept: Tensor) -> bool:
+        """Return whether these of its rows are packed; numbers of tiles never are."""
+        return self.is_packed and kept.dtype == torch.uint8
+
     def readable(self, kept: Tensor) -> Tensor:
         """Unpack rows, on their device, if they are packed."""
-        return unpacked(kept, self.key.cache_dtype, self.dtype) if self.is_packed else kept
+        return unpacked(kept, self.key.cache_dtype, self.dtype) if self.packs(kept) else kept
 
     def source(self, kept: Tensor) -> Tensor | PackedRows:
         """Rows as kernels read them: packed ones are unpacked on the way."""
-        return PackedRows(kept, self.key.cache_dtype) if self.is_packed else kept
+        return PackedRows(kept, self.key.cache_dtype) if self.packs(kept) else kept
 
     def addresses(self, step: int, branch: int) -> list[int]:
         """Addresses of the rows of a step, place after place. Each place is contiguous."""

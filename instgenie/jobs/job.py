@@ -224,6 +224,19 @@ def stands_still(job: Job) -> bool:
     return job.is_held or job.awaits_controls or job.awaits_branch
 
 
+def reads_convolutions(job: Job, plan: Plan | None = None) -> bool:
+    """Return whether convolutions compute masked tiles alone at the job's present step, or one with a plan: where every
+    block computes masked tokens alone, and no LoRA and no ControlNet may change what convolutions compute elsewhere."""
+    has_any = job.activations is not None and job.activations.has_convolutions and len(job.inside) > 0
+    plan = job.present_plan if plan is None else plan
+    return has_any and bool(plan) and all(plan) and not (job.edit.loras or job.edit.controls)
+
+
+def keeps_convolutions(job: Job) -> bool:
+    """Return whether the job's present step leaves behind what convolutions read."""
+    return job.activations is not None and job.activations.has_convolutions and job.keeps_activations
+
+
 def control_scales(job: Job) -> tuple[float, ...]:
     """The scale of each of a job's ControlNets at its present step; 0: it does not guide it."""
     return tuple(control.scale_at(job.step, job.num_steps) for control in job.controls)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from instgenie.cost.network import is_at_border
+
 MIN_SIDE = 4  # of a tile in tokens of its level, unless tiles are smaller at the finest level
 
 
@@ -39,6 +41,23 @@ def side_at(tile: int, level_side: int) -> int:
     """The side of a tile at a level at which a token stands for `level_side` by `level_side` of the finest: coarser
     levels have smaller tiles, so that about the same share of a picture is active."""
     return max(tile // level_side, min(tile, MIN_SIDE))
+
+
+def covers_several(coarser_side: int, side: int) -> bool:
+    """Return whether a tile of the next coarser level lies over several tiles of a level, of which some may not be
+    active. Convolutions that halve the picture read all of them."""
+    return 2 * coarser_side > side
+
+
+@lru_cache(maxsize=64)
+def border_tokens(grid: tuple[int, int], side: int, device: torch.device) -> Tensor:
+    """The tokens that lie between two tiles [tokens], which are all that convolutions read around a tile; of a picture
+    with one tile, the first token."""
+    down, across = (
+        torch.tensor([is_at_border(number, length, side) for number in range(length)], device=device) for length in grid
+    )
+    found = (down[:, None] | across[None, :]).flatten().nonzero()[:, 0]
+    return found if len(found) else torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def masked_tiles(masked: Tensor, grid: tuple[int, int], side: int) -> Tiles:

@@ -63,8 +63,6 @@ def take_rows_fused(
     out = rows.new_empty(num_lists, num_entries, width)
     table, packing = find_table(sources, rows.device) if sources is not None else (index, "model")
     block_rows, block_channels = min(power_of_two(num_entries), BLOCK_ROWS), min(power_of_two(width), BLOCK_CHANNELS)
-    if packing != "model":
-        block_channels = power_of_two(width)
     if out.numel():
         grid = num_lists, -(-num_entries // block_rows), -(-width // block_channels)
         take_kernel[grid](
@@ -126,12 +124,14 @@ def take_kernel(  # type: ignore[no-untyped-def]
     value = tl.where(flows, value, 0.0)
     if has_sources:
         is_kept = inside & (taken <= -2)
-        kept = -2 - taken
+        kept = tl.where(taken <= -2, -2 - taken, 0)
         if packing:
-            packed = tl.load(table + picture).to(tl.pointer_type(tl.uint8))
+            # the scale of the first row is read even where no row is: then from memory that is there
+            address = tl.load(table + picture)
+            packed = tl.where(address == 0, out.to(tl.int64), address).to(tl.pointer_type(tl.uint8))
             if is_aligned:  # several values are read at once
                 packed = tl.multiple_of(packed, 16)
-            value += load_packed(packed, kept, channel, is_kept, width, packing)
+            value = tl.where(is_kept, load_packed(packed, kept, channel, is_kept, width, packing), value)
         else:
             source = tl.multiple_of(tl.load(table + picture).to(out.dtype), 16)
             value += tl.load(source + kept * width + channel, mask=is_kept, other=0.0).to(tl.float32)

@@ -5,9 +5,9 @@ family.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,18 @@ class HalfPass(Protocol):
         ...
 
 
-Keep = Callable[[Tensor], None]  # receives what activations keep of a block [branches, 2 or 1, tokens, width]
+class TakeRows(Protocol):
+    """Receives what activations keep of a place [branches, 2 or 1, tokens, width]: of the next one, or of that with a
+    number."""
+
+    def __call__(self, seen: Tensor, place: int | None = None, /) -> None: ...
+
+
+class KeptConvolutions(NamedTuple):
+    """Which activations have rows for convolutions, and when a pass reads them."""
+
+    tile: int = 0  # side of the tiles at whose borders inputs are kept; 0: none are
+    ranks: tuple[int, ...] = ()  # per place of such activations, which in turn a pass reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,10 +188,18 @@ class Model(PipelineParts):
             raise ModelError(f"the network of {self.name!r} has no convolutions that could be {how}: a UNet has")
         return self
 
+    @property
+    def kept_convolutions(self) -> KeptConvolutions:
+        """What registrations keep for convolutions."""
+        return KeptConvolutions()
+
     @abstractmethod
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, num_text: int = 0) -> None:
+    def observe(
+        self, jobs: Sequence[Job], kind: Kind, keep: TakeRows, num_text: int = 0, with_convolutions: bool = False
+    ) -> None:
         """A dense pass; what activations keep of it is handed over in the order of the pass. Rows of the last
-        `num_text` tokens of text that flows lie before those of the image."""
+        `num_text` tokens of text that flows lie before those of the image; with `with_convolutions`, those for
+        convolutions are kept, too."""
 
     @abstractmethod
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:

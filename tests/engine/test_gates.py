@@ -47,7 +47,7 @@ def test_every_place_has_a_gate_and_gates_are_met_in_order(num_places: int) -> N
 
 def test_a_pass_waits_once_at_each_gate_and_again_when_it_begins_again() -> None:
     gates = NotedGates()
-    passage = Passage(gates, num_places=2 * NUM_GATES)
+    passage = Passage(gates, ranks=range(2 * NUM_GATES))
     for _ in range(2):
         for place in range(3, 2 * NUM_GATES):  # the first three places are computed
             passage.reach(place)
@@ -56,7 +56,7 @@ def test_a_pass_waits_once_at_each_gate_and_again_when_it_begins_again() -> None
 
 def test_a_pass_that_reads_one_place_waits_for_it_every_time() -> None:
     gates = NotedGates()
-    passage = Passage(gates, num_places=57)
+    passage = Passage(gates, ranks=range(57))
     for _ in range(3):
         passage.reach(56)
     assert gates.waited == 3 * [NUM_GATES - 1]

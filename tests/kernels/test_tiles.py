@@ -53,16 +53,22 @@ def take_own(take: partial[Tensor], index: Tensor) -> Tensor:
     return take_rows_reference(rows, index.clamp(min=NOTHING), *others, None)
 
 
-def test_taking_packed_rows(device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("width", [64, 320])
+def test_taking_packed_rows(device: str, dtype: torch.dtype, width: int) -> None:
+    """The second picture has none."""
     torch.manual_seed(0)
-    rows, kept = torch.randn(50, 64, device=device, dtype=dtype), torch.randn(1, 40, 64, device=device, dtype=dtype)
-    owners, index = torch.zeros(5, dtype=torch.int64, device=device), draw_index(len(rows), 40, device)
+    rows = torch.randn(50, width, device=device, dtype=dtype)
+    kept = torch.randn(1, 40, width, device=device, dtype=dtype)
+    owners, index = torch.tensor([0, 0, 1, 0, 1], device=device), draw_index(len(rows), 40, device)
+    index[owners == 1] = index[owners == 1].clamp(min=NOTHING)
     for packing in ("fp8", "int4"):
         packed = pack_rows(kept, packing)
         truth = take_rows_reference(
-            rows.double(), index, owners, None, False, [unpacked(packed, packing, dtype).double()]
+            rows.double(), index, owners, None, False, [unpacked(packed, packing, dtype).double(), None]
         )
-        close(take_rows_fused(rows, index, owners, None, False, [PackedRows(packed, packing)]), truth)
+        close(take_rows_fused(rows, index, owners, None, False, [PackedRows(packed, packing), None]), truth)
+        table = Addresses(torch.tensor([packed.data_ptr(), 0], device=device), (packing, packing))
+        close(take_rows_fused(rows, index, owners, None, False, table), truth)
 
 
 @torch.no_grad()

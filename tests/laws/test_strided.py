@@ -17,7 +17,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, make_key, register, register_in, reuse
 from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import Kind, parse_key
-from instgenie.models.model import Keep, Model
+from instgenie.models.model import Model, TakeRows
 
 CPU = torch.device("cpu")
 
@@ -72,9 +72,9 @@ def test_only_kept_steps_are_computed_and_stored(
     model, edit = models["blend"], make_edit(steps=9)
     num_seen, observe = [0], type(model).observe
 
-    def count(self: Model, jobs, kind: Kind, keep: Keep, num_text: int) -> None:
+    def count(self: Model, jobs, kind: Kind, keep: TakeRows, *others: int) -> None:
         num_seen[0] += len(jobs)
-        observe(self, jobs, kind, keep, num_text)
+        observe(self, jobs, kind, keep, *others)
 
     monkeypatch.setattr(type(model), "observe", count)
     store, progress = Store(disk=DiskTier(tmp_path, 2**30)), []
@@ -140,13 +140,13 @@ def test_a_registration_refuses_what_is_no_number(
     model, edit = models["blend"], make_edit(steps=2)
     observe = type(model).observe
 
-    def spoil(self: Model, jobs, kind: Kind, keep: Keep, num_text: int) -> None:
-        def spoiled(seen: torch.Tensor) -> None:
+    def spoil(self: Model, jobs, kind: Kind, keep: TakeRows, *others: int) -> None:
+        def spoiled(seen: torch.Tensor, _: int | None = None, /) -> None:
             seen = seen.clone()
             seen[..., 0, 7] = bad
             keep(seen)
 
-        observe(self, jobs, kind, spoiled, num_text)
+        observe(self, jobs, kind, spoiled, *others)
 
     monkeypatch.setattr(type(model), "observe", spoil)
     with pytest.raises(ModelError, match=r"3 of 3 places, .* in the steps 0, 1"):

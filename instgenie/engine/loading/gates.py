@@ -6,6 +6,7 @@ others are being copied. The events are external to captured passes, so a captur
 copies that were started last.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,17 +36,18 @@ class Passage:
     """The way of a pass, place after place, through the gates. A pass may begin again."""
 
     gates: Gates
-    num_places: int
-    place: int = -1  # the last one that was reached
+    ranks: Sequence[int]  # per place, which in turn the pass reads it
+    rank: int = -1  # of the last one that was reached
 
     def reach(self, place: int) -> None:
         """Wait at the gate before a place, unless the pass has come through it."""
-        gate = gate_of(place, self.num_places)
-        if place <= self.place or self.place < 0 or gate != gate_of(self.place, self.num_places):
+        rank, num_places = self.ranks[place], len(self.ranks)
+        gate = gate_of(rank, num_places)
+        if rank <= self.rank or self.rank < 0 or gate != gate_of(self.rank, num_places):
             self.gates.wait(gate)
-        self.place = place
+        self.rank = rank
 
 
-def gate_of(place: int, num_places: int) -> int:
-    """The gate that a pass goes through before it reads a place; each has as many places behind it."""
-    return place * NUM_GATES // num_places
+def gate_of(rank: int, num_places: int) -> int:
+    """The gate that a pass goes through before it reads a place, by its rank; each has as many places behind it."""
+    return rank * NUM_GATES // num_places

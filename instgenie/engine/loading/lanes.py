@@ -131,6 +131,8 @@ class ThreadLane:
         """Do nothing: on a CPU everything computed so far is done, and the one thread keeps transfers in order."""
 
     def form(self, activations: Activations, kept: Tensor) -> TensorSpec:
+        if not activations.packs(kept):
+            return TensorSpec(tuple(kept.shape), kept.dtype)
         return TensorSpec(unpacked_shape(kept, activations.key.cache_dtype), activations.dtype)
 
     def start(self, buffer: int, transfers: Sequence[Transfer]) -> None:
@@ -139,7 +141,10 @@ class ThreadLane:
     @torch.inference_mode()
     def fill(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
-            unpack_rows(transfer.kept, transfer.room, transfer.activations.key.cache_dtype)
+            if transfer.activations.packs(transfer.kept):
+                unpack_rows(transfer.kept, transfer.room, transfer.activations.key.cache_dtype)
+            else:
+                transfer.room.copy_(transfer.kept)
 
     def wait(self, buffer: int) -> None:
         self._filled[buffer].result()

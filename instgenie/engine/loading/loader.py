@@ -144,11 +144,11 @@ class LoadedRows:
 
 def make_transfer(part: StopPart, room: Tensor) -> Transfer:
     kept = part.shared.kept(part.place, part.branch)
-    return Transfer(part.place, part.shared.activations, kept, part.shared.needed(kept.shape[1]), room)
+    return Transfer(part.place, part.shared.activations, kept, needed(part), room)
 
 
 def needed(part: StopPart) -> Tensor:
-    return part.shared.needed(part.shared.kept(part.place, part.branch).shape[1])
+    return part.shared.needed(part.place)
 
 
 def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, int]]:

@@ -4,7 +4,7 @@ A route has a stop for each place of the pass at which any job reads. Jobs that 
 share its rows. While the same jobs go on sharing the same way, their route stays the same from step to step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from instgenie.cost.plan import Plan
 from instgenie.jobs.activations import Activations
-from instgenie.jobs.job import Job
+from instgenie.jobs.job import Job, reads_convolutions
 from instgenie.jobs.tokens import with_padding
 
 
@@ -43,15 +43,19 @@ class SharedRows:
         return range(min(max(len(job.branches) for job in self.jobs), self.activations.num_branches))
 
     @cached_property
-    def _needed(self) -> dict[int, Tensor]:
+    def _needed(self) -> dict[tuple[int, bool], Tensor]:
         return {}
 
-    def needed(self, num_rows: int) -> Tensor:
-        """Indices of the rows that any of the jobs reads, at a place that keeps `num_rows` [rows]; found once."""
-        if num_rows not in self._needed:
-            read = [rows_read(job, num_rows) for job in self.jobs]
-            self._needed[num_rows] = read[0] if len(read) == 1 else union(read, num_rows)
-        return self._needed[num_rows]
+    def needed(self, place: int) -> Tensor:
+        """Indices of the rows that any of the jobs reads at a place [rows]; found once for places of one size. All
+        rows of what is kept for convolutions are moved."""
+        num_rows, is_whole = self.kept(place, 0).shape[1], place >= self.activations.num_places
+        key = num_rows, is_whole
+        if key not in self._needed:
+            every = [torch.arange(num_rows, device=self.jobs[0].device)]
+            read = every if is_whole else [rows_read(job, num_rows) for job in self.jobs]
+            self._needed[key] = read[0] if len(read) == 1 else union(read, num_rows)
+        return self._needed[key]
 
 
 def rows_read(job: Job, num_rows: int) -> Tensor:
@@ -97,10 +101,15 @@ def make_route(passes: Iterable[Sequence[Job]]) -> Route:
     for jobs in passes:
         own = find_shared(jobs)
         shared += own
-        for place in sorted({place for one in own for place in one.places}):
+        for place in sorted({place for one in own for place in one.places}, key=rank_in(own)):
             there = [one for one in own if place in one.places]
             stops.append(tuple(StopPart(one, place, branch) for one in there for branch in one.branches))
     return Route(tuple(shared), tuple(stops))
+
+
+def rank_in(shared: Sequence[SharedRows]) -> Callable[[int], int]:
+    """Which in turn a pass reads each place. All activations of a pass have the same places."""
+    return shared[0].activations.rank if shared else lambda place: place
 
 
 def find_shared(jobs: Sequence[Job]) -> list[SharedRows]:
@@ -136,7 +145,8 @@ def places_of(job: Job, num_ahead: int = 0) -> tuple[int, ...]:
     step = job.step + num_ahead
     if cache is None or step >= job.num_steps or job.is_dense_at(step):
         return ()
-    return places_of_plan(job.plan, cache.run_lengths, len(cache.rows) > cache.num_blocks)
+    places = places_of_plan(job.plan, cache.run_lengths, len(cache.rows) > cache.num_blocks)
+    return (*places, *range(cache.num_places, len(cache.rows))) if reads_convolutions(job, job.plan) else places
 
 
 @lru_cache(maxsize=256)

@@ -145,8 +145,8 @@ class Staging:
         for job in jobs:
             if places := places_of(job, num_ahead):
                 assert job.activations is not None
-                num_places = len(job.activations.rows)
-                behind = [place for place in places if gate is None or gate_of(place, num_places) == gate]
+                num_places, rank = len(job.activations.rows), job.activations.rank
+                behind = [place for place in places if gate is None or gate_of(rank(place), num_places) == gate]
                 if shipment := self.pack_places(job.activations, job.step + num_ahead, behind):
                     yield shipment
 

@@ -17,7 +17,7 @@ from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
 from instgenie.models.joint.batch import JointBatch, pack
 from instgenie.models.joint.modulation import ModulationTables
 from instgenie.models.joint.network import JointNetwork, observe, velocity
-from instgenie.models.model import Keep, Model
+from instgenie.models.model import Model, TakeRows
 from instgenie.models.packed import PackedBatch
 from instgenie.types import Edit, Pixels
 
@@ -133,7 +133,10 @@ class JointModel(Model):
         assert isinstance(packed, JointBatch)
         return velocity(self.joint_network, packed)
 
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, num_text: int = 0) -> None:
+    def observe(
+        self, jobs: Sequence[Job], kind: Kind, keep: TakeRows, num_text: int = 0, with_convolutions: bool = False
+    ) -> None:
+        assert not with_convolutions  # it has none
         num_branches = sum(len(job.branches) for job in jobs)
         for seen in observe(self.joint_network, self.pack_step(jobs), kind, num_text):
             keep(seen.unflatten(1, (num_branches, -1)).transpose(0, 1))

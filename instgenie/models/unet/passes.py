@@ -18,7 +18,7 @@ from instgenie.errors import ModelError
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
-from instgenie.models.model import Keep, Model
+from instgenie.models.model import KeptConvolutions, Model, TakeRows
 from instgenie.models.packed import PackedBatch
 from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
 from instgenie.models.unet.network import Encoded, Recorder, cross, encode, find_positions, predict
@@ -105,8 +105,18 @@ class UnetPasses(Model):
         with attention(packed):
             return UnetHalf(packed, encode(self.unet, self.positions, packed))
 
-    def observe(self, jobs: Sequence[Job], kind: Kind, keep: Keep, num_text: int = 0) -> None:
+    @property
+    def kept_convolutions(self) -> KeptConvolutions:
+        return KeptConvolutions(self.tile, self.tiling.ranks) if self.convolutions == "reused" else KeptConvolutions()
+
+    def observe(
+        self, jobs: Sequence[Job], kind: Kind, keep: TakeRows, num_text: int = 0, with_convolutions: bool = False
+    ) -> None:
         assert not num_text  # it does not flow
+        if with_convolutions:
+            facts = self.positions, self.cross, self.pixels_per_latent, self.tile, self.tiling.sides
+            self.run(pack_tiles(jobs, *facts).recording(kind, keep))
+            return
         packed = pack(jobs, self.positions, self.cross, self.pixels_per_latent)
         predict(self.unet, self.positions, packed, Recorder(kind, keep))
 

@@ -20,8 +20,10 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
+from instgenie.cost.network import KeptRows
+from instgenie.jobs.tiles import covers_several, side_at
 from instgenie.kernels.add import add_bias
-from instgenie.kernels.addresses import RowSources
+from instgenie.kernels.addresses import Addresses, RowSources
 from instgenie.kernels.take import FIRST_KEPT, NOTHING, take_rows
 from instgenie.kernels.tile_norm import tile_columns, tile_moments
 from instgenie.models.layers.linear import EACH_BRANCH, linear
@@ -37,28 +39,47 @@ from instgenie.models.unet.tiles import PartRange, TileLevel, find_rows
 class KeptPlace(NamedTuple):
     """What activations keep of a convolution, its input, or of a norm, the moments of the tiles of its input."""
 
-    module: nn.Module
+    module: nn.GroupNorm | nn.Conv2d
     side: int  # of the level of its input
-    width: int  # of a row
-    is_moments: bool
+    halves: bool = False  # True for a convolution that leads to the next coarser level
+
+    @property
+    def width(self) -> int:
+        """The width of a row."""
+        return 2 * self.module.num_groups if isinstance(self.module, nn.GroupNorm) else self.module.in_channels
+
+    def rows(self, tile: int) -> KeptRows:
+        """What has a row, where tiles have this side at the finest level."""
+        if isinstance(self.module, nn.GroupNorm):
+            return "tiles"
+        several = self.halves and covers_several(side_at(tile, 2 * self.side), side_at(tile, self.side))
+        return "all" if several else "border"
 
 
 KeptPlaces: TypeAlias = dict[nn.Module, int]  # numbers among what activations keep
 
 
-def find_kept(unet: UNet2DConditionModel) -> Iterator[KeptPlace]:
-    """What activations keep for convolutions, after all that they keep for transformers."""
+def walk_places(unet: UNet2DConditionModel) -> Iterator[KeptPlace | Transformer2DModel]:
+    """What reads activations, in the order of a pass over masked tiles."""
     for block, side in with_sides(unet):
-        for resnet in block.resnets:
-            for norm, conv in ((resnet.norm1, resnet.conv1), (resnet.norm2, resnet.conv2)):
-                yield KeptPlace(norm, side, 2 * norm.num_groups, True)
-                yield KeptPlace(conv, side, conv.in_channels, False)
-        for transformer in getattr(block, "attentions", None) or ():
-            yield KeptPlace(transformer.norm, side, 2 * transformer.norm.num_groups, True)
-        for sampler in (*(getattr(block, "downsamplers", None) or ()), *(getattr(block, "upsamplers", None) or ())):
-            yield KeptPlace(sampler.conv, side, sampler.conv.in_channels, False)
-    yield KeptPlace(unet.conv_norm_out, 1, 2 * unet.conv_norm_out.num_groups, True)
-    yield KeptPlace(unet.conv_out, 1, unet.conv_out.in_channels, False)
+        attentions = list(getattr(block, "attentions", None) or ())
+        for number, resnet in enumerate(block.resnets):
+            for module in (resnet.norm1, resnet.conv1, resnet.norm2, resnet.conv2):
+                yield KeptPlace(module, side)
+            if number < len(attentions):
+                yield KeptPlace(attentions[number].norm, side)
+                yield attentions[number]
+        for sampler in getattr(block, "downsamplers", None) or ():
+            yield KeptPlace(sampler.conv, side, halves=True)
+        for sampler in getattr(block, "upsamplers", None) or ():
+            yield KeptPlace(sampler.conv, side)
+    yield KeptPlace(unet.conv_norm_out, 1)
+    yield KeptPlace(unet.conv_out, 1)
+
+
+def find_kept(unet: UNet2DConditionModel) -> list[KeptPlace]:
+    """What activations keep for convolutions, after all that they keep for transformers."""
+    return [place for place in walk_places(unet) if isinstance(place, KeptPlace)]
 
 
 def can_tile(unet: UNet2DConditionModel) -> bool:
@@ -117,7 +138,12 @@ class TiledPass:
 
     def sources(self, module: nn.Module) -> RowSources | None:
         """What branches that compute masked tiles alone read of the others; None: all compute all."""
-        return self.batch.rows.at(self.kept[module], self.batch.reads) if any(self.batch.reads) else None
+        if not any(self.batch.reads):
+            return None
+        found = self.batch.rows.at(self.kept[module], self.batch.reads)
+        if isinstance(module, nn.GroupNorm) and isinstance(found, Addresses):
+            return Addresses(found.table)  # numbers of tiles are never packed
+        return found
 
     def keep(self, module: nn.Module, picture: int, rows: Tensor) -> None:
         self.batch.rows.keep(self.kept[module], picture, [rows])
@@ -209,7 +235,8 @@ def resample(
 ) -> Tensor:
     """A convolution that leads to another level."""
     assert index is not None
-    out = convolve_rows(conv, rows_of(x), run, level, to.owners, index)
+    is_whole = conv.stride == (2, 2) and covers_several(to.side, level.side)
+    out = convolve_rows(conv, rows_of(x), run, level, to.owners, index, keeps_all=is_whole)
     return out if conv.bias is None else out + conv.bias[:, None, None]
 
 
@@ -222,21 +249,23 @@ def convolve_rows(
     index: Tensor,
     columns: Tensor | None = None,
     activates: bool = False,
+    keeps_all: bool = False,
 ) -> Tensor:
-    for picture, tokens in kept_pictures(run, level):
-        kept = take_rows(rows, level.row_of[None, tokens], level.pictures[picture, None], columns, activates)
+    for picture, row_of, border in kept_pictures(run, level):
+        chosen = row_of if keeps_all else row_of[border]
+        kept = take_rows(rows, chosen[None], level.pictures[picture, None], columns, activates)
         run.keep(conv, picture, kept[0])
     gathered = take_rows(rows, index, owners, columns, activates, run.sources(conv))
     return F.conv2d(squares(gathered), conv.weight, None, conv.stride)
 
 
-def kept_pictures(run: TiledPass, level: TileLevel) -> Iterator[tuple[int, slice]]:
-    """Yield the pictures of which rows are kept, with their tokens."""
-    for part in level.parts:
+def kept_pictures(run: TiledPass, level: TileLevel) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the pictures of which rows are kept, with the rows of their tokens, and their tokens between tiles."""
+    for part, border in zip(level.parts, level.borders, strict=True):
         for at in range(part.num_pictures):
             if run.batch.keeps[part.first_picture + at]:
                 first = part.first_token + at * part.num_all
-                yield part.first_picture + at, slice(first, first + part.num_all)
+                yield part.first_picture + at, level.row_of[first : first + part.num_all], border
 
 
 def norm_columns(

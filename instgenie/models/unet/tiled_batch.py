@@ -6,17 +6,20 @@ tiles of all parts lie in one list per level, which convolutions see at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Self
 
+import torch
 from torch import Tensor
 
-from instgenie.jobs.job import Job
+from instgenie.jobs.activations import Kind
+from instgenie.jobs.job import Job, keeps_convolutions, reads_convolutions
 from instgenie.jobs.rows import OWN_ROWS, BatchRows, JobRows, RowReader, StepRows
 from instgenie.jobs.tiles import Tiles, every_tile, side_at
 from instgenie.kernels.addresses import Addresses, RowSources
 from instgenie.kernels.roles import Column, Static
+from instgenie.models.model import TakeRows
 from instgenie.models.packed import PackedBatch
 from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
 from instgenie.models.unet.tiles import TileLevel, lay_out_tiles
@@ -44,12 +47,37 @@ class TiledBatch(PackedBatch):
         shares = [PartRows(rows, slice(end - num, end), ends[-1]) for end, num in zip(ends, nums, strict=True)]
         return replace(super().reading(rows), parts=tuple(map(UnetBatch.reading, self.parts, shares)))
 
+    def recording(self, kind: Kind, keep: TakeRows) -> Self:
+        """The same pass over all tiles, of which everything is kept."""
+        parts = tuple(replace(part, kept_kinds=(kind,) * len(part.sample)) for part in self.parts)
+        everyone = replace(self, parts=parts, keeps=(True,) * len(self.keeps))
+        return everyone.reading(ObservedRows(len(self.keeps), keep))
+
     def deal(self, predicted: Tensor) -> list[list[Tensor]]:
         """[tokens of all pictures, channels] -> per job and branch [tokens, channels]"""
         together = [job for part in self.parts for job in part.jobs]
         pictures = iter(predicted.split([len(job.masked) for job in together for _ in job.branches]))
         dealt = {job: [next(pictures) for _ in job.branches] for job in together}
         return [dealt[job] for job in self.jobs]
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedRows:
+    """Hands over what a pass keeps, place by place, for all readers together."""
+
+    num_readers: int
+    hand_over: TakeRows
+    waiting: list[Tensor] = field(default_factory=list)  # of one place
+
+    def at(self, place: int, wanted: Sequence[bool]) -> RowSources:
+        raise AssertionError(f"a pass that is recorded reads nothing: place {place}")
+
+    def keep(self, place: int, reader: int, parts: Sequence[Tensor]) -> None:
+        assert reader == len(self.waiting)
+        self.waiting.append(torch.stack(list(parts)))
+        if len(self.waiting) == self.num_readers:
+            self.hand_over(torch.stack(self.waiting), place)
+            self.waiting.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,17 +98,6 @@ class PartRows:
 
     def keep(self, place: int, reader: int, parts: Sequence[Tensor]) -> None:
         self.rows.keep(place, self.readers.start + reader, parts)
-
-
-def reads_convolutions(job: Job) -> bool:
-    """Return whether the convolutions of the job's present step compute masked tiles alone: where every block does."""
-    has_any = job.activations is not None and job.activations.has_convolutions
-    return has_any and bool(job.present_plan) and all(job.present_plan)
-
-
-def keeps_convolutions(job: Job) -> bool:
-    """Return whether the job's present step leaves behind what convolutions read."""
-    return job.activations is not None and job.activations.has_convolutions and job.keeps_activations
 
 
 def pack_tiles(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from instgenie.cost.network import common_share, padded_count
-from instgenie.jobs.tiles import Tiles
+from instgenie.jobs.tiles import Tiles, border_tokens, covers_several
 from instgenie.jobs.tokens import pad
 from instgenie.kernels.roles import Column, Static
 from instgenie.kernels.take import FIRST_KEPT, NOTHING
@@ -57,7 +57,9 @@ class TileLevel:
     owners: Column[Tensor]  # [tiles], the picture of each
     tokens: Column[Tensor]  # [tiles, side * side], among the tokens of all pictures; -1 over the edge
     inside: Column[Tensor]  # [tiles, side * side], bool
-    row_of: Column[Tensor]  # [tokens of all pictures], an index: the row of each, or its number in its picture
+    row_of: Column[Tensor]  # [tokens of all pictures], an index: the row of each, or its number among those kept of its
+    # picture; `NOTHING` within tiles that are not active
+    borders: Column[tuple[Tensor, ...]]  # per part [tokens], those of a picture that lie between two tiles
     window: Column[Tensor]  # [tiles, (side + 2)²], like `tokens`, with a halo of one token
     halo: Column[Tensor]  # [tiles, (side + 2)²], an index of this level's rows: what a convolution reads
     tile_of: Column[Tensor]  # [pictures, most tiles of a picture], an index of tiles
@@ -77,7 +79,9 @@ def lay_out_tiles(levels: tuple[TileParts, ...], pads: bool) -> tuple[TileLevel,
     for finer, coarser in pairwise(range(len(levels))):
         down = drawn[coarser].look(drawn[finer].facts, -1, 2 * drawn[coarser].side, factor=2)
         up = drawn[finer].look(drawn[coarser].facts, -1, drawn[finer].side + 1, scale=2)
-        placed[coarser] = replace(placed[coarser], down=find_rows(placed[finer].row_of, down))
+        several = covers_several(drawn[coarser].side, drawn[finer].side)
+        row_of = find_all(levels[finer], drawn[finer]) if several else placed[finer].row_of
+        placed[coarser] = replace(placed[coarser], down=find_rows(row_of, down))
         placed[finer] = replace(placed[finer], up=find_rows(placed[coarser].row_of, up))
     return tuple(placed)
 
@@ -138,7 +142,8 @@ def place(parts: TileParts, drawn: Drawn) -> TileLevel:
     pictures = [one for part in parts for one in part]
     device, side = drawn.owners.device, drawn.side
     tokens = drawn.look(drawn.facts, 0, side)
-    kept = torch.cat([FIRST_KEPT - torch.arange(one.num_tokens, device=device) for one in pictures])
+    borders = [border_tokens(one.grid, side, device) for one in pictures]
+    kept = torch.cat([number_kept(one, border) for one, border in zip(pictures, borders, strict=True)])
     row_of = put_first(kept, tokens.flatten())
     window = drawn.look(drawn.facts, -1, side + 1)
     most = max(one.num_all for one in pictures)
@@ -152,12 +157,26 @@ def place(parts: TileParts, drawn: Drawn) -> TileLevel:
         tokens=tokens,
         inside=tokens >= 0,
         row_of=row_of,
+        borders=tuple(border_tokens(part[0].grid, side, device) for part in parts),
         window=window,
         halo=find_rows(row_of, window),
         tile_of=tile_of,
         counts=counts,
         pictures=torch.arange(len(pictures), device=device),
     )
+
+
+def number_kept(tiles: Tiles, tokens: Tensor) -> Tensor:
+    """An index of the tokens of a picture [tokens], of which these are kept."""
+    kept = torch.full((tiles.num_tokens,), NOTHING, device=tokens.device)
+    return kept.index_copy(0, tokens, FIRST_KEPT - torch.arange(len(tokens), device=tokens.device))
+
+
+def find_all(parts: TileParts, drawn: Drawn) -> Tensor:
+    """As `row_of`, for convolutions of which the input is kept at all tokens."""
+    device = drawn.owners.device
+    kept = torch.cat([FIRST_KEPT - torch.arange(one.num_tokens, device=device) for part in parts for one in part])
+    return put_first(kept, drawn.look(drawn.facts, 0, drawn.side).flatten())
 
 
 def put_first(values: Tensor, places: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ from typing import Any
 from diffusers import UNet2DConditionModel
 
 from instgenie.cost.network import ConvolutionShape
-from instgenie.jobs.job import Job
+from instgenie.jobs.job import Job, keeps_convolutions, reads_convolutions
 from instgenie.jobs.tiles import side_at
 from instgenie.models.unet.batch import Positions
-from instgenie.models.unet.tiled import KeptPlaces, find_kept
-from instgenie.models.unet.tiled_batch import keeps_convolutions, reads_convolutions
+from instgenie.models.unet.tiled import KeptPlace, KeptPlaces, find_kept, walk_places
 from instgenie.types import Convolutions
 
 
@@ -47,9 +46,20 @@ class Tiling:
     def shapes(self) -> tuple[ConvolutionShape, ...]:
         """What activations keep for convolutions, as numbers; nothing if these are not reused."""
         return tuple(
-            ConvolutionShape(one.width, one.side, side_at(self.tile, one.side) if one.is_moments else 0)
+            ConvolutionShape(one.width, one.side, side_at(self.tile, one.side), one.rows(self.tile))
             for one in (find_kept(self.unet) if self.how == "reused" else ())
         )
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Per place of activations that have some for convolutions: which in turn a pass reads."""
+        order: list[int] = []
+        for one in walk_places(self.unet):
+            if isinstance(one, KeptPlace):
+                order.append(self.kept[one.module])
+            else:
+                order += range(self.positions[one].place, self.positions[one].end + 1)
+        return tuple(sorted(range(len(order)), key=order.__getitem__))
 
     @cached_property
     def sides(self) -> tuple[int, ...]:
@@ -65,8 +75,6 @@ class Tiling:
 
     def needs_tiles(self, jobs: Sequence[Job]) -> bool:
         """Return whether the jobs of a pass have several sizes, or convolutions that read or leave activations."""
-        return (
-            len({job.grid for job in jobs}) > 1
-            or any(map(keeps_convolutions, jobs))
-            or any(map(reads_convolutions, jobs))
+        return len({job.grid for job in jobs}) > 1 or any(
+            keeps_convolutions(job) or reads_convolutions(job) for job in jobs
         )

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from instgenie.jobs.tiles import Tiles, every_tile, masked_tiles, side_at
+from instgenie.cost.network import ConvolutionShape
+from instgenie.jobs.tiles import Tiles, border_tokens, covers_several, every_tile, masked_tiles, side_at
 from instgenie.kernels.take import FIRST_KEPT, NOTHING, take_rows_reference
 from instgenie.models.unet.tiled import rows_of, squares
 from instgenie.models.unet.tiles import TileLevel, lay_out_tiles
@@ -51,8 +52,13 @@ def to_pictures(tiles: Tensor, level: TileLevel, side: int = 1) -> list[Tensor]:
 
 
 def take(tiles: Tensor, index: Tensor, owners: Tensor, kept: list[Tensor] | None = None) -> Tensor:
-    sources = [rows_of(picture)[None] for picture in kept] if kept else None
+    sources = [rows[None] for rows in kept] if kept else None
     return squares(take_rows_reference(tiles, index, owners, None, False, sources))
+
+
+def between_tiles(pictures: list[Tensor], side: int) -> list[Tensor]:
+    """What is kept of pictures."""
+    return [rows_of(one)[border_tokens((one.shape[2], one.shape[3]), side, CPU)] for one in pictures]
 
 
 @pytest.mark.parametrize("tile", [2, 8, 16])
@@ -89,10 +95,17 @@ def test_convolutions_of_masked_tiles_read_the_others(tile: int, pads: bool) -> 
     fine, coarse = lay_out(tile, corner_masks(), pads)
     pictures, weight = draw_pictures(), torch.randn(4, 3, 3, 3, dtype=torch.float64)
     state = to_tiles(pictures, fine)
-    same = to_pictures(F.conv2d(take(state, fine.halo, fine.owners, pictures), weight), fine)
+    kept = between_tiles(pictures, fine.side)
+    same = to_pictures(F.conv2d(take(state, fine.halo, fine.owners, kept), weight), fine)
     assert coarse.down is not None
-    down = take(state, coarse.down, coarse.owners, pictures)
+    several = covers_several(coarse.side, fine.side)
+    assert several == (tile == 2)
+    down = take(state, coarse.down, coarse.owners, list(map(rows_of, pictures)) if several else kept)
     halved = to_pictures(F.conv2d(down, weight, stride=2), coarse, side=2)
+    small = draw_pictures(side=2)
+    assert fine.up is not None
+    up = take(to_tiles(small, coarse), fine.up, fine.owners, between_tiles(small, coarse.side))
+    doubled = to_pictures(F.conv2d(up, weight), fine)
     for number, mask in enumerate(corner_masks()):
         whole = F.conv2d(pictures[number], weight, padding=1)
         assert not same[number][:, :, mask].isnan().any()
@@ -100,6 +113,9 @@ def test_convolutions_of_masked_tiles_read_the_others(tile: int, pads: bool) -> 
         whole = F.conv2d(pictures[number], weight, padding=1, stride=2)
         known = torch.where(halved[number].isnan(), torch.nan, whole)
         torch.testing.assert_close(halved[number], known, equal_nan=True)
+        whole = F.conv2d(F.interpolate(small[number], scale_factor=2.0), weight, padding=1)
+        known = torch.where(doubled[number].isnan(), torch.nan, whole)
+        torch.testing.assert_close(doubled[number], known, equal_nan=True)
     if tile == 2:
         assert len(fine.owners) < sum(one.numel() for one in corner_masks()) // 4
         assert (fine.tile_of[0] == FIRST_KEPT - torch.arange(48)).sum() == 47
@@ -113,6 +129,18 @@ def test_tiles_know_their_pictures() -> None:
     assert fine.counts.tolist() == [[64, 32, 64, 32], [64, 32, 64, 32], [48, 48, 24, 0], [4, 0, 0, 0]]
     assert fine.tile_of.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, NOTHING], [11, *[NOTHING] * 3]]
     assert Tiles((9, 17), 8, torch.empty(0)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("grid", [(16, 12), (6, 20), (9, 17), (2, 2)])
+@pytest.mark.parametrize("tile", [2, 4, 8])
+def test_rows_that_are_kept(tile: int, grid: tuple[int, int]) -> None:
+    """Those that touch a token of another tile, and no others; one if there is no other tile."""
+    number = torch.arange(grid[0])[:, None] // tile * 100 + torch.arange(grid[1]) // tile
+    around = F.pad(number[None, None].float(), (1, 1, 1, 1), mode="replicate")[0, 0].unfold(0, 3, 1).unfold(1, 3, 1)
+    touches = (around != number[:, :, None, None]).flatten(2).any(2).flatten().nonzero()[:, 0].tolist() or [0]
+    assert border_tokens(grid, tile, CPU).tolist() == touches
+    shapes = [ConvolutionShape(8, 1, tile, rows) for rows in ("border", "all", "tiles")]
+    assert [shape.num_rows(grid) for shape in shapes] == [len(touches), number.numel(), len(number.unique())]
 
 
 def test_padded_lists_have_one_length() -> None:
