@@ -160,6 +160,7 @@ def bring_all(targets: Iterable[Target], device: torch.device) -> Iterator[int]:
                 target.put(first, values[first:end])
                 yield (end - first) * target.source.dtype.itemsize
         return
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     torch.cuda.synchronize(device)  # whatever still reads memory that is given out again
     own, readers = threading.local(), []
 
