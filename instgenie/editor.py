@@ -39,6 +39,7 @@ from instgenie.types import (
     Box,
     Convolutions,
     Edit,
+    OnBytes,
     OnStep,
     PixelMask,
     Pixels,
@@ -47,6 +48,7 @@ from instgenie.types import (
     Result,
     TextPadding,
     Timings,
+    WeightsDtype,
 )
 
 In = TypeVar("In")
@@ -85,8 +87,9 @@ class Editor:
     bfloat16, with int4 less than a third, and are a little less exact. With a cache_stride of 4 every fourth step is
     registered and serves the three that follow: a quarter of the bytes and of the work. With text_padding reused, the
     padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed. With quantization
-    fp8 the network multiplies in eight bits, on GPUs that can. With convolutions reused, those of a UNet compute only
-    the tiles that have masked tokens.
+    fp8 the network multiplies in eight bits, on GPUs that can. With weights_dtype fp8 large weights take one byte each,
+    on any device. With convolutions reused, those of a UNet compute only the tiles that have masked tokens. `on_bytes` is
+    told how many bytes of weights are loaded, and of how many.
 
     `loras` gives names to LoRA files, and `lora_dir` is a folder whose files are named by their stems. An edit asks for
     them with `loras=[("pencil", 0.8)]`; a path is a name, too.
@@ -117,8 +120,18 @@ class Editor:
         loras: Mapping[str, str] | None = None,
         lora_dir: str | None = None,
         controlnets: Mapping[str, str] | None = None,
+        weights_dtype: WeightsDtype | None = None,
+        on_bytes: OnBytes | None = None,
     ) -> None:
-        self.model = load(model, device, dtype, quantization=quantization, convolutions=convolutions)
+        self.model = load(
+            model,
+            device,
+            dtype,
+            quantization=quantization,
+            convolutions=convolutions,
+            weights_dtype=weights_dtype,
+            on_bytes=on_bytes,
+        )
         self.cache = cache
         self.cache_dtype = cache_dtype
         self.cache_stride = cache_stride

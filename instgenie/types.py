@@ -12,6 +12,7 @@ OwnPixels = NDArray[np.uint8]  # [height, width, channels]: grey, grey and alpha
 PixelMask = NDArray[np.bool_]  # [height, width], True = masked
 TierName = Literal["gpu", "host", "disk", "peer", "remote"]  # the places where activations are found, fastest first
 OnStep = Callable[[int, int], None]  # called with the steps taken so far and the steps in all
+OnBytes = Callable[[int, int], None]  # called with the bytes that are loaded so far and the bytes in all
 Kind = Literal["kv", "y"]  # kinds of activations: K and V of every block, or the rows that go into it
 CacheDtype = Literal["model", "fp8", "int4"]  # activations in the model's dtype, or packed into 1/2 or 5/16 of bfloat16
 Convolutions = Literal["dense", "tiled", "reused"]  # a UNet's see whole pictures, all tiles, or masked tiles alone

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from instgenie.types import CacheDtype, Convolutions, LoraUse, Quantization, TextPadding
+from instgenie.types import CacheDtype, Convolutions, LoraUse, Quantization, TextPadding, WeightsDtype
 
 CACHE_GIB = 20.0
 
@@ -25,6 +25,11 @@ def add_model(parser: argparse.ArgumentParser, has_size: bool = True) -> None:
 def add_quantization(parser: argparse.ArgumentParser) -> None:
     about = "fp8: multiply in eight bits, on GPUs of compute capability 8.9 or more (default: the model's own dtype)"
     parser.add_argument("--quantization", choices=get_args(Quantization), help=about)
+
+
+def add_weights_dtype(parser: argparse.ArgumentParser) -> None:
+    about = "fp8: keep large weights in one byte each, on any device (default: the model's own dtype)"
+    parser.add_argument("--weights-dtype", choices=get_args(WeightsDtype), help=about)
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

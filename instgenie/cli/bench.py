@@ -25,6 +25,7 @@ from instgenie.cli.evaluate import (
     add_bench_simulate,
 )
 from instgenie.cli.load import add_bench_serve
+from instgenie.cli.loading import add_bench_load
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.types import CacheDtype, PlanPolicy, Quantization
 
@@ -329,6 +330,11 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
         add_bench_pipeline,
         "computing and loading in one step",
         "Show what one step computes and loads, and when, under every planning policy. Activations are in main memory.",
+    ),
+    "load": (
+        add_bench_load,
+        "loading a model, beside diffusers",
+        "Time how long a folder of weights takes to a device, in processes of their own: ours, diffusers, and floors.",
     ),
     "controls": (
         add_bench_controls,

@@ -16,6 +16,7 @@ from instgenie.cli.arguments import (
     add_convolutions,
     add_model,
     add_quantization,
+    add_weights_dtype,
     box,
     control,
     lora,
@@ -30,7 +31,7 @@ from instgenie.pictures.fitting import name
 from instgenie.pictures.mask import MaskMode, box_mask, read_mask
 from instgenie.pictures.photo import Metadata, Photo, open_photo
 from instgenie.pictures.picture import check_edit, check_target, open_picture, save_picture
-from instgenie.telemetry.progress import Progress, show_status
+from instgenie.telemetry.progress import Progress, show_loading, show_status
 from instgenie.types import CropMode, Edit, Notes, PixelMask, Pixels, RegisterResult, Result, Reuse
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-dir", type=Path, metavar="DIR", help="folder of LoRAs that are named by their files")
     add_model(parser)
     add_quantization(parser)
+    add_weights_dtype(parser)
     add_convolutions(parser)
     about_cache = "neither read nor write cached activations"
     parser.add_argument("--no-cache", action="store_true", help=about_cache)
@@ -230,6 +232,7 @@ def add_register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=["kv", "y"], default="kv", help=about_kind)
     add_model(parser)
     add_quantization(parser)
+    add_weights_dtype(parser)
     add_cache(parser)
 
 
@@ -295,6 +298,7 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
 
         hide_loading_bars()
         cache = open_cache(folder, options.cache_gib) if folder else None
+    with show_loading("loading the model", console) as on_bytes:
         return Editor(
             options.model,
             options.device,
@@ -303,6 +307,8 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
             cache_stride=options.cache_stride,
             text_padding=options.text_padding,
             quantization=options.quantization,
+            weights_dtype=options.weights_dtype,
+            on_bytes=on_bytes,
             convolutions=getattr(options, "convolutions", "dense"),
             controlnets=dict(getattr(options, "controlnets", [])),
             lora_dir=str(options.lora_dir) if getattr(options, "lora_dir", None) else None,

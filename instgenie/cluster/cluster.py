@@ -119,6 +119,12 @@ class Cluster:
         self._check_open()
 
     @property
+    def loading(self) -> dict[str, tuple[int, int]]:
+        """Bytes of weights that processes have brought to their devices, and of how many, by the names of the
+        processes."""
+        return {one.name: one.loading for one in self._supervisor.processes if one.loading}
+
+    @property
     def host_bytes(self) -> int:
         """Main memory for activations, of all workers."""
         told = self.config.cache.host_bytes

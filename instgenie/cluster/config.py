@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from instgenie.scheduling.names import DEFAULT_SCHEDULING, ONE_PROCESS, Batching, RoutingPolicy, Scheduling
-from instgenie.types import CacheDtype, Convolutions, PlanPolicy, Quantization, TextPadding
+from instgenie.types import CacheDtype, Convolutions, PlanPolicy, Quantization, TextPadding, WeightsDtype
 
 Role = Literal["prepare", "denoise", "finish", "controlnet", "guidance"]
 
@@ -88,6 +88,7 @@ class ClusterConfig:
     devices: tuple[str, ...] = ("auto",)  # one worker each
     dtype: str = "auto"
     quantization: Quantization | None = None  # of the network's products
+    weights_dtype: WeightsDtype | None = None  # of large weights; None: the dtype
     convolutions: Convolutions = "dense"  # of a UNet
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
@@ -139,6 +140,7 @@ class ProcessConfig:
     batching: Batching
     cache: ResolvedCache
     quantization: Quantization | None = None
+    weights_dtype: WeightsDtype | None = None
     convolutions: Convolutions = "dense"
     plan: PlanPolicy = "cached"
     graphs: bool = True
@@ -197,6 +199,7 @@ def process_config(
         batching=config.batching,
         cache=config.cache,
         quantization=config.quantization,
+        weights_dtype=config.weights_dtype,
         convolutions=config.convolutions,
         plan=config.plan,
         graphs=config.graphs,

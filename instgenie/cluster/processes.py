@@ -45,6 +45,7 @@ class Process(Holdings):
     num_starts: int = 0
     num_failed_starts: int = 0  # in a row: it ended before it was ready
     num_quick_deaths: int = 0
+    loading: tuple[int, int] | None = None  # bytes of weights that its current start has brought, and of how many
     is_loaded: bool = False  # its current start holds the model's weights
     has_begun: bool = False  # its current start was told to take the memory that is left
     has_been_ready: bool = False  # at any of its starts
@@ -104,7 +105,7 @@ class Process(Holdings):
         """Enter a new start, under a new name."""
         self.num_starts += 1
         self.state, self.message, self.launched = "starting", "", None
-        self.is_loaded, self.has_begun, self.peer_address = False, False, ""
+        self.loading, self.is_loaded, self.has_begun, self.peer_address = None, False, False, ""
         self.ready_at, self.heard_at = None, time.monotonic()
 
     def succeed(self) -> None:

@@ -202,6 +202,8 @@ class Supervisor:
         match message:
             case wire.Beat():
                 pass
+            case wire.Loading(done_bytes, total_bytes):
+                process.loading = done_bytes, total_bytes
             case wire.Loaded():
                 process.is_loaded = True
                 self._begin_all()

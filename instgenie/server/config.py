@@ -37,7 +37,7 @@ from instgenie.server.options import (
     text,
     whole_number,
 )
-from instgenie.types import CacheDtype, Convolutions, Quantization, TextPadding
+from instgenie.types import CacheDtype, Convolutions, Quantization, TextPadding, WeightsDtype
 
 GIB = 2**30
 
@@ -131,6 +131,10 @@ OPTIONS = (
     Option("quantization", one_of(*get_args(Quantization)), None,
            "fp8: most products of the network in eight bits: faster, half the memory for their weights, a little less "
            "exact; for GPUs of compute capability 8.9 or more", "HOW", default_text="none"),
+    Option("weights-dtype", one_of(*get_args(WeightsDtype)), None,
+           "fp8: large weights of the network and of text encoders take one byte each, loaded straight as such; GPUs "
+           "of compute capability 8.9 or more multiply most of them in eight bits, other devices turn each into plain "
+           "numbers for its product", "DTYPE", default_text="that of --dtype"),
     Option("worker-timeout", number(1, 86400), 120.0, "seconds without a sign of life after which a worker is killed"),
     Option("max-batch-size", whole_number(1, 256), 8, "largest number of edits in one batch of a worker"),
     Option("max-queue", whole_number(1, 100_000), 64, "number of edits that may wait; further ones are refused"),
@@ -226,6 +230,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         devices=devices,
         dtype=values["dtype"],
         quantization=check_quantization(values["quantization"], devices),
+        weights_dtype=values["weights_dtype"],
         convolutions=values["convolutions"],
         max_batch_size=values["max_batch_size"],
         max_queue=values["max_queue"],

@@ -22,6 +22,7 @@ from instgenie.server.app import make_app
 from instgenie.server.config import HttpConfig, ServeConfig
 from instgenie.server.guard.connection import HEAD_TIMEOUT, Connection
 from instgenie.server.guard.keys import PUBLIC, ApiKey
+from instgenie.server.loading import showing
 from instgenie.server.monitoring.log import say, set_up_log
 from instgenie.server.service import HttpService
 from instgenie.telemetry import traces
@@ -114,7 +115,9 @@ async def run(config: ServeConfig, listener: socket.socket, version: str, launch
         await cluster.start()
         if liaison:
             liaison.start()
-        if await unless_signalled(cluster.until_ready(), signalled):
+        with showing(cluster):
+            is_ready = await unless_signalled(cluster.until_ready(), signalled)
+        if is_ready:
             say("ready", address=address)
             if not config.http.api_keys:
                 service.warming.start(PUBLIC)
@@ -201,7 +204,7 @@ def print_plan(http: HttpConfig, cluster: ResolvedConfig, address: str, version:
     names = ", ".join(http.served_model_names)
     lines = {
         f"InstGenIE {version}": f"serves {names} on http://{address}/v1",
-        "model": cluster.model + (f", products in {cluster.quantization}" if cluster.quantization else ""),
+        "model": describe_model(cluster),
         "workers": ", ".join(cluster.devices),
         "batching": f"{cluster.batching}, at most {cluster.max_batch_size} per batch and {cluster.max_queue} waiting",
         "activations": describe_cache(cluster.cache) if cluster.reuse else "not cached",
@@ -214,6 +217,11 @@ def print_plan(http: HttpConfig, cluster: ResolvedConfig, address: str, version:
         print(f"{name:<16} {value}", flush=True)
     if not http.api_keys and not http.host.startswith(LOOPBACK):
         print("anyone who can reach this address may use it: set --api-key to require a key", flush=True)
+
+
+def describe_model(cluster: ResolvedConfig) -> str:
+    products = f", products in {cluster.quantization}" if cluster.quantization else ""
+    return cluster.model + products + (f", weights in {cluster.weights_dtype}" if cluster.weights_dtype else "")
 
 
 def describe_keys(keys: Sequence[ApiKey]) -> str:

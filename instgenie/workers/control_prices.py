@@ -31,7 +31,7 @@ def price_control(
     """The price of a ControlNet on another device; one without a name is that of the steps."""
     network, usual = controlnet_shape(net.config), job_shape(model, model.dtype.itemsize)
     demand = costs.num_tokens, usual.num_text, usual.num_branches
-    name = calibrated_name(config.model, config.quantization)
+    name = calibrated_name(config.model, config.quantization or config.weights_dtype)
     own = controlnet_seconds(network, find_latency(device_name(model.device), name, model.device.type), *demand)
     if not place:
         return ControlPrice(own)

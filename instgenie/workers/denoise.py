@@ -86,7 +86,7 @@ class Denoiser:
         self.model = model
         self.line = line
         self.policy = make_policy(config.scheduling, config.batching, weights=dict(config.weights))
-        name = calibrated_name(config.model, config.quantization)
+        name = calibrated_name(config.model, config.quantization or config.weights_dtype)
         form = config.cache.dtype, config.cache.stride, config.cache.keeps_text
         self.costs = with_controls(price_steps(model, name, config.plan, *form), config, model)
         self.learnt = LearntCosts(self.costs)

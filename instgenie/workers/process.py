@@ -3,6 +3,7 @@ Each role knows what to do with messages."""
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import msgspec
 import torch
 
 from instgenie.cluster.config import ProcessConfig
-from instgenie.cluster.wire import Begin, Broken, JobFailed, Loaded, ModelFacts, Ready, Stop
+from instgenie.cluster.wire import Begin, Broken, JobFailed, Loaded, Loading, ModelFacts, Ready, Stop
 from instgenie.engine.controls import control_shape
 from instgenie.errors import (
     CacheError,
@@ -42,6 +43,8 @@ PARAMS: dict[type[InstGenieError], str] = {
     ControlError: "controls",
 }
 
+SECONDS_BETWEEN_REPORTS = 0.3  # of weights that are loading
+
 log = logging.getLogger(__name__)
 
 
@@ -59,7 +62,8 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
         stay_near(choose_device(config.device))
         needed = None if config.batching in ONE_PROCESS else parts
         given = config.model, config.device, config.dtype, needed, config.quantization
-        model = load(*given, convolutions=config.convolutions)
+        tell = LoadingReports(line)
+        model = load(*given, convolutions=config.convolutions, weights_dtype=config.weights_dtype, on_bytes=tell)
         serve(config, model, line)
     except (ModelError, OutOfMemoryError, CacheError, CalibrationError) as error:
         log.error("cannot start", extra={"reason": str(error)})
@@ -68,6 +72,20 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
         line.close()
         traces.close()
     os._exit(0)  # unloading torch would take seconds
+
+
+class LoadingReports:
+    """Tells the cluster how many bytes of weights are loaded, now and then and at the end."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.told_at = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == total or now - self.told_at > SECONDS_BETWEEN_REPORTS:
+            self.told_at = now
+            self.line.send(Loading(done, total))
 
 
 def say_ready(

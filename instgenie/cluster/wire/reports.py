@@ -16,6 +16,13 @@ from instgenie.types import ReuseFound, TierName
 # from any process
 
 
+class Loading(Message, frozen=True):
+    """The process brings weights to its device."""
+
+    done_bytes: int  # so far
+    total_bytes: int
+
+
 class Loaded(Message, frozen=True):
     """The process has loaded its parts of the model and has run them once. It takes no further memory until `Begin`."""
 
@@ -275,8 +282,8 @@ class Painted(Message, frozen=True):
 
 
 Report: TypeAlias = (
-    Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | Preempted | LorasKept
-    | Serving | ControlNetsKept
+    Loading | Loaded | Ready | Broken | Beat | Foreign | JobFailed | Dropped | Prepared | Priced | Joined | Preempted
+    | LorasKept | Serving | ControlNetsKept
     | BatchStepped | Glimpsed | Denoised | Registered | TierFound | Missing | Kept | Fetched | Forgotten | Announced
     | EditCounted | Listed | Recalled | Painted | Collected
 )  # fmt: skip

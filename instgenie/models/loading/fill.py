@@ -11,7 +11,7 @@ page-locked memory all the same.
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -23,12 +23,11 @@ from instgenie.machine.pages import lock_pages
 from instgenie.models.layers.fp8_linear import Fp8Weights
 from instgenie.models.loading.skeleton import Skeleton, kept_dtype, tensor_named
 from instgenie.models.loading.stored import StoredTensor
+from instgenie.types import OnBytes
 
 PIECE_BYTES = 16 * 2**20
 NUM_BUFFERS = 2  # per thread
 MAX_THREADS = 8
-
-OnBytes = Callable[[int, int], None]  # called with the bytes that are there so far and the bytes in all
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +180,6 @@ def bring_all(targets: Iterable[Target], device: torch.device) -> Iterator[int]:
         pool.shutdown(cancel_futures=True)
         for reader in readers:
             reader.close()
-    torch.cuda.empty_cache()  # of the streams that end here
 
 
 def exchange(module: nn.Module, tensors: Mapping[int, Tensor]) -> None:

@@ -27,7 +27,7 @@ from instgenie.models.families import PIPELINES
 from instgenie.models.family import Family, LoadedPipeline, PartKind
 from instgenie.models.layers.fp8_linear import Fp8Linear, Fp8Weights, exchange_layers, large_layers, quantizable
 from instgenie.models.loading.dummy import PREFIX, count_dummy, find_dummy, make_parts
-from instgenie.models.loading.fill import OnBytes, fill
+from instgenie.models.loading.fill import fill
 from instgenie.models.loading.folder import (
     BUILTIN_DEFAULTS,
     check_index,
@@ -37,7 +37,7 @@ from instgenie.models.loading.folder import (
 )
 from instgenie.models.loading.skeleton import Skeleton, make_hollow, make_skeleton
 from instgenie.models.model import Model
-from instgenie.types import Convolutions, Quantization, WeightsDtype
+from instgenie.types import Convolutions, OnBytes, Quantization, WeightsDtype
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ def load_folder(name: str, options: LoadOptions) -> Model:
             move(module.eval().requires_grad_(False), device)
         if family.network_name not in hollow:
             join_layers(modules[family.network_name], family, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what pieces were quantised in and layers lay in before they were joined
     model = family.make(LoadedPipeline(name, device, dtype, pipeline, parts, loaded.config))
     is_builtin = folder.resolve() == BUILTIN.resolve()
     return replace(model, **BUILTIN_DEFAULTS) if is_builtin else model
@@ -131,8 +133,8 @@ def load_dummy(name: str, options: LoadOptions) -> Model:
     hollow = hollow_parts(family, recipe.pipeline, options.weights)
     device, dtype = options.device, options.dtype
     exchange = partial(quantize, name, family.network_name, family=family, options=options)
-    check_memory(name, count_dummy(recipe, family, hollow, dtype, exchange), device)
     with memory_guard(f"the model {name!r}"), quiet():
+        check_memory(name, count_dummy(recipe, family, hollow, dtype, exchange), device)
         parts = make_parts(recipe, family, device, dtype, hollow, exchange)
         if family.network_name not in hollow:
             join_layers(parts[family.network_name], family, device)

@@ -9,15 +9,24 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from helpers.edits import make_edit
 from helpers.names import FAMILIES
 from torch import nn
 
+from instgenie.editor import Editor
+from instgenie.engine.lora_shelf import read_uses
+from instgenie.engine.merging import can_merge
+from instgenie.engine.prepare import prepare
+from instgenie.kernels.quantize import quantize_rows_reference
 from instgenie.models.families import PIPELINES
+from instgenie.models.layers import fp8_linear
+from instgenie.models.layers.fp8_linear import Fp8Linear, Fp8Weights
 from instgenie.models.loading import fill as fill_module
 from instgenie.models.loading.load import load
+from instgenie.models.model import Model
 
 SHARING = """
-import re, sys
+import json, re, sys
 from pathlib import Path
 from instgenie.models.loading.load import load
 
@@ -35,7 +44,7 @@ for line in Path("/proc/self/smaps").read_text().splitlines():
         counts[name] = counts.get(name, 0) + 1024 * int(found[3])
 print(json.dumps(counts), flush=True)
 sys.stdin.readline()  # until all have told
-""".replace("import re", "import json, re", 1)
+"""
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -123,3 +132,77 @@ def test_processes_share_the_pages_of_weights(folders: dict[str, Path]) -> None:
     assert mapped["denoise"] == {"transformer"}
     assert mapped["finish"] == {"vae", "transformer"}  # which has a layer that embeds prompts
     assert pages["finish"]["transformer Shared"] < 0.5 * sizes["transformer"]  # the system maps neighbours, too
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["fill", "sdxl", "qwen"])
+def test_weights_on_a_gpu_are_those_of_the_files(
+    folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill_module, "PIECE_BYTES", 4096)  # every buffer is used many times
+    for dtype in ("float32", "bfloat16"):  # as in the files, and not
+        found, expected = (load(str(folders[family]), device, dtype) for device in ("cuda", "cpu"))
+        for part in PIPELINES[found.stock_pipeline_name].weights_of(found.stock_pipeline_name):
+            for name, tensor in tensors_of(getattr(expected, part)).items():
+                assert tensors_of(getattr(found, part))[name].cpu().equal(tensor), name
+
+
+@pytest.fixture
+def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_linear, "MIN_VALUES", 1)
+
+
+def low_layers(module: nn.Module) -> dict[str, Fp8Weights]:
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, Fp8Weights)}
+
+
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.parametrize("piece_bytes", [2**24, 2000])
+def test_weights_are_loaded_as_fp8(folders: dict[str, Path], piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is what the whole weight becomes, whatever the pieces; a CPU multiplies no row in eight bits."""
+    monkeypatch.setattr(fill_module, "PIECE_BYTES", piece_bytes)
+    whole, low = (load(str(folders["fill"]), "cpu", weights_dtype=dtype) for dtype in (None, "fp8"))
+    for part in ("transformer", "text_encoder", "text_encoder_2"):
+        layers = low_layers(getattr(low, part))
+        assert layers
+        for name, layer in layers.items():
+            assert not isinstance(layer, Fp8Linear)
+            expected = quantize_rows_reference(getattr(whole, part).get_submodule(name).weight)
+            assert layer.weight.equal(expected.values.view(torch.int8))
+            assert layer.scale.equal(expected.scale[:, 0])
+    assert not low_layers(low.vae)
+    left = [name for name, layer in low.network.named_modules() if type(layer) is nn.Linear and fp8_linear.suits(layer)]
+    assert all(PIPELINES["FluxFillPipeline"].is_of_prompts(name) for name in left)
+    tied = load(str(folders["klein"]), "cpu", weights_dtype="fp8").text_encoder
+    assert tied.get_input_embeddings().weight.dtype == torch.float32
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.parametrize("family", ["fill", "sdxl", "qwen", "zimage"])
+def test_a_step_with_fp8_weights_is_close(folders: dict[str, Path], models: dict[str, Model], family: str) -> None:
+    """Within the bound of products of low precision, with prompts that encoders with such weights have read."""
+    whole, low = models[family], load(str(folders[family]), "cpu", weights_dtype="fp8")
+    assert low.digest != whole.digest
+    edit = make_edit(size=(64, 64), steps=2, share=0.3, true_guidance=2.0)
+    exact, found = (model.predict([prepare(edit, model)])[0][0] for model in (whole, low))
+    assert 0 < (found - exact).norm() / exact.norm() < 0.12
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("all_are_large")
+def test_a_lora_patches_fp8_weights() -> None:
+    """It is added to the product of the layer, as everywhere. It is never merged, since e4m3 would lose it."""
+    editors = [Editor("builtin", "cpu", weights_dtype=dtype) for dtype in (None, "fp8")]
+    edit = make_edit(size=(64, 64), steps=2)
+    found = []
+    for editor in editors:
+        for loras in ((), (("pencil", 1.0),)):
+            applied = editor.loras.apply(read_uses(loras)) if loras else None
+            job = prepare(edit, editor.model)
+            job.loras = applied
+            found.append(editor.model.predict([job])[0][0])
+            assert applied is None or can_merge(applied) == (editor is editors[0])
+    whole, whole_lora, low, low_lora = found
+    change = whole_lora - whole
+    assert ((low_lora - low) - change).norm() < 0.25 * change.norm()
