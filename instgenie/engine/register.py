@@ -123,9 +123,10 @@ def observe(
 def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = False) -> Job:
     """Make the job whose steps a registration runs."""
     size = choose_size(edit, model)
-    job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
-    branches = model.template_branches(job.grid, prompt, isolated, reference_grids(edit, size, model))
-    job = replace(job, branches=branches)
+    grid = size[0] // model.patch, size[1] // model.patch
+    branches = model.template_branches(grid, prompt, isolated, reference_grids(edit, size, model))
+    nothing = np.zeros(size, dtype=np.bool_)
+    job = make_job(replace(edit, size=size), nothing, size, model, branches=branches)
     locate(job, model.describe().sides)
     return job
 
