@@ -62,9 +62,10 @@ def make_job(
     model: Model,
     encodings: Encodings | None = None,
     prompt_loras: PromptLoras | None = None,
+    branches: tuple[Branch, ...] = (),
 ) -> Job:
     """Make a job. `mask` has the `size` that the model works at. The parts of LoRAs that prompts pass are applied here;
-    the others come later."""
+    the others come later. With `branches` the prompts of the edit are not encoded."""
     encodings = encodings or Encodings()
     grid = size[0] // model.patch, size[1] // model.patch
     picture = picture_tensor(resize_picture(edit.picture, size), model.device)
@@ -82,6 +83,7 @@ def make_job(
         with prompt_loras.applied(edit.loras) if prompt_loras else nullcontext():
             return model.branches(edit, grid, references, pictures)
 
+    prompts_key = "prompts", prompts, grid, references, shown, versions, bool(edit.controls)
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
     start = schedule.start(template.clean, draw_noise(edit.seed, grid, model))
@@ -91,9 +93,7 @@ def make_job(
         template=template,
         masked=masked,
         conditioning=condition(picture, mask, masked, template, model),
-        branches=encodings.get(
-            ("prompts", prompts, grid, references, shown, versions, bool(edit.controls)), encode_prompts
-        ),
+        branches=branches or encodings.get(prompts_key, encode_prompts),
         scale=model.guidance_scale(edit),
         keeps_norm=model.keeps_norm,
         schedule=schedule,

@@ -124,10 +124,11 @@ def observe(
 def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = False) -> Job:
     """Make the job whose steps a registration runs."""
     size = choose_size(edit, model)
-    job = make_job(replace(edit, size=size), np.zeros(size, dtype=np.bool_), size, model)
+    grid = size[0] // model.patch, size[1] // model.patch
     seen = reference_grids(edit, size, model), seen_pictures(edit, model)
-    branches = model.template_branches(job.grid, prompt, isolated, *seen)
-    job = replace(job, branches=branches)
+    branches = model.template_branches(grid, prompt, isolated, *seen)
+    nothing = np.zeros(size, dtype=np.bool_)
+    job = make_job(replace(edit, size=size), nothing, size, model, branches=branches)
     locate(job, model.describe().sides)
     return job
 

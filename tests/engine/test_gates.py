@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cached import KINDS, register_for
-from helpers.edits import apart, close, make_edit
+from helpers.edits import apart, close, make_edit, prepare
 
 from instgenie.bench.ours import move_to_host
 from instgenie.cache.host import HostTier
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loading.gates import NUM_GATES, Gates, Passage, gate_of
 from instgenie.engine.loading.staging import Staging
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import reuse
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Job

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.edits import apart, close, make_edit, run
+from helpers.edits import apart, close, make_edit, prepare, run
 from helpers.names import FAMILIES
 
 from instgenie.cache.host import HostTier
@@ -18,7 +18,6 @@ from instgenie.cost.plan import Plan
 from instgenie.engine.graphs import FixedTensors, Graphs, make_graphs
 from instgenie.engine.loading.staging import Staging, find_pieces
 from instgenie.engine.loop import Engine
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, Kind, Span
 from instgenie.jobs.job import Job

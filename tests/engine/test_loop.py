@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cuda import waiting_is_an_error
-from helpers.edits import make_edit
+from helpers.edits import make_edit, prepare
 from helpers.names import FAMILIES
 
 from instgenie.bench.ours import move_to_host
 from instgenie.cache.host import HostTier
 from instgenie.engine.loop import Engine
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import CacheDtype
 from instgenie.jobs.job import Job

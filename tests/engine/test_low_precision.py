@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cuda import waiting_is_an_error
-from helpers.edits import make_edit
+from helpers.edits import make_edit, prepare
 from torch import Tensor
 
 from instgenie.engine.graphs import Graphs
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.job import Job
 from instgenie.kernels.quantize import multiplies_fp8

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cached import make_cached
-from helpers.edits import apart, far, make_edit, run
+from helpers.edits import apart, far, make_edit, prepare, run
 from helpers.loras import applied, save_lora, tolerance
 
 from instgenie.adapters.keys import NETWORK
@@ -16,7 +16,6 @@ from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.merging import MIN_STEPS_LEFT, Merging
 from instgenie.engine.own import reuse_own
-from instgenie.engine.prepare import prepare
 from instgenie.jobs.job import Job
 from instgenie.models.families import FAMILIES
 from instgenie.models.model import Model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.cached import KINDS, register_for
 from helpers.cuda import waiting_is_an_error
-from helpers.edits import apart, close, make_edit, run
+from helpers.edits import apart, close, make_edit, prepare, run
 from helpers.names import FAMILIES
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from instgenie.engine import register as registering
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_key, observe_span, reuse, template_job
 from instgenie.jobs.activations import Activations, CacheDtype, Kind
 from instgenie.jobs.job import Job

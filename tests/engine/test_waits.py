@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cached import register_for
-from helpers.edits import make_edit
+from helpers.edits import make_edit, prepare
 from helpers.loras import applied, save_lora
 from helpers.names import FAMILIES
 from helpers.waits import Waits
@@ -16,7 +16,6 @@ from torch import Tensor
 from instgenie.engine import register as registering
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_key, observe_span, reuse, template_job
 from instgenie.jobs.job import Job
 from instgenie.models.loading.load import load

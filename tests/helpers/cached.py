@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from helpers.edits import encodings_of, prepare
 from instgenie.cost.plan import Plan
-from instgenie.engine.prepare import make_job, prepare
+from instgenie.engine.prepare import make_job
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, Kind
 from instgenie.jobs.job import Job
@@ -67,7 +68,7 @@ def feasible(kind: Kind, run_lengths: tuple[int, ...]) -> list[Plan]:
 def on_trajectory(model: Model, edit: Edit, step: int) -> Job:
     """A job whose masked tokens are, at a step, those of the registration."""
     job = prepare(edit, model)
-    untouched = make_job(edit, np.zeros(edit.size, dtype=np.bool_), edit.size, model)
+    untouched = make_job(edit, np.zeros(edit.size, dtype=np.bool_), edit.size, model, encodings_of(model))
     latents = job.template.at(step, job.schedule)
     return replace(job, step=step, latents=latents, conditioning=untouched.conditioning)
 

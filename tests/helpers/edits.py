@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,8 +14,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from instgenie.bench.stock import stock_pipeline
+from instgenie.engine import prepare as preparing
 from instgenie.engine.loop import Engine
-from instgenie.engine.prepare import prepare
 from instgenie.jobs.job import Branch, Job
 from instgenie.models.flux.model import is_flux
 from instgenie.models.flux2.model import Flux2KleinModel
@@ -22,6 +23,7 @@ from instgenie.models.model import Model
 from instgenie.models.qwen.model import QwenModel
 from instgenie.types import Edit
 
+ENCODINGS: WeakKeyDictionary[Model, preparing.Encodings] = WeakKeyDictionary()
 CLOSE = 1e-4  # between two runs that compute the same in another order, in float32
 
 
@@ -38,6 +40,15 @@ def make_edit(
     mask = np.zeros(size, dtype=np.bool_)
     mask[: round(height * share**0.5), width - round(width * share**0.5) :] = True
     return Edit(picture, mask, prompt, **({"size": size, "steps": 4} | fields))
+
+
+def prepare(edit: Edit, model: Model) -> Job:
+    """A job as a worker prepares it: what the model has encoded before is found again, by any test."""
+    return preparing.prepare(edit, model, encodings_of(model))
+
+
+def encodings_of(model: Model) -> preparing.Encodings:
+    return ENCODINGS.setdefault(model, preparing.Encodings())
 
 
 MIX: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.cached import KINDS, feasible, make_cached, on_trajectory, predict, register_for
-from helpers.edits import CLOSE, apart, close, far, make_edit, run
+from helpers.edits import CLOSE, apart, close, far, make_edit, prepare, run
 from torch import Tensor
 
 from instgenie.bench.metrics import psnr, ssim
@@ -26,7 +26,6 @@ from instgenie.cost.plan import check_plan
 from instgenie.editor import Editor, make_store
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, make_key, register, reuse
 from instgenie.errors import EditError, PlanError
 from instgenie.jobs.activations import Activations, Key, Kind, Span

@@ -11,7 +11,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from helpers.cached import KINDS, register_for
 from helpers.controlnets import control_image, controlled, controlnet_pipeline, save_controlnet
-from helpers.edits import CLOSE, apart, close, far, make_edit, run, stock_arguments
+from helpers.edits import CLOSE, apart, close, far, make_edit, prepare, run, stock_arguments
 from helpers.names import SHORT, TINY
 from PIL import Image
 from torch import Tensor
@@ -20,7 +20,7 @@ from instgenie.engine.controls import LocalControls
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
-from instgenie.engine.prepare import draw_noise, prepare
+from instgenie.engine.prepare import draw_noise
 from instgenie.engine.register import reuse
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Job

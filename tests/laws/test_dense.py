@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from helpers.edits import apart, close, far, make_edit, mixed_edits, quiet_pipeline, run, stock_arguments
+from helpers.edits import apart, close, far, make_edit, mixed_edits, prepare, quiet_pipeline, run, stock_arguments
 from helpers.names import FLUX_FAMILIES, SHORT
 from PIL import Image
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from instgenie.editor import Editor, make_store
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
-from instgenie.engine.prepare import draw_noise, prepare, template_seed
+from instgenie.engine.prepare import draw_noise, template_seed
 from instgenie.jobs.job import Job
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.model import Model, unpack_latents

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.cached import KINDS, feasible, on_trajectory, predict, register_for
-from helpers.edits import apart, close, in_float32, make_edit, run, widened
+from helpers.edits import apart, close, in_float32, make_edit, prepare, run, widened
 from torch import Tensor
 
 from instgenie.bench.ours import move_to_host
@@ -23,7 +23,6 @@ from instgenie.engine.loading.loader import Loader
 from instgenie.engine.loading.route import make_route, places_of_plan
 from instgenie.engine.loop import Engine
 from instgenie.engine.planning import Planning
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.jobs.activations import Activations, CacheDtype, Kind
 from instgenie.jobs.job import Job

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cached import KINDS, register_for
-from helpers.edits import CLOSE, apart, far, make_edit, run
+from helpers.edits import CLOSE, apart, far, make_edit, prepare, run
 from helpers.loras import applied, merged, save_lora, tolerance
 
 from instgenie.adapters.applied import AppliedLoras
 from instgenie.engine.own import reuse_own
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import observe_span, reuse, template_edit, template_job
 from instgenie.jobs.activations import Activations, Kind
 from instgenie.jobs.job import Job

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.cached import KINDS, make_cached
-from helpers.edits import CLOSE, apart, close, far, make_edit, run
+from helpers.edits import CLOSE, apart, close, far, make_edit, prepare, run
 
 from instgenie.engine.finish import finish
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, can_reuse_own, reuse_own
-from instgenie.engine.prepare import prepare
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model

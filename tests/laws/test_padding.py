@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.cached import KINDS, feasible, on_trajectory, predict, register_for
-from helpers.edits import apart, close, far, make_edit, run
+from helpers.edits import apart, close, far, make_edit, prepare, run
 from helpers.names import PADDED_FAMILIES
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from instgenie.cache.store import Store
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, make_key, register_in, reuse
 from instgenie.jobs.activations import Kind, parse_key
 from instgenie.jobs.job import Job

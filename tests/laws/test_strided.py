@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.cached import KINDS, register_for
-from helpers.edits import apart, close, make_edit, run
+from helpers.edits import apart, close, make_edit, prepare, run
 
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.store import Store
@@ -13,7 +13,6 @@ from instgenie.engine.graphs import Graphs
 from instgenie.engine.loading.lanes import Transfer
 from instgenie.engine.loading.loader import Loader
 from instgenie.engine.loop import Engine
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, make_key, register, register_in, reuse
 from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import Kind, parse_key

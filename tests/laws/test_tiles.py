@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.cached import make_cached
-from helpers.edits import apart, close, far, make_edit, run
+from helpers.edits import apart, close, far, make_edit, prepare, run
 from helpers.names import UNET_FAMILIES
 
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import convolution_specs, reuse_own
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import register, reuse
 from instgenie.errors import ModelError
 from instgenie.jobs.job import Job
