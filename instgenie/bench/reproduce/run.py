@@ -20,6 +20,7 @@ from instgenie.bench.reproduce import (
     fig14,
     fig15,
     fig16,
+    optimisations,
     overheads,
     simulator,
     switching,
@@ -47,6 +48,7 @@ PARTS: dict[str, Part] = {
     "simulator": simulator.run,
 }
 SWIFT_PARTS: dict[str, Part] = {  # of another paper, SwiftDiffusion: `all` leaves them out, `swift` names them
+    "optimisations": optimisations.run,
     "adapters": adapters.run,
     "switching": switching.run,
 }
@@ -63,6 +65,7 @@ BUDGETS: dict[str, float] = {
     "table2": 95,
     "overheads": 30,
     "simulator": 215,
+    "optimisations": 90,
     "adapters": 300,
     "switching": 5,
 }
