@@ -26,7 +26,7 @@ from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.samples import sample_picture
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Edit
+from instgenie.types import Convolutions, Edit
 
 NUM_TUNING = 2
 SYSTEMS = tuple(name for name in NAMES if name not in (COMPILED, CROP))
@@ -40,6 +40,7 @@ class EngineStudy:
     mask_ratios: str = "production"
     systems: tuple[str, ...] = SYSTEMS
     seed: int = 0
+    convolutions: Convolutions = "dense"  # of our engine
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def bench_engine(
 ) -> None:
     check_folder(json_path)
     with show_status("loading the model"):
-        model = load(name, device)
+        model = load(name, device, convolutions=study.convolutions)
     with Progress(transient=True) as progress:
         task = progress.add("measuring")
         rows = measure_engine(model, size or (model.own_size, model.own_size), study, task.update)

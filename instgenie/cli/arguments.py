@@ -60,7 +60,7 @@ def add_text_padding(parser: argparse.ArgumentParser) -> None:
 def add_convolutions(parser: argparse.ArgumentParser) -> None:
     about = (
         "convolutions of a UNet: over whole pictures (dense, the default), over tiles (tiled), or over masked tiles "
-        "alone where an edit reads what its own dense steps left (reused)"
+        "alone where an edit reads activations (reused)"
     )
     parser.add_argument("--convolutions", choices=get_args(Convolutions), default="dense", help=about)
 

@@ -20,6 +20,7 @@ from instgenie.cli.claims import add_bench_table
 from instgenie.cli.evaluate import (
     add_bench_deadlines,
     add_bench_engine,
+    add_bench_mixed,
     add_bench_predictors,
     add_bench_reproduce,
     add_bench_simulate,
@@ -125,12 +126,8 @@ def add_bench_pipeline(parser: argparse.ArgumentParser) -> None:
     about_ratio = "masked share of the tokens (default 0.11)"
     parser.add_argument("--mask-ratio", type=ratio, default=0.11, metavar="R", help=about_ratio)
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="edits per batch (default 1)")
-    parser.add_argument(
-        "--kind",
-        choices=["kv", "y"],
-        default="kv",
-        help="activations to keep: K and V, or the inputs of blocks (default kv)",
-    )
+    about_kind = "activations to keep: K and V, or the inputs of blocks (default kv)"
+    parser.add_argument("--kind", choices=["kv", "y"], default="kv", help=about_kind)
     about_dtype = "number format of the activations; default: model on a GPU, fp8 on a CPU, which loads nothing else"
     parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), help=about_dtype)
     about_rows = "rows to copy: all, only the needed ones, or whichever is faster (auto, the default)"
@@ -355,6 +352,11 @@ BENCHES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] =
         add_bench_engine,
         "throughput by batch size",
         "Time batches of edits with different masks through our engine and through other systems.",
+    ),
+    "mixed": (
+        add_bench_mixed,
+        "batches of several sizes",
+        "Time batches of edits of several sizes in passes per size, and in one pass over tiles.",
     ),
     "reproduce": (
         add_bench_reproduce,

@@ -1,11 +1,11 @@
-"""`instgenie bench engine`, `reproduce`, `simulate`, `deadlines` and `predictors`: their arguments."""
+"""`instgenie bench engine`, `mixed`, `reproduce`, `simulate`, `deadlines` and `predictors`: their arguments."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from instgenie.cli.arguments import add_model, add_text_padding, gib, positive, rate
+from instgenie.cli.arguments import add_convolutions, add_model, add_text_padding, gib, positive, rate, ratio, size
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.cli.workload import add_workload, make_workload
 from instgenie.cost.planner import POLICIES
@@ -41,6 +41,7 @@ def add_bench_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask-ratios", default="production", metavar="FILE", help=about_ratios)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the masks (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_convolutions(parser)
     add_model(parser)
 
 
@@ -56,8 +57,36 @@ def run_bench_engine(options: argparse.Namespace) -> None:
         mask_ratios=options.mask_ratios,
         systems=tuple(options.system or default.systems),
         seed=options.seed,
+        convolutions=options.convolutions,
     )
     bench_engine(options.model, options.device, options.size, study, options.json)
+
+
+def add_bench_mixed(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_mixed)
+    several = "; may be given several times"
+    about_size = f"size of a part of the edits (default 512x512, 768x768 and 1024x1024){several}"
+    parser.add_argument("--size", action="append", dest="sizes", type=size, metavar="WxH", help=about_size)
+    about_batch = f"edits per batch (default 3, 6 and 12){several}"
+    parser.add_argument("--batch", action="append", dest="batches", type=positive, metavar="N", help=about_batch)
+    parser.add_argument("--steps", type=positive, default=8, metavar="N", help="denoising steps (default 8)")
+    parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs per system (default 3)")
+    about_ratio = "masked share of the tokens (default 0.2)"
+    parser.add_argument("--mask-ratio", type=ratio, default=0.2, metavar="R", help=about_ratio)
+    about_dtype = "number format of the activations (default model: the model's own)"
+    parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), default="model", help=about_dtype)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add_model(parser, has_size=False)
+
+
+def run_bench_mixed(options: argparse.Namespace) -> None:
+    from instgenie.bench.mixed import MixedStudy, bench_mixed  # imports torch and diffusers
+
+    hide_loading_bars()
+    lists = {name: tuple(given) for name in ("sizes", "batches") if (given := getattr(options, name))}
+    given = options.steps, options.repeats, options.mask_ratio, options.cache_dtype
+    study = MixedStudy(**lists, **dict(zip(("steps", "repeats", "mask_ratio", "cache_dtype"), given, strict=True)))
+    bench_mixed(options.model, options.device, study, options.json, options.command_line)
 
 
 def add_bench_reproduce(parser: argparse.ArgumentParser) -> None:

@@ -53,11 +53,10 @@ def covers_several(coarser_side: int, side: int) -> bool:
 def border_tokens(grid: tuple[int, int], side: int, device: torch.device) -> Tensor:
     """The tokens that lie between two tiles [tokens], which are all that convolutions read around a tile; of a picture
     with one tile, the first token."""
-    down, across = (
-        torch.tensor([is_at_border(number, length, side) for number in range(length)], device=device) for length in grid
-    )
+    down, across = (torch.tensor([is_at_border(number, length, side) for number in range(length)]) for length in grid)
     found = (down[:, None] | across[None, :]).flatten().nonzero()[:, 0]
-    return found if len(found) else torch.zeros(1, dtype=torch.int64, device=device)
+    found = found if len(found) else torch.zeros(1, dtype=torch.int64)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 def masked_tiles(masked: Tensor, grid: tuple[int, int], side: int) -> Tiles:

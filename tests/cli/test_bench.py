@@ -43,6 +43,31 @@ def test_bench_edit_measures_tiers_policies_and_storage(desk: Path, folders: dic
     assert [(row["tier"], row["policy"]) for row in rows] == [("gpu", "cached"), ("host", "naive"), ("host", "exact")]
 
 
+def test_bench_edit_with_convolutions_reused(desk: Path, folders: dict[str, Path]) -> None:
+    given = ["--model", str(folders["sdxl"]), "--device", "cpu", "--size", "64x64", "--json", "bench.json"]
+    asked = ["--system", "own", "--system", "cached", "--tier", "host", "--cache-dtype", "int4", "--mask-ratio", "0.1"]
+    assert main(["bench", "edit", *given, *asked, "--convolutions", "reused", "--steps", "2", "--repeats", "1"]) == 0
+    report = json.loads(Path("bench.json").read_text())
+    assert [row["system"] for row in report["rows"]] == ["own", "cached"]
+    assert report["convolutions"] == "reused"
+    asked = ["--system", "dense", "--system", "cached", "--batch", "2", "--convolutions", "reused"]
+    assert main(["bench", "engine", *given, *asked, "--steps", "2", "--repeats", "1"]) == 0
+    assert json.loads(Path("bench.json").read_text())["study"]["convolutions"] == "reused"
+
+
+def test_bench_mixed(desk: Path, folders: dict[str, Path]) -> None:
+    given = ["--model", str(folders["sd"]), "--device", "cpu", "--json", "bench.json", "--batch", "3"]
+    sizes = ["--size", "32x32", "--size", "48x32"]
+    assert main(["bench", "mixed", *given, *sizes, "--steps", "2", "--repeats", "1"]) == 0
+    rows = json.loads(Path("bench.json").read_text())["rows"]
+    assert [(row["edits"], row["convolutions"], row["num_passes"]) for row in rows] == [
+        ("dense", "dense", 2), ("dense", "tiled", 1), ("cached", "dense", 2), ("cached", "tiled", 1),
+        ("cached", "reused", 1),
+    ]  # fmt: skip
+    assert rows[1]["apart"] < 1e-3
+    assert all(row["step_ms"] > 0 for row in rows)
+
+
 def test_bench_pipeline_draws_what_it_measures(
     desk: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
