@@ -17,6 +17,7 @@ from instgenie.cache.buffers import TensorSpec, carve
 from instgenie.cost.kept_steps import KeptSteps
 from instgenie.cost.network import NetworkShape
 from instgenie.cost.plan import DENSE
+from instgenie.engine.changed import ChangedTokens
 from instgenie.engine.changes import Change, next_dense_step
 from instgenie.jobs.activations import Activations, Key
 from instgenie.jobs.job import Job
@@ -31,8 +32,11 @@ log = logging.getLogger(__name__)
 class OwnActivations:
     """What the jobs of a step loop keep for themselves."""
 
-    def __init__(self, model: Model, kind: Kind = "kv", keeps_text: bool = False) -> None:
+    def __init__(
+        self, model: Model, kind: Kind = "kv", keeps_text: bool = False, changed: ChangedTokens | None = None
+    ) -> None:
         self.model = model
+        self.changed = changed  # chooses the tokens of the jobs that reuse those that hardly change
         self.kind = kind
         self.num_text = model.num_flowing_text if keeps_text else 0
         self.network = model.describe()
@@ -43,6 +47,8 @@ class OwnActivations:
         computes every token from here on."""
         for job in jobs:
             self.find_dense_step(job)
+            if self.changed and job.reuses_changed:
+                self.changed.settle(job)
             if not job.keeps_activations:
                 continue
             try:
@@ -53,7 +59,7 @@ class OwnActivations:
                 if not is_out_of_memory(error):
                     raise
                 log.warning("no room for an edit's own activations", extra={"num_tokens": len(job.masked)})
-                job.activations, job.plan, job.own_steps = None, DENSE, None
+                job.activations, job.plan, job.own_steps, job.reuses_changed = None, DENSE, None, False
                 job.edit = replace(job.edit, dense_steps=job.num_steps)
 
     def watch(self, job: Job) -> None:
@@ -72,9 +78,12 @@ class OwnActivations:
             job.own_steps = replace(job.own_steps, steps=(*job.own_steps.steps, max(step, job.step)))
 
 
-def reuse_own(job: Job) -> Job:
-    """Return a copy of the job that computes every token at some steps, and at the others reads what these left."""
-    return replace(job, activations=None, plan=DENSE, own_steps=own_steps(job.edit, job.num_steps), kept_step=None)
+def reuse_own(job: Job, changed: bool = False) -> Job:
+    """Return a copy of the job that computes every token at some steps, and at the others reads what these left; with
+    `changed`, it then computes the tokens that have changed, as well if nothing else could be read."""
+    steps = own_steps(job.edit, job.num_steps) if len(job.rest) else KeptSteps(job.num_steps, (0,))
+    own = replace(job, activations=None, plan=DENSE, own_steps=steps, kept_step=None)
+    return replace(own, reuses_changed=True, chosen_step=-1, history=None) if changed else own
 
 
 def own_steps(edit: Edit, num_steps: int) -> KeptSteps:
@@ -87,10 +96,12 @@ def own_steps(edit: Edit, num_steps: int) -> KeptSteps:
     return KeptSteps(num_steps, tuple(sorted(step for step in steps if step < num_steps)))
 
 
-def can_reuse_own(job: Job) -> bool:
-    """Return whether the job's own dense steps would save it any work."""
+def can_reuse_own(job: Job, changed: bool = False) -> bool:
+    """Return whether the job's own dense steps would save it any work; with `changed`, also if all of its tokens are
+    masked."""
     steps = own_steps(job.edit, job.num_steps)
-    return job.edit.reuse in ("auto", "own") and len(job.rest) > 0 and len(steps.steps) < job.num_steps
+    may_read = len(job.rest) > 0 or changed
+    return job.edit.reuse in ("auto", "own") and may_read and len(steps.steps) < job.num_steps
 
 
 def reuse_found(job: Job) -> ReuseFound:

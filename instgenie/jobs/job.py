@@ -19,6 +19,7 @@ from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
 from instgenie.jobs.activations import Activations, Kind
 from instgenie.jobs.controls import JobControl, Promise
+from instgenie.jobs.history import TokenHistory
 from instgenie.jobs.sampler import Schedule
 from instgenie.jobs.tokens import JobTokens, Level, pool, spread, text_bucket
 from instgenie.types import Edit
@@ -74,6 +75,11 @@ class Job:
     awaits_branch: bool = False  # the same, for the process that computes its other branch
     keeps_norm: bool = False  # guided predictions are as long as those of the prompt, token by token
     reference: Tensor | None = None  # [reference tokens, channels] beside its own, the same at every step
+    reuses_changed: bool = False  # True: a step computes only the tokens that were chosen for it, and keeps their rows
+    chosen_step: int = -1  # the last step for which tokens were chosen; at others all are computed
+    history: TokenHistory | None = None  # of its predictions, if it reuses them
+    trust: float = 0.0  # of guesses, in the movement of predictions; see `TokenHistory`
+    num_taken_tokens: int = 0  # image tokens computed so far, over all steps
 
     def __post_init__(self) -> None:
         cache = self.activations
@@ -167,13 +173,26 @@ class Job:
     def is_dense_at(self, step: int) -> bool:
         if self.own_steps is None:
             return step < self.edit.dense_steps
-        return self.kept_step is None or step in self.own_steps
+        is_chosen = not self.reuses_changed or step == self.chosen_step
+        return self.kept_step is None or step in self.own_steps or not is_chosen
 
     @property
     def keeps_activations(self) -> bool:
         """True if this step's activations serve the next one."""
         is_read = self.own_steps is not None and self.step + 1 < self.num_steps and self.step + 1 not in self.own_steps
-        return is_read and self.in_dense_steps
+        return is_read and (self.in_dense_steps or self.reuses_changed) and not self.stands_by
+
+    @property
+    def stands_by(self) -> bool:
+        """True if this step computes no token at all: all predictions are guessed."""
+        return self.reuses_changed and not self.in_dense_steps and not len(self.inside)
+
+    def choose(self, tokens: JobTokens) -> None:
+        """Compute only the tokens that are `inside` at this step, where it is not a dense one. It is if these are all."""
+        self.inside, self.rest, self.tokens = tokens.inside, tokens.rest, tokens
+        self.chosen_step = self.step if len(tokens.rest) else -1
+        for name in ("padded_tokens", "levels"):
+            self.__dict__.pop(name, None)
 
     @property
     def kept_kind(self) -> Kind | None:
@@ -192,22 +211,42 @@ class Job:
     @property
     def num_computed_tokens(self) -> int:
         """Mean number of image tokens computed, over steps and blocks."""
+        if self.reuses_changed:
+            return round(self.num_taken_tokens / max(self.step, 1))
         num_dense = self.edit.dense_steps if self.own_steps is None else len(self.own_steps.steps)
         cached_steps = max(self.num_steps - num_dense, 0) / self.num_steps
         cached_blocks = sum(self.plan) / max(len(self.plan), 1)
         return round(len(self.masked) - cached_steps * cached_blocks * len(self.outside))
 
     def advance(self, predictions: Sequence[Tensor]) -> None:
-        """Take one step with one prediction per branch, for all tokens or for the computed ones alone. Masked tokens
-        follow the prediction; the others stay on the template's trajectory."""
-        prediction = guide(predictions, self.scale, self.keeps_norm)
-        if len(prediction) < len(self.masked):
-            prediction = torch.zeros_like(self.latents).index_copy(0, self.inside, prediction)
+        """Take one step with one prediction per branch, for all tokens or for the computed ones alone; with none if no
+        token was computed. Masked tokens follow the prediction; the others stay on the template's trajectory."""
+        guided = guide(predictions, self.scale, self.keeps_norm) if predictions else None
+        prediction, history = self.complete(guided)
         moved = self.schedule.advanced(self.latents, prediction, self.step)
         latents = torch.where(self.masked, moved, self.template.at(self.step + 1, self.schedule))
         if self.keeps_activations:
             self.kept_step = self.step
+        self.num_taken_tokens += 0 if guided is None else len(guided)
+        self.history = history
         self.step, self.latents = self.step + 1, latents  # together, so that running out of memory changes neither
+
+    def complete(self, prediction: Tensor | None) -> tuple[Tensor, TokenHistory | None]:
+        """The predictions of all tokens. Those that were not computed are guessed, if the job has a history; what that
+        is behind this step is returned, too."""
+        is_whole = prediction is not None and len(prediction) == len(self.masked)
+        if not self.reuses_changed:
+            assert prediction is not None
+            zeros = torch.zeros_like(self.latents)
+            return prediction if is_whole else zeros.index_copy(0, self.inside, prediction), None
+        time = self.schedule.timestep(self.step)
+        if self.history is None:
+            assert prediction is not None
+            assert is_whole
+            return prediction, TokenHistory.start(prediction, self.latents, time, self.step, self.trust)
+        if prediction is None:
+            return self.history.guess(time), self.history
+        return self.history.after(prediction, None if is_whole else self.inside, self.latents, time, self.step)
 
 
 def stands_still(job: Job) -> bool:
