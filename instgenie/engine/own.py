@@ -59,7 +59,7 @@ class OwnActivations:
                 if not is_out_of_memory(error):
                     raise
                 log.warning("no room for an edit's own activations", extra={"num_tokens": len(job.masked)})
-                job.activations, job.plan, job.own_steps, job.reuses_changed = None, DENSE, None, False
+                job.activations, job.plan, job.own_steps, job.keeps_chosen = None, DENSE, None, False
                 job.edit = replace(job.edit, dense_steps=job.num_steps)
 
     def watch(self, job: Job) -> None:
@@ -78,12 +78,22 @@ class OwnActivations:
             job.own_steps = replace(job.own_steps, steps=(*job.own_steps.steps, max(step, job.step)))
 
 
-def reuse_own(job: Job, changed: bool = False) -> Job:
-    """Return a copy of the job that computes every token at some steps, and at the others reads what these left; with
-    `changed`, it then computes the tokens that have changed, as well if nothing else could be read."""
-    steps = own_steps(job.edit, job.num_steps) if len(job.rest) else KeptSteps(job.num_steps, (0,))
-    own = replace(job, activations=None, plan=DENSE, own_steps=steps, kept_step=None)
-    return replace(own, reuses_changed=True, chosen_step=-1, history=None) if changed else own
+def reuse_own(job: Job) -> Job:
+    """Return a copy of the job that computes every token at some steps, and at the others reads what these left."""
+    return replace(job, activations=None, plan=DENSE, own_steps=own_steps(job.edit, job.num_steps), kept_step=None)
+
+
+def reuse_changed(job: Job, in_tiles: bool) -> Job:
+    """Return a copy of the job that guesses the predictions of tokens that hardly change: of all of them at a step, or
+    in tiles, so that steps which compute some tokens read the rows of the others."""
+    own = job if job.own_steps or not in_tiles else replace(reuse_own(job), own_steps=KeptSteps(job.num_steps, (0,)))
+    return replace(own, reuses_changed=True, keeps_chosen=in_tiles, chosen_step=-1, idle_step=-1, history=None)
+
+
+def can_reuse_changed(job: Job, in_tiles: bool) -> bool:
+    """Return whether a job may guess predictions. In tiles it may not if it reads a template, which no job writes to."""
+    may_keep = not in_tiles or job.activations is None
+    return may_keep and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
 
 
 def own_steps(edit: Edit, num_steps: int) -> KeptSteps:
@@ -96,17 +106,15 @@ def own_steps(edit: Edit, num_steps: int) -> KeptSteps:
     return KeptSteps(num_steps, tuple(sorted(step for step in steps if step < num_steps)))
 
 
-def can_reuse_own(job: Job, changed: bool = False) -> bool:
-    """Return whether the job's own dense steps would save it any work; with `changed`, also if all of its tokens are
-    masked."""
+def can_reuse_own(job: Job) -> bool:
+    """Return whether the job's own dense steps would save it any work."""
     steps = own_steps(job.edit, job.num_steps)
-    may_read = len(job.rest) > 0 or changed
-    return job.edit.reuse in ("auto", "own") and may_read and len(steps.steps) < job.num_steps
+    return job.edit.reuse in ("auto", "own") and len(job.rest) > 0 and len(steps.steps) < job.num_steps
 
 
 def reuse_found(job: Job) -> ReuseFound:
     """Whose activations a job reads, or has read."""
-    if job.own_steps is not None:
+    if job.own_steps is not None or job.reuses_changed:
         return "own"
     return "template" if job.activations is not None else "none"
 

@@ -20,7 +20,7 @@ class ReusePredictor:
     bias: float
     tolerance: float  # the relative error of a guess above which it is too wrong
     max_steps: int  # consecutive steps that reuse a token at most
-    tile: int = 1  # side of the squares of tokens that are reused together; 0: the whole picture is one
+    tile: int = 0  # side of the squares of tokens that are reused together; 0: the whole picture is one
     trust: float = 0.8  # share of a prediction's movement that a guess expects to go on; 0: the last one is taken
     max_share: float = 1.0  # a step that has to compute a larger share of the tokens computes all
 

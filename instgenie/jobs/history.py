@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 
-
 @dataclass(frozen=True, eq=False)
 class TokenHistory:
     """All tensors but `predictions`, `slopes` and `latents` have one number per token."""
@@ -42,9 +41,9 @@ class TokenHistory:
         """Predictions of all tokens, of which those at the index were computed, or all: the others are guessed. Also the
         history behind this step."""
         guessed = self.guess(time)
+        scale = prediction.square().sum(1).mean().sqrt()
         if index is not None:
             prediction = guessed.index_copy(0, index, prediction)
-        scale = prediction.square().sum(1).mean().sqrt()
         found = TokenHistory(
             predictions=prediction,
             slopes=(prediction - self.predictions) / (time - self.times)[:, None],

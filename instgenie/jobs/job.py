@@ -75,8 +75,10 @@ class Job:
     awaits_branch: bool = False  # the same, for the process that computes its other branch
     keeps_norm: bool = False  # guided predictions are as long as those of the prompt, token by token
     reference: Tensor | None = None  # [reference tokens, channels] beside its own, the same at every step
-    reuses_changed: bool = False  # True: a step computes only the tokens that were chosen for it, and keeps their rows
-    chosen_step: int = -1  # the last step for which tokens were chosen; at others all are computed
+    reuses_changed: bool = False  # True: predictions of tokens that hardly change are guessed; see `engine.changed`
+    keeps_chosen: bool = False  # True: steps that compute a choice of tokens keep their rows, too
+    chosen_step: int = -1  # the last step for which tokens were chosen
+    idle_step: int = -1  # the last step that computes no token
     history: TokenHistory | None = None  # of its predictions, if it reuses them
     trust: float = 0.0  # of guesses, in the movement of predictions; see `TokenHistory`
     num_taken_tokens: int = 0  # image tokens computed so far, over all steps
@@ -173,26 +175,30 @@ class Job:
     def is_dense_at(self, step: int) -> bool:
         if self.own_steps is None:
             return step < self.edit.dense_steps
-        is_chosen = not self.reuses_changed or step == self.chosen_step
+        is_chosen = not self.keeps_chosen or step == self.chosen_step
         return self.kept_step is None or step in self.own_steps or not is_chosen
 
     @property
     def keeps_activations(self) -> bool:
         """True if this step's activations serve the next one."""
         is_read = self.own_steps is not None and self.step + 1 < self.num_steps and self.step + 1 not in self.own_steps
-        return is_read and (self.in_dense_steps or self.reuses_changed) and not self.stands_by
+        return is_read and (self.in_dense_steps or self.keeps_chosen) and not self.stands_by
 
     @property
     def stands_by(self) -> bool:
-        """True if this step computes no token at all: all predictions are guessed."""
-        return self.reuses_changed and not self.in_dense_steps and not len(self.inside)
+        """True if this step computes no token: all predictions are guessed."""
+        return self.idle_step == self.step and not self.in_dense_steps
+
+    def stand_by(self) -> None:
+        """Compute no token at this step, where it is not a dense one."""
+        self.idle_step = self.chosen_step = self.step
 
     def choose(self, tokens: JobTokens) -> None:
         """Compute only the tokens that are `inside` at this step, where it is not a dense one. It is if these are all."""
-        self.inside, self.rest, self.tokens = tokens.inside, tokens.rest, tokens
         self.chosen_step = self.step if len(tokens.rest) else -1
-        for name in ("padded_tokens", "levels"):
-            self.__dict__.pop(name, None)
+        if self.tokens is not tokens:
+            self.inside, self.rest, self.tokens = tokens.inside, tokens.rest, tokens
+            self.__dict__.pop("padded_tokens", None)
 
     @property
     def kept_kind(self) -> Kind | None:
@@ -227,26 +233,25 @@ class Job:
         latents = torch.where(self.masked, moved, self.template.at(self.step + 1, self.schedule))
         if self.keeps_activations:
             self.kept_step = self.step
-        self.num_taken_tokens += 0 if guided is None else len(guided)
+        if guided is not None:
+            self.num_taken_tokens += len(self.inside if any(self.present_plan) else self.masked)
         self.history = history
         self.step, self.latents = self.step + 1, latents  # together, so that running out of memory changes neither
 
     def complete(self, prediction: Tensor | None) -> tuple[Tensor, TokenHistory | None]:
         """The predictions of all tokens. Those that were not computed are guessed, if the job has a history; what that
         is behind this step is returned, too."""
-        is_whole = prediction is not None and len(prediction) == len(self.masked)
-        if not self.reuses_changed:
-            assert prediction is not None
-            zeros = torch.zeros_like(self.latents)
-            return prediction if is_whole else zeros.index_copy(0, self.inside, prediction), None
         time = self.schedule.timestep(self.step)
-        if self.history is None:
-            assert prediction is not None
-            assert is_whole
-            return prediction, TokenHistory.start(prediction, self.latents, time, self.step, self.trust)
         if prediction is None:
+            assert self.history is not None
             return self.history.guess(time), self.history
-        return self.history.after(prediction, None if is_whole else self.inside, self.latents, time, self.step)
+        index = None if len(prediction) == len(self.masked) else self.inside
+        if self.history is not None:
+            return self.history.after(prediction, index, self.latents, time, self.step)
+        whole = prediction if index is None else torch.zeros_like(self.latents).index_copy(0, index, prediction)
+        if not self.reuses_changed:
+            return whole, None
+        return whole, TokenHistory.start(whole, self.latents, time, self.step, self.trust)
 
 
 def stands_still(job: Job) -> bool:
