@@ -48,9 +48,10 @@ def take_sample(activations: Activations) -> Tensor:  # [values]
 
 
 def to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A number [] as one in main memory [1], which is there when the event is over."""
     if value.device.type != "cuda":
-        return value, None
-    moved = torch.empty(1, pin_memory=True).copy_(value[None], non_blocking=True)
+        return value[None], None
+    moved = torch.empty(1, dtype=value.dtype, pin_memory=True).copy_(value[None], non_blocking=True)
     return moved, torch.cuda.current_stream(value.device).record_event()
 
 

@@ -36,8 +36,8 @@ class NoFarBranches:
 
 def can_split(job: Job) -> bool:
     """Return whether the branches of a job can be computed apart. What a template keeps is near one device; LoRAs and
-    residuals of ControlNets are, too; and a job that watches how its activations change needs all of them."""
-    is_plain = not (job.edit.loras or job.controls or job.edit.max_change)
+    residuals of ControlNets are, too; and a job that watches how its activations or predictions change needs all."""
+    is_plain = not (job.edit.loras or job.controls or job.edit.max_change or job.reuses_changed)
     has_template = job.activations is not None and job.own_steps is None
     return len(job.branches) == 2 and not job.step and is_plain and not has_template
 

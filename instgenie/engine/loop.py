@@ -94,11 +94,15 @@ class Engine:
         self.merging.settle(jobs)
         self.own.make_ready(jobs)
         self.plan(jobs)
-        self.controls.begin(jobs)
-        self.far.begin(jobs)
-        for job, predictions in zip(jobs, self.predict(jobs), strict=True):
+        computing = [job for job in jobs if not job.stands_by]
+        standing_by = [job for job in jobs if job.stands_by]
+        self.controls.begin(computing)
+        self.far.begin(computing)
+        for job, predictions in zip(computing, self.predict(computing) if computing else (), strict=True):
             self.own.watch(job)
             job.advance([*predictions, *self.far.result(job, predictions[0])])
+        for job in standing_by:
+            job.advance(())
         self.load_ahead([job for job in jobs if not job.done])
 
     def advance_in_halves(self, jobs: Sequence[Job]) -> dict[Job, Exception]:

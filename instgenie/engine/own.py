@@ -17,6 +17,7 @@ from instgenie.cache.buffers import TensorSpec, carve
 from instgenie.cost.kept_steps import KeptSteps
 from instgenie.cost.network import NetworkShape
 from instgenie.cost.plan import DENSE
+from instgenie.engine.changed import ChangedTokens
 from instgenie.engine.changes import Change, next_dense_step
 from instgenie.jobs.activations import Activations, Key
 from instgenie.jobs.job import Job
@@ -31,8 +32,11 @@ log = logging.getLogger(__name__)
 class OwnActivations:
     """What the jobs of a step loop keep for themselves."""
 
-    def __init__(self, model: Model, kind: Kind = "kv", keeps_text: bool = False) -> None:
+    def __init__(
+        self, model: Model, kind: Kind = "kv", keeps_text: bool = False, changed: ChangedTokens | None = None
+    ) -> None:
         self.model = model
+        self.changed = changed  # chooses the tokens of the jobs that reuse those that hardly change
         self.kind = kind
         self.num_text = model.num_flowing_text if keeps_text else 0
         self.network = model.describe()
@@ -43,6 +47,8 @@ class OwnActivations:
         computes every token from here on."""
         for job in jobs:
             self.find_dense_step(job)
+            if self.changed and job.reuses_changed:
+                self.changed.settle(job)
             if not job.keeps_activations:
                 continue
             try:
@@ -53,7 +59,7 @@ class OwnActivations:
                 if not is_out_of_memory(error):
                     raise
                 log.warning("no room for an edit's own activations", extra={"num_tokens": len(job.masked)})
-                job.activations, job.plan, job.own_steps = None, DENSE, None
+                job.activations, job.plan, job.own_steps, job.keeps_chosen = None, DENSE, None, False
                 job.edit = replace(job.edit, dense_steps=job.num_steps)
 
     def watch(self, job: Job) -> None:
@@ -77,6 +83,19 @@ def reuse_own(job: Job) -> Job:
     return replace(job, activations=None, plan=DENSE, own_steps=own_steps(job.edit, job.num_steps), kept_step=None)
 
 
+def reuse_changed(job: Job, in_tiles: bool) -> Job:
+    """Return a copy of the job that guesses the predictions of tokens that hardly change: of all of them at a step, or
+    in tiles, so that steps which compute some tokens read the rows of the others."""
+    own = job if job.own_steps or not in_tiles else replace(reuse_own(job), own_steps=KeptSteps(job.num_steps, (0,)))
+    return replace(own, reuses_changed=True, keeps_chosen=in_tiles, chosen_step=-1, idle_step=-1, history=None)
+
+
+def can_reuse_changed(job: Job, in_tiles: bool) -> bool:
+    """Return whether a job may guess predictions. In tiles it may not if it reads a template, which no job writes to."""
+    may_keep = not in_tiles or job.activations is None
+    return may_keep and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
+
+
 def own_steps(edit: Edit, num_steps: int) -> KeptSteps:
     """The dense steps of an edit that takes `num_steps`: its leading dense steps, and those it asks for or those of the
     quality `balanced`. An edit that finds further ones itself needs two samples of its activations for that."""
@@ -95,7 +114,7 @@ def can_reuse_own(job: Job) -> bool:
 
 def reuse_found(job: Job) -> ReuseFound:
     """Whose activations a job reads, or has read."""
-    if job.own_steps is not None:
+    if job.own_steps is not None or job.reuses_changed:
         return "own"
     return "template" if job.activations is not None else "none"
 

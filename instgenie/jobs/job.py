@@ -19,6 +19,7 @@ from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
 from instgenie.jobs.activations import Activations, Kind
 from instgenie.jobs.controls import JobControl, Promise
+from instgenie.jobs.history import TokenHistory
 from instgenie.jobs.sampler import Schedule
 from instgenie.jobs.tokens import JobTokens, Level, pool, spread, text_bucket
 from instgenie.types import Edit
@@ -77,6 +78,13 @@ class Job:
     awaits_branch: bool = False  # the same, for the process that computes its other branch
     keeps_norm: bool = False  # guided predictions are as long as those of the prompt, token by token
     reference: Tensor | None = None  # [reference tokens, channels] beside its own, the same at every step
+    reuses_changed: bool = False  # True: predictions of tokens that hardly change are guessed; see `engine.changed`
+    keeps_chosen: bool = False  # True: steps that compute a choice of tokens keep their rows, too
+    chosen_step: int = -1  # the last step for which tokens were chosen
+    idle_step: int = -1  # the last step that computes no token
+    history: TokenHistory | None = None  # of its predictions, if it reuses them
+    trust: float = 0.0  # of guesses, in the movement of predictions; see `TokenHistory`
+    num_taken_tokens: int = 0  # image tokens computed so far, over all steps
 
     def __post_init__(self) -> None:
         cache = self.activations
@@ -176,13 +184,30 @@ class Job:
     def is_dense_at(self, step: int) -> bool:
         if self.own_steps is None:
             return step < self.edit.dense_steps
-        return self.kept_step is None or step in self.own_steps
+        is_chosen = not self.keeps_chosen or step == self.chosen_step
+        return self.kept_step is None or step in self.own_steps or not is_chosen
 
     @property
     def keeps_activations(self) -> bool:
         """True if this step's activations serve the next one."""
         is_read = self.own_steps is not None and self.step + 1 < self.num_steps and self.step + 1 not in self.own_steps
-        return is_read and self.in_dense_steps
+        return is_read and (self.in_dense_steps or self.keeps_chosen) and not self.stands_by
+
+    @property
+    def stands_by(self) -> bool:
+        """True if this step computes no token: all predictions are guessed."""
+        return self.idle_step == self.step and not self.in_dense_steps
+
+    def stand_by(self) -> None:
+        """Compute no token at this step, where it is not a dense one."""
+        self.idle_step = self.chosen_step = self.step
+
+    def choose(self, tokens: JobTokens) -> None:
+        """Compute only the tokens that are `inside` at this step, where it is not a dense one. It is if these are all."""
+        self.chosen_step = self.step if len(tokens.rest) else -1
+        if self.tokens is not tokens:
+            self.inside, self.rest, self.tokens = tokens.inside, tokens.rest, tokens
+            self.__dict__.pop("padded_tokens", None)
 
     @property
     def kept_kind(self) -> Kind | None:
@@ -201,22 +226,41 @@ class Job:
     @property
     def num_computed_tokens(self) -> int:
         """Mean number of image tokens computed, over steps and blocks."""
+        if self.reuses_changed:
+            return round(self.num_taken_tokens / max(self.step, 1))
         num_dense = self.edit.dense_steps if self.own_steps is None else len(self.own_steps.steps)
         cached_steps = max(self.num_steps - num_dense, 0) / self.num_steps
         cached_blocks = sum(self.plan) / max(len(self.plan), 1)
         return round(len(self.masked) - cached_steps * cached_blocks * len(self.outside))
 
     def advance(self, predictions: Sequence[Tensor]) -> None:
-        """Take one step with one prediction per branch, for all tokens or for the computed ones alone. Masked tokens
-        follow the prediction; the others stay on the template's trajectory."""
-        prediction = guide(predictions, self.scale, self.keeps_norm)
-        if len(prediction) < len(self.masked):
-            prediction = torch.zeros_like(self.latents).index_copy(0, self.inside, prediction)
+        """Take one step with one prediction per branch, for all tokens or for the computed ones alone; with none if no
+        token was computed. Masked tokens follow the prediction; the others stay on the template's trajectory."""
+        guided = guide(predictions, self.scale, self.keeps_norm) if predictions else None
+        prediction, history = self.complete(guided)
         moved = self.schedule.advanced(self.latents, prediction, self.step)
         latents = torch.where(self.masked, moved, self.template.at(self.step + 1, self.schedule))
         if self.keeps_activations:
             self.kept_step = self.step
+        if guided is not None:
+            self.num_taken_tokens += len(self.inside if any(self.present_plan) else self.masked)
+        self.history = history
         self.step, self.latents = self.step + 1, latents  # together, so that running out of memory changes neither
+
+    def complete(self, prediction: Tensor | None) -> tuple[Tensor, TokenHistory | None]:
+        """The predictions of all tokens. Those that were not computed are guessed, if the job has a history; what that
+        is behind this step is returned, too."""
+        time = self.schedule.timestep(self.step)
+        if prediction is None:
+            assert self.history is not None
+            return self.history.guess(time), self.history
+        index = None if len(prediction) == len(self.masked) else self.inside
+        if self.history is not None:
+            return self.history.after(prediction, index, self.latents, time, self.step)
+        whole = prediction if index is None else torch.zeros_like(self.latents).index_copy(0, index, prediction)
+        if not self.reuses_changed:
+            return whole, None
+        return whole, TokenHistory.start(whole, self.latents, time, self.step, self.trust)
 
 
 def stands_still(job: Job) -> bool:

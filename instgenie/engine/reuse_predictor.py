@@ -1,0 +1,46 @@
+"""The predictor of reuse: a logistic regression over what is known of a token, as a file. `engine.reuse_training` makes
+one, `engine.changed` asks it."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from instgenie.errors import ConfigError
+
+FEATURES = ("input change", "last error", "span of the last error", "age", "step", "step squared")
+FILE_NAME = "reuse.json"  # in the folder of a model
+DEFAULT_FILE = Path(__file__).with_name(FILE_NAME)  # trained with the built-in model
+
+
+@dataclass(frozen=True)
+class ReusePredictor:
+    """Numbers with which the features of a token become the logit of the probability that its guess is too wrong."""
+
+    weights: tuple[float, ...]  # one per feature
+    bias: float
+    tolerance: float  # the relative error of a guess above which it is too wrong
+    max_steps: int  # consecutive steps that reuse a token at most
+    tile: int = 0  # side of the squares of tokens that are reused together; 0: the whole picture is one
+    trust: float = 0.8  # share of a prediction's movement that a guess expects to go on; 0: the last one is taken
+    max_share: float = 1.0  # a step that has to compute a larger share of the tokens computes all
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps({"features": FEATURES} | asdict(self), indent=1) + "\n")
+
+
+def read_predictor(path: Path) -> ReusePredictor:
+    try:
+        fields = json.loads(path.read_text())
+        names = tuple(fields.pop("features"))
+        predictor = ReusePredictor(**fields | {"weights": tuple(map(float, fields["weights"]))})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no predictor of `instgenie train-reuse`: {error}") from None
+    if names != FEATURES or len(predictor.weights) != len(FEATURES):
+        raise ConfigError(f"{path} has the features {', '.join(names)}: {', '.join(FEATURES)} are expected")
+    return predictor
+
+
+def find_predictor(model: str) -> ReusePredictor:
+    """The predictor in the model's folder, if it has one, or that of the built-in model."""
+    own = Path(model) / FILE_NAME
+    return read_predictor(own if own.exists() else DEFAULT_FILE)

@@ -1,0 +1,136 @@
+"""Trains the predictor of reuse: records dense pictures from prompts, replays them with random tokens left out, and fits
+a logistic regression to how wrong the guesses of these would have been."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from instgenie.engine.changed import NUM_LEADING, ages, features_of
+from instgenie.engine.prepare import prepare
+from instgenie.engine.reuse_predictor import ReusePredictor
+from instgenie.errors import ModelError
+from instgenie.jobs.history import TokenHistory
+from instgenie.jobs.job import guide
+from instgenie.jobs.sampler import Schedule
+from instgenie.models.model import Model
+from instgenie.types import Edit, OnStep
+
+GREY = 128
+SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)  # of tokens that a replayed step computes
+
+
+class Recording(NamedTuple):
+    """One dense picture."""
+
+    latents: Tensor  # [steps, tokens, channels], before each step
+    predictions: Tensor  # [steps, tokens, channels]
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A predictor, and how it does on pictures that it was not fitted to."""
+
+    predictor: ReusePredictor
+    num_samples: int
+    share_wrong: float  # of held-out guesses, those that are too wrong
+    accuracy: float  # on held-out guesses
+
+
+def picture_from(prompt: str, seed: int, model: Model, size: tuple[int, int] | None = None, **fields: object) -> Edit:
+    """The edit that makes a picture from a prompt alone."""
+    height, width = size or (model.own_size, model.own_size)
+    grey, everything = np.full((height, width, 3), GREY, np.uint8), np.ones((height, width), np.bool_)
+    edit = Edit(grey, everything, prompt, seed, model.steps, model.guidance, size=(height, width), from_nothing=True)
+    return replace(edit, **fields)  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def record(model: Model, edit: Edit) -> Recording:
+    job = prepare(edit, model)
+    latents, predictions = [], []
+    while not job.done:
+        predicted = model.predict([job])[0]
+        latents.append(job.latents)
+        predictions.append(guide(predicted, job.scale, job.keeps_norm))
+        job.advance(predicted)
+    return Recording(torch.stack(latents), torch.stack(predictions), job.schedule)
+
+
+@torch.inference_mode()
+def replay(
+    recording: Recording, max_steps: int, trust: float, generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the features of all tokens [tokens, features] and the errors that their guesses at the next step have
+    [tokens], for each step, while random tokens are computed and the others guessed."""
+    latents, predictions, schedule = recording
+    history = TokenHistory.start(predictions[0], latents[0], schedule.timestep(0), 0, trust)
+    num_tokens = predictions.shape[1]
+    for step in range(1, len(predictions) - 1):
+        share = SHARES[int(torch.randint(len(SHARES), (), generator=generator))]
+        computed = torch.rand(num_tokens, generator=generator) < (share if step >= NUM_LEADING else 1)
+        is_over = (ages(history, None if step == 1 else history.steps.new_empty(0).long(), step - 1) > max_steps).cpu()
+        index = (computed | is_over).nonzero()[:, 0].to(latents.device)
+        features = features_of(history, latents[step], index, schedule, step)
+        time = schedule.timestep(step)
+        _, history = history.after(predictions[step][index], index, latents[step], time, step)
+        following = predictions[step + 1]
+        wrong = (history.guess(schedule.timestep(step + 1)) - following).norm(dim=1)
+        if step + 1 >= NUM_LEADING:
+            yield features, wrong / following.square().sum(1).mean().sqrt()
+
+
+def train(
+    model: Model,
+    edits: Sequence[Edit],
+    tolerance: float,
+    max_steps: int,
+    trust: float = 0.8,
+    on_step: OnStep | None = None,
+) -> Trained:
+    """Fit a predictor to pictures from prompts; every fourth of them is held out."""
+    recordings = []
+    for number, edit in enumerate(edits, 1):
+        recordings.append(record(model, edit))
+        if on_step:
+            on_step(number, len(edits))
+    return fit(recordings, tolerance, max_steps, trust)
+
+
+def fit(recordings: Sequence[Recording], tolerance: float, max_steps: int, trust: float = 0.8) -> Trained:
+    try:
+        from sklearn.linear_model import LogisticRegression
+    except ImportError:
+        raise ModelError("the package scikit-learn is missing; it comes with the 'train' extra of instgenie") from None
+
+    held_out = [recording for number, recording in enumerate(recordings) if number % 4 == 3]
+    seen = [recording for number, recording in enumerate(recordings) if number % 4 != 3]
+    features, wrong = samples(seen, tolerance, max_steps, trust)
+    if wrong.all() or not wrong.any():
+        raise ModelError(
+            f"{wrong.mean():.0%} of {len(wrong)} guesses are further off than the tolerance {tolerance}: choose another"
+        )
+    mean, spread = features.mean(0), features.std(0).clip(1e-6)
+    regression = LogisticRegression(max_iter=1000).fit((features - mean) / spread, wrong)
+    weights = regression.coef_[0] / spread
+    bias = float(regression.intercept_[0] - weights @ mean)
+    rounded = tuple(round(float(weight), 6) for weight in weights)
+    predictor = ReusePredictor(rounded, round(bias, 6), tolerance, max_steps, trust=trust)
+    features, wrong = samples(held_out or seen, tolerance, max_steps, trust)
+    accuracy = float(((features @ weights + bias > 0) == wrong).mean())
+    return Trained(predictor, len(wrong), float(wrong.mean()), accuracy)
+
+
+def samples(
+    recordings: Sequence[Recording], tolerance: float, max_steps: int, trust: float
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Features [samples, features], and whether a guess was too wrong [samples]."""
+    generator = torch.Generator().manual_seed(0)
+    found = [pair for recording in recordings for pair in replay(recording, max_steps, trust, generator)]
+    features, errors = (torch.cat([pair[number] for pair in found]).double().cpu().numpy() for number in (0, 1))
+    return features, errors > tolerance
