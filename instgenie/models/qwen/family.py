@@ -16,7 +16,7 @@ from instgenie.models.recipe import VOCABULARY, Recipe, make_tokenizer
 
 PARTS = ("transformer", *ONE_ENCODER)
 EDIT_PARTS = (*PARTS, "processor")
-MAKERS = {
+MAKERS: dict[str, type[QwenModel]] = {
     "QwenImagePipeline": QwenModel,
     "QwenImageInpaintPipeline": QwenModel,
     "QwenImageEditPipeline": QwenEditModel,
