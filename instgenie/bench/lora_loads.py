@@ -144,7 +144,7 @@ def measure_rotation(model: Model, job: Job, num_loras: int, seconds: float) -> 
     rate = LOAD * MAX_JOBS / (job.num_steps * step_seconds(model, jobs, [None] * MAX_JOBS, merges=False))
     random = np.random.default_rng(0)
     num = max(math.ceil(rate * seconds), 2)
-    times = np.cumsum(random.exponential(1 / rate, num))
+    times = np.cumsum(random.exponential(1 / rate, num)).tolist()
     chosen = random.integers(num_loras, size=num)
     graphs = make_graphs(model)
     with tempfile.TemporaryDirectory(prefix="instgenie-bench-") as folder:

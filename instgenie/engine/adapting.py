@@ -47,8 +47,9 @@ class PromptLoras:
             found = apply_loras(self.model.patchable, fetch.result())
             loras = batch_loras([found])
             with ExitStack() as hooks:
-                for module in self.model.patchable.values() if loras else ():
-                    hooks.enter_context(hooked(module, loras, None))
+                if loras:
+                    for module in self.model.patchable.values():
+                        hooks.enter_context(hooked(module, loras, None))
                 yield
         finally:
             self.tiers.release(fetch)
