@@ -4,6 +4,8 @@
     outside of the blocks = flop_outside * FLOPs               (convolutions, embeddings)
     load of a block       = sum over jobs: load + byte * bytes (nothing for rows in GPU memory)
 
+Convolutions that compute masked tiles alone have fewer FLOPs, and their rows are loaded with those of the blocks.
+
 Knows numbers only, so that a process without torch can predict. Two streams run side by side, one loads and one
 computes: `makespan` is the time at which the last compute ends.
 """
@@ -24,9 +26,11 @@ from instgenie.cost.network import (
     Demand,
     NetworkShape,
     block_flops,
+    convolution_bytes,
     count_passes,
     load_bytes,
     outside_flops,
+    reads_tiles,
     step_flops,
 )
 from instgenie.errors import CalibrationError
@@ -59,15 +63,21 @@ class Latency:
     r2_compute: float = 0.0  # R² of the fit; 0 if nothing was measured
     r2_load: float = 0.0
 
-    def block_costs(self, network: NetworkShape, demands: Sequence[Demand]) -> list[BlockCost]:
-        """The cost of each block. Blocks of one shape cost the same, unless some need no load."""
+    def block_costs(
+        self, network: NetworkShape, demands: Sequence[Demand], plan: Sequence[bool] = ()
+    ) -> list[BlockCost]:
+        """The cost of each block with a plan, or with every block cached. Blocks of one shape cost the same, unless
+        some need no load. Each loads its share of what convolutions read."""
+        far = [demand for demand in demands if reads_tiles(demand, plan) and not demand.in_gpu]
+        extra = self.byte * sum(convolution_bytes(network, demand) for demand in far) / max(len(network.blocks), 1)
         seen: dict[object, BlockCost] = {}
         costs = []
         block = self.block * count_passes(network, demands)
         for index, shape in enumerate(network.blocks):
             loads = tuple(index not in demand.in_gpu for demand in demands)
             if (shape, loads) not in seen:
-                seen[shape, loads] = self.block_cost(shape, demands, loads, block)
+                cost = self.block_cost(shape, demands, loads, block)
+                seen[shape, loads] = cost._replace(load=cost.load + extra)
             costs.append(seen[shape, loads])
         return costs
 
@@ -81,14 +91,16 @@ class Latency:
             load=sum(self.load + self.byte * size for size in sizes if size),
         )
 
-    def outside(self, network: NetworkShape, demands: Sequence[Demand]) -> float:
-        return self.flop_outside * sum(outside_flops(network, demand) for demand in demands)
+    def outside(self, network: NetworkShape, demands: Sequence[Demand], plan: Sequence[bool] = ()) -> float:
+        """Seconds outside the blocks, with a plan or with every block cached."""
+        return self.flop_outside * sum(outside_flops(network, demand, plan) for demand in demands)
 
     def predict_step(
         self, network: NetworkShape, demands: Sequence[Demand], plan: Sequence[bool], lead: float = 0.0
     ) -> float:
         """Seconds of one step of these jobs with one plan; jobs without activations are dense in any plan."""
-        return self.outside(network, demands) + makespan(plan, self.block_costs(network, demands), lead)
+        costs = self.block_costs(network, demands, plan)
+        return self.outside(network, demands, plan) + makespan(plan, costs, lead)
 
 
 def makespan(plan: Sequence[bool], costs: Sequence[BlockCost], lead: float = 0.0) -> float:
@@ -125,7 +137,7 @@ class LoadSample:
 def fit_latency(
     device: str, model: str, network: NetworkShape, steps: Sequence[StepSample], loads: Sequence[LoadSample]
 ) -> Latency:
-    outside = [sum(outside_flops(network, demand) for demand in step.demands) for step in steps]
+    outside = [sum(outside_flops(network, demand, step.plan) for demand in step.demands) for step in steps]
     inside = [step_flops(network, step.demands, step.plan) - other for step, other in zip(steps, outside, strict=True)]
     blocks = [len(network.blocks) * count_passes(network, step.demands) for step in steps]
     (block, flop, flop_outside), r2_compute = fit([blocks, inside, outside], [step.seconds for step in steps])

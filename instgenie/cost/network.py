@@ -5,6 +5,7 @@ All tokens of a job flow through a dense block, only the masked ones through a c
 for all tokens.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,6 +13,7 @@ from typing import Literal
 from instgenie.types import NUM_PARTS, CacheDtype, Kind
 
 NUM_BUCKETS = 32  # lists of masked tokens are padded to a multiple of 1/32 of all tokens
+FLOAT_BYTES = 4  # per number of a tile
 NUM_TEXT_BUCKETS = 16  # the tokens of a prompt are padded to 1/16 of the text, 1/8, 1/4, 1/2 or all of it
 VALUE_BYTES: dict[CacheDtype, float] = {  # per value of packed rows; four bits, and two numbers of two bytes for 32
     "fp8": 1.0,
@@ -111,6 +113,7 @@ class Demand:
     num_prompt: int = 0  # text tokens that cached blocks compute, if they read those of the padding; 0: all
     in_gpu: frozenset[int] = frozenset()  # blocks whose rows of this step need no load
     loads_masked: bool = False  # the rows of masked tokens are loaded, too
+    active: float | None = None  # share of the tiles that convolutions compute if every block is cached; None: all
 
     def num_flowing(self, shape: BlockShape, cached: bool) -> int:
         """Tokens that flow through a block."""
@@ -197,15 +200,51 @@ def block_flops(shape: BlockShape, demand: Demand, cached: bool) -> int:
     return demand.num_branches * branch + num_projections * shape.per_rest * num_read
 
 
-def outside_flops(network: NetworkShape, demand: Demand) -> int:
-    """FLOPs of one job outside the blocks: convolutions, embeddings."""
-    return demand.num_branches * (network.per_token * demand.num_tokens + network.per_branch)
+def reads_tiles(demand: Demand, plan: Sequence[bool]) -> bool:
+    """Return whether convolutions of a job compute masked tiles alone: where every block is cached."""
+    return demand.active is not None and demand.kind is not None and all(plan)
+
+
+def outside_flops(network: NetworkShape, demand: Demand, plan: Sequence[bool] = ()) -> int:
+    """FLOPs of one job outside the blocks, with a plan or with every block cached: convolutions, embeddings."""
+    share = demand.active if demand.active is not None and reads_tiles(demand, plan) else 1.0
+    return demand.num_branches * (round(share * network.per_token * demand.num_tokens) + network.per_branch)
+
+
+def active_share(network: NetworkShape, num_tokens: int, num_masked: int) -> float | None:
+    """About the share of all tiles that have a masked token, for a square mask in a square picture, over all levels;
+    None if convolutions are dense."""
+    if not network.convolutions:
+        return None
+    length, masked = math.sqrt(num_tokens), math.sqrt(num_masked)
+    touched = [(masked + side * tile) / length for side, tile in network.tiles if num_masked]
+    return mean_share(network, [min(share, 1.0) ** 2 for share in touched])
+
+
+def mean_share(network: NetworkShape, shares: Sequence[float]) -> float:
+    """The share of tiles that a pass computes, from those of its levels: lists are padded on some devices."""
+    share = sum(shares) / max(len(shares), 1)
+    if not network.pads_lists or not share:
+        return share
+    return min(one for one in SHARES if one >= min(math.ceil(share * NUM_BUCKETS), NUM_BUCKETS)) / NUM_BUCKETS
+
+
+def convolution_bytes(network: NetworkShape, demand: Demand) -> int:
+    """Bytes that the convolutions of one job load at a step, counted as those of a block, for a square picture."""
+    if demand.kind is None or demand.active is None:
+        return 0
+    grid = (math.isqrt(demand.num_tokens),) * 2
+    sizes = (
+        shape.num_rows(grid) * shape.width * (FLOAT_BYTES if shape.rows == "tiles" else demand.value_bytes)
+        for shape in network.convolutions
+    )
+    return round(demand.num_kept * sum(sizes) / demand.num_served)
 
 
 def step_flops(network: NetworkShape, demands: Sequence[Demand], plan: Sequence[bool]) -> int:
     blocks = zip(network.blocks, plan, strict=True)
     inside = sum(block_flops(shape, demand, cached) for shape, cached in blocks for demand in demands)
-    return inside + sum(outside_flops(network, demand) for demand in demands)
+    return inside + sum(outside_flops(network, demand, plan) for demand in demands)
 
 
 def load_bytes(shape: BlockShape, demand: Demand) -> int:

@@ -13,6 +13,8 @@ from instgenie.cost.plan import Plan
 from instgenie.cost.search import fastest_plan, greedy_plan
 from instgenie.types import Kind, PlanPolicy
 
+DENSE_CONVOLUTIONS = (False,)  # a plan with any dense block
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -27,12 +29,19 @@ def plan_batch(
     network: NetworkShape, demands: Sequence[Demand], latency: Latency, lead: float = 0.0, policy: PlanPolicy = "exact"
 ) -> Planned:
     """One plan for all jobs of a batch. Jobs without activations are dense in any plan; if any job has `kv`, the plan
-    must be feasible with `kv`."""
+    must be feasible with `kv`. Convolutions compute masked tiles alone if every block is cached: such a plan is chosen
+    if what it saves there, and loads, makes it the faster one."""
     kinds = {demand.kind for demand in demands}
-    costs = latency.block_costs(network, demands)
+    costs = latency.block_costs(network, demands, DENSE_CONVOLUTIONS)
     if kinds == {None}:
         return plan_dense(costs, "kv", network.run_lengths, lead)
-    return POLICIES[policy](costs, "kv" if "kv" in kinds else "y", network.run_lengths, lead)
+    given = "kv" if "kv" in kinds else "y", network.run_lengths, lead
+    planned = POLICIES[policy](costs, *given)
+    if policy == "dense" or not any(demand.active is not None for demand in demands):
+        return planned
+    whole = POLICIES["naive" if policy == "naive" else "cached"](latency.block_costs(network, demands), *given)
+    saved = latency.outside(network, demands, DENSE_CONVOLUTIONS) - latency.outside(network, demands)
+    return whole if all(planned.plan) or whole.seconds - saved <= planned.seconds else planned
 
 
 def plan_exact(costs: Sequence[BlockCost], kind: Kind, run_lengths: Sequence[int], lead: float = 0.0) -> Planned:

@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 
 from instgenie.cost.kept_steps import stride_of
 from instgenie.cost.latency import Latency
-from instgenie.cost.network import Demand, NetworkShape, load_bytes, pad_demands
+from instgenie.cost.network import (
+    Demand,
+    NetworkShape,
+    active_share,
+    convolution_bytes,
+    load_bytes,
+    pad_demands,
+)
 from instgenie.cost.plan import is_cached
 from instgenie.cost.planner import plan_batch
 from instgenie.cost.table import Price, StepCosts
@@ -48,6 +55,7 @@ class JobShape:
             num_served=stride_of(self.stride, self.num_steps),
             num_prompt=self.num_prompt,
             in_gpu=frozenset(range(len(self.network.blocks))) if in_gpu else frozenset(),
+            active=active_share(self.network, num_tokens, num_masked),
         )
         return pad_demands([demand])[0] if self.network.pads_lists else demand
 
@@ -76,19 +84,24 @@ def make_costs(
         host=gpu if is_host_near else column(in_gpu=False),
         dense=price(shape.network, shape.dense_demand(num_tokens), latency, policy)._replace(dense=1.0),
         per_pass=latency.block * len(shape.network.blocks) if shape.network.dense_apart else 0.0,
-        bytes_per_token=sum(load_bytes(block, whole) for block in shape.network.blocks) / num_tokens,
+        bytes_per_token=step_bytes(shape.network, whole) / num_tokens,
         num_text=shape.num_text if shape.num_prompt else 0,
         stride=shape.stride,
         fetch=FETCH,
     )
 
 
+def step_bytes(network: NetworkShape, whole: Demand) -> int:
+    """Bytes of all that activations keep of a step, for a job that reads all of it."""
+    return sum(load_bytes(block, whole) for block in network.blocks) + convolution_bytes(network, whole)
+
+
 def price(network: NetworkShape, demand: Demand, latency: Latency, policy: PlanPolicy) -> Price:
     """The price of a job that is planned alone. Time that neither stream hides, such as the first load or the last
     block, counts in both streams."""
     planned = plan_batch(network, [demand], latency, policy=policy)
-    blocks = list(enumerate(latency.block_costs(network, [demand])))
-    outside = latency.outside(network, [demand])
+    blocks = list(enumerate(latency.block_costs(network, [demand], planned.plan)))
+    outside = latency.outside(network, [demand], planned.plan)
     compute = outside + sum(cost.cached if is_cached(planned.plan, block) else cost.dense for block, cost in blocks)
     load = sum(cost.load for block, cost in blocks if is_cached(planned.plan, block))
     unhidden = outside + planned.seconds - max(compute, load)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from instgenie.cost.network import VALUE_BYTES, Demand, NetworkShape, pad_demands
+from instgenie.cost.network import VALUE_BYTES, Demand, NetworkShape, mean_share, pad_demands
 from instgenie.engine.loading.route import sharing_key
-from instgenie.jobs.job import Job
+from instgenie.jobs.job import Job, reads_convolutions
 
 
 def make_demands(jobs: Sequence[Job], network: NetworkShape) -> list[Demand]:
@@ -43,4 +43,15 @@ def make_demand(job: Job, network: NetworkShape) -> Demand:
         num_served=cache.key.stride,
         num_prompt=job.num_prompt if cache.num_text else 0,
         in_gpu=frozenset(range(len(network.blocks))) if rows.device == job.masked.device else frozenset(),
+        active=active_tiles(job, network) if reads_convolutions(job, (True,) * cache.num_blocks) else None,
     )
+
+
+def active_tiles(job: Job, network: NetworkShape) -> float:
+    """The share of all tiles that have a masked token, over all levels."""
+    shares = []
+    for side, tile in network.tiles:
+        grid = job.grid[0] // side, job.grid[1] // side
+        tiles = job.level(grid[0] * grid[1]).tiles(grid, tile)
+        shares.append(len(tiles.active) / tiles.num_all)
+    return mean_share(network, shares)

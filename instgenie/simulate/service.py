@@ -117,7 +117,7 @@ class PlannedService:
     def plan(self, sums: Sums) -> float:
         demands = [demand for one in sums for demand in self.demands(*one)]
         planned = plan_batch(self.shape.network, demands, self.latency, policy=self.policy)
-        return planned.seconds + self.latency.outside(self.shape.network, demands)
+        return planned.seconds + self.latency.outside(self.shape.network, demands, planned.plan)
 
     def demands(self, num_tokens: int, num_cached: int, num_masked: int, num_dense: int) -> Iterable[Demand]:
         """Demands of jobs that share the masked tokens equally; their total is that of the real jobs."""

@@ -20,7 +20,7 @@ from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 from instgenie.models.unet.model import UnetModel
 from instgenie.models.unet.tiled_batch import TiledBatch
-from instgenie.types import Convolutions, Edit, LoraUse
+from instgenie.types import CacheDtype, Convolutions, Edit, LoraUse
 
 SIZES = [(64, 96), (96, 32), (64, 96), (32, 32)]
 
@@ -169,15 +169,18 @@ def test_law_captured_tiles_are_uncaptured(sdxl: UnetModel) -> None:
     assert graphs.captured
 
 
-def test_sizes_whose_rows_are_loaded_pass_apart(sdxl: UnetModel) -> None:
-    edits = [make_edit(size=size, share=0.3, steps=2) for size in SIZES[:2]]
+@pytest.mark.parametrize("how", ["tiled", "reused"])
+def test_law_sizes_whose_rows_are_loaded_are_each_alone(unet: UnetModel, how: Convolutions) -> None:
+    """In one pass, unless their rows have several formats."""
+    model = tiled(unet, how)
+    edits = [make_edit(size=size, share=0.1, steps=2, true_guidance=2.0) for size in (SIZES[0], SIZES[1], (48, 80))]
+    formats: list[CacheDtype] = ["fp8", "fp8", "int4"]
     jobs = [
-        reuse(prepare(edit, sdxl), register(edit.picture, sdxl, edit.size, edit.steps, cache_dtype="fp8"))
-        for edit in edits
+        reuse(prepare(edit, model), register(edit.picture, model, edit.size, edit.steps, cache_dtype=dtype))
+        for edit, dtype in zip(edits, formats, strict=True)
     ]
-    model = tiled(sdxl, "tiled")
-    assert len(model.passes(jobs)) == 2
-    assert max(map(apart, run(model, jobs), [run(sdxl, [job])[0] for job in jobs])) <= close(sdxl)
+    assert [len(one) for one in model.passes(jobs)] == [2, 1]
+    assert max(map(apart, run(model, jobs), [run(model, [job])[0] for job in jobs])) <= close(unet)
 
 
 def test_masks_of_about_one_size_are_one_pass(sdxl: UnetModel) -> None:

@@ -56,7 +56,7 @@ def plan_steps(lab: Lab) -> dict[tuple[str, float], float]:
         demand = demand_of(lab, ratio)
         for policy in POLICIES:
             planned = plan_batch(lab.network, [demand], slow, policy=policy)
-            found[policy, ratio] = planned.seconds + slow.outside(lab.network, [demand])
+            found[policy, ratio] = planned.seconds + slow.outside(lab.network, [demand], planned.plan)
     return found
 
 

@@ -13,7 +13,7 @@ from instgenie.models.layers.fp8_linear import reads_fp8
 from instgenie.models.layers.linear import Owners, linear
 
 
-def feed_forward(ff: nn.Module, inner: Rows, owners: Owners) -> Tensor:
+def feed_forward(ff: nn.Module, inner: Rows, owners: Owners | None) -> Tensor:
     """[rows, width] -> [rows, width]. What is not diffusers' own layer, or has an activation of another kind, is called
     as a whole, as if it were one product."""
     if isinstance(ff, Flux2FeedForward):

@@ -7,9 +7,8 @@ views of one tensor. A cached block computes only the masked tokens of its level
 each at its own place, and the output of the transformer is completed with the output kept at registration.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, compress
 from typing import Any, TypeAlias
 
@@ -17,55 +16,23 @@ import torch
 import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 
 from instgenie.adapters.applied import BatchLoras
 from instgenie.cost.network import BlockShape, NetworkShape
-from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Branch
-from instgenie.jobs.rows import BatchRows
-from instgenie.kernels.fill import fill_rows
 from instgenie.kernels.group_norm import group_norm
-from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
-from instgenie.kernels.quantize import Rows
-from instgenie.models.layers.feed_forward import feed_forward, first_layer
-from instgenie.models.layers.fp8_linear import reads_fp8
 from instgenie.models.layers.linear import EACH_BRANCH, Owners, call, linear, patched
 from instgenie.models.layers.products import products
 from instgenie.models.layers.resnet import convolutions, is_plain
 from instgenie.models.layers.resnet import convolve as convolve_plain
-from instgenie.models.unet.attention import attend
 from instgenie.models.unet.batch import Positions, TransformerPosition, UnetBatch
+from instgenie.models.unet.flow import FlowPart, Pass, Recorder, flow, make_whole
 from instgenie.models.unet.layout import LevelLayout
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
-
-
-@dataclass(frozen=True)
-class Recorder:
-    """Receives what activations keep, in the order of the pass."""
-
-    kind: Kind
-    keep: Callable[[Tensor], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """What every part of one pass reads."""
-
-    batch: UnetBatch
-    positions: Positions
-    time: Tensor  # [branches, width]
-    active: Tensor  # [branches, width], the input of linear layers
-    recorder: Recorder | None = None
-
-    @cached_property
-    def each_branch(self) -> Owners:
-        """Owners of one row, or one picture, per branch."""
-        return EACH_BRANCH.of(self.batch.loras)
 
 
 def cross(
@@ -207,7 +174,8 @@ def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> T
     num_branches, channels, *grid = x.shape
     num_all = x.shape[2] * x.shape[3]
     normed = enter(transformer.norm, x, batch.layout(position.block, num_all))
-    layout, leaving = flow(transformer, normed, num_all, run)
+    leaving = flow(transformer, normed, [FlowPart(run, num_all)])
+    layout = batch.layout(position.block + position.num_blocks - 1, num_all)
     leaving = make_whole(layout, leaving, batch.rows, position.end)
     for branch in compress(range(num_branches), batch.kept_kinds):
         batch.rows.keep(position.end, branch, [leaving[branch]])
@@ -216,125 +184,10 @@ def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> T
     return x + leaving.view(num_branches, *grid, channels).permute(0, 3, 1, 2)
 
 
-def flow(transformer: Transformer2DModel, normed: Tensor, num_all: int, run: Pass) -> tuple[LevelLayout, Tensor]:
-    """From the computed tokens that enter a transformer to those that leave it [computed tokens, channels], in the
-    layout that is returned."""
-    batch, position, recorder = run.batch, run.positions[transformer], run.recorder
-    layout = batch.layout(position.block, num_all)
-    tokens = linear(transformer.proj_in, normed, layout.owners)
-    for offset, block in enumerate(transformer.transformer_blocks):
-        place = position.place + offset
-        layout, tokens = turn(layout, batch.layout(position.block + offset, num_all), tokens, batch.rows, place)
-        if recorder:
-            kept = keep_block(block, tokens, recorder.kind, layout.owners)
-            recorder.keep(kept.unflatten(1, (layout.num_branches, -1)).transpose(0, 1))
-        tokens = transformer_block(block, tokens, batch, layout, position.block + offset, place)
-    return layout, linear(transformer.proj_out, tokens, layout.owners)
-
-
 def enter(norm: nn.GroupNorm, x: Tensor, layout: LevelLayout) -> Tensor:
     """[branches, channels, rows, columns] -> the computed tokens [computed tokens, channels], normed"""
     normed = group_norm(x, norm, index=layout.index)
     return normed.permute(0, 2, 3, 1).flatten(0, 2) if layout.index is None else normed
-
-
-def turn(
-    layout: LevelLayout, to: LevelLayout, tokens: Tensor, rows: BatchRows, place: int
-) -> tuple[LevelLayout, Tensor]:
-    """Return the layout of a block and the tokens in it: where a job's plan turns, its unmasked tokens leave, or come
-    back from the activations."""
-    if layout is to:
-        return layout, tokens
-    whole = make_whole(layout, tokens, rows, place, to.cached).flatten(0, 1)
-    return to, whole if to.index is None else whole[to.index]
-
-
-def make_whole(
-    layout: LevelLayout, tokens: Tensor, rows: BatchRows, place: int, still_cached: tuple[bool, ...] | None = None
-) -> Tensor:
-    """[computed tokens, channels] -> [branches, all tokens, channels]. The other tokens come from the activations; in
-    branches that stay cached they are left uninitialised."""
-    if layout.origin is None:
-        return tokens.reshape(layout.num_branches, layout.num_all, -1)
-    whole = tokens.new_empty(1, layout.num_branches, layout.num_all, tokens.shape[1])
-    stays = still_cached or (False,) * layout.num_branches
-    wanted = [narrow and not stay for narrow, stay in zip(layout.cached, stays, strict=True)]
-    fill_rows(rows.at(place, wanted), layout.origin, [tokens], whole)
-    return whole[0]
-
-
-def transformer_block(
-    block: BasicTransformerBlock, tokens: Tensor, batch: UnetBatch, layout: LevelLayout, number: int, place: int
-) -> Tensor:
-    """[computed tokens, width]; plans count the block as `number`, activations as `place`."""
-    inner = layer_norm(tokens, block.norm1, reads_fp8(block.attn1.to_q))
-    k, v = find_keys(block, tokens, inner, batch, layout, place)
-    for branch, kind in enumerate(batch.kept_kinds):
-        if kind:
-            batch.rows.keep(
-                place, branch, [k[branch], v[branch]] if kind == "kv" else [rows_of(layout, tokens, branch)]
-            )
-    attended = attend_heads(block.attn1, inner, k, v, batch, layout)
-    tokens, inner = add_layer_norm(tokens, attended, block.norm2, reads_fp8(block.attn2.to_q))
-    k, v = batch.crossed[number]
-    attended = attend_heads(block.attn2, inner, k, v, batch, layout)
-    tokens, inner = add_layer_norm(tokens, attended, block.norm3, reads_fp8(first_layer(block.ff)))
-    return tokens + feed_forward(block.ff, inner, layout.owners)
-
-
-def rows_of(layout: LevelLayout, tokens: Tensor, branch: int) -> Tensor:
-    """The rows [all tokens, width] of a branch that computes every token."""
-    if layout.origin is None:
-        return tokens.view(layout.num_branches, layout.num_all, -1)[branch]
-    return tokens[layout.origin[branch]]
-
-
-def attend_heads(attn: Attention, inner: Rows, k: Tensor, v: Tensor, batch: UnetBatch, layout: LevelLayout) -> Tensor:
-    """Attend from packed tokens [computed tokens, width] to each branch's keys and values [branches, keys, width]."""
-    q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (linear(attn.to_q, inner, layout.owners), k, v))
-    attended = attend(layout, q, k, v, batch.key_bounds[k.shape[1]]).flatten(1)
-    return linear(attn.to_out[0], attended, layout.owners)
-
-
-def find_keys(
-    block: BasicTransformerBlock, tokens: Tensor, inner: Rows, batch: UnetBatch, layout: LevelLayout, place: int
-) -> tuple[Tensor, Tensor]:
-    """K and V of all tokens, each at its place [branches, all tokens, width]. Those of tokens that are not computed are
-    as the activations keep them, or projected from Y as at registration."""
-    shape = layout.num_branches, layout.num_all, tokens.shape[1]
-    if layout.origin is None:
-        k, v = project_keys(block, inner, layout.owners)
-        return k.view(shape), v.view(shape)
-    has_kv, has_y = (
-        [narrow and kind == one for narrow, kind in zip(layout.cached, batch.kinds, strict=True)] for one in ("kv", "y")
-    )
-    keys = projected = tokens.new_empty(2, *shape)
-    if any(has_y):
-        whole = tokens.new_empty(1, *shape)
-        fill_rows(batch.rows.at(place, has_y), layout.origin, [tokens], whole)
-        inner_whole = norm_keys(block, whole.view(-1, shape[2]))
-        projected = torch.stack([k.view(shape) for k in project_keys(block, inner_whole, layout.whole_owners)])
-    if any(has_kv):
-        fill_rows(batch.rows.at(place, has_kv), layout.origin, project_keys(block, inner, layout.owners), keys)
-    if any(has_y) and any(has_kv):
-        of_kv = torch.tensor(has_kv).to(tokens.device, non_blocking=True)
-        keys = torch.where(of_kv[:, None, None], keys, projected)
-    k, v = keys if any(has_kv) else projected
-    return k, v
-
-
-def keep_block(block: BasicTransformerBlock, tokens: Tensor, kind: Kind, owners: Owners) -> Tensor:
-    """What activations keep of a block [2 or 1, tokens, width], from the tokens that go into it."""
-    return tokens[None] if kind == "y" else torch.stack(project_keys(block, norm_keys(block, tokens), owners))
-
-
-def norm_keys(block: BasicTransformerBlock, tokens: Tensor) -> Rows:
-    return layer_norm(tokens, block.norm1, reads_fp8(block.attn1.to_k))
-
-
-def project_keys(block: BasicTransformerBlock, inner: Rows, owners: Owners) -> tuple[Tensor, Tensor]:
-    """K and V of normed tokens, each [tokens, width]."""
-    return linear(block.attn1.to_k, inner, owners), linear(block.attn1.to_v, inner, owners)
 
 
 def describe(unet: UNet2DConditionModel) -> NetworkShape:

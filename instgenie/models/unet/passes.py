@@ -21,7 +21,8 @@ from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.models.model import KeptConvolutions, Model, TakeRows
 from instgenie.models.packed import PackedBatch
 from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
-from instgenie.models.unet.network import Encoded, Recorder, cross, encode, find_positions, predict
+from instgenie.models.unet.flow import Recorder
+from instgenie.models.unet.network import Encoded, cross, encode, find_positions, predict
 from instgenie.models.unet.tiled import can_tile, predict_tiles
 from instgenie.models.unet.tiled_batch import TiledBatch, pack_tiles
 from instgenie.models.unet.tiling import Tiling

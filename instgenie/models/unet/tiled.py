@@ -22,16 +22,18 @@ from torch import Tensor, nn
 
 from instgenie.cost.network import KeptRows
 from instgenie.jobs.tiles import covers_several, side_at
+from instgenie.jobs.tokens import concat
 from instgenie.kernels.add import add_bias
 from instgenie.kernels.addresses import Addresses, RowSources
 from instgenie.kernels.take import FIRST_KEPT, NOTHING, take_rows
 from instgenie.kernels.tile_norm import tile_columns, tile_moments
 from instgenie.models.layers.linear import EACH_BRANCH, linear
 from instgenie.models.layers.resnet import go_around, is_plain
-from instgenie.models.unet.batch import Positions
+from instgenie.models.unet.batch import Positions, UnetBatch
+from instgenie.models.unet.flow import FlowPart, Pass, flow, split
+from instgenie.models.unet.flow import rows_of as rows_of_branch
 from instgenie.models.unet.layout import LevelLayout
-from instgenie.models.unet.network import Pass, UnetBlock, embed_time, flow, pairs, with_sides
-from instgenie.models.unet.network import rows_of as rows_of_branch
+from instgenie.models.unet.network import UnetBlock, embed_time, pairs, with_sides
 from instgenie.models.unet.tiled_batch import TiledBatch
 from instgenie.models.unet.tiles import PartRange, TileLevel, find_rows
 
@@ -125,6 +127,7 @@ class Door(NamedTuple):
     entry: Tensor  # [computed tokens, 1], an index of rows of the level
     owners: Tensor  # [computed tokens], their pictures
     exit: Tensor  # [tiles, side * side], an index of computed tokens
+    exit_owners: Tensor  # [tiles], their pictures among those of the part
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +154,13 @@ class TiledPass:
     @cached_property
     def doors(self) -> dict[tuple[PartRange, LevelLayout, LevelLayout], Door]:
         return {}
+
+    def door(self, level: TileLevel, where: PartRange, first: LevelLayout, last: LevelLayout) -> Door:
+        """Found once for all transformers of a level that compute the same tokens."""
+        key = where, first, last
+        if key not in self.doors:
+            self.doors[key] = find_door(level, *key)
+        return self.doors[key]
 
 
 def predict_tiles(unet: UNet2DConditionModel, positions: Positions, kept: KeptPlaces, batch: TiledBatch) -> Tensor:
@@ -283,41 +293,32 @@ def norm_columns(
 
 
 def transform_tiles(transformer: Transformer2DModel | None, x: Tensor, run: TiledPass, level: TileLevel) -> Tensor:
-    """The ragged part, one size after the other."""
+    """The ragged part."""
     if transformer is None:
         return x
     columns, rows = norm_columns(transformer.norm, x, run, level), rows_of(x)
-    leaving = [
-        transform_part(transformer, rows, columns, run, level, one, part)
-        for one, part in zip(level.parts, run.parts, strict=True)
+    parts = [FlowPart(one, where.num_all) for one, where in zip(run.parts, level.parts, strict=True)]
+    position = run.parts[0].positions[transformer]
+    layouts = [part.layout(position.block) for part in parts]
+    lasts = [part.layout(position.block + position.num_blocks - 1) for part in parts]
+    doors = list(map(run.door, [level] * len(parts), level.parts, layouts, lasts))
+    entering = [take_rows(rows, door.entry, door.owners, columns)[:, 0] for door in doors]
+    leaving = split(flow(transformer, concat(entering), parts), lasts)
+    batches = [part.run.batch for part in parts]
+    left = [
+        leave(own, batch, last, position.end, door)
+        for own, batch, last, door in zip(leaving, batches, lasts, doors, strict=True)
     ]
-    return x + squares(torch.cat(leaving))
+    return x + squares(concat(left))
 
 
-def transform_part(
-    transformer: Transformer2DModel,
-    rows: Tensor,
-    columns: Tensor,
-    run: TiledPass,
-    level: TileLevel,
-    where: PartRange,
-    part: Pass,
-) -> Tensor:
-    """What a transformer adds to the tiles of a part [tiles, side * side, channels]."""
-    position, batch = part.positions[transformer], part.batch
-    first = batch.layout(position.block, where.num_all)
-    last = batch.layout(position.block + position.num_blocks - 1, where.num_all)
-    key = where, first, last
-    if key not in run.doors:
-        run.doors[key] = find_door(level, *key)
-    door = run.doors[key]
-    entering = take_rows(rows, door.entry, door.owners, columns)[:, 0]
-    _, leaving = flow(transformer, entering, where.num_all, part)
+def leave(leaving: Tensor, batch: UnetBatch, layout: LevelLayout, place: int, door: Door) -> Tensor:
+    """What a transformer adds to the tiles of a part [tiles, side * side, channels], from its computed tokens."""
     for branch, kind in enumerate(batch.kept_kinds):
         if kind:
-            batch.rows.keep(position.end, branch, [rows_of_branch(last, leaving, branch)])
-    sources = batch.rows.at(position.end, last.cached) if any(last.cached) else None
-    return take_rows(leaving, door.exit, level.owners[where.tiles] - where.first_picture, sources=sources)
+            batch.rows.keep(place, branch, [rows_of_branch(layout, leaving, branch)])
+    sources = batch.rows.at(place, layout.cached) if any(layout.cached) else None
+    return take_rows(leaving, door.exit, door.exit_owners, sources=sources)
 
 
 def find_door(level: TileLevel, where: PartRange, first: LevelLayout, last: LevelLayout) -> Door:
@@ -329,4 +330,5 @@ def find_door(level: TileLevel, where: PartRange, first: LevelLayout, last: Leve
     tokens = torch.where(tokens >= 0, tokens - where.first_token, NOTHING)
     kept = FIRST_KEPT - every % where.num_all
     leaves = every if last.origin is None else torch.where(last.origin.flatten() >= 0, last.origin.flatten(), kept)
-    return Door(row_of[entering][:, None], owners, find_rows(leaves, tokens))
+    exit_owners = level.owners[where.tiles] - where.first_picture
+    return Door(row_of[entering][:, None], owners, find_rows(leaves, tokens), exit_owners)

@@ -13,13 +13,7 @@ from instgenie.jobs.job import Job, keeps_convolutions, reads_convolutions
 from instgenie.jobs.tiles import side_at
 from instgenie.models.unet.batch import Positions
 from instgenie.models.unet.tiled import KeptPlace, KeptPlaces, find_kept, walk_places
-from instgenie.types import Convolutions
-
-
-def is_loaded(job: Job) -> bool:
-    """Return whether a job's activations are elsewhere, or packed, so that a loader may bring them."""
-    cache = job.activations
-    return cache is not None and (cache.is_packed or cache.rows[0].device != job.device)
+from instgenie.types import CacheDtype, Convolutions
 
 
 def has_more_places(job: Job) -> bool:
@@ -68,10 +62,13 @@ class Tiling:
 
     def group(self, job: Job) -> tuple[Any, ...]:
         """A key that is equal for jobs that may share a pass. Sizes are mixed, if at all, where no LoRA and no
-        ControlNet changes what convolutions compute, and where no rows are loaded: loading follows the order of a pass
-        in which all jobs are at the same block."""
-        is_mixed = self.how != "dense" and not (job.loras or job.controls or is_loaded(job))
-        return None if is_mixed else job.grid, has_more_places(job)
+        ControlNet changes what convolutions compute. Rows that tiles are completed with have one format."""
+        is_mixed = self.how != "dense" and not (job.loras or job.controls)
+        return None if is_mixed else job.grid, has_more_places(job), self.format_of(job)
+
+    def format_of(self, job: Job) -> CacheDtype | None:
+        is_read = self.how != "dense" and job.activations is not None and any(job.present_plan)
+        return job.activations.key.cache_dtype if job.activations and is_read else None
 
     def needs_tiles(self, jobs: Sequence[Job]) -> bool:
         """Return whether the jobs of a pass have several sizes, or convolutions that read or leave activations."""
