@@ -16,6 +16,7 @@ from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.store import Found, Handle, Lookup, Store
 from instgenie.cost.table import DEFAULT_COSTS
+from instgenie.engine.changed import ChangedTokens, make_changed
 from instgenie.engine.controls import LocalControls, control_shape
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
@@ -86,7 +87,8 @@ class Editor:
     registered and serves the three that follow: a quarter of the bytes and of the work. With text_padding reused, the
     padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed. With quantization
     fp8 the network multiplies in eight bits, on GPUs that can. With convolutions reused, those of a UNet compute only
-    the tiles that have masked tokens, in edits without a template.
+    the tiles that have masked tokens, in edits without a template. With a reuse_changed above 0, steps whose predictions
+    can be guessed are not computed: it is the probability that a guess is too wrong from which a step is computed.
 
     `loras` gives names to LoRA files, and `lora_dir` is a folder whose files are named by their stems. An edit asks for
     them with `loras=[("pencil", 0.8)]`; a path is a name, too.
@@ -99,6 +101,7 @@ class Editor:
     cache_dtype: CacheDtype = "model"
     cache_stride: int = 1
     text_padding: TextPadding = "computed"
+    _changed: ChangedTokens | None = None
     _loras: LoraShelf | None = None
     _controls: LocalControls | None = None
     _controlnets = ControlNetRegistry()
@@ -114,6 +117,7 @@ class Editor:
         text_padding: TextPadding = "computed",
         quantization: Quantization | None = None,
         convolutions: Convolutions = "dense",
+        reuse_changed: float = 0.0,
         loras: Mapping[str, str] | None = None,
         lora_dir: str | None = None,
         controlnets: Mapping[str, str] | None = None,
@@ -123,6 +127,7 @@ class Editor:
         self.cache_dtype = cache_dtype
         self.cache_stride = cache_stride
         self.text_padding = text_padding
+        self._changed = make_changed(self.model, model, reuse_changed)
         self.store = cache or make_store(self.model.device)
         self._loras = LoraShelf(self.model, shipped_loras(model) | dict(loras or {}), lora_dir)
         self._controlnets = ControlNetRegistry(shipped_controlnets(model) | dict(controlnets or {}))
@@ -266,7 +271,7 @@ class Editor:
 
     def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:
         """Run the jobs to their end. Returns the seconds until each was handed over."""
-        own = OwnActivations(self.model, keeps_text=self.keeps_text)
+        own = OwnActivations(self.model, keeps_text=self.keeps_text, changed=self._changed)
         engine, waiting = Engine(self.model, own=own, controls=self.controls), deque(map(SingleJob, jobs))
         seconds: dict[Job, float] = {}
         start = self._now()

@@ -16,6 +16,7 @@ from instgenie.cli.arguments import (
     add_convolutions,
     add_model,
     add_quantization,
+    add_reuse_changed,
     box,
     control,
     lora,
@@ -117,6 +118,7 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_quantization(parser)
     add_convolutions(parser)
+    add_reuse_changed(parser)
     about_cache = "neither read nor write cached activations"
     parser.add_argument("--no-cache", action="store_true", help=about_cache)
     about_register = "register the photograph after the edit, for further edits of it, if it is not in the cache"
@@ -304,6 +306,7 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
             text_padding=options.text_padding,
             quantization=options.quantization,
             convolutions=getattr(options, "convolutions", "dense"),
+            reuse_changed=getattr(options, "reuse_changed", 0.0),
             controlnets=dict(getattr(options, "controlnets", [])),
             lora_dir=str(options.lora_dir) if getattr(options, "lora_dir", None) else None,
         )

@@ -89,6 +89,7 @@ class ClusterConfig:
     dtype: str = "auto"
     quantization: Quantization | None = None  # of the network's products
     convolutions: Convolutions = "dense"  # of a UNet
+    reuse_changed: float = 0.0  # probability of a wrong guess from which a step is computed; 0: every step is
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
     max_queue_per_tenant: int | None = None  # of these, edits of one tenant; None: as many
@@ -140,6 +141,7 @@ class ProcessConfig:
     cache: ResolvedCache
     quantization: Quantization | None = None
     convolutions: Convolutions = "dense"
+    reuse_changed: float = 0.0
     plan: PlanPolicy = "cached"
     graphs: bool = True
     scheduling: Scheduling = DEFAULT_SCHEDULING
@@ -198,6 +200,7 @@ def process_config(
         cache=config.cache,
         quantization=config.quantization,
         convolutions=config.convolutions,
+        reuse_changed=config.reuse_changed,
         plan=config.plan,
         graphs=config.graphs,
         scheduling=config.scheduling,

@@ -15,7 +15,8 @@ from instgenie.server.options import AUTO, Option, auto_or, number, whole_number
 MAX_SLOTS = 20_000
 SECONDS_TO_LINGER = 120.0  # workers outlive the last front that died, so that a new one finds them
 AGREED = (  # by all fronts
-    "dtype", "quantization", "convolutions", "max_batch_size", "batching", "graphs", "plan", "worker_timeout",
+    "dtype", "quantization", "convolutions", "reuse_changed", "max_batch_size", "batching", "graphs", "plan",
+    "worker_timeout",
     "hold_seconds", "register_after", "register_window", "scheduling", "weights",
 )  # fmt: skip
 
