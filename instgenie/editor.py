@@ -16,6 +16,7 @@ from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.store import Found, Handle, Lookup, Store
 from instgenie.cost.table import DEFAULT_COSTS
+from instgenie.engine.changed import ChangedTokens, make_changed
 from instgenie.engine.controls import LocalControls, control_shape
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
@@ -88,8 +89,9 @@ class Editor:
     registered and serves the three that follow: a quarter of the bytes and of the work. With text_padding reused, the
     padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed. With quantization
     fp8 the network multiplies in eight bits, on GPUs that can. With weights_dtype fp8 large weights take one byte each,
-    on any device. With convolutions reused, those of a UNet compute only the tiles that have masked tokens. `on_bytes` is
-    told how many bytes of weights are loaded, and of how many.
+    on any device. With convolutions reused, those of a UNet compute only the tiles that have masked tokens. With a
+    reuse_changed above 0, steps whose predictions can be guessed are not computed: it is the probability that a guess is
+    too wrong from which a step is computed. `on_bytes` is told how many bytes of weights are loaded, and of how many.
 
     `loras` gives names to LoRA files, and `lora_dir` is a folder whose files are named by their stems. An edit asks for
     them with `loras=[("pencil", 0.8)]`; a path is a name, too.
@@ -102,6 +104,7 @@ class Editor:
     cache_dtype: CacheDtype = "model"
     cache_stride: int = 1
     text_padding: TextPadding = "computed"
+    _changed: ChangedTokens | None = None
     _loras: LoraShelf | None = None
     _controls: LocalControls | None = None
     _controlnets = ControlNetRegistry()
@@ -117,6 +120,7 @@ class Editor:
         text_padding: TextPadding = "computed",
         quantization: Quantization | None = None,
         convolutions: Convolutions = "dense",
+        reuse_changed: float = 0.0,
         loras: Mapping[str, str] | None = None,
         lora_dir: str | None = None,
         controlnets: Mapping[str, str] | None = None,
@@ -136,6 +140,7 @@ class Editor:
         self.cache_dtype = cache_dtype
         self.cache_stride = cache_stride
         self.text_padding = text_padding
+        self._changed = make_changed(self.model, model, reuse_changed)
         self.store = cache or make_store(self.model.device)
         self._loras = LoraShelf(self.model, shipped_loras(model) | dict(loras or {}), lora_dir)
         self._controlnets = ControlNetRegistry(shipped_controlnets(model) | dict(controlnets or {}))
@@ -281,7 +286,7 @@ class Editor:
 
     def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:
         """Run the jobs to their end. Returns the seconds until each was handed over."""
-        own = OwnActivations(self.model, keeps_text=self.keeps_text)
+        own = OwnActivations(self.model, keeps_text=self.keeps_text, changed=self._changed)
         engine, waiting = Engine(self.model, own=own, controls=self.controls), deque(map(SingleJob, jobs))
         seconds: dict[Job, float] = {}
         start = self._now()

@@ -11,6 +11,7 @@ from instgenie.cli.bench import add_bench, add_calibrate
 from instgenie.cli.edit import add_edit, add_register
 from instgenie.cli.screen import complain, quiet_libraries
 from instgenie.cli.status import add_status
+from instgenie.cli.train_reuse import add_train_reuse
 from instgenie.errors import InstGenieError
 from instgenie.machine.version import package_version
 from instgenie.server.config import MODEL, OPTIONS, read_config
@@ -86,6 +87,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] 
         add_calibrate,
         "measure this device",
         "Measure steps of the model and transfers on this device, and keep the fitted latency model for planning.",
+    ),
+    "train-reuse": (
+        add_train_reuse,
+        "train the predictor of --reuse-changed",
+        "Make pictures from prompts, and fit a predictor of when their predictions can be guessed instead of computed.",
     ),
     "serve": (
         add_serve,

@@ -65,6 +65,14 @@ def add_convolutions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--convolutions", choices=get_args(Convolutions), default="dense", help=about)
 
 
+def add_reuse_changed(parser: argparse.ArgumentParser) -> None:
+    about = (
+        "do not compute steps whose predictions can be guessed from those before: the probability of a wrong guess from "
+        "which a step is computed (default 0: all steps are)"
+    )
+    parser.add_argument("--reuse-changed", type=share, default=0.0, metavar="SHARE", help=about)
+
+
 def box(text: str) -> tuple[int, int, int, int]:
     try:
         x, y, w, h = (int(part) for part in text.split(","))
@@ -136,6 +144,14 @@ def ratio(text: str) -> float:
     value = number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = number(text)
+    if not 0 <= value <= 1 or (value == 0 and text.strip("0.")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
     return value
 
 

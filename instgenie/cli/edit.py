@@ -16,6 +16,7 @@ from instgenie.cli.arguments import (
     add_convolutions,
     add_model,
     add_quantization,
+    add_reuse_changed,
     add_weights_dtype,
     box,
     control,
@@ -119,6 +120,7 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add_quantization(parser)
     add_weights_dtype(parser)
     add_convolutions(parser)
+    add_reuse_changed(parser)
     about_cache = "neither read nor write cached activations"
     parser.add_argument("--no-cache", action="store_true", help=about_cache)
     about_register = "register the photograph after the edit, for further edits of it, if it is not in the cache"
@@ -310,6 +312,7 @@ def make_editor(options: argparse.Namespace, folder: Path | None, console: Conso
             weights_dtype=options.weights_dtype,
             on_bytes=on_bytes,
             convolutions=getattr(options, "convolutions", "dense"),
+            reuse_changed=getattr(options, "reuse_changed", 0.0),
             controlnets=dict(getattr(options, "controlnets", [])),
             lora_dir=str(options.lora_dir) if getattr(options, "lora_dir", None) else None,
         )

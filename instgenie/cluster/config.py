@@ -90,6 +90,7 @@ class ClusterConfig:
     quantization: Quantization | None = None  # of the network's products
     weights_dtype: WeightsDtype | None = None  # of large weights; None: the dtype
     convolutions: Convolutions = "dense"  # of a UNet
+    reuse_changed: float = 0.0  # probability of a wrong guess from which a step is computed; 0: every step is
     max_batch_size: int = 8  # jobs that take a step together on one worker
     max_queue: int = 64  # edits that may wait; further ones are refused
     max_queue_per_tenant: int | None = None  # of these, edits of one tenant; None: as many
@@ -142,6 +143,7 @@ class ProcessConfig:
     quantization: Quantization | None = None
     weights_dtype: WeightsDtype | None = None
     convolutions: Convolutions = "dense"
+    reuse_changed: float = 0.0
     plan: PlanPolicy = "cached"
     graphs: bool = True
     scheduling: Scheduling = DEFAULT_SCHEDULING
@@ -201,6 +203,7 @@ def process_config(
         quantization=config.quantization,
         weights_dtype=config.weights_dtype,
         convolutions=config.convolutions,
+        reuse_changed=config.reuse_changed,
         plan=config.plan,
         graphs=config.graphs,
         scheduling=config.scheduling,

@@ -65,6 +65,7 @@ class Engine:
 
     def join(self, job: Job) -> None:
         """Take a job into the batch. This may wait for the device, no step does."""
+        self.own.welcome(job)
         locate(job, self.sides, self.tiles)
         self.jobs.append(job)
 

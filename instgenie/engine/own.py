@@ -42,6 +42,12 @@ class OwnActivations:
         self.network = model.describe()
         self.changes: WeakKeyDictionary[Job, Change] = WeakKeyDictionary()  # of the jobs that find their dense steps
 
+    def welcome(self, job: Job) -> None:
+        """Let a job that joins guess the predictions of tokens that hardly change, if it may."""
+        changed = self.changed
+        if changed and not job.reuses_changed and can_reuse_changed(job, changed.in_tiles):
+            reuse_changed(job, changed.in_tiles)
+
     def make_ready(self, jobs: Sequence[Job]) -> None:
         """Give the jobs whose present step keeps activations the room for them. A job for which memory has no room
         computes every token from here on."""
@@ -83,17 +89,20 @@ def reuse_own(job: Job) -> Job:
     return replace(job, activations=None, plan=DENSE, own_steps=own_steps(job.edit, job.num_steps), kept_step=None)
 
 
-def reuse_changed(job: Job, in_tiles: bool) -> Job:
-    """Return a copy of the job that guesses the predictions of tokens that hardly change: of all of them at a step, or
-    in tiles, so that steps which compute some tokens read the rows of the others."""
-    own = job if job.own_steps or not in_tiles else replace(reuse_own(job), own_steps=KeptSteps(job.num_steps, (0,)))
-    return replace(own, reuses_changed=True, keeps_chosen=in_tiles, chosen_step=-1, idle_step=-1, history=None)
+def reuse_changed(job: Job, in_tiles: bool) -> None:
+    """Let a job guess the predictions of tokens that hardly change: those of a whole step, or in tiles, so that a step
+    that computes some tokens reads the rows of the others."""
+    job.reuses_changed, job.keeps_chosen = True, in_tiles
+    if in_tiles and job.own_steps is None:
+        job.own_steps = KeptSteps(job.num_steps, (0,))
 
 
 def can_reuse_changed(job: Job, in_tiles: bool) -> bool:
-    """Return whether a job may guess predictions. In tiles it may not if it reads a template, which no job writes to."""
-    may_keep = not in_tiles or job.activations is None
-    return may_keep and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
+    """Return whether a job may guess predictions. In tiles it may not if it reads a template, which no job writes to.
+    It needs all of its branches."""
+    may_keep = not in_tiles or job.activations is None or job.own_steps is not None
+    has_branches = len(job.branches) > 1 or job.scale <= 1
+    return may_keep and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
 
 
 def own_steps(edit: Edit, num_steps: int) -> KeptSteps:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from instgenie.errors import ConfigError
+from instgenie.machine.model_folders import model_folder
 
 FEATURES = ("input change", "last error", "span of the last error", "age", "step", "step squared")
 FILE_NAME = "reuse.json"  # in the folder of a model
@@ -42,5 +43,5 @@ def read_predictor(path: Path) -> ReusePredictor:
 
 def find_predictor(model: str) -> ReusePredictor:
     """The predictor in the model's folder, if it has one, or that of the built-in model."""
-    own = Path(model) / FILE_NAME
+    own = model_folder(model) / FILE_NAME
     return read_predictor(own if own.exists() else DEFAULT_FILE)

@@ -1,5 +1,5 @@
-"""Trains the predictor of reuse: records dense pictures from prompts, replays them with random tokens left out, and fits
-a logistic regression to how wrong the guesses of these would have been."""
+"""Trains the predictor of reuse: records dense pictures from prompts, replays them with random tokens left out, and
+fits a logistic regression to how wrong the guesses of these would have been."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +21,10 @@ from instgenie.models.model import Model
 from instgenie.types import Edit, OnStep
 
 GREY = 128
+PROMPTS = (
+    "a photo of a Persian cat", "a photo of a pug", "a photo of a rose", "a photo of a red shirt",
+    "a photo of a sunflower", "a photo of a beagle", "a photo of a blue dress", "a photo of a Siamese cat",
+)  # fmt: skip
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)  # of tokens that a replayed step computes
 
 

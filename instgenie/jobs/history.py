@@ -38,8 +38,8 @@ class TokenHistory:
     def after(
         self, prediction: Tensor, index: Tensor | None, latents: Tensor, time: float, step: int
     ) -> tuple[Tensor, "TokenHistory"]:
-        """Predictions of all tokens, of which those at the index were computed, or all: the others are guessed. Also the
-        history behind this step."""
+        """Predictions of all tokens, of which those at the index were computed, or all: the others are guessed. Also
+        the history behind this step."""
         guessed = self.guess(time)
         scale = prediction.square().sum(1).mean().sqrt()
         if index is not None:

@@ -203,7 +203,8 @@ class Job:
         self.idle_step = self.chosen_step = self.step
 
     def choose(self, tokens: JobTokens) -> None:
-        """Compute only the tokens that are `inside` at this step, where it is not a dense one. It is if these are all."""
+        """Compute only the tokens that are `inside` at this step, where it is not a dense one. It is if these are
+        all."""
         self.chosen_step = self.step if len(tokens.rest) else -1
         if self.tokens is not tokens:
             self.inside, self.rest, self.tokens = tokens.inside, tokens.rest, tokens

@@ -188,6 +188,9 @@ OPTIONS = (
     Option("convolutions", one_of(*get_args(Convolutions)), "dense",
            "convolutions of a UNet: dense = over whole pictures of one size; tiled = over tiles of pictures of all "
            "sizes at once; reused = the same, and edits without a template compute masked tiles alone", "HOW"),
+    Option("reuse-changed", number(0, 1), 0.0,
+           "do not compute steps whose predictions can be guessed from those before: the probability of a wrong guess "
+           "from which a step is computed; 0: all steps are", "SHARE"),
     Option("text-padding", one_of(*get_args(TextPadding)), "computed",
            "padding of prompts: computed at every step; reused = read from activations, like unmasked tokens, so that "
            "only the tokens of the prompt are computed", "HOW"),
@@ -232,6 +235,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
         quantization=check_quantization(values["quantization"], devices),
         weights_dtype=values["weights_dtype"],
         convolutions=values["convolutions"],
+        reuse_changed=values["reuse_changed"],
         max_batch_size=values["max_batch_size"],
         max_queue=values["max_queue"],
         max_templates=values["max_templates"],

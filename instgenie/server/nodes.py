@@ -15,8 +15,8 @@ from instgenie.server.options import AUTO, Option, auto_or, number, whole_number
 MAX_SLOTS = 20_000
 SECONDS_TO_LINGER = 120.0  # workers outlive the last front that died, so that a new one finds them
 AGREED = (  # by all fronts
-    "dtype", "quantization", "weights_dtype", "convolutions", "max_batch_size", "batching", "graphs", "plan",
-    "worker_timeout", "hold_seconds", "register_after", "register_window", "scheduling", "weights",
+    "dtype", "quantization", "weights_dtype", "convolutions", "reuse_changed", "max_batch_size", "batching", "graphs",
+    "plan", "worker_timeout", "hold_seconds", "register_after", "register_window", "scheduling", "weights",
 )  # fmt: skip
 
 

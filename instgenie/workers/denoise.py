@@ -42,6 +42,7 @@ from instgenie.cluster.wire import (
 from instgenie.cost.latency import calibrated_name
 from instgenie.cost.learning import LearntCosts
 from instgenie.cost.table import Price
+from instgenie.engine.changed import make_changed
 from instgenie.engine.controls import ControlShelf, LocalControls, StepControls
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
@@ -91,7 +92,8 @@ class Denoiser:
         self.costs = with_controls(price_steps(model, name, config.plan, *form), config, model)
         self.learnt = LearntCosts(self.costs)
         planning = make_planning(model, name, config.plan)
-        own = OwnActivations(model, keeps_text=config.cache.keeps_text)
+        changed = make_changed(model, config.model, config.reuse_changed)
+        own = OwnActivations(model, keeps_text=config.cache.keeps_text, changed=changed)
         graphs = make_graphs(model, config.graphs)
         merging = Merging(config.loras.merges)
         self.controls = make_controls(config, model, line)

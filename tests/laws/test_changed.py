@@ -38,7 +38,8 @@ def make_changed(model: Model, edit: Edit, tile: int) -> Job:
     job = prepare(edit, model)
     job = reuse_own(job) if len(job.rest) else job
     assert can_reuse_changed(job, tile > 0)
-    return reuse_changed(job, tile > 0)
+    reuse_changed(job, tile > 0)
+    return job
 
 
 def run_changed(
@@ -87,7 +88,7 @@ def test_law_changed_batched_is_alone(model: Model, tile: int) -> None:
         whole(steps=6, share=0.5, own_steps=(0, 4)),
     ]
     jobs = [make_changed(model, edit, tile) for edit in edits]
-    jobs += [make_cached(model, make_edit(steps=4, seed=3), "kv"), prepare(whole(steps=3, seed=4), model)]
+    jobs += [make_cached(model, make_edit(steps=5, seed=3), "kv"), prepare(whole(steps=3, seed=4, reuse="off"), model)]
     together = run_changed(model, jobs, tile, 0.5)
     alone = [run_changed(model, [job], tile, 0.5)[0] for job in jobs]
     assert max(apart(one.latents, other.latents) for one, other in zip(together, alone, strict=True)) <= close(model)
@@ -114,15 +115,15 @@ def test_tiles_compute_some_tokens(model: Model) -> None:
     """A step that computes some tokens reads and keeps rows: the shares between none and all appear."""
     if not model.text_flows:
         pytest.skip("a UNet computes all tokens of a step or none")
-    engine = Engine(
-        model, own=OwnActivations(model, changed=ChangedTokens(replace(lax(model), tile=1), 0.5, model.device))
-    )
-    engine.join(job := make_changed(model, whole(steps=9), 1))
     shares = set()
-    while engine.jobs:
-        before = job.num_taken_tokens
-        engine.step()
-        shares.add((job.num_taken_tokens - before) / len(job.masked))
+    for threshold in (0.2, 0.35, 0.5, 0.65, 0.8):
+        changed = ChangedTokens(replace(lax(model), tile=1), threshold, model.device)
+        engine = Engine(model, own=OwnActivations(model, changed=changed))
+        engine.join(job := make_changed(model, whole(steps=9), 1))
+        while engine.jobs:
+            before = job.num_taken_tokens
+            engine.step()
+            shares.add((job.num_taken_tokens - before) / len(job.masked))
     assert max(shares) == 1
     assert any(0 < share < 1 for share in shares)
     assert job.latents.isfinite().all()
@@ -130,7 +131,7 @@ def test_tiles_compute_some_tokens(model: Model) -> None:
 
 def test_a_job_with_a_template_guesses_between_its_steps(model: Model) -> None:
     job = make_cached(model, make_edit(steps=9), "kv")
-    [reused] = run_changed(model, [reuse_changed(job, in_tiles=False)], 0, 0.6, SURE)
+    [reused] = run_changed(model, [job], 0, 0.6, SURE)
     assert reused.num_taken_tokens == 5 * len(job.inside)
     assert torch.equal(reused.latents[~job.masked[:, 0]], job.template.clean[~job.masked[:, 0]])
 

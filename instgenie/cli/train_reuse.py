@@ -1,0 +1,55 @@
+"""`instgenie train-reuse`: its arguments."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from instgenie.cli.arguments import positive, ratio, share
+from instgenie.cli.screen import hide_loading_bars
+from instgenie.machine.model_folders import model_folder
+from instgenie.telemetry.progress import Progress
+
+
+def add_train_reuse(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_train_reuse)
+    parser.add_argument("model", metavar="MODEL", help="builtin, or the folder of a diffusers pipeline")
+    parser.add_argument("--device", default="auto", help="device (default auto)")
+    parser.add_argument("--pictures", type=positive, default=8, metavar="N", help="pictures to make (default 8)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps; default: the model's own")
+    about_tolerance = "relative error from which a guess is too wrong (default 0.05)"
+    parser.add_argument("--tolerance", type=ratio, default=0.05, metavar="SHARE", help=about_tolerance)
+    about_max = "consecutive steps that may be guessed (default 4)"
+    parser.add_argument("--max", type=positive, default=4, metavar="N", help=about_max)
+    about_tile = "side in tokens of the tiles that are computed apart (default 0: all tokens of a step, or none)"
+    parser.add_argument("--tile", type=int, default=0, metavar="N", help=about_tile)
+    about_trust = "share of a prediction's movement that guesses expect to go on (default 0.8)"
+    parser.add_argument("--trust", type=share, default=0.8, metavar="SHARE", help=about_trust)
+    about_out = "file of the predictor; default: reuse.json in the model's folder, where servers look for it"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=about_out)
+
+
+def run_train_reuse(options: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from instgenie.engine.reuse_predictor import FILE_NAME
+    from instgenie.engine.reuse_training import PROMPTS, picture_from, train  # imports torch and diffusers
+    from instgenie.models.loading.load import load
+
+    hide_loading_bars()
+    console = Console(stderr=True)
+    model = load(options.model, options.device)
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(options.pictures)]
+    edits = [picture_from(prompt, number, model) for number, prompt in enumerate(prompts)]
+    if options.steps:
+        edits = [replace(edit, steps=options.steps) for edit in edits]
+    with Progress(console) as progress:
+        task = progress.add("pictures", len(edits))
+        done = train(model, edits, options.tolerance, options.max, options.trust, lambda *_: task.advance(1))
+    path = options.out or model_folder(options.model) / FILE_NAME
+    replace(done.predictor, tile=max(options.tile, 0)).save(path)
+    console.print(
+        f"{path}: right about {done.accuracy:.1%} of {done.num_samples:,} held-out guesses, of which "
+        f"{done.share_wrong:.1%} are too wrong",
+        highlight=False,
+    )
