@@ -46,7 +46,7 @@ class LoadStudy:
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadTime:
     """What one way to load took."""
 
     way: str
@@ -85,20 +85,20 @@ def weights_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def load_once(way: str, pages: Pages, study: LoadStudy) -> Loading:
+def load_once(way: str, pages: Pages, study: LoadStudy) -> LoadTime:
     command = [sys.executable, "-m", "instgenie.bench.load_once", way, str(study.folder), study.device, study.dtype]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ModelError(f"{ABOUT[way]} failed: {done.stderr.strip().splitlines()[-1] if done.stderr else ''}")
-    return Loading(way, pages, **json.loads(done.stdout.strip().splitlines()[-1]))
+    return LoadTime(way, pages, **json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def time_server(study: LoadStudy) -> Loading:
+def time_server(study: LoadStudy) -> LoadTime:
     """Seconds from the start of the command to the first answer that it is ready."""
     start = time.perf_counter()
     with started(str(study.folder), study.device, 64, ("--dtype", study.dtype)):
         seconds = time.perf_counter() - start
-    return Loading("serve", "warm", seconds, seconds)
+    return LoadTime("serve", "warm", seconds, seconds)
 
 
 def drop_pages(folder: Path) -> None:
@@ -112,7 +112,7 @@ def drop_pages(folder: Path) -> None:
             os.close(file)
 
 
-def make_table(loadings: Sequence[Loading], num_bytes: int, study: LoadStudy) -> Table:
+def make_table(loadings: Sequence[LoadTime], num_bytes: int, study: LoadStudy) -> Table:
     title = f"{study.folder.name}: {num_bytes / 1e9:.2f} GB of weights, {study.device}"
     table = Table("way", "page cache", "s", "GB/s", "s of process", "main memory GB", "device GB", title=title)
     for column in table.columns[2:]:

@@ -25,7 +25,7 @@ from instgenie.cli.evaluate import (
     add_bench_reproduce,
     add_bench_simulate,
 )
-from instgenie.cli.load import add_bench_serve
+from instgenie.cli.load import add_bench_remote, add_bench_serve
 from instgenie.cli.loading import add_bench_load
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.types import CacheDtype, PlanPolicy, Quantization
@@ -221,18 +221,6 @@ def run_bench_router(options: argparse.Namespace) -> None:
     from instgenie.bench.router import bench_router
 
     bench_router(options.repeats, options.json)
-
-
-def add_bench_remote(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run_bench_remote)
-    parser.add_argument("--repeats", type=positive, default=200, metavar="N", help="jobs per socket (default 200)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-
-
-def run_bench_remote(options: argparse.Namespace) -> None:
-    from instgenie.bench.remote import bench_remote
-
-    bench_remote(options.repeats, options.json)
 
 
 def add_bench_scale(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`instgenie bench serve`: a server under load."""
+"""`instgenie bench serve`: a server under load; `instgenie bench remote`: a worker on another machine."""
 
 import argparse
 import math
@@ -102,3 +102,15 @@ def run_scheduling(options: argparse.Namespace) -> None:
     )
     loads = sorted(options.load or LOADS)
     bench_attainment(study, options.scheduling, loads, options.out, options.together)
+
+
+def add_bench_remote(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_bench_remote)
+    parser.add_argument("--repeats", type=positive, default=200, metavar="N", help="jobs per socket (default 200)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+
+
+def run_bench_remote(options: argparse.Namespace) -> None:
+    from instgenie.bench.remote import bench_remote
+
+    bench_remote(options.repeats, options.json)

@@ -119,12 +119,6 @@ class Cluster:
         self._check_open()
 
     @property
-    def loading(self) -> dict[str, tuple[int, int]]:
-        """Bytes of weights that processes have brought to their devices, and of how many, by the names of the
-        processes."""
-        return {one.name: one.loading for one in self._supervisor.processes if one.loading}
-
-    @property
     def host_bytes(self) -> int:
         """Main memory for activations, of all workers."""
         told = self.config.cache.host_bytes
@@ -271,3 +265,8 @@ def has_asked_for(cluster: Cluster, order: Order) -> bool:
     coordinator = cluster._coordinator
     record = coordinator.library.templates.get(coordinator.naming.template_order_of(order).id)
     return record is not None and record.is_asked_for and record.state != "failed"
+
+
+def loading_bytes(cluster: Cluster) -> dict[str, tuple[int, int]]:
+    """Bytes of weights that processes have brought to their devices, and of how many, by the names of the processes."""
+    return {process.name: process.loading for process in cluster._supervisor.processes if process.loading}

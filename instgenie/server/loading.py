@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from instgenie.cluster.cluster import Cluster
+from instgenie.cluster.cluster import Cluster, loading_bytes
 from instgenie.server.monitoring.log import say
 from instgenie.telemetry.progress import ByteTasks, Progress, has_screen
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_BETWEEN_LINES = 5.0
-MIN_BYTES = 10**9  # of weights that are worth a line
+MIN_BYTES = 10**9  # of weights that are worth a bar
 
 
 @contextmanager
@@ -36,18 +36,25 @@ async def draw(cluster: Cluster, console: Console) -> None:
 
 
 async def write(cluster: Cluster) -> None:
-    """Write a line for a process when it begins and when it is done, and in between now and then."""
+    """Write a line for a process when its weights are loaded, and before that now and then."""
     written: dict[str, tuple[float, bool]] = {}  # by process: when, and whether it was done
-    loop = asyncio.get_running_loop()
-    while True:
-        for name, (done, total) in large(cluster).items():
-            at, was_done = written.get(name, (0.0, False))
+    now = asyncio.get_running_loop().time
+
+    def look() -> None:
+        for name, (done, total) in loading_bytes(cluster).items():
+            at, was_done = written.setdefault(name, (now(), False))
             is_done = done == total
-            if not was_done and (is_done or loop.time() - at > SECONDS_BETWEEN_LINES):
-                written[name] = loop.time(), is_done
-                say("loading", worker_process=name, gigabytes=round(done / 1e9, 1), of=round(total / 1e9, 1))
-        await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            if not was_done and (is_done or now() - at > SECONDS_BETWEEN_LINES):
+                written[name] = now(), is_done
+                say("loading", worker_process=name, gigabytes=round(done / 1e9, 3), of=round(total / 1e9, 3))
+
+    try:
+        while True:
+            look()
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+    finally:
+        look()
 
 
 def large(cluster: Cluster) -> dict[str, tuple[int, int]]:
-    return {name: counts for name, counts in cluster.loading.items() if counts[1] >= MIN_BYTES}
+    return {name: counts for name, counts in loading_bytes(cluster).items() if counts[1] >= MIN_BYTES}

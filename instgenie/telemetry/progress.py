@@ -145,7 +145,7 @@ class Progress:
 
 
 class ByteTasks:
-    """Tasks that are counted in bytes, by name, each with its rate: `loading 3.2/23.8 (13 %) 0:00:01 8.1 GB/s`."""
+    """Tasks that are counted in bytes, by name, each with its rate: `loading, GB 3.2/23.8 (13 %) 0:00:01 8.1 GB/s`."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -154,7 +154,7 @@ class ByteTasks:
     def update(self, name: str, done: int, total: int) -> None:
         now = self.progress.clock()
         if name not in self._tasks:
-            self._tasks[name] = self.progress.add(name, round(total / 1e9, 1)), now
+            self._tasks[name] = self.progress.add(f"{name}, GB", round(total / 1e9, 1)), now
         task, start = self._tasks[name]
         task.note = f"{done / 1e9 / max(now - start, 1e-3):.1f} GB/s"
         task.update(task.total if done == total and task.total else round(done / 1e9, 1))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from instgenie.telemetry.progress import SECONDS_BETWEEN_LINES, Progress, show_status
+from instgenie.telemetry.progress import SECONDS_BETWEEN_LINES, ByteTasks, Progress, show_loading, show_status
 
 SIMULATE = ["bench", "simulate", "--workers", "2", "--num-prompts", "30", "--size", "64x64", "--policy", "tokens"]
 
@@ -68,6 +68,29 @@ def test_the_end_is_said_once_and_notes_are_said() -> None:
         "parts 1/2 (50 %) 0:01:00 first",
         "parts 2/2 (100 %) 0:01:00 first",
     ]
+
+
+def test_bytes_have_a_rate() -> None:
+    file, clock = io.StringIO(), Clock()
+    with Progress(Console(file=file), clock=clock) as progress:
+        tasks = ByteTasks(progress)
+        for at, done in ((0.0, 10**8), (6.0, 12 * 10**9), (7.0, 13 * 10**9), (8.0, 23_970_000_000)):
+            clock.seconds = at
+            tasks.update("loading", done, 23_970_000_000)
+    assert file.getvalue().splitlines() == [
+        "loading, GB 0/24 (0 %) 0:00:00",
+        "loading, GB 12/24 (50 %) 0:00:06 2.0 GB/s",
+        "loading, GB 24/24 (100 %) 0:00:08 3.0 GB/s",
+    ]
+
+
+def test_few_bytes_are_not_shown() -> None:
+    file = io.StringIO()
+    with show_loading("loading", Console(file=file)) as on_bytes:
+        on_bytes(5, 10)
+        assert not file.getvalue()
+        on_bytes(2 * 10**9, 2 * 10**9)
+    assert "loading, GB 2/2 (100 %)" in file.getvalue()
 
 
 def test_colours_forced_into_a_pipe_make_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
