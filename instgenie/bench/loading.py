@@ -60,15 +60,16 @@ class LoadTime:
 def bench_loading(study: LoadStudy, json_path: Path | None = None) -> None:
     check_folder(json_path)
     num_bytes = weights_bytes(study.folder)
-    loadings = []
-    for pages, ways in (("warm", study.ways), ("cold", COLD_WAYS if study.cold else ())):
+    loadings: list[LoadTime] = []
+    rounds: dict[Pages, tuple[str, ...]] = {"warm": study.ways, "cold": COLD_WAYS if study.cold else ()}
+    for pages, ways in rounds.items():
         for way in ways:
             with show_status(f"{pages}: {ABOUT[way]}"):
                 if pages == "cold":
                     drop_pages(study.folder)
                 elif not loadings:
                     load_once("read", pages, study)  # fills the page cache
-                loadings.append(load_once(way, pages, study))  # type: ignore[arg-type]
+                loadings.append(load_once(way, pages, study))
     if study.serves:
         loadings.append(time_server(study))
     Console(width=WIDTH).print(make_table(loadings, num_bytes, study))

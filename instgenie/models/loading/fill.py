@@ -95,7 +95,7 @@ class StagedReader:
 
 
 def read_fully(file: int, memory: Tensor, offset: int) -> None:
-    rest = memoryview(memory.numpy())
+    rest = memoryview(memory.numpy().data)
     while rest:
         num_read = os.preadv(file, [rest], offset)
         if not num_read:
@@ -190,9 +190,9 @@ def exchange(module: nn.Module, tensors: Mapping[int, Tensor]) -> None:
             if old is not None and id(old) in tensors:
                 new = made.setdefault(id(old), nn.Parameter(tensors[id(old)], requires_grad=False))
                 owner._parameters[name] = new
-        for name, old in list(owner._buffers.items()):
-            if old is not None and id(old) in tensors:
-                owner._buffers[name] = tensors[id(old)]
+        for name, table in list(owner._buffers.items()):
+            if table is not None and id(table) in tensors:
+                owner._buffers[name] = tensors[id(table)]
 
 
 def owner_of(module: nn.Module, name: str) -> nn.Module:

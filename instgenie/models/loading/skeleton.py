@@ -15,7 +15,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from accelerate import init_empty_weights
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from instgenie.models.family import Family

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +32,8 @@ class WeightsFile:
     @cached_property
     def storage(self) -> torch.UntypedStorage:
         """The whole file as mapped memory."""
-        return torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=self.path.stat().st_size)
+        mapped: Any = torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=self.path.stat().st_size)
+        return cast(torch.UntypedStorage, mapped)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with open(path, "wb", buffering=0) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for tensor in tensors.values():
-            rest = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            rest = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             while rest:
                 rest = rest[os.write(file.fileno(), rest) :]
 
