@@ -20,7 +20,16 @@ from instgenie.engine.loop import Engine, free_memory
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, name_key, observe_span, reuse
 from instgenie.jobs.job import Job, Template
-from instgenie.kernels.low_rank import LowRank, LowRankLayers, LowRankRows, add_low_rank, make_slots
+from instgenie.kernels.low_rank import (
+    NUM_PROGRAMS,
+    LowRank,
+    LowRankLayers,
+    LowRankRows,
+    add_low_rank,
+    make_slots,
+    start_low_rank,
+)
+from instgenie.kernels.switch import runs_fused
 from instgenie.machine.clock import now
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
@@ -74,14 +83,19 @@ def warm_up_steps(model: Model, cache_dtype: CacheDtype) -> None:
 
 @torch.inference_mode()
 def warm_up_loras(model: Model) -> None:
-    """Add products of the usual ranks to a few rows and to many."""
+    """Start layers with products of the usual ranks, for a few rows and for many, and add to one: kernels are compiled,
+    or found as an earlier process left them."""
+    many = [] if model.device.type == "cpu" else [32, 64, 128]  # rows of a tile
     with room_or_not(model):
-        for num_rows, rank in product((16, 64), (16, 32, 64)):
+        for num_rows, rank in product([16, *(NUM_PROGRAMS // 2 * one for one in many)], (16, 64)):
             rows = torch.zeros(num_rows, rank, device=model.device, dtype=model.dtype)
             low = LowRank(down=rows.new_zeros(rank, rank), up=rows.new_zeros(rank, rank), scale=1.0)
             layers = LowRankLayers([[low]])
             whose = LowRankRows(make_slots([layers], model.device), layers.rank_class, num_rows, None)
             add_low_rank(rows, torch.zeros_like(rows), whose, 0)
+            if runs_fused(rows):
+                for bounds in (None, rows.new_full((2,), num_rows, dtype=torch.int64)):
+                    start_low_rank(rows, whose._replace(bounds=bounds), [0], [rank], None)
         now(model.device)
 
 

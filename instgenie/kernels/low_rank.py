@@ -23,6 +23,7 @@ from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 MIN_BLOCK_RANK, MAX_BLOCK_RANK = 16, 64  # a higher rank is taken in pieces
 NUM_PROGRAMS = 264  # that keep a large GPU busy: with fewer, the columns are dealt among several programs
 BLOCK_OUTPUTS = 128
+MIN_BLOCK_BRANCHES = 32  # so that batches of most sizes share compiled kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,11 +165,12 @@ def launch(
     low_rank_kernel[(len(numbers), num_tiles, max(num_shares, 1))](  # layers that read the same rows run together
         rows, out, out if bias is None else bias, rows.stride(0), out.stride(0),
         whose.slots, whose.slots if whose.bounds is None else whose.bounds, layers_at(numbers, widths, rows.device),
-        num_rows, num_branches, whose.per_branch, rows.shape[1],
-        block_branches=power_of_two(num_branches), block_rows=block_rows, block_inputs=64, block_outputs=BLOCK_OUTPUTS,
+        num_rows, num_branches, whose.per_branch, int(bias is not None), rows.shape[1],
+        block_branches=max(power_of_two(num_branches), MIN_BLOCK_BRANCHES), block_rows=block_rows, block_inputs=64,
+        block_outputs=BLOCK_OUTPUTS,
         block_rank=whose.rank_class.block, is_aligned=whose.rank_class.is_aligned,
         are_wide=all(width % 16 == 0 for width in widths), is_uniform=whose.bounds is None, writes=writes,
-        has_bias=bias is not None, num_warps=8 if block_rows == 128 else 4,
+        num_warps=8 if block_rows == 128 else 4,
     )  # fmt: skip
 
 
@@ -194,12 +196,13 @@ def to_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
     return kept.to(device, non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_branches", "per_branch"])
+@triton.jit(do_not_specialize=["num_rows", "num_branches", "per_branch", "has_bias"])
 def low_rank_kernel(  # type: ignore[no-untyped-def]
-    rows, out, bias, row_stride, out_stride, slots, bounds, layers, num_rows, num_branches, per_branch, num_inputs,
+    rows, out, bias, row_stride, out_stride, slots, bounds, layers, num_rows, num_branches, per_branch, has_bias,
+    num_inputs,
     block_branches: tl.constexpr, block_rows: tl.constexpr, block_inputs: tl.constexpr, block_outputs: tl.constexpr,
     block_rank: tl.constexpr, is_aligned: tl.constexpr, are_wide: tl.constexpr, is_uniform: tl.constexpr,
-    writes: tl.constexpr, has_bias: tl.constexpr,
+    writes: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of a branch's rows, layer and share of its columns. It multiplies its rows by `down` once,
     and by all rows of `up` in its share. It adds to `out`, or writes it."""
@@ -234,6 +237,7 @@ def low_rank_kernel(  # type: ignore[no-untyped-def]
         y = out + row[:, None] * out_stride + first_column
         rank_place = tl.arange(0, block_rank)
         share, stride = tl.program_id(2) * block_outputs, tl.num_programs(2) * block_outputs
+        num_biases = num_outputs * has_bias
         bias_scale = 1.0  # 0 once it is there
         is_there = (row < 0)[:, None] if writes else has_row  # False before anything is written
         for _ in range(0, num_products):
@@ -266,8 +270,8 @@ def low_rank_kernel(  # type: ignore[no-untyped-def]
                     added = scale * tl.dot(narrow, tl.trans(weight), input_precision="ieee")
                     before = tl.load(y + channel[None, :], mask=is_there & has_channel[None, :], other=0.0)
                     added += before.to(tl.float32)
-                    if has_bias:
-                        own = tl.load(bias + first_column + channel, mask=has_channel, other=0.0)
+                    if writes:
+                        own = tl.load(bias + first_column + channel, mask=channel < num_biases, other=0.0)
                         added += bias_scale * own.to(tl.float32)[None, :]
                     tl.store(y + channel[None, :], added.to(out.dtype.element_ty), mask=inside)
                 bias_scale = 0.0
@@ -279,6 +283,5 @@ def low_rank_kernel(  # type: ignore[no-untyped-def]
                 channel = first + tl.arange(0, block_outputs)
                 has_channel = channel < num_outputs
                 alone = tl.zeros((block_rows, block_outputs), out.dtype.element_ty)
-                if has_bias:
-                    alone += tl.load(bias + first_column + channel, mask=has_channel, other=0.0)
+                alone += tl.load(bias + first_column + channel, mask=channel < num_biases, other=0.0)
                 tl.store(y + channel[None, :], alone, mask=has_row & has_channel[None, :])

@@ -96,7 +96,8 @@ def linear(layer: nn.Module, rows: Rows, owners: Owners | None) -> Tensor:
 def starts_with_loras(layers: Sequence[nn.Module], rows: Rows, owners: Owners) -> bool:
     """True if what LoRAs add is written first, and the product with the weights added to it."""
     return (
-        any(map(owners.patches, layers))
+        owners.loras is not None
+        and any(map(owners.patches, layers))
         and all(type(layer) in (nn.Linear, nn.Conv2d) for layer in layers)
         and isinstance(rows, Tensor)
         and runs_fused(rows)
