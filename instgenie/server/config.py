@@ -183,7 +183,7 @@ OPTIONS = (
            "the work of a registration", "N", default_text="a quarter of the steps of a template: four are kept"),
     Option("convolutions", one_of(*get_args(Convolutions)), "dense",
            "convolutions of a UNet: dense = over whole pictures of one size; tiled = over tiles of pictures of all "
-           "sizes at once; reused = the same, and edits without a template compute masked tiles alone", "HOW"),
+           "sizes at once; reused = the same, and edits that read activations compute masked tiles alone", "HOW"),
     Option("text-padding", one_of(*get_args(TextPadding)), "computed",
            "padding of prompts: computed at every step; reused = read from activations, like unmasked tokens, so that "
            "only the tokens of the prompt are computed", "HOW"),
