@@ -15,16 +15,21 @@ from instgenie.engine.calibrate import Calibration, Case, calibrate, predict
 from instgenie.errors import CalibrationError
 from instgenie.models.loading.load import load
 from instgenie.telemetry.progress import Progress, show_status
-from instgenie.types import Quantization
+from instgenie.types import Convolutions, Quantization
 
 
 def calibrate_device(
-    name: str, device: str, size: tuple[int, int] | None, out: Path | None, quantization: Quantization | None = None
+    name: str,
+    device: str,
+    size: tuple[int, int] | None,
+    out: Path | None,
+    quantization: Quantization | None = None,
+    convolutions: Convolutions = "dense",
 ) -> None:
     if out and not out.parent.is_dir():
         raise CalibrationError(f"{out} cannot be written: there is no folder {out.parent}")
     with show_status("loading the model"):
-        model = load(name, device, quantization=quantization)
+        model = load(name, device, quantization=quantization, convolutions=convolutions)
     name = calibrated_name(name, quantization)
     start = time.perf_counter()
     with Progress(transient=True) as progress:

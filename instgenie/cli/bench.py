@@ -262,11 +262,10 @@ def run_bench_scale(options: argparse.Namespace) -> None:
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_calibrate)
-    about_out = (
-        "file of the latency model, with a plot beside it; default: in the user's cache folder, by device and model"
-    )
+    about_out = "file of the latency model, with a plot beside it; default: in the user's cache folder"
     parser.add_argument("--out", type=Path, metavar="FILE", help=about_out)
     add_quantization(parser)
+    add_convolutions(parser)
     add_model(parser)
 
 
@@ -274,7 +273,8 @@ def run_calibrate(options: argparse.Namespace) -> None:
     from instgenie.bench.calibrate import calibrate_device  # imports torch and diffusers
 
     hide_loading_bars()
-    calibrate_device(options.model, options.device, options.size, options.out, options.quantization)
+    how = options.quantization, options.convolutions
+    calibrate_device(options.model, options.device, options.size, options.out, *how)
 
 
 def add_bench_detail(parser: argparse.ArgumentParser) -> None:

@@ -83,9 +83,15 @@ def run_bench_mixed(options: argparse.Namespace) -> None:
     from instgenie.bench.mixed import MixedStudy, bench_mixed  # imports torch and diffusers
 
     hide_loading_bars()
-    lists = {name: tuple(given) for name in ("sizes", "batches") if (given := getattr(options, name))}
-    given = options.steps, options.repeats, options.mask_ratio, options.cache_dtype
-    study = MixedStudy(**lists, **dict(zip(("steps", "repeats", "mask_ratio", "cache_dtype"), given, strict=True)))
+    default = MixedStudy()
+    study = MixedStudy(
+        sizes=tuple(options.sizes or default.sizes),
+        batches=tuple(options.batches or default.batches),
+        steps=options.steps,
+        repeats=options.repeats,
+        mask_ratio=options.mask_ratio,
+        cache_dtype=options.cache_dtype,
+    )
     bench_mixed(options.model, options.device, study, options.json, options.command_line)
 
 

@@ -35,11 +35,12 @@ def plan_batch(
     costs = latency.block_costs(network, demands, DENSE_CONVOLUTIONS)
     if kinds == {None}:
         return plan_dense(costs, "kv", network.run_lengths, lead)
-    given = "kv" if "kv" in kinds else "y", network.run_lengths, lead
-    planned = POLICIES[policy](costs, *given)
+    kind: Kind = "kv" if "kv" in kinds else "y"
+    planned = POLICIES[policy](costs, kind, network.run_lengths, lead)
     if policy == "dense" or not any(demand.active is not None for demand in demands):
         return planned
-    whole = POLICIES["naive" if policy == "naive" else "cached"](latency.block_costs(network, demands), *given)
+    plan_whole = plan_naive if policy == "naive" else plan_cached
+    whole = plan_whole(latency.block_costs(network, demands), kind, network.run_lengths, lead)
     saved = latency.outside(network, demands, DENSE_CONVOLUTIONS) - latency.outside(network, demands)
     return whole if all(planned.plan) or whole.seconds - saved <= planned.seconds else planned
 

@@ -187,7 +187,7 @@ OPTIONS = (
            "the work of a registration", "N", default_text="a quarter of the steps of a template: four are kept"),
     Option("convolutions", one_of(*get_args(Convolutions)), "dense",
            "convolutions of a UNet: dense = over whole pictures of one size; tiled = over tiles of pictures of all "
-           "sizes at once; reused = the same, and edits without a template compute masked tiles alone", "HOW"),
+           "sizes at once; reused = the same, and edits that read activations compute masked tiles alone", "HOW"),
     Option("reuse-changed", number(0, 1), 0.0,
            "do not compute steps whose predictions can be guessed from those before: the probability of a wrong guess "
            "from which a step is computed; 0: all steps are", "SHARE"),
