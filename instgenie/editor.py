@@ -87,8 +87,8 @@ class Editor:
     registered and serves the three that follow: a quarter of the bytes and of the work. With text_padding reused, the
     padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed. With quantization
     fp8 the network multiplies in eight bits, on GPUs that can. With convolutions reused, those of a UNet compute only
-    the tiles that have masked tokens, in edits without a template. With a reuse_changed above 0, steps whose predictions
-    can be guessed are not computed: it is the probability that a guess is too wrong from which a step is computed.
+    the tiles that have masked tokens, in edits without a template. With a reuse_changed above 0, steps whose
+    predictions can be guessed are not computed: it is the probability of a wrong guess from which a step is computed.
 
     `loras` gives names to LoRA files, and `lora_dir` is a folder whose files are named by their stems. An edit asks for
     them with `loras=[("pencil", 0.8)]`; a path is a name, too.
