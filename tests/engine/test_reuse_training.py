@@ -18,7 +18,7 @@ from instgenie.models.model import Model
 def test_guesses_go_on_as_predictions_moved() -> None:
     start = torch.randn(5, 3)
     history = TokenHistory.start(start, start, 1.0, 0, trust=1.0)
-    whole, history = history.after(start + 0.5, None, start, 0.5, 1)
+    _, history = history.after(start + 0.5, None, start, 0.5, 1)
     assert torch.allclose(history.guess(0.25), start + 0.75)
     index = torch.tensor([1, 3])
     completed, history = history.after(torch.zeros(2, 3), index, start, 0.0, 2)
