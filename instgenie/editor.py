@@ -90,8 +90,8 @@ class Editor:
     padding of a prompt is read like unmasked tokens, and only the tokens of the prompt are computed. With quantization
     fp8 the network multiplies in eight bits, on GPUs that can. With weights_dtype fp8 large weights take one byte each,
     on any device. With convolutions reused, those of a UNet compute only the tiles that have masked tokens. With a
-    reuse_changed above 0, steps whose predictions can be guessed are not computed: it is the probability that a guess is
-    too wrong from which a step is computed. `on_bytes` is told how many bytes of weights are loaded, and of how many.
+    reuse_changed above 0, steps whose predictions can be guessed are not computed: it is the probability of a wrong
+    guess from which a step is computed. `on_bytes` is told how many bytes of weights are loaded, and of how many.
 
     `loras` gives names to LoRA files, and `lora_dir` is a folder whose files are named by their stems. An edit asks for
     them with `loras=[("pencil", 0.8)]`; a path is a name, too.

@@ -31,7 +31,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Figures:
-    run: dict[str, str | int]
+    run: dict[str, str | int | float]
     pictures: list[Picture]
     methods: dict[str, Method]
     qualities: dict[str, str]  # quality -> name of its method

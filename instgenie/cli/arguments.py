@@ -67,8 +67,8 @@ def add_convolutions(parser: argparse.ArgumentParser) -> None:
 
 def add_reuse_changed(parser: argparse.ArgumentParser) -> None:
     about = (
-        "do not compute steps whose predictions can be guessed from those before: the probability of a wrong guess from "
-        "which a step is computed (default 0: all steps are)"
+        "do not compute steps whose predictions can be guessed from those before: the probability of a wrong guess "
+        "from which a step is computed (default 0: all steps are)"
     )
     parser.add_argument("--reuse-changed", type=share, default=0.0, metavar="SHARE", help=about)
 

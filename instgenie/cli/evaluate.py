@@ -26,6 +26,7 @@ SYSTEM_NAMES = (
 )
 PART_NAMES = ("fig4", "fig6", "fig11", "fig12", "fig14", "fig15", "fig16", "table2", "overheads", "simulator")
 SWIFT_NAMES = ("adapters", "switching")
+PATCHED_NAMES = ("patches",)
 
 
 def add_bench_engine(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +100,8 @@ def add_bench_reproduce(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_bench_reproduce)
     about_parts = (
         f"all, or some of {', '.join(PART_NAMES)}; swift, or some of {', '.join(SWIFT_NAMES)}, for the figures of "
-        "SwiftDiffusion; shared measurements are made once"
+        f"SwiftDiffusion; patched, or {', '.join(PATCHED_NAMES)}, for those of PatchedServe; shared measurements are "
+        "made once"
     )
     parser.add_argument("parts", nargs="+", metavar="NAME", help=about_parts)
     about_out = "folder of the report: index.html, or NAME.html for a single part"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from instgenie.cli.arguments import positive, ratio, share
+from instgenie.cli.arguments import positive, ratio, share, size
 from instgenie.cli.screen import hide_loading_bars
 from instgenie.machine.model_folders import model_folder
 from instgenie.telemetry.progress import Progress
@@ -17,6 +17,7 @@ def add_train_reuse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="device (default auto)")
     parser.add_argument("--pictures", type=positive, default=8, metavar="N", help="pictures to make (default 8)")
     parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps; default: the model's own")
+    parser.add_argument("--size", type=size, metavar="WxH", help="size of the pictures; default: the model's own")
     about_tolerance = "relative error from which a guess is too wrong (default 0.05)"
     parser.add_argument("--tolerance", type=ratio, default=0.05, metavar="SHARE", help=about_tolerance)
     about_max = "consecutive steps that may be guessed (default 4)"
@@ -40,7 +41,7 @@ def run_train_reuse(options: argparse.Namespace) -> None:
     console = Console(stderr=True)
     model = load(options.model, options.device)
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(options.pictures)]
-    edits = [picture_from(prompt, number, model) for number, prompt in enumerate(prompts)]
+    edits = [picture_from(prompt, number, model, options.size) for number, prompt in enumerate(prompts)]
     if options.steps:
         edits = [replace(edit, steps=options.steps) for edit in edits]
     with Progress(console) as progress:

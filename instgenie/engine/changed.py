@@ -105,8 +105,8 @@ def make_changed(model: Model, name: str, threshold: float) -> ChangedTokens | N
     predictor = find_predictor(name)
     if predictor.tile and not model.text_flows:
         raise ModelError(
-            f"the predictor of {name!r} reuses tiles of {predictor.tile} tokens: a network with convolutions computes all "
-            "tokens of a step or none (tile 0)"
+            f"the predictor of {name!r} reuses tiles of {predictor.tile} tokens: a network with convolutions computes "
+            "all tokens of a step or none (tile 0)"
         )
     return ChangedTokens(predictor, threshold, model.device)
 

@@ -14,9 +14,11 @@ from helpers.waits import Waits
 from torch import Tensor
 
 from instgenie.engine import register as registering
+from instgenie.engine.changed import ChangedTokens
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.register import make_key, observe_span, reuse, template_job
+from instgenie.engine.reuse_predictor import ReusePredictor
 from instgenie.jobs.job import Job
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
@@ -29,8 +31,8 @@ def make_jobs(model: Model) -> list[Job]:
     return [reuse(prepare(cached, model), template), reuse_own(prepare(own, model))]
 
 
-def waits_of(model: Model, given: list[Job]) -> list[str]:
-    engine = Engine(model, own=OwnActivations(model, keeps_text=model.text_flows))
+def waits_of(model: Model, given: list[Job], changed: ChangedTokens | None = None) -> list[str]:
+    engine = Engine(model, own=OwnActivations(model, keeps_text=model.text_flows, changed=changed))
     for job in given:
         engine.join(replace(job))
     waits = Waits()
@@ -46,6 +48,17 @@ def test_no_step_waits(family: str, folders: dict[str, Path]) -> None:
     jobs = make_jobs(model)
     waits_of(model, jobs)  # what the model keeps for all jobs is there afterwards
     assert waits_of(model, jobs) == []
+
+
+@pytest.mark.parametrize(("family", "tile"), [("blend", 0), ("blend", 1), ("blend", 2), ("sdxl", 0)])
+def test_no_step_that_reuses_tokens_waits(family: str, tile: int, folders: dict[str, Path]) -> None:
+    """A step reads what the step before chose for it; on a GPU that is in main memory by then."""
+    model = load(str(folders[family]), "cpu")
+    predictor = ReusePredictor((0.0, 1.0, 0.0, 0.0, 0.0, 0.0), bias=1.0, tolerance=0.05, max_steps=2, tile=tile)
+    changed = ChangedTokens(predictor, 0.5, model.device)
+    jobs = [prepare(make_edit(steps=7, share=share, reuse="own"), model) for share in (1.0, 0.4)]
+    waits_of(model, jobs, changed)
+    assert waits_of(model, jobs, changed) == []
 
 
 @pytest.mark.parametrize("family", ["blend", "sdxl"])

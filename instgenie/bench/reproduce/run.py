@@ -22,6 +22,7 @@ from instgenie.bench.reproduce import (
     fig16,
     optimisations,
     overheads,
+    patches,
     simulator,
     switching,
     table2,
@@ -52,6 +53,7 @@ SWIFT_PARTS: dict[str, Part] = {  # of another paper, SwiftDiffusion: `all` leav
     "adapters": adapters.run,
     "switching": switching.run,
 }
+PATCHED_PARTS: dict[str, Part] = {"patches": patches.run}  # of PatchedServe: `patched` names them
 # seconds of each part with the built-in model on two idle cores, all parts run in this order: a shared measurement
 # counts with the first part that needs it
 BUDGETS: dict[str, float] = {
@@ -68,8 +70,9 @@ BUDGETS: dict[str, float] = {
     "optimisations": 90,
     "adapters": 300,
     "switching": 5,
+    "patches": 480,
 }
-FLUX_ONLY = ("fig6", "table2")
+FLUX_ONLY = ("fig6", "table2", "patches")
 
 
 def reproduce(
@@ -106,10 +109,10 @@ def reproduce(
 
 def choose_parts(names: Sequence[str]) -> list[str]:
     for name in names:
-        if name not in ("all", "swift", *PARTS, *SWIFT_PARTS):
-            known = ", ".join(("all", *PARTS, "swift", *SWIFT_PARTS))
+        if name not in ("all", "swift", "patched", *PARTS, *SWIFT_PARTS, *PATCHED_PARTS):
+            known = ", ".join(("all", *PARTS, "swift", *SWIFT_PARTS, "patched", *PATCHED_PARTS))
             raise InstGenieError(f"unknown part {name!r}: the parts are {known}")
-    groups = (("all", PARTS), ("swift", SWIFT_PARTS))
+    groups = (("all", PARTS), ("swift", SWIFT_PARTS), ("patched", PATCHED_PARTS))
     return [name for group, parts in groups for name in parts if name in names or group in names]
 
 
@@ -121,7 +124,7 @@ def run_parts(names: Sequence[str], lab: Lab, console: Console) -> Iterator[tupl
         for name in names:
             lab.tell = lambda doing, name=name: task.say(f"{name}: {doing}")  # type: ignore[misc]
             start = time.perf_counter()
-            section = (PARTS | SWIFT_PARTS)[name](lab)
+            section = (PARTS | SWIFT_PARTS | PATCHED_PARTS)[name](lab)
             seconds = time.perf_counter() - start
             task.advance(BUDGETS[name])
             console.print(f"{name:<10} {seconds:6.1f} s of {BUDGETS[name]:g}  {section.title}", highlight=False)

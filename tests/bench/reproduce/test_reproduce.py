@@ -13,11 +13,11 @@ from instgenie.bench.reproduce import run as run_module
 from instgenie.bench.reproduce.axes import at_values, decades, doubling, linear
 from instgenie.bench.reproduce.lab import Lab, Scale
 from instgenie.bench.reproduce.page import themed, write_page
-from instgenie.bench.reproduce.run import BUDGETS, PARTS, SWIFT_PARTS, as_json, print_section
+from instgenie.bench.reproduce.run import BUDGETS, PARTS, PATCHED_PARTS, SWIFT_PARTS, as_json, print_section
 from instgenie.bench.reproduce.section import Section, Table, row
 from instgenie.bench.systems import FLUX_ONLY, NAMES, suiting
 from instgenie.cli import main
-from instgenie.cli.evaluate import PART_NAMES, SWIFT_NAMES, SYSTEM_NAMES
+from instgenie.cli.evaluate import PART_NAMES, PATCHED_NAMES, SWIFT_NAMES, SYSTEM_NAMES
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 
@@ -123,9 +123,10 @@ def test_the_report_is_one_page_with_an_anchor_for_every_row(
 
 
 def test_every_part_has_a_budget_and_all_of_them_fit() -> None:
-    assert BUDGETS.keys() == PARTS.keys() | SWIFT_PARTS.keys()
+    assert BUDGETS.keys() == PARTS.keys() | SWIFT_PARTS.keys() | PATCHED_PARTS.keys()
     assert tuple(PARTS) == PART_NAMES
     assert tuple(SWIFT_PARTS) == SWIFT_NAMES
+    assert tuple(PATCHED_PARTS) == PATCHED_NAMES
     assert NAMES == SYSTEM_NAMES
     assert sum(BUDGETS[name] for name in PARTS) < 15 * 60
 

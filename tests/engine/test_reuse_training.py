@@ -1,0 +1,69 @@
+"""The predictor of reuse learns from dense pictures when guesses are good."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from instgenie.cli import main
+from instgenie.engine.changed import in_tiles
+from instgenie.engine.reuse_predictor import FEATURES, read_predictor
+from instgenie.engine.reuse_training import Recording, fit, picture_from, record
+from instgenie.errors import ConfigError, ModelError
+from instgenie.jobs.history import TokenHistory
+from instgenie.models.model import Model
+
+
+def test_guesses_go_on_as_predictions_moved() -> None:
+    start = torch.randn(5, 3)
+    history = TokenHistory.start(start, start, 1.0, 0, trust=1.0)
+    _, history = history.after(start + 0.5, None, start, 0.5, 1)
+    assert torch.allclose(history.guess(0.25), start + 0.75)
+    index = torch.tensor([1, 3])
+    completed, history = history.after(torch.zeros(2, 3), index, start, 0.0, 2)
+    assert torch.equal(completed[index], torch.zeros(2, 3))
+    assert torch.allclose(completed[0], start[0] + 1.0)  # guessed: nothing was computed
+    assert history.steps.tolist() == [1, 2, 1, 2, 1]
+    assert torch.allclose(history.predictions[0], start[0] + 0.5)
+
+
+def test_tiles_have_their_largest_value() -> None:
+    values = torch.arange(15.0)
+    assert in_tiles(values, (3, 5), 1) is values
+    assert in_tiles(values, (3, 5), 2).tolist() == [6, 6, 8, 8, 9, 6, 6, 8, 8, 9, 11, 11, 13, 13, 14]
+    assert in_tiles(values, (3, 5), 0).tolist() == [14.0] * 15
+
+
+def test_a_predictor_learns_which_tokens_move(models: dict[str, Model]) -> None:
+    """Half of the tokens jump about, the others move evenly."""
+    model = models["blend"]
+    found = record(model, replace(picture_from("a cat", 0, model, (32, 32)), steps=12))
+    steady = found.predictions[:1] + torch.arange(12.0)[:, None, None] * 0.01
+    jumping = torch.where(torch.arange(steady.shape[1])[None, :, None] % 2 == 0, torch.randn_like(steady), 0)
+    trained = fit([Recording(found.latents, steady + jumping, found.schedule)] * 4, 0.05, 4)
+    assert trained.accuracy > 0.9
+    with pytest.raises(ModelError, match="choose another"):
+        fit([Recording(found.latents, steady, found.schedule)] * 2, 0.9, 4)
+
+
+def test_the_command_writes_a_predictor(folders: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "reuse.json"
+    given = [
+        "train-reuse",
+        str(folders["blend"]),
+        "--device",
+        "cpu",
+        "--pictures",
+        "4",
+        "--steps",
+        "6",
+        "--size",
+        "32x32",
+    ]
+    main([*given, "--tolerance", "0.5", "--tile", "2", "--out", str(path)])
+    predictor = read_predictor(path)
+    assert (len(predictor.weights), predictor.tile, predictor.tolerance) == (len(FEATURES), 2, 0.5)
+    path.write_text(path.read_text().replace("age", "rage"))
+    with pytest.raises(ConfigError, match="rage"):
+        read_predictor(path)
