@@ -1,7 +1,5 @@
 """`python -m instgenie` is the command line."""
 
-import sys
+from instgenie.cli import run
 
-from instgenie.cli import main
-
-sys.exit(main())
+run()
