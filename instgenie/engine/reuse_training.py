@@ -108,7 +108,7 @@ def train(
 
 def fit(recordings: Sequence[Recording], tolerance: float, max_steps: int, trust: float = 0.8) -> Trained:
     try:
-        from sklearn.linear_model import LogisticRegression
+        from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
     except ImportError:
         raise ModelError("the package scikit-learn is missing; it comes with the 'train' extra of instgenie") from None
 

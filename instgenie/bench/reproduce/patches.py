@@ -104,6 +104,7 @@ def compare(lab: Lab) -> list[Outcome]:
     lab.tell("dense pictures")
     judge = Lpips().to(model.device)
     dense, whole_flops = make(lab, edits, None, 0.0)
+    stock = tensors([edit_stock(edit, as_flux(model)) for edit in edits], lab)  # the noise of its pictures is its own
     outcomes = []
     for name, thresholds in THRESHOLDS.items():
         for threshold in thresholds:
@@ -113,7 +114,8 @@ def compare(lab: Lab) -> list[Outcome]:
                 saved = 1 - flops / whole_flops
             else:
                 pictures, saved = (skip if name == "TeaCache" else cache_first_block)(lab, edits, threshold)
-            likeness, distance = ssim(pictures, dense).mean(), judge(pictures, dense).mean()
+            aim = stock if name == "first-block cache" else dense
+            likeness, distance = ssim(pictures, aim).mean(), judge(pictures, aim).mean()
             outcomes.append(Outcome(name, threshold, saved, float(likeness), float(distance)))
     return outcomes
 
@@ -138,11 +140,11 @@ def make(lab: Lab, edits: Sequence[Edit], predictor: ReusePredictor | None, thre
 
 
 def stack(jobs: Sequence[Job], lab: Lab) -> Tensor:  # [pictures, 3, height, width] in [0, 1]
-    return torch.stack([as_tensor(finish(job, lab.model)) for job in jobs]).to(lab.model.device)
+    return tensors([finish(job, lab.model) for job in jobs], lab)
 
 
-def as_tensor(pixels: OwnPixels) -> Tensor:
-    return torch.tensor(pixels).permute(2, 0, 1).float() / 255
+def tensors(pictures: Sequence[OwnPixels], lab: Lab) -> Tensor:
+    return torch.stack([torch.tensor(one).permute(2, 0, 1).float() / 255 for one in pictures]).to(lab.model.device)
 
 
 def skip(lab: Lab, edits: Sequence[Edit], threshold: float) -> tuple[Tensor, float]:
@@ -174,7 +176,7 @@ def cache_first_block(lab: Lab, edits: Sequence[Edit], threshold: float) -> tupl
             hook.remove()
     num_blocks = len(lab.network.blocks)
     saved = (1 - calls["last"] / calls["all"]) * (num_blocks - 1) / num_blocks
-    return torch.stack(list(map(as_tensor, pictures))).to(model.device), saved
+    return tensors(pictures, lab), saved
 
 
 def gain(outcomes: Sequence[Outcome], name: str, base: str) -> float | None:
