@@ -12,7 +12,8 @@ def test_a_server_with_fp8_weights(folders: dict[str, Path], tmp_path: Path) -> 
         edited = pixels(edit(server))
         assert np.array_equal(edited[~mask()], picture()[~mask()])
         assert not np.array_equal(edited[mask()], picture()[mask()])
-    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    written = server.log.read_text().splitlines()
+    lines = [json.loads(line) for line in written if line.startswith("{")]  # torch warns about bfloat16 on old CPUs
     told = {line["worker_process"]: line for line in lines if line.get("message") == "loading"}
     assert set(told) == {"0.prepare.1", "0.denoise.1", "0.finish.1"}
     assert all(line["gigabytes"] == line["of"] for line in told.values())
