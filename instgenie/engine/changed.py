@@ -23,7 +23,7 @@ from instgenie.engine.changes import to_host
 from instgenie.engine.reuse_predictor import ReusePredictor, find_predictor
 from instgenie.errors import ModelError
 from instgenie.jobs.history import TokenHistory
-from instgenie.jobs.job import Grid, Job
+from instgenie.jobs.job import Grid, Job, choose, stand_by
 from instgenie.jobs.sampler import Schedule
 from instgenie.jobs.tokens import JobTokens
 from instgenie.models.model import Model
@@ -74,16 +74,16 @@ class ChangedTokens:
         if choice and choice.step == job.step:
             self.apply(choice, every, job)
         elif job.chosen_step != job.step:  # there is no choice yet
-            job.choose(every)
+            choose(job, every)
         if job.history and NUM_LEADING <= job.step + 1 < job.num_steps:
             self._choices[job] = self.look_ahead(job, every)
 
     def apply(self, choice: Choice, every: JobTokens, job: Job) -> None:
         num = choice.num_tokens(self.predictor.max_share)
         if num == 0:
-            job.stand_by()
+            stand_by(job)
         else:
-            job.choose(every if num == len(every.inside) else chosen(every, choice.order, num))
+            choose(job, every if num == len(every.inside) else chosen(every, choice.order, num))
 
     def look_ahead(self, job: Job, every: JobTokens) -> Choice:
         assert job.history is not None

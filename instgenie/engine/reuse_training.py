@@ -1,6 +1,7 @@
 """Trains the predictor of reuse: records dense pictures from prompts, replays them with random tokens left out, and
 fits a logistic regression to how wrong the guesses of these would have been."""
 
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -108,7 +109,7 @@ def train(
 
 def fit(recordings: Sequence[Recording], tolerance: float, max_steps: int, trust: float = 0.8) -> Trained:
     try:
-        from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
+        regressions = importlib.import_module("sklearn.linear_model")
     except ImportError:
         raise ModelError("the package scikit-learn is missing; it comes with the 'train' extra of instgenie") from None
 
@@ -120,7 +121,7 @@ def fit(recordings: Sequence[Recording], tolerance: float, max_steps: int, trust
             f"{wrong.mean():.0%} of {len(wrong)} guesses are further off than the tolerance {tolerance}: choose another"
         )
     mean, spread = features.mean(0), features.std(0).clip(1e-6)
-    regression = LogisticRegression(max_iter=1000).fit((features - mean) / spread, wrong)
+    regression = regressions.LogisticRegression(max_iter=1000).fit((features - mean) / spread, wrong)
     weights = regression.coef_[0] / spread
     bias = float(regression.intercept_[0] - weights @ mean)
     rounded = tuple(round(float(weight), 6) for weight in weights)

@@ -198,18 +198,6 @@ class Job:
         """True if this step computes no token: all predictions are guessed."""
         return self.idle_step == self.step and not self.in_dense_steps
 
-    def stand_by(self) -> None:
-        """Compute no token at this step, where it is not a dense one."""
-        self.idle_step = self.chosen_step = self.step
-
-    def choose(self, tokens: JobTokens) -> None:
-        """Compute only the tokens that are `inside` at this step, where it is not a dense one. It is if these are
-        all."""
-        self.chosen_step = self.step if len(tokens.rest) else -1
-        if self.tokens is not tokens:
-            self.inside, self.rest, self.tokens = tokens.inside, tokens.rest, tokens
-            self.__dict__.pop("padded_tokens", None)
-
     @property
     def kept_kind(self) -> Kind | None:
         """The kind of the activations that this step leaves behind; None if it leaves none."""
@@ -238,7 +226,7 @@ class Job:
         """Take one step with one prediction per branch, for all tokens or for the computed ones alone; with none if no
         token was computed. Masked tokens follow the prediction; the others stay on the template's trajectory."""
         guided = guide(predictions, self.scale, self.keeps_norm) if predictions else None
-        prediction, history = self.complete(guided)
+        prediction, history = complete(self, guided)
         moved = self.schedule.advanced(self.latents, prediction, self.step)
         latents = torch.where(self.masked, moved, self.template.at(self.step + 1, self.schedule))
         if self.keeps_activations:
@@ -247,21 +235,6 @@ class Job:
             self.num_taken_tokens += len(self.inside if any(self.present_plan) else self.masked)
         self.history = history
         self.step, self.latents = self.step + 1, latents  # together, so that running out of memory changes neither
-
-    def complete(self, prediction: Tensor | None) -> tuple[Tensor, TokenHistory | None]:
-        """The predictions of all tokens. Those that were not computed are guessed, if the job has a history; what that
-        is behind this step is returned, too."""
-        time = self.schedule.timestep(self.step)
-        if prediction is None:
-            assert self.history is not None
-            return self.history.guess(time), self.history
-        index = None if len(prediction) == len(self.masked) else self.inside
-        if self.history is not None:
-            return self.history.after(prediction, index, self.latents, time, self.step)
-        whole = prediction if index is None else torch.zeros_like(self.latents).index_copy(0, index, prediction)
-        if not self.reuses_changed:
-            return whole, None
-        return whole, TokenHistory.start(whole, self.latents, time, self.step, self.trust)
 
 
 def stands_still(job: Job) -> bool:
@@ -308,3 +281,33 @@ def locate(job: Job, sides: Iterable[int], tiles: Iterable[tuple[int, int]] = ()
         job.level(len(job.masked) // side**2).tiles((job.grid[0] // side, job.grid[1] // side), tile)
     levels = [job.level(len(job.masked) // side**2) for side in sides]
     return job.inside, job.outside, job.timesteps, *(level.inside for level in levels)
+
+
+def stand_by(job: Job) -> None:
+    """Compute no token at this step, where it is not a dense one."""
+    job.idle_step = job.chosen_step = job.step
+
+
+def choose(job: Job, tokens: JobTokens) -> None:
+    """Compute only the tokens that are `inside` at this step, where it is not a dense one. It is if these are
+    all."""
+    job.chosen_step = job.step if len(tokens.rest) else -1
+    if job.tokens is not tokens:
+        job.inside, job.rest, job.tokens = tokens.inside, tokens.rest, tokens
+        job.__dict__.pop("padded_tokens", None)
+
+
+def complete(job: Job, prediction: Tensor | None) -> tuple[Tensor, TokenHistory | None]:
+    """The predictions of all tokens. Those that were not computed are guessed, if the job has a history; what that
+    is behind this step is returned, too."""
+    time = job.schedule.timestep(job.step)
+    if prediction is None:
+        assert job.history is not None
+        return job.history.guess(time), job.history
+    index = None if len(prediction) == len(job.masked) else job.inside
+    if job.history is not None:
+        return job.history.after(prediction, index, job.latents, time, job.step)
+    whole = prediction if index is None else torch.zeros_like(job.latents).index_copy(0, index, prediction)
+    if not job.reuses_changed:
+        return whole, None
+    return whole, TokenHistory.start(whole, job.latents, time, job.step, job.trust)

@@ -45,7 +45,7 @@ THRESHOLDS = {  # of the probability of a wrong guess, and of TeaCache's and the
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CachedOutcome:
     """Pictures that were made with a method, against those that compute everything."""
 
     method: str
@@ -89,7 +89,7 @@ def run(lab: Lab) -> Section:
     )
 
 
-def compare(lab: Lab) -> list[Outcome]:
+def compare(lab: Lab) -> list[CachedOutcome]:
     model = lab.model
     lab.tell("recording pictures")
     recordings = [record(model, picture_from(PROMPTS[k], 100 + k, model)) for k in range(NUM_FITTED)]
@@ -104,7 +104,7 @@ def compare(lab: Lab) -> list[Outcome]:
     lab.tell("dense pictures")
     judge = Lpips().to(model.device)
     dense, whole_flops = make(lab, edits, None, 0.0)
-    stock = tensors([edit_stock(edit, as_flux(model)) for edit in edits], lab)  # the noise of its pictures is its own
+    stock = tensors([seeded(edit, lab) for edit in edits], lab)  # the noise of its pictures is its own
     outcomes = []
     for name, thresholds in THRESHOLDS.items():
         for threshold in thresholds:
@@ -116,7 +116,7 @@ def compare(lab: Lab) -> list[Outcome]:
                 pictures, saved = (skip if name == "TeaCache" else cache_first_block)(lab, edits, threshold)
             aim = stock if name == "first-block cache" else dense
             likeness, distance = ssim(pictures, aim).mean(), judge(pictures, aim).mean()
-            outcomes.append(Outcome(name, threshold, saved, float(likeness), float(distance)))
+            outcomes.append(CachedOutcome(name, threshold, saved, float(likeness), float(distance)))
     return outcomes
 
 
@@ -141,6 +141,12 @@ def make(lab: Lab, edits: Sequence[Edit], predictor: ReusePredictor | None, thre
 
 def stack(jobs: Sequence[Job], lab: Lab) -> Tensor:  # [pictures, 3, height, width] in [0, 1]
     return tensors([finish(job, lab.model) for job in jobs], lab)
+
+
+def seeded(edit: Edit, lab: Lab) -> OwnPixels:
+    """The picture that diffusers' own pipeline makes, the same at every call."""
+    torch.manual_seed(edit.seed)
+    return edit_stock(edit, as_flux(lab.model))
 
 
 def tensors(pictures: Sequence[OwnPixels], lab: Lab) -> Tensor:
@@ -170,7 +176,7 @@ def cache_first_block(lab: Lab, edits: Sequence[Edit], threshold: float) -> tupl
         pictures = []
         for edit in edits:
             with first_block_cache(model.transformer, threshold):
-                pictures.append(edit_stock(edit, model))
+                pictures.append(seeded(edit, lab))
     finally:
         for hook in hooks:
             hook.remove()
@@ -179,7 +185,7 @@ def cache_first_block(lab: Lab, edits: Sequence[Edit], threshold: float) -> tupl
     return tensors(pictures, lab), saved
 
 
-def gain(outcomes: Sequence[Outcome], name: str, base: str) -> float | None:
+def gain(outcomes: Sequence[CachedOutcome], name: str, base: str) -> float | None:
     """How much more a method saves than another at the LPIPS of the other's second threshold, between its points."""
     aim = [one for one in outcomes if one.method == base][1]
     points = sorted((one.lpips, one.saved) for one in outcomes if one.method == name)
@@ -246,12 +252,12 @@ def fastest_step(lab: Lab, predictor: ReusePredictor | None) -> float:
     return min(seconds[3:-1])
 
 
-def outcome_row(one: Outcome) -> Row:
+def outcome_row(one: CachedOutcome) -> Row:
     cells = one.method, f"{one.threshold:g}", f"{one.saved:.1%}", f"{one.ssim:.4f}", f"{one.lpips:.4f}"
     return row(NAME, *cells, key=(one.method, one.threshold))
 
 
-def chart(outcomes: Sequence[Outcome]) -> Chart:
+def chart(outcomes: Sequence[CachedOutcome]) -> Chart:
     series = [
         Series(name, sorted((one.saved, one.lpips) for one in outcomes if one.method == name)) for name in THRESHOLDS
     ]
