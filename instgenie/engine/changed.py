@@ -23,7 +23,7 @@ from instgenie.engine.changes import to_host
 from instgenie.engine.reuse_predictor import ReusePredictor, find_predictor
 from instgenie.errors import ModelError
 from instgenie.jobs.history import TokenHistory
-from instgenie.jobs.job import Grid, Job, choose, stand_by
+from instgenie.jobs.job import Grid, Job, choose, stand_by, stands_by
 from instgenie.jobs.sampler import Schedule
 from instgenie.jobs.tokens import JobTokens
 from instgenie.models.model import Model
@@ -119,7 +119,7 @@ def logit(probability: float) -> float:
 
 def computed_now(job: Job) -> Tensor | None:
     """Indices of the tokens that a job's present step computes; None: all."""
-    if job.stands_by:
+    if stands_by(job):
         return job.inside[:0]
     return None if job.in_dense_steps or not any(job.plan) else job.inside
 

@@ -14,7 +14,7 @@ from instgenie.engine.loading.loader import Loader
 from instgenie.engine.merging import Merging
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import Planning
-from instgenie.jobs.job import Job, locate, stands_still
+from instgenie.jobs.job import Job, locate, stands_by, stands_still
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
 
@@ -95,8 +95,8 @@ class Engine:
         self.merging.settle(jobs)
         self.own.make_ready(jobs)
         self.plan(jobs)
-        computing = [job for job in jobs if not job.stands_by]
-        standing_by = [job for job in jobs if job.stands_by]
+        computing = [job for job in jobs if not stands_by(job)]
+        standing_by = [job for job in jobs if stands_by(job)]
         self.controls.begin(computing)
         self.far.begin(computing)
         for job, predictions in zip(computing, self.predict(computing) if computing else (), strict=True):

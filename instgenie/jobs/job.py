@@ -191,12 +191,7 @@ class Job:
     def keeps_activations(self) -> bool:
         """True if this step's activations serve the next one."""
         is_read = self.own_steps is not None and self.step + 1 < self.num_steps and self.step + 1 not in self.own_steps
-        return is_read and (self.in_dense_steps or self.keeps_chosen) and not self.stands_by
-
-    @property
-    def stands_by(self) -> bool:
-        """True if this step computes no token: all predictions are guessed."""
-        return self.idle_step == self.step and not self.in_dense_steps
+        return is_read and (self.in_dense_steps or self.keeps_chosen) and not stands_by(self)
 
     @property
     def kept_kind(self) -> Kind | None:
@@ -311,3 +306,8 @@ def complete(job: Job, prediction: Tensor | None) -> tuple[Tensor, TokenHistory 
     if not job.reuses_changed:
         return whole, None
     return whole, TokenHistory.start(whole, job.latents, time, job.step, job.trust)
+
+
+def stands_by(job: Job) -> bool:
+    """True if a job's present step computes no token: all predictions are guessed."""
+    return job.idle_step == job.step and not job.in_dense_steps
