@@ -75,7 +75,7 @@ def bench_predictors(
 def draw_mixes(model: Model, size: tuple[int, int], num_mixes: int, seed: int) -> list[Case]:
     """Draw batches of jobs with masks of all sizes, some of which compute every token."""
     random = np.random.default_rng(seed)
-    plan = (True,) * model.num_blocks
+    plan = (True,) * sum(model.run_lengths)
     job = replace(make_job(model, size, register(sample_picture(size), model, size, steps=1)), plan=plan)
     mixes = []
     for _ in range(num_mixes):

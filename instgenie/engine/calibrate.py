@@ -80,7 +80,7 @@ def calibrate(
 
 
 def make_cases(model: Model, size: tuple[int, int]) -> list[Case]:
-    everything, nothing = (True,) * model.num_blocks, (False,) * model.num_blocks
+    everything, nothing = (True,) * sum(model.run_lengths), (False,) * sum(model.run_lengths)
     half = tuple(2 * block >= length for length in model.run_lengths for block in range(length))
     activations = register(sample_picture(size), model, size, steps=1)
     job = make_job(model, size, activations)

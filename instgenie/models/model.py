@@ -96,10 +96,6 @@ class Model(PipelineParts):
         tell of the pictures. References are the grids of the tokens that follow those of the picture."""
         return self.num_flowing_text if keeps_text else 0
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(self.run_lengths)
-
     @abstractmethod
     def describe(self) -> NetworkShape:
         """Describe as plain numbers what the blocks compute and what activations keep of them."""

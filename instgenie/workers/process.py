@@ -121,7 +121,7 @@ def facts_of(model: Model) -> ModelFacts:
         needs_true_guidance=model.needs_true_guidance,
         patch=model.patch,
         size_multiple=model.size_multiple,
-        num_blocks=model.num_blocks,
+        num_blocks=sum(model.run_lengths),
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         sees_picture=model.sees_picture,

@@ -115,7 +115,7 @@ def test_law_5_jobs_join_and_leave_captured_passes(model: Model) -> None:
 def test_law_4_captured_plans(model: Model, kind: Kind) -> None:
     """A dense prefix, and for y alternating blocks."""
     [job] = make_jobs(model, kind, EDITS[1:2])
-    blocks = range(model.num_blocks)
+    blocks = range(sum(model.run_lengths))
     plans: list[Plan] = [tuple(block > 0 for block in blocks)]
     plans += [tuple(block % 2 == odd for block in blocks) for odd in (0, 1)] if kind == "y" else []
     for plan in plans:

@@ -136,5 +136,5 @@ def test_a_registration_looks_for_numbers_with_one_wait(
     with waiting_is_an_error():
         observe_span(job, model, key, range(4))
     [bounds] = seen
-    assert bounds.shape == (model.num_blocks, 2)
+    assert bounds.shape == (sum(model.run_lengths), 2)
     assert bounds.isfinite().all()

@@ -91,7 +91,7 @@ def make_mixed(model: Model) -> list[Job]:
     """Dense and cached jobs of both kinds; the first kv job has a dense prefix, the first y job alternates."""
     edits = [(kind, make_edit(**fields)) for kind, fields in MIX]
     jobs = [make_cached(model, edit, kind) if kind else prepare(edit, model) for kind, edit in edits]
-    blocks = range(model.num_blocks)
+    blocks = range(sum(model.run_lengths))
     jobs[0] = replace(jobs[0], plan=tuple(block > 0 for block in blocks))
     jobs[3] = replace(jobs[3], plan=tuple(block % 2 == 0 for block in blocks))
     return jobs
@@ -191,7 +191,7 @@ def test_law_6_outside_the_mask_is_bit_identical(model: Model, kind: Kind) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dense_plan_is_no_cache(model: Model, kind: Kind) -> None:
     edit = make_edit(true_guidance=2.0)
-    plan = (False,) * model.num_blocks
+    plan = (False,) * sum(model.run_lengths)
     job, [plain] = make_cached(model, edit, kind, plan), run(model, [prepare(edit, model)])
     assert torch.equal(run(model, [job])[0], plain)
     all_dense_steps = make_cached(model, replace(edit, dense_steps=edit.steps), kind)
@@ -267,7 +267,7 @@ def test_steps_at_once_change_nothing(model: Model, kind: Kind) -> None:
 
 def test_infeasible_plans_are_refused(model: Model) -> None:
     edit = make_edit()
-    job, blocks = prepare(edit, model), model.num_blocks
+    job, blocks = prepare(edit, model), sum(model.run_lengths)
     turns = tuple(block % 2 == 0 for block in range(blocks))
     if max(model.run_lengths) > 1:
         with pytest.raises(PlanError, match=r"block \d dense after block \d"):

@@ -150,7 +150,7 @@ def test_policies_differ(models: dict[str, Model]) -> None:
     job = reuse(prepare(edit, model), register_for(model, edit, "y"))
     latency, demands = slow_latency(model, [job]), away_from_here(model, [job])
     plans = {policy: plan_batch(model.describe(), demands, latency, policy=policy).plan for policy in POLICIES}
-    assert plans["cached"] == plans["naive"] == (True,) * model.num_blocks
+    assert plans["cached"] == plans["naive"] == (True,) * sum(model.run_lengths)
     assert not any(plans["dense"])
     assert any(plans["exact"])
     assert not all(plans["exact"])

@@ -116,7 +116,7 @@ def test_what_is_loaded_stays_for_the_steps_that_read_it(models: dict[str, Model
     while engine.jobs:
         engine.step()
     assert torch.equal(job.latents, expected)
-    assert len(loaded) == 2 * model.num_blocks  # two kept steps serve six
+    assert len(loaded) == 2 * sum(model.run_lengths)  # two kept steps serve six
 
 
 def test_a_stride_is_part_of_the_key_and_none_is_every_step(models: dict[str, Model]) -> None:

@@ -131,7 +131,7 @@ def test_plans_that_alternate_with_padded_lists(
     """Jobs whose plans alternate in step and out of step. Padding is never read."""
     model = models[family]
     jobs = [
-        replace(job, plan=tuple(block % 2 == turn for block in range(model.num_blocks)))
+        replace(job, plan=tuple(block % 2 == turn for block in range(sum(model.run_lengths))))
         for job, turn in zip(make_jobs(model, (0.1, 0.5, 0.3), "y"), turns, strict=True)
     ]
     expected = [model.predict([job])[0] for job in jobs]
