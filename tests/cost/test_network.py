@@ -56,7 +56,7 @@ def make_jobs(model: Model, kind: Kind, plan: Plan) -> list[Job]:
 def make_plans(model: Model) -> list[Plan]:
     """All dense, all cached, and only the last block of every run cached."""
     last = tuple(block == length - 1 for length in model.run_lengths for block in range(length))
-    return [(False,) * model.num_blocks, (True,) * model.num_blocks, last]
+    return [(False,) * sum(model.run_lengths), (True,) * sum(model.run_lengths), last]
 
 
 @pytest.mark.parametrize("kind", ["kv", "y"])
@@ -78,7 +78,7 @@ def test_flops_equal_those_torch_counts(models: dict[str, Model], family: str, k
 def test_padding_is_counted_as_tokens_that_flow(models: dict[str, Model], family: str) -> None:
     model = models[family]
     network = replace(model.describe(), pads_lists=True)
-    jobs = make_jobs(model, "kv", (True,) * model.num_blocks)
+    jobs = make_jobs(model, "kv", (True,) * sum(model.run_lengths))
     demands = make_demands(jobs, network)
     of_branch = [demand for demand in demands for _ in range(demand.num_branches)]
     for (num_all, _), layout in model.pack(jobs, pads=True).layouts.items():
@@ -111,7 +111,7 @@ def test_bytes_equal_those_registered(models: dict[str, Model], family: str, kin
     """If nothing is masked, a step loads all of its activations."""
     model = models[family]
     network = model.describe()
-    job = make_jobs(model, kind, (True,) * model.num_blocks)[0]
+    job = make_jobs(model, kind, (True,) * sum(model.run_lengths))[0]
     demand = make_demand(job, network)
     nothing = replace(demand, num_masked=dict.fromkeys(demand.num_masked, 0))
     assert job.activations is not None
@@ -130,7 +130,7 @@ def test_a_job_without_activations_is_dense_in_any_plan(models: dict[str, Model]
 
 def test_dense_steps_of_an_edit_demand_no_activations(models: dict[str, Model]) -> None:
     model = models["fill"]
-    job = make_jobs(model, "kv", (True,) * model.num_blocks)[0]
+    job = make_jobs(model, "kv", (True,) * sum(model.run_lengths))[0]
     assert make_demand(job, model.describe()).kind == "kv"
     job.edit = replace(job.edit, dense_steps=1)
     assert make_demand(job, model.describe()).kind is None

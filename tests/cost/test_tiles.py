@@ -81,7 +81,7 @@ def test_jobs_ask_for_their_tiles_and_templates_have_their_bytes(models: dict[st
     whole = replace(demand, num_masked=dict.fromkeys(demand.num_masked, 0))
     assert step_bytes(network, whole) == kept.num_bytes
     assert convolution_bytes(network, whole) == sum(rows.nbytes for rows in kept.rows[kept.num_places :])
-    everything, nothing = (True,) * model.num_blocks, (False,) * model.num_blocks
+    everything, nothing = (True,) * sum(model.run_lengths), (False,) * sum(model.run_lengths)
     without = make_demand(replace(job, activations=None, plan=()), network)
     assert isinstance(without, Demand)
     assert without.active is None
