@@ -103,6 +103,7 @@ def read_fully(file: int, memory: Tensor, offset: int) -> None:
         rest, offset = rest[num_read:], offset + num_read
 
 
+@torch.inference_mode(False)  # threads that write into what is made here are not in this mode
 def fill(
     skeletons: Sequence[Skeleton], device: torch.device, dtype: torch.dtype, on_bytes: OnBytes | None = None
 ) -> None:
