@@ -72,7 +72,7 @@ class Owners:
         numbers, widths = [self.loras.numbers[layer] for layer in layers], [num_outputs(layer) for layer in layers]
         flat = rows.reshape(-1, rows.shape[-1])
         out = start_low_rank(flat, self.lora_rows, numbers, widths, bias).addmm_(flat, weight.t())
-        return out.view(*rows.shape[:-1], -1)
+        return out.view(*rows.shape[:-1], out.shape[-1])
 
 
 EACH_BRANCH = Owners()  # one row per branch
