@@ -158,7 +158,7 @@ def measure_rotation(model: Model, job: Job, num_loras: int, seconds: float) -> 
         rotated: list[LoraUse | None] = [uses[one] for one in chosen]
         latencies = []
         for own in (none, rotated):
-            capture(model, graphs, job, own[0])
+            capture(model, graphs, job, own[:MAX_JOBS])
             latencies.append(run_load(Loop(model, graphs), job, times, own))
         num_bytes = path.stat().st_size
     plain, adapted = (float(np.percentile(own, 95)) for own in latencies)
@@ -169,20 +169,20 @@ def measure_rotation(model: Model, job: Job, num_loras: int, seconds: float) -> 
     )
 
 
-def capture(model: Model, graphs: Graphs | None, job: Job, use: LoraUse | None) -> None:
-    """Take steps with batches of all sizes, with the LoRA from the first step, so that passes are captured."""
+def capture(model: Model, graphs: Graphs | None, job: Job, uses: Sequence[LoraUse | None]) -> None:
+    """Take steps with batches of all sizes, with another LoRA for each edit from the first step, so that passes are
+    captured."""
     loop = Loop(model, graphs)
-    if use:
+    for use in filter(None, uses):
         loop.tiers.fetch([use]).result()
-    for num_jobs in range(1, MAX_JOBS + 1):
-        fetches = [loop.join(replace(job), use) for _ in range(num_jobs)]
+    for num_jobs in range(1, len(uses) + 1):
+        fetches = [loop.join(replace(job), use) for use in uses[:num_jobs]]
         for _ in range(3):
             loop.step()
         for one in list(loop.engine.jobs):
             loop.engine.leave(one)
-        for fetch in fetches:
-            if fetch:
-                loop.tiers.release(fetch)
+        for fetch in filter(None, fetches):
+            loop.tiers.release(fetch)
     loop.tiers.close()
 
 
