@@ -22,6 +22,7 @@ TIERS = {"gpu": "GPU memory", "host": "main memory"}
 RATES = ("steps/s", "edits/s")  # units in which more is better
 TOLERANCE = 0.02  # between a ratio and its two rounded figures
 NONE = "–"
+ORDINALS = {2: "nd", 3: "rd"}
 HEADINGS = ["", "model", "mask ratio", "batch", "activations", "ours", "against", "theirs", "compiled", "ratio"]
 
 
@@ -126,7 +127,7 @@ def describe_activations(report: Mapping[str, Any], row: Mapping[str, Any]) -> s
     """Where the activations lie, what is kept of them, and in which format."""
     dtype = report["machine"]["dtype"] if row["cache_dtype"] == "model" else row["cache_dtype"]
     stride = report.get("cache_stride", 1) if row["system"] == "cached" else 1
-    steps = f", every {stride}th step" if stride > 1 else ""
+    steps = f", every {stride}{ORDINALS.get(stride, 'th')} step" if stride > 1 else ""
     padding = ", padding" if report.get("text_padding") == "reused" else ""
     return f"{TIERS[row['tier']]}, {row['kind']} {dtype}{steps}{padding}"
 

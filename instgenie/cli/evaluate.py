@@ -25,7 +25,7 @@ SYSTEM_NAMES = (
     "cached",
 )
 PART_NAMES = ("fig4", "fig6", "fig11", "fig12", "fig14", "fig15", "fig16", "table2", "overheads", "simulator")
-SWIFT_NAMES = ("adapters", "switching")
+SWIFT_NAMES = ("optimisations", "adapters", "switching")
 PATCHED_NAMES = ("patches",)
 
 

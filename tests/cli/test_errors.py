@@ -144,7 +144,7 @@ def test_help_of_every_command_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage: instgenie") == 1 + 6 + 16
+    assert done.stdout.count("usage: instgenie") == 1 + 7 + 18
 
 
 def test_bad_input_does_not_wait_for_torch(desk: Path) -> None:

@@ -115,8 +115,10 @@ def test_tiles_compute_some_tokens(model: Model) -> None:
     """A step that computes some tokens reads and keeps rows: the shares between none and all appear."""
     if not model.text_flows:
         pytest.skip("a UNet computes all tokens of a step or none")
-    shares = set()
-    for threshold in (0.2, 0.35, 0.5, 0.65, 0.8):
+    shares = set[float]()
+    for threshold in (0.5, 0.35, 0.65, 0.2, 0.8, *(number / 50 for number in range(1, 50))):
+        if any(0 < share < 1 for share in shares):
+            break  # tokens of a random model differ by little, so the threshold between them is sought
         changed = ChangedTokens(replace(lax(model), tile=1), threshold, model.device)
         engine = Engine(model, own=OwnActivations(model, changed=changed))
         engine.join(job := make_changed(model, whole(steps=9), 1))
@@ -125,7 +127,7 @@ def test_tiles_compute_some_tokens(model: Model) -> None:
             engine.step()
             shares.add((job.num_taken_tokens - before) / len(job.masked))
     assert max(shares) == 1
-    assert any(0 < share < 1 for share in shares)
+    assert any(0 < share < 1 for share in shares), shares
     assert job.latents.isfinite().all()
 
 

@@ -22,6 +22,7 @@ from instgenie.models.layers.linear import EACH_BRANCH, Owners, linear
 from instgenie.models.model import Model
 from instgenie.models.qwen import network as qwen_network
 from instgenie.models.sd3 import network as sd3_network
+from instgenie.models.unet import flow as unet_flow
 from instgenie.models.unet import network as unet_network
 from instgenie.models.unet.batch import UnetBatch
 from instgenie.models.zimage import network as zimage_network
@@ -67,7 +68,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
         sd3_network,
         zimage_network,
     )
-    for module in (*joint, unet_network, feed_forward, resnet):
+    for module in (*joint, unet_network, unet_flow, feed_forward, resnet):
         monkeypatch.setattr(module, "linear", recording)
     for module in (joint_block, flux_network, zimage_network):
         monkeypatch.setattr(module, "linears", recording.several)
