@@ -1,5 +1,7 @@
 """`python -m instgenie` is the command line."""
 
-from instgenie.cli import run
+import sys
 
-run()
+from instgenie.cli import main
+
+sys.exit(main())

@@ -1,11 +1,9 @@
 """The command line: the commands, their exit codes, and errors as one line. Each command adds its own arguments."""
 
 import argparse
-import atexit
 import os
 import shlex
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -35,24 +33,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def run() -> NoReturn:
-    """Run the command of this process and end at once: Python would take another second to unload torch."""
-    try:
-        code = main()
-    except SystemExit as ended:
-        if not isinstance(ended.code, int):
-            raise
-        code = ended.code
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    except OSError:  # Python says what is wrong
-        sys.exit(code)
-    os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -124,5 +124,5 @@ if __name__ == "__main__":
     gc.freeze()
     become(serve(socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(os.environ[PARENT]))))
     if sys.argv[0] == "instgenie":
-        cli.run()
+        sys.exit(cli.main())
     (role_process if sys.argv[0] == "instgenie.workers" else nursery).main()
