@@ -7,6 +7,7 @@ from rich.console import Console
 
 from instgenie.cli.arguments import positive, ratio, share, size
 from instgenie.cli.screen import hide_loading_bars
+from instgenie.errors import ConfigError
 from instgenie.machine.model_folders import model_folder
 from instgenie.telemetry.progress import Progress
 
@@ -39,6 +40,9 @@ def run_train_reuse(options: argparse.Namespace) -> None:
 
     hide_loading_bars()
     console = Console(stderr=True)
+    path = options.out or model_folder(options.model) / FILE_NAME
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent} is no folder: name the predictor's file with --out")
     model = load(options.model, options.device)
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(options.pictures)]
     edits = [picture_from(prompt, number, model, options.size) for number, prompt in enumerate(prompts)]
@@ -47,7 +51,6 @@ def run_train_reuse(options: argparse.Namespace) -> None:
     with Progress(console) as progress:
         task = progress.add("pictures", len(edits))
         done = train(model, edits, options.tolerance, options.max, options.trust, lambda *_: task.advance(1))
-    path = options.out or model_folder(options.model) / FILE_NAME
     replace(done.predictor, tile=max(options.tile, 0)).save(path)
     console.print(
         f"{path}: right about {done.accuracy:.1%} of {done.num_samples:,} held-out guesses, of which "

@@ -8,6 +8,7 @@ for all tokens.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from instgenie.types import NUM_PARTS, CacheDtype, Kind
@@ -65,6 +66,7 @@ class ConvolutionShape:
         return max(down * across - inside, 1) if self.rows == "border" else down * across
 
 
+@lru_cache(maxsize=256)
 def num_at_border(length: int, tile: int) -> int:
     """How many of the rows (or columns) of a picture lie between two tiles, on either side."""
     return sum(is_at_border(number, length, tile) for number in range(length))

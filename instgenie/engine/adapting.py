@@ -70,6 +70,7 @@ class JobLoras:
         """Apply LoRAs that have come from the job's present step on. Raises the LoraError of one that cannot be
         loaded."""
         job.loras = self.bind(fetch)
+        job.history, job.idle_step = None, -1  # predictions without them say nothing of the next
         if job.own_steps and job.kept_step is not None:  # what it has kept was computed without them
             steps = sorted({*job.own_steps.steps, job.step})
             job.own_steps = replace(job.own_steps, steps=tuple(steps))

@@ -71,7 +71,7 @@ class ChangedTokens:
         """Let the job's present step compute the tokens that were chosen for it, and choose those of the next step."""
         every, job.trust = self._tokens.setdefault(job, job.tokens), self.predictor.trust
         choice = self._choices.get(job)
-        if choice and choice.step == job.step:
+        if choice and choice.step == job.step and job.history:
             self.apply(choice, every, job)
         elif job.chosen_step != job.step:  # there is no choice yet
             choose(job, every)

@@ -85,6 +85,9 @@ class Captured:
     """A pass that can be repeated with other inputs."""
 
     inputs: Inputs
+    packed: (
+        PackedBatch  # over the inputs; holds what the passes before the capture have made and the captured one reads
+    )
     replay: Callable[[Sequence[JobResiduals]], Tensor]
 
 
@@ -147,7 +150,7 @@ class Graphs:
 
     def find(self, packed: PackedBatch, addresses: Tensor) -> Captured | None:
         """Return the captured pass with this batch's signature, captured now if it is seen for the second time."""
-        key = packed.signature, dtypes_of(packed.readers), bool(packed.residuals)
+        key = packed.signature, dtypes_of(packed.readers), bool(packed.residuals), addresses.shape
         found = self.captured.get(key)
         if found is None:
             if len(packed.readers) > self.max_readers or key in self.refused or not self.is_known(key):
@@ -206,9 +209,10 @@ class Graphs:
         twin = packed.over([fixed.tensor for fixed in inputs.tensors], self.rows_at(table, packed))
         num_warm_ups = 0 if self.captured else NUM_WARM_UPS
         if packed.residuals:
-            return Captured(inputs, capture_halves(self.model, replace(twin, residuals=()), self.pool, num_warm_ups))
+            halves = capture_halves(self.model, replace(twin, residuals=()), self.pool, num_warm_ups)
+            return Captured(inputs, twin, halves)
         replay = capture(lambda: self.model.run(twin), self.model.device, self.pool, num_warm_ups)
-        return Captured(inputs, lambda _: replay())
+        return Captured(inputs, twin, lambda _: replay())
 
 
 def dtypes_of(readers: Sequence[RowReader]) -> tuple[CacheDtype, ...]:

@@ -123,9 +123,9 @@ def can_reuse_own(job: Job) -> bool:
 
 def reuse_found(job: Job) -> ReuseFound:
     """Whose activations a job reads, or has read."""
-    if job.own_steps is not None or job.reuses_changed:
-        return "own"
-    return "template" if job.activations is not None else "none"
+    if job.own_steps is None and job.activations is not None:
+        return "template"
+    return "own" if job.own_steps is not None or job.reuses_changed else "none"
 
 
 def make_room(job: Job, model: Model, network: NetworkShape, kind: Kind, num_text: int = 0) -> None:

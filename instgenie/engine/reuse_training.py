@@ -4,6 +4,7 @@ fits a logistic regression to how wrong the guesses of these would have been."""
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -99,6 +100,7 @@ def train(
     on_step: OnStep | None = None,
 ) -> Trained:
     """Fit a predictor to pictures from prompts; every fourth of them is held out."""
+    find_regressions()  # before the pictures are made
     recordings = []
     for number, edit in enumerate(edits, 1):
         recordings.append(record(model, edit))
@@ -107,12 +109,15 @@ def train(
     return fit(recordings, tolerance, max_steps, trust)
 
 
-def fit(recordings: Sequence[Recording], tolerance: float, max_steps: int, trust: float = 0.8) -> Trained:
+def find_regressions() -> ModuleType:
     try:
-        regressions = importlib.import_module("sklearn.linear_model")
+        return importlib.import_module("sklearn.linear_model")
     except ImportError:
         raise ModelError("the package scikit-learn is missing; it comes with the 'train' extra of instgenie") from None
 
+
+def fit(recordings: Sequence[Recording], tolerance: float, max_steps: int, trust: float = 0.8) -> Trained:
+    regressions = find_regressions()
     held_out = [recording for number, recording in enumerate(recordings) if number % 4 == 3]
     seen = [recording for number, recording in enumerate(recordings) if number % 4 != 3]
     features, wrong = samples(seen, tolerance, max_steps, trust)
@@ -137,5 +142,7 @@ def samples(
     """Features [samples, features], and whether a guess was too wrong [samples]."""
     generator = torch.Generator().manual_seed(0)
     found = [pair for recording in recordings for pair in replay(recording, max_steps, trust, generator)]
+    if not found:
+        raise ModelError("no guess can be tested: pictures need at least three steps")
     features, errors = (torch.cat([pair[number] for pair in found]).double().cpu().numpy() for number in (0, 1))
     return features, errors > tolerance

@@ -16,6 +16,7 @@ from instgenie.engine.controls import control_shape
 from instgenie.errors import (
     CacheError,
     CalibrationError,
+    ConfigError,
     ControlError,
     EditError,
     InstGenieError,
@@ -65,7 +66,7 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
         tell = LoadingReports(line)
         model = load(*given, convolutions=config.convolutions, weights_dtype=config.weights_dtype, on_bytes=tell)
         serve(config, model, line)
-    except (ModelError, OutOfMemoryError, CacheError, CalibrationError) as error:
+    except (ModelError, ConfigError, OutOfMemoryError, CacheError, CalibrationError) as error:
         log.error("cannot start", extra={"reason": str(error)})
         line.send(Broken(str(error)))
     finally:

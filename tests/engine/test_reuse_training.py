@@ -61,6 +61,7 @@ def test_the_command_writes_a_predictor(folders: dict[str, Path], tmp_path: Path
         "--size",
         "32x32",
     ]
+    assert main([*given, "--out", str(tmp_path / "missing" / "reuse.json")]) == 2
     main([*given, "--tolerance", "0.5", "--tile", "2", "--out", str(path)])
     predictor = read_predictor(path)
     assert (len(predictor.weights), predictor.tile, predictor.tolerance) == (len(FEATURES), 2, 0.5)

@@ -151,7 +151,7 @@ def needed(part: StopPart) -> Tensor:
     return part.shared.needed(part.place)
 
 
-def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, int]]:
+def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, bool, int]]:
     """A value that stays equal while the same jobs read the same places and share them the same way."""
     groups: dict[object, int] = {}  # numbers of what jobs share, in the order of the jobs
     return [
@@ -159,6 +159,7 @@ def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, int]]:
             job,
             job.activations,
             job.present_plan,
+            job.loras is None,  # which jobs share a pass depends on it
             groups.setdefault(sharing_key(job) if job.activations else job, len(groups)),
         )
         for job in jobs

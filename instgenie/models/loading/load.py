@@ -212,7 +212,7 @@ def blamed(folder: Path, pipeline: str) -> Iterator[None]:
     """Turn the libraries' errors into a ModelError about the folder."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
         raise ModelError(f"{folder} does not load as a {pipeline}: {shorten(str(error), 300)}") from error

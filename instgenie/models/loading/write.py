@@ -27,6 +27,8 @@ def write_dummy(name: str, folder: Path, device: torch.device) -> int:
     if folder.exists() and any(folder.iterdir()):
         raise ModelError(f"{folder} is not empty: a dummy is written into a new folder")
     family, recipe = find_dummy(name)
+    if unsaved := family.readers.keys() & set(family.pipelines[recipe.pipeline]):
+        raise ModelError(f"{name!r} cannot be written: its {', '.join(sorted(unsaved))} has no form in files")
     parts = make_parts(recipe, family, device, torch.bfloat16)
     large = large_parts(recipe, family)
     folder.mkdir(parents=True, exist_ok=True)

@@ -224,6 +224,7 @@ class QwenEditModel(QwenModel):
     def facts_last(self, text: Tensor, num_facts: int, grid: Grid, references: Sequence[Grid]) -> Branch:
         """A branch whose text begins with what depends on the prompt; each token keeps the position that it had."""
         rotary = self.rotary(len(text), grid, references)
+        assert len(rotary) == len(text) + sum(math.prod(one) for one in (grid, *references))
         facts, rest, image = rotary.split([num_facts, len(text) - num_facts, len(rotary) - len(text)])
         ordered = torch.cat([text[num_facts:], text[:num_facts]])
         return Branch(ordered, text.new_empty(0), torch.cat([rest, facts, image]), num_facts=num_facts)
@@ -234,7 +235,7 @@ class QwenEditModel(QwenModel):
         seen = [self.processor.read(picture) for picture in pictures]
         nums = [rows * columns // self.processor.merge**2 for _, (rows, columns) in seen]
         found = self.tokenizer(
-            [INSTRUCT.format(self.show_pictures(nums) + prompt.replace(PICTURE, ""))], return_tensors="pt"
+            [INSTRUCT.format(self.show_pictures(nums) + without_pictures(prompt))], return_tensors="pt"
         )
         looks = {}
         if seen:
@@ -250,7 +251,7 @@ class QwenEditModel(QwenModel):
         ).hidden_states[-1][0]
         ids = found.input_ids[0].tolist()
         num_facts = last_picture(ids, self.picture_word) + 1 - NUM_DROPPED_EDIT if seen else 0
-        return states[NUM_DROPPED_EDIT:].to(self.dtype), num_facts
+        return states[NUM_DROPPED_EDIT:][: num_facts + MOST_READ].to(self.dtype), num_facts
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,6 +281,13 @@ class QwenEditPlusModel(QwenEditModel):
         sides = READ_SIDE * math.sqrt(height / width), READ_SIDE * math.sqrt(width / height)
         rows, columns = (max(round(side / 32), 1) for side in sides)
         return rows * 32, columns * 32
+
+
+def without_pictures(prompt: str) -> str:
+    """A prompt that shows no picture by a word of its own, not even after some are taken out."""
+    while PICTURE in prompt:
+        prompt = prompt.replace(PICTURE, "")
+    return prompt
 
 
 def last_picture(ids: Sequence[int], word: int) -> int:

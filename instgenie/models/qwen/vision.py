@@ -21,7 +21,6 @@ PICTURE = "<|image_pad|>"  # the word of a picture in a prompt
 CONFIGS = ("preprocessor_config.json", "processor_config.json")  # the second has the settings of pictures inside
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280  # transformers' own
 MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-MAX_ASPECT = 200
 
 
 @dataclass(frozen=True)

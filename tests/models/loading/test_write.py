@@ -23,6 +23,12 @@ def tiny_unet() -> UNet2DConditionModel:
         attention_head_dim=2)  # fmt: skip
 
 
+def test_what_has_no_form_in_files_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="its processor has no form in files"):
+        write_dummy("dummy:qwen-image-edit", tmp_path / "model", CPU)
+    assert not (tmp_path / "model").exists()
+
+
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 def test_a_dummy_is_written_as_a_pipeline(shard_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(

@@ -38,7 +38,7 @@ from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import Kind
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
-from instgenie.models.qwen.model import QwenEditModel, QwenEditPlusModel
+from instgenie.models.qwen.model import MOST_READ, QwenEditModel, QwenEditPlusModel
 from instgenie.models.qwen.vision import PictureReader, VisionProcessor
 from instgenie.types import Edit, Pixels
 from instgenie.workers.frames import job_frames, read_job
@@ -231,8 +231,19 @@ def test_prices_count_what_is_computed_of_the_text(model: QwenEditModel) -> None
 
 
 def test_a_word_of_a_picture_in_a_prompt_is_no_picture(model: QwenEditModel) -> None:
-    plain, other = (prepare(make_edit(said), model).branches[0] for said in ("a cat", "a <|image_pad|>cat"))
-    assert torch.equal(plain.text, other.text)
+    """Nor is one that appears when another is taken out."""
+    plain, *others = (
+        prepare(make_edit(said), model).branches[0]
+        for said in ("a cat", "a <|image_pad|>cat", "a <|image_<|image_pad|>pad|>cat")
+    )
+    assert all(torch.equal(plain.text, other.text) for other in others)
+
+
+def test_long_prompts_are_cut(model: QwenEditModel) -> None:
+    """There are positions for so many tokens only."""
+    branch = prepare(make_edit("a cat " * 3000), model).branches[0]
+    assert len(branch.text) - branch.num_facts == MOST_READ
+    assert len(branch.rotary) == len(branch.text) + 2 * len(prepare(make_edit(), model).masked)
 
 
 def test_large_pictures_have_no_more_words_than_those_of_the_own_size(model: QwenEditModel) -> None:
