@@ -20,8 +20,10 @@ OTHERS = [("image[]", png(picture(seed))) for seed in (7, 8)]
 @pytest.fixture(scope="module")
 def kontext(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with a model of large tokens, since a Flux works at 1024 pixels."""
+    import torch
     from helpers import families
 
+    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("kontext")
     families.kontext(families.tiny_autoencoder(4, num_levels=5)).save_pretrained(folder / "model")
     with running_server(folder, str(folder / "model")) as running:
