@@ -150,7 +150,7 @@ class Graphs:
 
     def find(self, packed: PackedBatch, addresses: Tensor) -> Captured | None:
         """Return the captured pass with this batch's signature, captured now if it is seen for the second time."""
-        key = packed.signature, dtypes_of(packed.readers), bool(packed.residuals), addresses.shape
+        key = packed.signature, dtypes_of(packed.readers), addresses.shape, bool(packed.residuals)
         found = self.captured.get(key)
         if found is None:
             if len(packed.readers) > self.max_readers or key in self.refused or not self.is_known(key):
