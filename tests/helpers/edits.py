@@ -25,6 +25,11 @@ from instgenie.types import Edit
 
 ENCODINGS: WeakKeyDictionary[Model, preparing.Encodings] = WeakKeyDictionary()
 CLOSE = 1e-4  # between two runs that compute the same in another order, in float32
+BOXES = {  # masks at the rim of a picture, and one of a pixel
+    "corner": (slice(-9, None), slice(-20, None)),
+    "edge": (slice(20, 40), slice(0, 3)),
+    "pixel": (slice(31, 32), slice(50, 51)),
+}
 
 
 def make_edit(

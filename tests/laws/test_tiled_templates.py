@@ -2,7 +2,6 @@
 are those of the registration, tiles that are all active are dense convolutions, and neither the batch nor the tier nor
 a capture changes more than rounding."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.cached import KINDS, on_trajectory, predict
-from helpers.edits import apart, close, far, make_edit, run
-from helpers.names import UNET_FAMILIES
+from helpers.edits import BOXES, apart, close, far, make_edit, run
 from torch import Tensor
 
 from instgenie.bench.ours import move_to_host
@@ -34,20 +32,9 @@ from instgenie.models.unet.model import UnetModel
 from instgenie.models.unet.tiled_batch import TiledBatch
 from instgenie.types import CacheDtype, Edit, LoraUse
 
+pytestmark = pytest.mark.usefixtures("exact_convolutions")
 SIZE = (48, 80)  # 12 by 20 tokens: no multiple of a tile
 QUANTISED: dict[CacheDtype, float] = {"fp8": 0.03, "int4": 0.1}  # relative errors
-BOXES = {
-    "corner": (slice(-9, None), slice(-20, None)),
-    "edge": (slice(20, 40), slice(0, 3)),
-    "pixel": (slice(31, 32), slice(50, 51)),
-}
-
-
-@pytest.fixture(params=UNET_FAMILIES)
-def unet(request: pytest.FixtureRequest, models: dict[str, Model]) -> UnetModel:
-    model = models[request.param]
-    assert isinstance(model, UnetModel)
-    return model
 
 
 @pytest.fixture
@@ -55,13 +42,6 @@ def sd(models: dict[str, Model]) -> UnetModel:
     model = models["sd"]
     assert isinstance(model, UnetModel)
     return model
-
-
-@pytest.fixture(autouse=True)
-def exact_convolutions() -> Iterator[None]:
-    """Convolutions of many small pictures may be Winograd's on a CPU, which round ten times as much."""
-    with torch.backends.nnpack.flags(enabled=False):
-        yield
 
 
 @cache

@@ -1,15 +1,13 @@
 """The laws of convolutions over tiles, on every UNet: pictures of several sizes in one pass are each alone, and masked
 tiles are the dense step where their inputs are those that the other tiles were kept from."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from helpers.cached import make_cached
-from helpers.edits import apart, close, far, make_edit, prepare, run
-from helpers.names import UNET_FAMILIES
+from helpers.edits import BOXES, apart, close, far, make_edit, prepare, run
 
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
@@ -22,14 +20,8 @@ from instgenie.models.unet.model import UnetModel
 from instgenie.models.unet.tiled_batch import TiledBatch
 from instgenie.types import CacheDtype, Convolutions, Edit, LoraUse
 
+pytestmark = pytest.mark.usefixtures("exact_convolutions")
 SIZES = [(64, 96), (96, 32), (64, 96), (32, 32)]
-
-
-@pytest.fixture(params=UNET_FAMILIES)
-def unet(request: pytest.FixtureRequest, models: dict[str, Model]) -> UnetModel:
-    model = models[request.param]
-    assert isinstance(model, UnetModel)
-    return model
 
 
 @pytest.fixture
@@ -37,13 +29,6 @@ def sdxl(models: dict[str, Model]) -> UnetModel:
     model = models["sdxl"]
     assert isinstance(model, UnetModel)
     return model
-
-
-@pytest.fixture(autouse=True)
-def exact_convolutions() -> Iterator[None]:
-    """Convolutions of many small pictures may be Winograd's on a CPU, which round ten times as much."""
-    with torch.backends.nnpack.flags(enabled=False):
-        yield
 
 
 def tiled(model: UnetModel, how: Convolutions, tile: int = 8) -> UnetModel:
@@ -56,13 +41,6 @@ def masked_at(box: tuple[slice, slice], **fields: object) -> Edit:
     mask = np.zeros_like(edit.mask)
     mask[box] = True
     return replace(edit, mask=mask)
-
-
-BOXES = {
-    "corner": (slice(-9, None), slice(-20, None)),
-    "edge": (slice(20, 40), slice(0, 3)),
-    "pixel": (slice(31, 32), slice(50, 51)),
-}
 
 
 def test_law_sizes_in_one_pass_are_each_alone(unet: UnetModel) -> None:
