@@ -293,7 +293,7 @@ def test_workers_of_one_process_and_the_drain(
     ]
 
     async def play() -> None:
-        await until(lambda: not cluster.workers[0].denoiser.held)  # registrations of other tests' pictures
+        await until(lambda: not cluster.workers[0].has_work)  # registrations of other tests' pictures
         await edit(cluster, make_order(steps=1, reuse="off"))  # a step tells of the interruptions before it
         num_before = cluster.status().workers[0].num_interruptions
         expected = pictures(await collect(submit_all(cluster, orders)))
