@@ -27,12 +27,12 @@ from instgenie.models.model import Model
 from instgenie.types import CacheDtype
 
 EDITS: list[dict[str, Any]] = [
-    {"steps": 3, "share": 0.1, "seed": 1},
-    {"steps": 3, "share": 0.3, "seed": 4, "true_guidance": 2.0},
-    {"steps": 5, "share": 0.9, "size": (64, 32), "prompt": "a blue dog on grass", "true_guidance": 3.0},
-    {"steps": 4, "share": 0.4, "picture_seed": 1, "guidance": 9.0, "true_guidance": 1.5},
-    {"steps": 6, "share": 0.2, "seed": 3, "prompt": "flower", "dense_steps": 2},
-    {"steps": 3, "share": 1.0, "size": (32, 32), "prompt": ""},
+    {"steps": 2, "share": 0.1, "seed": 1},
+    {"steps": 2, "share": 0.3, "seed": 4, "true_guidance": 2.0},
+    {"steps": 4, "share": 0.9, "size": (64, 32), "prompt": "a blue dog on grass", "true_guidance": 3.0},
+    {"steps": 3, "share": 0.4, "picture_seed": 1, "guidance": 9.0, "true_guidance": 1.5},
+    {"steps": 4, "share": 0.2, "seed": 3, "prompt": "flower", "dense_steps": 2},
+    {"steps": 2, "share": 1.0, "size": (32, 32), "prompt": ""},
 ]
 
 

@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
 def make_jobs(model: Model, kind: Kind | None, more: float = 0.0) -> list[Job]:
     """Jobs whose masks share a captured pass with others that are a little larger."""
     shares = [0.2 + 0.2 * seed + more * (seed + 1) for seed in range(NUM_JOBS)]
-    edits = [make_edit(steps=3, share=share, seed=seed, true_guidance=2.0) for seed, share in enumerate(shares)]
+    edits = [make_edit(steps=2, share=share, seed=seed, true_guidance=2.0) for seed, share in enumerate(shares)]
     jobs = [prepare(edit, model) for edit in edits]
     if kind is None:
         return jobs

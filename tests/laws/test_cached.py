@@ -163,7 +163,7 @@ def copy_from_peer(memory: Sequence[MemoryTier], key: Key) -> Found | None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_5_independent_of_the_tier(model: Model, kind: Kind, tmp_path: Path) -> None:
     """Results are bit-identical, with several plans."""
-    edit = make_edit(steps=5, true_guidance=2.0)
+    edit = make_edit(steps=3, true_guidance=2.0)
     activations = register_for(model, edit, kind)
     found = find_in_all_tiers(activations, model, tmp_path)
     assert set(found) >= {"host", "disk", "disk alone", "peer", "remote"}

@@ -20,6 +20,7 @@ import fsspec
 import sitecustomize
 
 from instgenie import cli
+from instgenie.bench import load_once
 from instgenie.cluster.config import Role
 from instgenie.workers import __main__ as role_process
 from instgenie.workers import nursery
@@ -125,4 +126,7 @@ if __name__ == "__main__":
     become(serve(socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(os.environ[PARENT]))))
     if sys.argv[0] == "instgenie":
         sys.exit(cli.main())
+    if sys.argv[0] == "instgenie.bench.load_once":
+        load_once.main(*sys.argv[1:])
+        sys.exit()
     (role_process if sys.argv[0] == "instgenie.workers" else nursery).main()

@@ -1,7 +1,7 @@
 """Runs first in every Python process that tests start, since its folder is on their path. It does two things.
 
-A nursery (`python -m instgenie.workers.nursery`), a process of a worker that is bound to no parent and some of our
-commands spend seconds on imports, and a run of all tests starts dozens. Here such a process asks a fork server
+A nursery (`python -m instgenie.workers.nursery`), a process of a worker that is bound to no parent, one that loads
+weights to be timed and some of our commands spend seconds on imports, and a run of all tests starts dozens. Here such a process asks a fork server
 (`server.py`), which has imported everything, for a process in its place: one with its command line, environment, folder
 and files. From then on it stands for that process: it passes signals on, and it ends as that process ends. If it is
 killed, that process is killed a moment later.
@@ -113,6 +113,7 @@ def takes_long(flag="", module="", command="", config="", *_):
     """Whether a process with these arguments imports torch and the models, and may be forked."""
     handed = {
         "instgenie": command in COMMANDS,
+        "instgenie.bench.load_once": True,
         "instgenie.workers": UNBOUND in config,
         "instgenie.workers.nursery": True,
     }
