@@ -17,6 +17,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
+    first: int  # byte of the file
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ def read_header(path: Path) -> WeightsHeader:
     if not isinstance(fields, dict):
         raise LoraError(f"{path.name} is not a safetensors file: its header is a {type(fields).__name__}")
     metadata = fields.pop("__metadata__", {})
-    tensors = {name: read_tensor_info(path, name, value, num_bytes) for name, value in fields.items()}
+    tensors = {name: read_tensor_info(path, name, value, num_bytes, 8 + length) for name, value in fields.items()}
     if not tensors:
         raise LoraError(f"{path.name} is not a LoRA: it has no tensors")
     return WeightsHeader(path, tensors, num_bytes, metadata if isinstance(metadata, dict) else {})
 
 
-def read_tensor_info(path: Path, name: str, value: Any, num_bytes: int) -> TensorInfo:
+def read_tensor_info(path: Path, name: str, value: Any, num_bytes: int, start: int) -> TensorInfo:
     try:
         dtype, shape, (first, end) = value["dtype"], tuple(map(int, value["shape"])), value["data_offsets"]
         needed = math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - first
@@ -70,4 +71,4 @@ def read_tensor_info(path: Path, name: str, value: Any, num_bytes: int) -> Tenso
         raise LoraError(f"{path.name} is truncated: {name!r} ends at byte {end:,} of {num_bytes:,}")
     if dtype not in ITEM_BYTES:
         raise LoraError(f"{path.name} is not a LoRA: {name!r} is in {dtype}, floating-point numbers are expected")
-    return TensorInfo(dtype, shape)
+    return TensorInfo(dtype, shape, start + first)

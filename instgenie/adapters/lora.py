@@ -1,34 +1,27 @@
 """A LoRA in memory: the low-rank products that it adds to layers. All its tensors lie in one block of memory, which
-moves to a device in a single copy."""
+moves to a device as a whole."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from instgenie.adapters.files import LoraFile
-from instgenie.adapters.fitting import Fitted
+from instgenie.adapters.header import ITEM_BYTES
+from instgenie.adapters.plan import LoraPiece, LoraPlan, Span
 from instgenie.errors import LoraError
 from instgenie.kernels.low_rank import LowRank
+from instgenie.machine.pages import empty_pages
 
-ALIGNMENT = 16  # bytes between the starts of tensors, as kernels prefer it
-
-
-@dataclass(frozen=True)
-class LoraPiece:
-    """Where the two tensors of a layer lie in the block."""
-
-    part: str
-    layer: str
-    down: int  # first number
-    down_shape: tuple[int, ...]
-    up: int
-    up_shape: tuple[int, ...]
-    scale: float  # alpha / rank
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,69 +45,69 @@ class Lora:
         )
         return LowRank(down, up, piece.scale)
 
-    def to(self, device: torch.device) -> "Lora":
-        """A copy on a device; asynchronous from pinned memory."""
-        return Lora(self.memory.to(device, non_blocking=True), self.pieces)
+    def to(self, target: torch.device | torch.dtype) -> "Lora":
+        return replace(self, memory=self.memory.to(target))
 
 
-def read_lora(file: LoraFile, fitted: Sequence[Fitted], dtype: torch.dtype, pins: bool = False) -> Lora:
-    """Read the tensors of a file into main memory, in the dtype of the model. With `pins` it is memory that is copied
-    to a GPU without the host's help. Raises a LoraError for a file that cannot be read, and for values that are no
-    finite numbers."""
-    found: list[tuple[str, str, Tensor, Tensor, float]] = []
-    tensors_read: list[tuple[str, Tensor]] = []
+def read_lora(path: Path, plan: LoraPlan, each: Callable[..., Iterable[None]] = map) -> Lora:
+    """Read a file into main memory, in its own dtype; in float32 if it has several. `each` is the map of a pool of
+    threads, if several are to read. Raises a LoraError for a file that cannot be read."""
+    block = empty_pages(plan.num_bytes)
     try:
-        with safe_open(file.path, framework="pt") as tensors:
-            for one in fitted:
-                down, up = tensors.get_tensor(one.down), tensors.get_tensor(one.up).flatten(1)
-                alpha = float(tensors.get_tensor(one.alpha).flatten()[0]) if one.alpha else None
-                tensors_read += [(one.down, down), (one.up, up)]
-                found += read_pair(one, down, up, alpha)
-            lora = pack_lora(found, dtype, pins)
-            if not lora.memory.isfinite().all():  # one look at all of it
-                check_finite(tensors_read)
-    except (SafetensorError, OSError) as error:
-        raise LoraError(f"{file.path.name} is not a whole safetensors file: {error}") from error
-    return lora
+        file = os.open(path, os.O_RDONLY)
+        try:
+            list(each(lambda spans: read_spans(file, block, spans), plan.stretches))
+            alphas = {key: read_number(file, about.dtype, about.first) for key, about in plan.alphas.items()}
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise LoraError(f"{path.name} cannot be read: {error}") from error
+    for key, alpha in alphas.items():
+        if not math.isfinite(alpha):
+            raise LoraError(f"the key {key!r} is {alpha}: a finite number is expected")
+    parts = [block[group.first : group.end].view(DTYPES[group.dtype]) for group in plan.groups]
+    memory = parts[0] if len(parts) == 1 else torch.cat([block[:0].float(), *(part.float() for part in parts)])
+    return Lora(memory, scaled(plan, alphas) if alphas else plan.pieces)
 
 
-def check_finite(tensors: Sequence[tuple[str, Tensor]]) -> None:
+def scaled(plan: LoraPlan, alphas: Mapping[str, float]) -> tuple[LoraPiece, ...]:
+    """The pieces with the alphas of the file."""
+    return tuple(
+        replace(piece, scale=piece.scale * alphas[key]) if key else piece
+        for piece, key in zip(plan.pieces, plan.alpha_keys, strict=True)
+    )
+
+
+def read_spans(file: int, block: Tensor, spans: Sequence[Span]) -> None:
+    """Read a stretch of the file into the places of its spans."""
+    memory = memoryview(block.numpy().data)
+    places = [memory[span.place : span.place + span.num_bytes] for span in spans]
+    offset = spans[0].first
+    while places:
+        num_read = os.preadv(file, places, offset)
+        if not num_read:
+            raise OSError(f"it ends at byte {offset:,}, where {sum(map(len, places)):,} more bytes are expected")
+        offset += num_read
+        while places and num_read >= len(places[0]):
+            num_read -= len(places.pop(0))
+        if num_read:
+            places[0] = places[0][num_read:]
+
+
+def read_number(file: int, dtype: str, first: int) -> float:
+    num_bytes = ITEM_BYTES[dtype]
+    read = bytearray(os.pread(file, num_bytes, first))
+    if len(read) < num_bytes:
+        raise OSError(f"it ends at byte {first + len(read):,}, where {num_bytes - len(read)} more bytes are expected")
+    return float(torch.frombuffer(read, dtype=DTYPES[dtype])[0])
+
+
+def check_finite(path: Path) -> None:
     """Raise a LoraError that names the first key whose values are not all finite. Large values that only the model's
     dtype cannot hold are none of these."""
-    for key, tensor in tensors:
-        bad = int((~tensor.float().isfinite()).sum())
-        if bad:
-            raise LoraError(f"the key {key!r} has {bad:,} of {tensor.numel():,} values that are not finite numbers")
-
-
-def read_pair(
-    one: Fitted, down: Tensor, up: Tensor, alpha: float | None
-) -> Iterator[tuple[str, str, Tensor, Tensor, float]]:
-    """Yield per layer: part, name, down, up and scale. Layers that one pair patches share `down`."""
-    scale = one.settings_scale if alpha is None else alpha / one.rank
-    if scale is not None and not math.isfinite(scale):
-        raise LoraError(f"the key {one.alpha!r} is {alpha}: a finite number is expected")
-    if one.swaps_halves:
-        up = torch.cat(up.chunk(2)[::-1])
-    for layer, part in zip(one.layers, up.split(one.num_outputs), strict=True):
-        yield one.part, layer, down, part, 1.0 if scale is None else scale
-
-
-def pack_lora(found: Sequence[tuple[str, str, Tensor, Tensor, float]], dtype: torch.dtype, pins: bool = False) -> Lora:
-    """Put tensors one behind the other. One that several layers share is there once."""
-    step = ALIGNMENT // dtype.itemsize
-    places: dict[int, int] = {}
-    size = 0
-    for tensor in (tensor for _, _, down, up, _ in found for tensor in (down, up)):
-        if id(tensor) not in places:
-            places[id(tensor)] = size
-            size += -(-tensor.numel() // step) * step
-    memory = torch.empty(size, dtype=dtype, pin_memory=pins).zero_()
-    pieces = []
-    for part, layer, down, up, scale in found:
-        shape = tuple(down.shape) if down.ndim == 4 and down.shape[2:] != (1, 1) else (len(down), down[0].numel())
-        pieces.append(LoraPiece(part, layer, places[id(down)], shape, places[id(up)], tuple(up.shape), scale))
-        for tensor in (down, up):
-            start = places[id(tensor)]
-            memory[start : start + tensor.numel()] = tensor.flatten()
-    return Lora(memory, tuple(pieces))
+    with safe_open(path, framework="pt") as tensors:
+        for key in tensors.keys():  # noqa: SIM118, it is no mapping
+            tensor = tensors.get_tensor(key)
+            bad = int((~tensor.float().isfinite()).sum())
+            if bad:
+                raise LoraError(f"the key {key!r} has {bad:,} of {tensor.numel():,} values that are not finite numbers")

@@ -5,6 +5,7 @@ Loading happens in threads, so that an edit can take steps meanwhile. On a CPU m
 there is one tier.
 """
 
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,16 +16,22 @@ from typing import Literal
 
 import torch
 
-from instgenie.adapters.files import open_lora
+from instgenie.adapters.files import layout_of, locate
 from instgenie.adapters.fitting import Fitted, fit
+from instgenie.adapters.header import read_header
 from instgenie.adapters.layers import LayerTable
-from instgenie.adapters.lora import Lora, read_lora
+from instgenie.adapters.lora import Lora, check_finite, read_lora
+from instgenie.adapters.plan import LoraPlan, make_plan
 from instgenie.errors import LoraError
+from instgenie.machine.pages import lock_pages
 from instgenie.types import LoraUse
 
 LoraTier = Literal["gpu", "host", "disk"]  # where a LoRA was found
 
 NUM_THREADS = 2
+NUM_READERS = 4  # threads that wait for the disk
+MAX_PLANS = 32  # of files with other layouts
+PIECE_BYTES = 16 * 2**20  # that are copied to a GPU at once
 
 
 class LoraFetch:
@@ -69,6 +76,9 @@ class LoraTiers:
         self._loading: dict[str, Future[Lora]] = {}
         self._lock = RLock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "lora")
+        self._readers = ThreadPoolExecutor(NUM_READERS, "lora-reader")
+        self._plans: OrderedDict[str, LoraPlan] = OrderedDict()
+        self._copiers = threading.local()
 
     @property
     def near(self) -> LoraTier:
@@ -109,7 +119,8 @@ class LoraTiers:
                 self._make_room(tier)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _where(self, version: str) -> LoraTier:
         return next((tier for tier in ("gpu", "host") if version in self.kept[tier]), "disk")
@@ -138,22 +149,50 @@ class LoraTiers:
         with self._lock:
             lora = self.kept["host"].get(use.version)
         tier: LoraTier = "disk" if lora is None else "host"
-        lora = self._read(use) if lora is None else lora
-        if self.near == "gpu":
-            self._keep("host", use.version, lora)
-            lora = copy_to(lora, self.device)
-        self._keep(self.near, use.version, lora)
-        len(lora.layers)  # views are made here, and not between two steps
-        self.loaded_seconds.append((tier, lora.num_bytes, time.perf_counter() - start))
-        return lora
-
-    def _read(self, use: LoraUse) -> Lora:
         try:
-            file = open_lora(Path(use.path))
-            fitted = [one for one in fit(file.header, self.table, file.settings) if self.wants(one)]
-            return read_lora(file, fitted, self.dtype, pins=self.near == "gpu")
+            lora = self._read(Path(use.path)) if lora is None else lora
+            near, is_finite = self._bring_near(lora)
+            if not is_finite:
+                check_finite(locate(Path(use.path))[0])
         except LoraError as error:
             raise LoraError(f"the LoRA {use.name!r} cannot be used: {error}") from None
+        if self.near == "gpu":
+            self._keep("host", use.version, lora)
+        self._keep(self.near, use.version, near)
+        len(near.layers)  # views are made here, and not between two steps
+        self.loaded_seconds.append((tier, near.num_bytes, time.perf_counter() - start))
+        return near
+
+    def _bring_near(self, lora: Lora) -> tuple[Lora, bool]:
+        """A LoRA on the device in the dtype of the model, and whether the sum of its numbers is finite. If it is, all
+        of them are: no test of each is as quick."""
+        if self.near == "gpu":
+            return self._copier.copy(lora, self.dtype)
+        near = lora.to(self.dtype)
+        return near, bool(near.memory.sum().isfinite())
+
+    def _read(self, path: Path) -> Lora:
+        """Read a LoRA into main memory. Where its tensors go is found once for all files of a layout."""
+        path, settings = locate(path)
+        layout = layout_of(path, settings)
+        plan = self._plans.get(layout)
+        if plan is None:
+            header = read_header(path)
+            plan = make_plan(header, [one for one in fit(header, self.table, settings) if self.wants(one)])
+        with self._lock:
+            self._plans[layout] = plan
+            self._plans.move_to_end(layout)
+            while len(self._plans) > MAX_PLANS:
+                self._plans.popitem(last=False)
+        return read_lora(path, plan, self._readers.map)
+
+    @property
+    def _copier(self) -> "Copier":
+        """Of this thread."""
+        if not hasattr(self._copiers, "own"):
+            self._copiers.own = Copier(self.device)
+        own: Copier = self._copiers.own
+        return own
 
     def _keep(self, tier: LoraTier, version: str, lora: Lora) -> None:
         with self._lock:
@@ -173,13 +212,32 @@ class LoraTiers:
                 used -= kept.pop(version).num_bytes
 
 
-def copy_to(lora: Lora, device: torch.device) -> Lora:
-    """Copy a LoRA to a GPU in a stream of its own, and wait for that in this thread alone. Its memory belongs to the
-    stream that computes, so that it can be reused in the order of that stream."""
-    memory = torch.empty(lora.memory.shape, dtype=lora.memory.dtype, device=device)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        memory.copy_(lora.memory, non_blocking=True)
-    stream.synchronize()
-    return Lora(memory, lora.pieces)
+class Copier:
+    """Copies LoRAs to a GPU in a stream of its own, through two page-locked buffers: to lock the pages of every LoRA
+    would take longer than to copy it, and the launches of steps would wait for that."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)  # of this thread
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.buffers = [lock_pages(PIECE_BYTES) for _ in range(2)]
+        self.copied = [torch.cuda.Event() for _ in self.buffers]
+
+    def copy(self, lora: Lora, dtype: torch.dtype) -> tuple[Lora, bool]:
+        """A copy in a dtype, and whether the sum of its numbers is finite. Waits in this thread alone. The memory
+        belongs to the stream that computes, so that it can be reused in the order of that stream."""
+        memory = torch.empty(lora.memory.shape, dtype=dtype, device=self.device)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        num_each = PIECE_BYTES // lora.memory.itemsize
+        sums = []
+        for number, source in enumerate(lora.memory.split(num_each)):
+            buffer, copied = self.buffers[number % 2].view(source.dtype)[: len(source)], self.copied[number % 2]
+            copied.synchronize()
+            buffer.copy_(source)
+            with torch.cuda.stream(self.stream):
+                target = memory[number * num_each :][: len(source)]
+                target.copy_(buffer.to(self.device, non_blocking=True))
+                copied.record(self.stream)
+                sums.append(target.sum())
+        with torch.cuda.stream(self.stream):
+            is_finite = bool(torch.stack(sums).isfinite().all())
+        return Lora(memory, lora.pieces), is_finite

@@ -9,16 +9,21 @@ first ones warm up, are captured and merged. Rows are printed as they are found.
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
-from torch import nn
 
 from instgenie.adapters.applied import AppliedLoras, apply_loras
+from instgenie.adapters.fitting import fit
+from instgenie.adapters.header import read_header
 from instgenie.adapters.keys import NETWORK
-from instgenie.adapters.lora import Lora, pack_lora
+from instgenie.adapters.lora import Lora, read_lora
+from instgenie.adapters.plan import make_plan
+from instgenie.bench.adapter_files import write_loras
 from instgenie.bench.markdown import markdown_table
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
@@ -40,12 +45,10 @@ NETWORK_ALONE: frozenset[PartKind] = frozenset({"network"})  # whose weights are
 
 def make_loras(model: Model, rank: int, num: int) -> list[AppliedLoras]:
     """LoRAs in memory of their own each."""
-    found = []
-    for name, layer in model.network.named_modules():
-        if isinstance(layer, nn.Linear) and "blocks" in name:
-            down, up = torch.full((rank, layer.in_features), 1e-3), torch.full((layer.out_features, rank), 1e-3)
-            found.append((NETWORK, name, down, up, 1.0))
-    first = pack_lora(found, model.dtype).to(model.device)
+    with tempfile.TemporaryDirectory(prefix="instgenie-bench-") as folder:
+        [path] = write_loras(Path(folder), model, rank, 1)
+        header = read_header(path)
+        first = read_lora(path, make_plan(header, fit(header, model.layer_table))).to(model.device)
     others = [Lora(first.memory.clone(), first.pieces) for _ in range(num - 1)]
     return [apply_loras({NETWORK: model.network}, [(lora, 1.0)]) for lora in (first, *others)]
 

@@ -1,12 +1,19 @@
 """LoRAs in memory: loaded in threads, the least recently used dropped, those in use kept; and the names of files."""
 
+import os
 from pathlib import Path
 from threading import Event
 
 import pytest
 import torch
-from helpers.loras import save_lora
+from helpers.loras import draw_pairs, load_lora, save_lora
+from safetensors.torch import load_file, save_file
 
+from instgenie.adapters import plan
+from instgenie.adapters import tiers as tiers_module
+from instgenie.adapters.fitting import fit
+from instgenie.adapters.keys import NETWORK
+from instgenie.adapters.lora import Lora
 from instgenie.adapters.registry import LoraRegistry
 from instgenie.adapters.tiers import LoraTiers
 from instgenie.engine.adapting import make_tiers
@@ -74,10 +81,10 @@ def test_edits_of_one_lora_share_a_load(sd: Model, folder: Path, monkeypatch: py
     tiers, go = tiers_for(sd, 4), Event()
     read, num_reads = tiers._read, []
 
-    def slow(use: LoraUse) -> object:
-        num_reads.append(use)
+    def slow(path: Path) -> object:
+        num_reads.append(path)
         assert go.wait(60)
-        return read(use)
+        return read(path)
 
     monkeypatch.setattr(tiers, "_read", slow)
     [a] = uses(folder, "a")
@@ -164,3 +171,70 @@ def test_a_file_that_is_replaced_is_another_lora(sd: Model, folder: Path) -> Non
     [after] = registry.resolve([LoraUse("a")], "")
     assert before.version != after.version
     assert not torch.equal(old.memory, tiers.fetch([after]).result()[0][0].memory)
+
+
+def test_tensors_of_any_layout_come_to_their_places(sd: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dtypes side by side, numbers between tensors that shift them, short stretches, and reads that end early."""
+    monkeypatch.setattr(plan, "STRETCH_BYTES", 100)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, places, offset: read(file, [places[0][:50]], offset))
+    shapes = sd.layer_table.shapes[NETWORK]
+    pairs = draw_pairs(shapes, list(shapes)[:12], 3, seed=1)
+    dtypes = [torch.float16, torch.float32, torch.bfloat16]
+    tensors = {}
+    for number, (name, pair) in enumerate(pairs.items()):
+        down, up = (tensor.to(dtypes[number % 3]) for tensor in pair)
+        tensors |= {f"unet.{name}.lora_A.weight": down, f"unet.{name}.lora_B.weight": up}
+        tensors[f"unet.{name}.alpha"] = torch.tensor(number, dtype=dtypes[number % 2])
+    save_file(tensors, tmp_path / "mixed.safetensors")
+    lora = load_lora(tmp_path / "mixed.safetensors", sd)
+    for number, name in enumerate(pairs):
+        low = lora.layers[NETWORK, name]
+        down, up = (tensors[f"unet.{name}.lora_{side}.weight"].float() for side in "AB")
+        assert torch.equal(low.down, down.view_as(low.down))
+        assert torch.equal(low.up, up.flatten(1))
+        assert low.scale == pytest.approx(number / 3)
+    starts = [start for piece in lora.pieces for start in (piece.down, piece.up)]
+    assert all(start % plan.ALIGNMENT == 0 for start in starts)
+    assert len(set(starts)) == len(starts)
+
+
+def test_files_of_one_layout_are_fitted_once(sd: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = []
+    monkeypatch.setattr(
+        tiers_module, "fit", lambda header, *others: fitted.append(header.path.name) or fit(header, *others)
+    )
+    tiers = tiers_for(sd, 4)
+    save_lora(folder / "d.safetensors", sd, LAYERS, rank=5)
+    found = [tiers.fetch([use]).result()[0][0] for use in uses(folder, "abcd")]
+    assert fitted == ["a.safetensors", "d.safetensors"]
+    for name, lora in zip("abcd", found, strict=True):
+        stored = load_file(folder / f"{name}.safetensors")
+        [low] = lora.layers.values()
+        assert torch.equal(low.down, stored[f"unet.{LAYERS[0]}.lora_A.weight"])
+        assert torch.equal(low.up, stored[f"unet.{LAYERS[0]}.lora_B.weight"])
+
+
+def test_a_lora_in_main_memory_needs_its_file_no_more(sd: Model, folder: Path) -> None:
+    tiers = tiers_for(sd, 4)
+    [a] = uses(folder, "a")
+    before = tiers.fetch([a]).result()
+    Path(a.path).unlink()
+    assert tiers.fetch([a]).result()[0][0] is before[0][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_copies_to_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, in the dtype of the model, and with the numbers that are not finite noticed in any piece."""
+    monkeypatch.setattr(tiers_module, "PIECE_BYTES", 1024)
+    memory = torch.randn(5000).to(dtype)
+    copier = tiers_module.Copier(torch.device("cuda"))
+    copy, is_finite = copier.copy(Lora(memory, ()), torch.bfloat16)
+    assert is_finite
+    assert torch.equal(copy.memory.cpu(), memory.to(torch.bfloat16))
+    for place in (0, 1000, 4999):
+        spoilt = memory.clone()
+        spoilt[place] = float("nan")
+        assert not copier.copy(Lora(spoilt, ()), torch.bfloat16)[1]
+    assert copier.copy(Lora(memory[:0], ()), torch.bfloat16)[1]

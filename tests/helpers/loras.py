@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 
 from helpers.edits import close
 from instgenie.adapters.applied import AppliedLoras, apply_loras
-from instgenie.adapters.files import open_lora
-from instgenie.adapters.fitting import fit
 from instgenie.adapters.keys import NETWORK
 from instgenie.adapters.layers import LayerShape
-from instgenie.adapters.lora import Lora, read_lora
+from instgenie.adapters.lora import Lora
+from instgenie.adapters.tiers import LoraTiers
 from instgenie.models.model import Model
+from instgenie.types import LoraUse
 
 Pair = tuple[Tensor, Tensor]
 
@@ -59,9 +60,13 @@ def save_lora(
 
 
 def load_lora(path: Path, model: Model) -> Lora:
-    file = open_lora(path)
-    fitted = fit(file.header, model.layer_table, file.settings)
-    return read_lora(file, fitted, model.dtype).to(model.device)
+    """Read a LoRA as a process does that applies all of it."""
+    tiers = LoraTiers(model.layer_table, model.device, model.dtype, sys.maxsize, sys.maxsize)
+    try:
+        [(lora, _)] = tiers.fetch([LoraUse(path.stem, 1.0, str(path), path.stem)]).result()
+    finally:
+        tiers.close()
+    return lora
 
 
 def applied(model: Model, *loras: tuple[Path, float]) -> AppliedLoras:
