@@ -8,7 +8,7 @@ hide every mistake.
 
 import copy
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from diffusers import (
     FluxTransformer2DModel,
     PNDMScheduler,
     QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -61,6 +62,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from helpers.names import TINY
 from instgenie.models.flux.model import FluxModel
+from instgenie.models.qwen.model import QwenEditModel, QwenEditPlusModel
 from instgenie.models.qwen.vision import PICTURE
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "cat", "dog", "flower", "on", "grass", "sky", "nothing"]
@@ -224,30 +226,60 @@ def qwen() -> DiffusionPipeline:
 
 
 class PublishedEditPipeline(QwenImageEditPipeline):
-    """Saves a folder like that of the published model, whose processor can be made with torchvision alone."""
+    """Saves a folder like that of the published models, whose processor can be made with torchvision alone."""
+
+    published: type[DiffusionPipeline] = QwenImageEditPipeline
 
     def save_pretrained(self, folder: Path, **options: Any) -> None:
         super().save_pretrained(folder, **options)
         Qwen2VLImageProcessorPil(patch_size=2, min_pixels=64, max_pixels=512).save_pretrained(folder / "processor")
         index = folder / "model_index.json"
         known = json.loads(index.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
-        index.write_text(json.dumps(known | {"_class_name": QwenImageEditPipeline.__name__}))
+        index.write_text(json.dumps(known | {"_class_name": self.published.__name__}))
 
 
-def qwen_edit() -> DiffusionPipeline:
+class PublishedPlusPipeline(PublishedEditPipeline):
+    published = QwenImageEditPlusPipeline
+
+
+def qwen_edit(vae: AutoencoderKLQwenImage | None = None) -> DiffusionPipeline:
     """The network sees the picture, and a language model reads it with the prompt."""
-    return PublishedEditPipeline(**qwen_parts(), processor=None)
+    return PublishedEditPipeline(**qwen_parts(vae), processor=None)
 
 
-def qwen_parts() -> dict[str, Any]:
+def qwen_plus(vae: AutoencoderKLQwenImage | None = None) -> DiffusionPipeline:
+    """The same with several pictures, like 2511: references are modulated as at time 0."""
+    return PublishedPlusPipeline(**qwen_parts(vae, zero_cond_t=True), processor=None)
+
+
+def several_pictures(model: QwenEditModel, clean: bool = False) -> QwenEditPlusModel:
+    """The same model as one of several pictures; with `clean`, references are modulated as at time 0."""
+    parts = {field.name: getattr(model, field.name) for field in fields(model)}
+    return QwenEditPlusModel(**parts | ({"transformer": with_clean_references(model.transformer)} if clean else {}))
+
+
+def with_clean_references(transformer: QwenImageTransformer2DModel) -> QwenImageTransformer2DModel:
+    """A network with the same weights that modulates references as at time 0, as diffusers makes it."""
+    twin = QwenImageTransformer2DModel.from_config({**transformer.config, "zero_cond_t": True})
+    twin.load_state_dict(transformer.state_dict(), assign=True)
+    return twin.to(transformer.device).eval()
+
+
+def qwen_autoencoder(num_levels: int, base_dim: int = 8) -> AutoencoderKLQwenImage:
+    """Each level but the first halves both sides."""
+    return AutoencoderKLQwenImage(
+        base_dim=base_dim, z_dim=4, dim_mult=[1, 2, 2, 2, 2][:num_levels], num_res_blocks=1,
+        temperal_downsample=[False] * (num_levels - 1), latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 0.7, 1.0, 2.0],
+    )  # fmt: skip
+
+
+def qwen_parts(vae: AutoencoderKLQwenImage | None = None, zero_cond_t: bool = False) -> dict[str, Any]:
     transformer = QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=16, axes_dims_rope=(4, 6, 6),
+        joint_attention_dim=16, axes_dims_rope=(4, 6, 6), zero_cond_t=zero_cond_t,
     )  # fmt: skip
-    vae = AutoencoderKLQwenImage(
-        base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
-        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.7, 1.0, 2.0],
-    )  # fmt: skip
+    vae = vae or qwen_autoencoder(num_levels=2)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = {
         "vocab_size": len(WORDS) + 2, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -127,7 +127,7 @@ class JointModel(Model):
         self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS, modulation: Tensor | None = None
     ) -> JointBatch:
         """Without the columns of modulation, blocks compute their own."""
-        return pack(jobs, pads, rows, modulation)
+        return pack(jobs, pads, rows, modulation, clean_references=self.joint_network.clean_references)
 
     def run(self, packed: PackedBatch) -> Tensor:
         assert isinstance(packed, JointBatch)
