@@ -242,14 +242,14 @@ class PublishedPlusPipeline(PublishedEditPipeline):
     published = QwenImageEditPlusPipeline
 
 
-def qwen_edit(vae: AutoencoderKLQwenImage | None = None) -> DiffusionPipeline:
+def qwen_edit() -> DiffusionPipeline:
     """The network sees the picture, and a language model reads it with the prompt."""
-    return PublishedEditPipeline(**qwen_parts(vae), processor=None)
+    return PublishedEditPipeline(**qwen_parts(), processor=None)
 
 
-def qwen_plus(vae: AutoencoderKLQwenImage | None = None) -> DiffusionPipeline:
+def qwen_plus() -> DiffusionPipeline:
     """The same with several pictures, like 2511: references are modulated as at time 0."""
-    return PublishedPlusPipeline(**qwen_parts(vae, zero_cond_t=True), processor=None)
+    return PublishedPlusPipeline(**qwen_parts(zero_cond_t=True), processor=None)
 
 
 def several_pictures(model: QwenEditModel, clean: bool = False) -> QwenEditPlusModel:
@@ -265,21 +265,15 @@ def with_clean_references(transformer: QwenImageTransformer2DModel) -> QwenImage
     return twin.to(transformer.device).eval()
 
 
-def qwen_autoencoder(num_levels: int, base_dim: int = 8) -> AutoencoderKLQwenImage:
-    """Each level but the first halves both sides."""
-    return AutoencoderKLQwenImage(
-        base_dim=base_dim, z_dim=4, dim_mult=[1, 2, 2, 2, 2][:num_levels], num_res_blocks=1,
-        temperal_downsample=[False] * (num_levels - 1), latents_mean=[0.1, -0.2, 0.3, 0.0],
-        latents_std=[1.5, 0.7, 1.0, 2.0],
-    )  # fmt: skip
-
-
-def qwen_parts(vae: AutoencoderKLQwenImage | None = None, zero_cond_t: bool = False) -> dict[str, Any]:
+def qwen_parts(zero_cond_t: bool = False) -> dict[str, Any]:
     transformer = QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=16, axes_dims_rope=(4, 6, 6), zero_cond_t=zero_cond_t,
     )  # fmt: skip
-    vae = vae or qwen_autoencoder(num_levels=2)
+    vae = AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
+        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.7, 1.0, 2.0],
+    )  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = {
         "vocab_size": len(WORDS) + 2, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
