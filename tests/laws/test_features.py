@@ -13,7 +13,6 @@ from helpers.names import FAMILIES
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 
-PLAIN = {"steps": 2, "guidance": 1.0}
 GUIDED = {"steps": 3, "guidance": 2.5, "true_guidance": 2.5, "negative_prompt": "sky"}
 PLUS = {"qwen_plus": False, "qwen_plus_clean": True}  # models of several pictures, and whether these are clean
 
@@ -25,10 +24,12 @@ def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
 
 
 def make_jobs(model: Model) -> list[Job]:
+    off = next(value for value in (1.0, 0.0) if model.guidance_scale(make_edit(guidance=value)) <= 1)
+    plain = {"steps": 2, "guidance": off}
     edits = [
-        make_edit(share=0.2, seed=1, **PLAIN),
+        make_edit(share=0.2, seed=1, **plain),
         make_edit("a blue dog on grass", size=(64, 32), share=0.5, seed=2, **GUIDED),
-        make_edit(size=(32, 32), share=1.0, seed=3, **PLAIN),
+        make_edit(size=(32, 32), share=1.0, seed=3, **plain),
         make_edit(share=1.0, seed=4, **GUIDED),
     ]
     if model.sees_picture:
