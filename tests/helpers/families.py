@@ -8,7 +8,7 @@ hide every mistake.
 
 import copy
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from diffusers import (
     FluxTransformer2DModel,
     PNDMScheduler,
     QwenImageEditPipeline,
-    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -62,7 +61,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from helpers.names import TINY
 from instgenie.models.flux.model import FluxModel
-from instgenie.models.qwen.model import QwenEditModel, QwenEditPlusModel
 from instgenie.models.qwen.vision import PICTURE
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "cat", "dog", "flower", "on", "grass", "sky", "nothing"]
@@ -238,31 +236,9 @@ class PublishedEditPipeline(QwenImageEditPipeline):
         index.write_text(json.dumps(known | {"_class_name": self.published.__name__}))
 
 
-class PublishedPlusPipeline(PublishedEditPipeline):
-    published = QwenImageEditPlusPipeline
-
-
 def qwen_edit() -> DiffusionPipeline:
     """The network sees the picture, and a language model reads it with the prompt."""
     return PublishedEditPipeline(**qwen_parts(), processor=None)
-
-
-def qwen_plus() -> DiffusionPipeline:
-    """The same with several pictures, like 2511: references are modulated as at time 0."""
-    return PublishedPlusPipeline(**qwen_parts(zero_cond_t=True), processor=None)
-
-
-def several_pictures(model: QwenEditModel, clean: bool = False) -> QwenEditPlusModel:
-    """The same model as one of several pictures; with `clean`, references are modulated as at time 0."""
-    parts = {field.name: getattr(model, field.name) for field in fields(model)}
-    return QwenEditPlusModel(**parts | ({"transformer": with_clean_references(model.transformer)} if clean else {}))
-
-
-def with_clean_references(transformer: QwenImageTransformer2DModel) -> QwenImageTransformer2DModel:
-    """A network with the same weights that modulates references as at time 0, as diffusers makes it."""
-    twin = QwenImageTransformer2DModel.from_config({**transformer.config, "zero_cond_t": True})
-    twin.load_state_dict(transformer.state_dict(), assign=True)
-    return twin.to(transformer.device).eval()
 
 
 def qwen_parts(zero_cond_t: bool = False) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from helpers.cached import KINDS, make_cached
 from helpers.edits import apart, close, far, make_edit, prepare, run
-from helpers.families import several_pictures
 from helpers.names import FAMILIES
+from helpers.qwen import several_pictures
 
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model

@@ -1,6 +1,6 @@
 """Qwen-Image-Edit over HTTP: the model of one picture, and that of several."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -28,13 +28,12 @@ SMALL = """
 """
 
 
-def serve(make: str, folder: Path) -> Iterator[Running]:
+def serve(make: Callable[[], Any], folder: Path) -> Iterator[Running]:
     """A server whose model works at 64 pixels and not at 1024, so that edits are quick."""
     import torch
-    from helpers import families
 
     torch.manual_seed(0)
-    getattr(families, make)().save_pretrained(folder / "model")
+    make().save_pretrained(folder / "model")
     (folder / "small.py").write_text(dedent(SMALL))
     with running_server(folder, str(folder / "model"), **{QUIRK: str(folder / "small.py")}) as running:
         yield running
@@ -42,12 +41,16 @@ def serve(make: str, folder: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def edit_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    yield from serve("qwen_edit", tmp_path_factory.mktemp("qwen_edit"))
+    from helpers.families import qwen_edit
+
+    yield from serve(qwen_edit, tmp_path_factory.mktemp("qwen_edit"))
 
 
 @pytest.fixture(scope="module")
 def plus_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    yield from serve("qwen_plus", tmp_path_factory.mktemp("qwen_plus"))
+    from helpers.qwen import qwen_plus
+
+    yield from serve(qwen_plus, tmp_path_factory.mktemp("qwen_plus"))
 
 
 def post(server: Running, *files: tuple[str, bytes], **fields: str) -> httpx.Response:

@@ -23,8 +23,8 @@ from diffusers.pipelines.qwenimage import (
 )
 from helpers.cached import KINDS, feasible, predict, register_for
 from helpers.edits import apart, close, far, make_edit, quiet_pipeline, run, stock_arguments
-from helpers.families import several_pictures
 from helpers.loras import applied, merged, save_lora, tolerance
+from helpers.qwen import several_pictures
 from PIL import Image
 from torch import Tensor
 from transformers import Qwen2VLProcessor
@@ -32,6 +32,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from instgenie.bench.stock import stock_pipeline, stock_system
 from instgenie.engine.demand import make_demand
+from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.prepare import Encodings, draw_noise, prepare
@@ -339,8 +340,17 @@ def test_law_lora_with_clean_references_is_the_merged_model(model: QwenEditModel
     assert apart(found, without) > far(clean)
 
 
-def run_own(model: Model, job: Job, kind: Kind) -> Tensor:
-    engine = Engine(model)
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_own_captured_with_clean_references_is_uncaptured(model: QwenEditModel, kind: Kind) -> None:
+    """On a CPU the passes that would be captured run uncaptured."""
+    clean = several_pictures(model, clean=True)
+    job = reuse_own(prepare(make_edit(steps=5, own_steps=(0, 3)), clean))
+    captured, uncaptured = (run_own(clean, replace(job), kind, graphs) for graphs in (Graphs(clean), None))
+    assert apart(captured, uncaptured) <= close(clean)
+
+
+def run_own(model: Model, job: Job, kind: Kind, graphs: Graphs | None = None) -> Tensor:
+    engine = Engine(model, graphs=graphs)
     engine.own = OwnActivations(model, kind)
     engine.join(job)
     while engine.jobs:
