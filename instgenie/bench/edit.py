@@ -103,6 +103,7 @@ def bench_edit(
     cases = list(product(study.mask_ratios, study.batches))
     with show_status("registering the sample picture"), memory_guard("the activations of a template"):
         systems = make_systems(name, model, size, study)
+    peak_gib(model.device)  # what loading and registering took is none of a batch's
     with Progress(transient=True) as progress:
         num_seeing = sum(system.sees_masks for system in systems)
         num_runs = len(cases) * num_seeing + len(study.batches) * (len(systems) - num_seeing)

@@ -18,9 +18,9 @@ from torch import Tensor
 from instgenie.engine.adapting import PromptLoras
 from instgenie.errors import EditError
 from instgenie.jobs.controls import JobControl
-from instgenie.jobs.job import Branch, Grid, Job, Template
+from instgenie.jobs.job import Branch, Job, Template
 from instgenie.jobs.tokens import concat
-from instgenie.models.model import Model, pack_latents
+from instgenie.models.model import NOTHING, Model, Seen, pack_latents
 from instgenie.models.vae.autoencoder import encode_pictures
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.picture import check_edit
@@ -76,14 +76,14 @@ def make_job(
     prompts = edit.prompt, edit.negative_prompt if model.guidance_scale(edit) > 1 else None
     versions = tuple((lora.version, lora.scale) for lora in edit.loras)
     check_references(edit, model)
-    references, pictures = reference_grids(edit, size, model), seen_pictures(edit, model)
-    shown = tuple(template_seed(one, size) for one in pictures) if model.reads_pictures else ()
+    seen = find_seen(edit, size, model)
+    shown = tuple(template_seed(one, size) for one in seen.pictures) if model.reads_pictures else ()
 
     def encode_prompts() -> tuple[Branch, ...]:
         with prompt_loras.applied(edit.loras) if prompt_loras else nullcontext():
-            return model.branches(edit, grid, references, pictures)
+            return model.branches(edit, grid, seen)
 
-    prompts_key = "prompts", prompts, grid, references, shown, versions, bool(edit.controls)
+    prompts_key = "prompts", prompts, grid, seen.grids, shown, versions, bool(edit.controls)
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
     start = schedule.start(template.clean, draw_noise(edit.seed, grid, model))
@@ -137,19 +137,14 @@ def shows_picture(edit: Edit, model: Model) -> bool:
     return not edit.from_nothing and (not edit.references or not model.references_replace)
 
 
-def seen_pictures(edit: Edit, model: Model) -> tuple[Pixels, ...]:
-    """The pictures that the network sees as further tokens."""
+def find_seen(edit: Edit, size: tuple[int, int], model: Model) -> Seen:
+    """What the network sees beside the tokens that it computes."""
     if not sees_picture(edit, model):
-        return ()
-    return (edit.picture, *edit.references) if shows_picture(edit, model) else edit.references
-
-
-def reference_grids(edit: Edit, size: tuple[int, int], model: Model) -> tuple[Grid, ...]:
-    """The grids of the tokens that the network sees beside those that it computes."""
-    if not sees_picture(edit, model):
-        return ()
-    sizes = [size] * shows_picture(edit, model) + reference_sizes(edit, size, model)
-    return tuple((height // model.patch, width // model.patch) for height, width in sizes)
+        return NOTHING
+    is_shown = shows_picture(edit, model)
+    sizes = [size] * is_shown + reference_sizes(edit, size, model)
+    grids = tuple((height // model.patch, width // model.patch) for height, width in sizes)
+    return Seen(grids, (edit.picture,) * is_shown + edit.references)
 
 
 def reference_sizes(edit: Edit, size: tuple[int, int], model: Model) -> list[tuple[int, int]]:

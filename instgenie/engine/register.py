@@ -20,7 +20,7 @@ from instgenie.cache.store import Store
 from instgenie.cache.tier import estimate
 from instgenie.cost.kept_steps import stride_of
 from instgenie.cost.plan import Plan
-from instgenie.engine.prepare import choose_size, make_job, reference_grids, seen_pictures, sees_picture
+from instgenie.engine.prepare import choose_size, find_seen, make_job, sees_picture
 from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import (
     NUM_PARTS,
@@ -125,8 +125,7 @@ def template_job(edit: Edit, model: Model, prompt: str = "", isolated: bool = Fa
     """Make the job whose steps a registration runs."""
     size = choose_size(edit, model)
     grid = size[0] // model.patch, size[1] // model.patch
-    seen = reference_grids(edit, size, model), seen_pictures(edit, model)
-    branches = model.template_branches(grid, prompt, isolated, *seen)
+    branches = model.template_branches(grid, prompt, isolated, find_seen(edit, size, model))
     nothing = np.zeros(size, dtype=np.bool_)
     job = make_job(replace(edit, size=size), nothing, size, model, branches=branches)
     locate(job, model.describe().sides)
@@ -296,7 +295,7 @@ def name_key(
         tenant=tenant,
         code=code_version(),
         stride=stride_of(stride, schedule.num_steps),
-        num_text=model.num_kept_text(reference_grids(edit, size, model), keeps_text),
+        num_text=model.num_kept_text(find_seen(edit, size, model).grids, keeps_text),
         references=references,
         tile=model.kept_convolutions.tile,
     )

@@ -148,7 +148,8 @@ class Job:
         num_text = tuple(len(branch.text) for branch in self.branches)
         rotary = tuple(branch.rotary for branch in self.branches)
         num_facts = self.branches[0].num_facts
-        return JobTokens(self.num_seen, self.inside, self.rest, num_text, rotary, self.num_prompt, num_facts)
+        num_seen, num_references = self.num_seen, self.num_seen - len(self.masked)
+        return JobTokens(num_seen, self.inside, self.rest, num_text, rotary, self.num_prompt, num_facts, num_references)
 
     @cached_property
     def num_prompt(self) -> int:

@@ -51,6 +51,7 @@ class JobTokens:
     rotary: tuple[Tensor, ...]  # per branch
     num_prompt: int = 0  # text tokens that are computed, in all branches, where padding is read from activations
     num_facts: int = 0  # last text tokens of every branch, which alone are read where there are any
+    num_references: int = 0  # last image tokens, which show references
 
     def num_computed_text(self, reads_padding: bool) -> tuple[int, ...]:
         """Per branch, the number of text tokens that a block computes: the first ones."""
@@ -102,6 +103,10 @@ class JobTokens:
         """Indices of what is not computed, in activations that keep rows of `num_text` text tokens before those of the
         image; 0 if they keep none."""
         return self.rest_with_padding if num_text else self.rest
+
+    def read_references(self, num_text: int) -> Tensor:
+        """For each of the tokens that `read` returns, 1 if it shows a reference, else 0."""
+        return (self.read(num_text) >= num_text + self.num_all - self.num_references).long()
 
     @cached_property
     def rest_with_padding(self) -> Tensor:

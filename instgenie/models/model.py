@@ -24,6 +24,17 @@ from instgenie.models.parts import PipelineParts
 from instgenie.types import Convolutions, Edit, Pixels
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What the network sees as tokens that follow those of the picture that it computes."""
+
+    grids: tuple[Grid, ...] = ()  # of these tokens
+    pictures: tuple[Pixels, ...] = ()  # that they show, at any size: some models read prompts together with them
+
+
+NOTHING = Seen()
+
+
 class HalfPass(Protocol):
     """A pass at the point where residuals of ControlNets enter it."""
 
@@ -123,26 +134,15 @@ class Model(PipelineParts):
         return float(edit.guidance) if self.embeds_guidance else 0.0
 
     @abstractmethod
-    def branches(
-        self, edit: Edit, grid: Grid, references: Sequence[Grid] = (), pictures: Sequence[Pixels] = ()
-    ) -> tuple[Branch, ...]:
-        """The branch of the prompt, and with classifier-free guidance that of the negative prompt. References are the
-        grids of the tokens that follow those of the picture, and `pictures` what these tokens show, at any size: some
-        models read prompts together with them."""
+    def branches(self, edit: Edit, grid: Grid, seen: Seen = NOTHING) -> tuple[Branch, ...]:
+        """The branch of the prompt, and with classifier-free guidance that of the negative prompt."""
 
     @abstractmethod
     def blank_branch(self, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
         """A branch with zeros for its embeddings, which needs no text encoder."""
 
     @abstractmethod
-    def template_branches(
-        self,
-        grid: Grid,
-        prompt: str,
-        isolated: bool,
-        references: Sequence[Grid] = (),
-        pictures: Sequence[Pixels] = (),
-    ) -> tuple[Branch, ...]:
+    def template_branches(self, grid: Grid, prompt: str, isolated: bool, seen: Seen = NOTHING) -> tuple[Branch, ...]:
         """The branches of a registration: that of the prompt, and that of the empty negative prompt if it differs. An
         isolated registration has one branch without text."""
 

@@ -43,6 +43,16 @@ def test_bench_edit_measures_tiers_policies_and_storage(desk: Path, folders: dic
     assert [(row["tier"], row["policy"]) for row in rows] == [("gpu", "cached"), ("host", "naive"), ("host", "exact")]
 
 
+@pytest.mark.parametrize("family", ["blend", "kontext", "klein", "qwen", "qwen_edit", "sd3", "sdxl", "zimage"])
+def test_bench_edit_runs_a_batch_of_eight(family: str, desk: Path, folders: dict[str, Path]) -> None:
+    """Over a template of some steps in main memory, as its memory is measured on a GPU."""
+    given = ["--model", str(folders[family]), "--device", "cpu", "--size", "64x64", "--json", "bench.json"]
+    asked = ["--system", "cached", "--tier", "host", "--cache-dtype", "int4", "--cache-stride", "2", "--batch", "8"]
+    assert main(["bench", "edit", *given, *asked, "--mask-ratio", ".11", "--steps", "4", "--repeats", "1"]) == 0
+    [row] = json.loads(Path("bench.json").read_text())["rows"]
+    assert (row["system"], row["tier"], row["batch"]) == ("cached", "host", 8)
+
+
 def test_bench_edit_with_convolutions_reused(desk: Path, folders: dict[str, Path]) -> None:
     given = ["--model", str(folders["sdxl"]), "--device", "cpu", "--size", "64x64", "--json", "bench.json"]
     asked = ["--system", "own", "--system", "cached", "--tier", "host", "--cache-dtype", "int4", "--mask-ratio", "0.1"]

@@ -224,14 +224,16 @@ def qwen() -> DiffusionPipeline:
 
 
 class PublishedEditPipeline(QwenImageEditPipeline):
-    """Saves a folder like that of the published model, whose processor can be made with torchvision alone."""
+    """Saves a folder like that of the published models, whose processor can be made with torchvision alone."""
+
+    published: type[DiffusionPipeline] = QwenImageEditPipeline
 
     def save_pretrained(self, folder: Path, **options: Any) -> None:
         super().save_pretrained(folder, **options)
         Qwen2VLImageProcessorPil(patch_size=2, min_pixels=64, max_pixels=512).save_pretrained(folder / "processor")
         index = folder / "model_index.json"
         known = json.loads(index.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
-        index.write_text(json.dumps(known | {"_class_name": QwenImageEditPipeline.__name__}))
+        index.write_text(json.dumps(known | {"_class_name": self.published.__name__}))
 
 
 def qwen_edit() -> DiffusionPipeline:
@@ -239,10 +241,10 @@ def qwen_edit() -> DiffusionPipeline:
     return PublishedEditPipeline(**qwen_parts(), processor=None)
 
 
-def qwen_parts() -> dict[str, Any]:
+def qwen_parts(zero_cond_t: bool = False) -> dict[str, Any]:
     transformer = QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=16, axes_dims_rope=(4, 6, 6),
+        joint_attention_dim=16, axes_dims_rope=(4, 6, 6), zero_cond_t=zero_cond_t,
     )  # fmt: skip
     vae = AutoencoderKLQwenImage(
         base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],

@@ -19,8 +19,8 @@ from instgenie.models.flux.lora_names import original_names
 from instgenie.models.flux.network import FluxNetwork, embed_positions
 from instgenie.models.joint.batch import JointBatch, pack
 from instgenie.models.joint.model import JointModel
-from instgenie.models.model import Model, count_tokens, pack_latents, tokenize
-from instgenie.types import Edit, Pixels
+from instgenie.models.model import NOTHING, Model, Seen, count_tokens, pack_latents, tokenize
+from instgenie.types import Edit
 
 MAX_TEXT_TOKENS = 512  # the stock pipelines' limit; a tokenizer may have none
 
@@ -71,17 +71,15 @@ class FluxModel(JointModel):
     def rotary(self, num_text: int, grid: Grid, references: Sequence[Grid] = ()) -> Tensor:
         return embed_positions(self.transformer, num_text, grid, references)
 
-    def branches(
-        self, edit: Edit, grid: Grid, references: Sequence[Grid] = (), pictures: Sequence[Pixels] = ()
-    ) -> tuple[Branch, ...]:
-        found = super().branches(edit, grid, references, pictures)
+    def branches(self, edit: Edit, grid: Grid, seen: Seen = NOTHING) -> tuple[Branch, ...]:
+        found = super().branches(edit, grid, seen)
         return found if edit.controls else tuple(replace(branch, words=None) for branch in found)
 
-    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
+    def branch(self, prompt: str, grid: Grid, seen: Seen = NOTHING) -> Branch:
         words = self.encode_sequence(prompt)
         sequence = self.joint_network.embed_prompt(words)
         num_prompt = count_tokens(self.tokenizer_2, prompt, self.num_text_tokens)
-        rotary = self.rotary(len(sequence), grid, references)
+        rotary = self.rotary(len(sequence), grid, seen.grids)
         return Branch(sequence, self.encode_pooled(prompt), rotary, num_prompt, words)
 
     def encode_sequence(self, prompt: str) -> Tensor:  # [text tokens, text channels]

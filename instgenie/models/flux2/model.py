@@ -20,6 +20,7 @@ from instgenie.jobs.sampler import FlowSchedule, flow_schedule
 from instgenie.models.flux2.lora_names import original_names
 from instgenie.models.flux2.network import Flux2Network, embed_positions
 from instgenie.models.joint.model import JointModel
+from instgenie.models.model import NOTHING, Seen
 from instgenie.types import Edit
 
 MAX_TEXT_TOKENS = 512  # the stock pipelines' limit
@@ -104,7 +105,7 @@ class Flux2KleinModel(JointModel):
     def rotary(self, num_text: int, grid: Grid, references: Sequence[Grid] = ()) -> Tensor:
         return embed_positions(self.transformer, num_text, grid, references)
 
-    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
+    def branch(self, prompt: str, grid: Grid, seen: Seen = NOTHING) -> Branch:
         """The prompt is what a user says to a language model, whose thoughts are empty. Its padding has embeddings of
         its own, and flows with it."""
         said = self.tokenizer.apply_chat_template(
@@ -118,7 +119,7 @@ class Flux2KleinModel(JointModel):
         return Branch(
             text=self.joint_network.embed_prompt(words),
             pooled=words.new_empty(0),
-            rotary=self.rotary(len(words), grid, references),
+            rotary=self.rotary(len(words), grid, seen.grids),
             num_prompt=int(found.attention_mask.sum()) if comes_first else None,
         )
 

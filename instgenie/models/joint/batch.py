@@ -32,6 +32,7 @@ class ImageTokens:
     rest: Column[Tensor]  # [padding of the text, then the other image tokens], by the rows that activations keep
     num_text: Static[int]  # text tokens, the last, whose rows lie before those of the image; 0: none are kept
     num_prompt: Static[int]  # of these, the first, which are computed anyway
+    times: Column[Tensor | None]  # per token of `rest`, 1 if it shows a clean reference, else 0; None: there are none
 
     @property
     def num_rows(self) -> int:
@@ -47,7 +48,7 @@ class ImageTokens:
 class TemplateColumns:
     """What turns a template's Y into keys."""
 
-    time: Column[Tensor]  # [branches, width], what modulated the blocks
+    time: Column[Tensor]  # [branches, width, or twice that where references are clean], what modulated the blocks
     rotary: Column[tuple[Tensor, ...]]  # per job [tokens whose rows are kept, head channels / 2]
 
 
@@ -70,7 +71,7 @@ class JointBatch(PackedBatch):
     guidance: Column[Tensor]  # [branches]
     template: Column[TemplateColumns | None]  # if any job reads Y
     control: Column[BlockResiduals | None]  # if ControlNets guide any job
-    modulation: Column[Tensor | None]  # [branches, outputs of all modulation layers]; None: blocks compute their own
+    modulation: Column[Tensor | None]  # [rows of modulation, outputs of all layers]; None: blocks compute their own
 
     @property
     def layout(self) -> Layout:
@@ -173,10 +174,11 @@ def pack(
     modulation: Tensor | None = None,
     positions: Callable[[tuple[int, int]], Tensor] | None = None,
     depth: Depth = (0, 0),
+    clean_references: bool = False,
 ) -> JointBatch:
     """With `pads`, lists of masked tokens are as long as those of many other masks. `positions` gives the positions of
     the tokens of a grid, for models that embed them; `depth` the double and single blocks, for models that ControlNets
-    guide."""
+    guide; `clean_references` says that references are modulated as at time 0."""
     pairs = list(branches(jobs))
     tokens = tuple(job.padded_tokens if pads else job.tokens for job in jobs)
     num_blocks = max(len(job.plan) for job in jobs)
@@ -190,7 +192,7 @@ def pack(
     num_text = tuple(job.activations.num_text if job.activations else 0 for job in jobs)
     keeps_text = tuple(num > 0 for num in num_text)
     loras = loras_of(jobs)
-    layouts = {narrow: lay_out(tokens, narrow, keeps_text) for narrow in dict.fromkeys(cached)}
+    layouts = {narrow: lay_out(tokens, narrow, keeps_text, clean_references) for narrow in dict.fromkeys(cached)}
     return JointBatch(
         jobs=tuple(jobs),
         rows=JobRows(readers_of(jobs), step_rows),
@@ -201,7 +203,10 @@ def pack(
         kept_kinds=tuple(job.kept_kind for job, _ in pairs),
         num_kept_text=num_text,
         cached=cached,
-        image_tokens=tuple(map(image_tokens, tokens, num_text)),
+        image_tokens=tuple(
+            image_tokens(own, num, clean_references and kind == "y")
+            for own, num, kind in zip(tokens, num_text, kinds, strict=True)
+        ),
         layouts={narrow: replace(one, loras=loras) for narrow, one in layouts.items()} if loras else layouts,
         image=image.to(pairs[0][1].text.dtype),
         positions=concat([one for job, one in zip(jobs, where, strict=True) for _ in job.branches if one is not None])
@@ -217,9 +222,10 @@ def pack(
     )
 
 
-def image_tokens(tokens: JobTokens, num_text: int) -> ImageTokens:
+def image_tokens(tokens: JobTokens, num_text: int, has_times: bool) -> ImageTokens:
     num_prompt = 0 if tokens.num_facts else min(tokens.num_prompt, num_text)
-    return ImageTokens(tokens.num_all, tokens.inside, tokens.read(num_text), num_text, num_prompt)
+    times = tokens.read_references(num_text) if has_times else None
+    return ImageTokens(tokens.num_all, tokens.inside, tokens.read(num_text), num_text, num_prompt, times)
 
 
 def template_columns(jobs: Sequence[Job]) -> TemplateColumns:

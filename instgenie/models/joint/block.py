@@ -2,7 +2,7 @@
 layers at every call, so layers may be exchanged at any time.
 
 Linear layers and norms run over the tokens of all branches at once; only attention looks at one branch at a time.
-Modulation is computed once per branch and read by that branch's tokens.
+Modulation is computed once per branch, or twice where references are clean, and read by that branch's tokens.
 
 A cached block is the same block over fewer tokens: the layout says which, and attention reads keys of all tokens, each
 at its own place. Keys of tokens that are not computed are written first, then those of tokens that are.
@@ -122,7 +122,9 @@ class JointBlock(ABC):
         owners, unless an edit's LoRAs project them."""
         for number, entry in enumerate(self.entries(is_text)):
             _, *layers = entry.projections[:3]
-            rows_in, _ = modulated(entry, Residual(rows), mod, owners.index if owners else None, reads_fp8(layers[0]))
+            rows_in, _ = modulated(
+                entry, Residual(rows), mod, owners.modulated_by if owners else None, reads_fp8(layers[0])
+            )
             k, v = linears(layers, rows_in, owners)
             heads = self.heads_of(Heads(None, keys), number)
             place(Projected(None, k, v, entry.norm_q, entry.norm_k), rotary, places, heads)
@@ -176,7 +178,7 @@ class DoubleBlock(JointBlock):
             rows, out = image.total, linear(image_exit.projection, image_out, image_owners)
             gate, *feeding = image_mod
             if second and second_out:
-                rows = add_gated(rows, gate, out, image_owners.index)
+                rows = add_gated(rows, gate, out, image_owners.modulated_by)
                 gate, out = feeding[5], linear(second_out, attend_images(second, layout), image_owners)
             return leave(image_exit, rows, out, (gate, *feeding[:3]), image_owners)
 
@@ -196,7 +198,7 @@ def enter(
     heads: Heads,
 ) -> Sequence[Tensor]:
     """Write Q, K and V of rows; return the columns that modulate the rest of the block."""
-    rows_in, columns = modulated(entry, rows, mod, owners.index, reads_fp8(entry.projections[0]))
+    rows_in, columns = modulated(entry, rows, mod, owners.modulated_by, reads_fp8(entry.projections[0]))
     q, k, v = linears(entry.projections, rows_in, owners)
     place(Projected(q, k, v, entry.norm_q, entry.norm_k), layout.rotary, places, heads)
     return columns
@@ -206,8 +208,9 @@ def leave(way: ExitLayers, rows: Tensor, attended: Tensor, mod: Sequence[Tensor]
     """Add what was attended, and feed the sum forward."""
     gate_attended, shift, scale, gate = mod
     fp8 = reads_fp8(first_layer(way.feed_forward))
-    total, inner = add_norm_modulate(rows, gate_attended, attended, shift, scale, owners.index, way.eps, fp8)
-    return Residual(total, gate, feed_forward(way.feed_forward, inner, owners), owners.index)
+    index = owners.modulated_by
+    total, inner = add_norm_modulate(rows, gate_attended, attended, shift, scale, index, way.eps, fp8)
+    return Residual(total, gate, feed_forward(way.feed_forward, inner, owners), index)
 
 
 def modulated(

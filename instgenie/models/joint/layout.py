@@ -38,6 +38,7 @@ class Layout:
     text_places: Column[HeadPlaces]
     image_places: Column[HeadPlaces]
     joint_places: Column[HeadPlaces]
+    image_times: Column[Tensor | None] = None  # [image tokens], which row of modulation each reads, if not its branch's
     loras: Column[BatchLoras | None] = None
 
     @cached_property
@@ -54,7 +55,7 @@ class Layout:
 
     @cached_property
     def image_owners(self) -> Owners:
-        return Owners(self.image_rows, loras=self.loras)
+        return Owners(self.image_rows, loras=self.loras, times=self.image_times)
 
     @cached_property
     def joint_owners(self) -> Owners:
@@ -80,9 +81,15 @@ class Layout:
 
 
 @lru_cache(maxsize=16)  # jobs that stay together keep their layouts from step to step
-def lay_out(tokens: tuple[JobTokens, ...], cached: tuple[bool, ...], keeps_text: tuple[bool, ...]) -> Layout:
+def lay_out(
+    tokens: tuple[JobTokens, ...],
+    cached: tuple[bool, ...],
+    keeps_text: tuple[bool, ...],
+    clean_references: bool = False,
+) -> Layout:
     """Numbers that do not depend on the mask are counted in main memory and move to the device in one copy: the device
-    waits for every launch that a changed batch needs. A cached block reads the padding of a text that is kept."""
+    waits for every launch that a changed batch needs. A cached block reads the padding of a text that is kept. Clean
+    references read rows of modulation that follow those of all branches."""
     jobs = list(zip(tokens, cached, map(and_, cached, keeps_text), strict=True))
     members = [(own, narrow) for own, narrow, _ in jobs for _ in own.num_text]
     num_text = np.array([num for own, _, reads_padding in jobs for num in own.num_computed_text(reads_padding)])
@@ -95,8 +102,12 @@ def lay_out(tokens: tuple[JobTokens, ...], cached: tuple[bool, ...], keeps_text:
     of_text, of_image, _ = counted
     counted += [joint, texts + first_image[of_text], images + (first_text + num_text)[of_image]]
     counted += [texts + (first_key - first_text)[of_text], (first_key + num_all_text)[of_image]]
+    if clean_references:
+        num_own = np.array([own.num_image(narrow) - (0 if narrow else own.num_references) for own, narrow in members])
+        is_reference = images >= (first_image + num_own)[of_image]
+        counted += [of_image + len(members) * is_reference]
     moved = to_device(counted, tokens[0].inside.device)
-    text_rows, image_rows, joint_rows, joint_places, text_places, image_places, text_keys, image_starts = moved
+    text_rows, image_rows, joint_rows, joint_places, text_places, image_places, text_keys, image_starts, *times = moved
     image_keys = image_starts + concat([own.computed(narrow) for own, narrow in members])
     joint_keys = torch.empty_like(joint_places)
     joint_keys[text_places], joint_keys[image_places] = text_keys, image_keys
@@ -114,6 +125,7 @@ def lay_out(tokens: tuple[JobTokens, ...], cached: tuple[bool, ...], keeps_text:
         text_places=HeadPlaces(text_places, text_keys),
         image_places=HeadPlaces(image_places, image_keys),
         joint_places=HeadPlaces(joint_places, joint_keys),
+        image_times=times[0] if times else None,
     )
 
 

@@ -17,9 +17,9 @@ from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
 from instgenie.models.joint.batch import JointBatch, pack
 from instgenie.models.joint.modulation import ModulationTables
 from instgenie.models.joint.network import JointNetwork, observe, velocity
-from instgenie.models.model import Model, TakeRows
+from instgenie.models.model import NOTHING, Model, Seen, TakeRows
 from instgenie.models.packed import PackedBatch
-from instgenie.types import Edit, Pixels
+from instgenie.types import Edit
 
 CAPTURED_AREA = 2 * 3072**2  # branches times squared width; below it, launching kernels takes longer than running them
 WHOLE_SIGMA = 0.9  # noise level at which a whole picture starts: less leaves it as it is, more leaves little of it
@@ -72,28 +72,15 @@ class JointModel(Model):
     def whole_strength(self) -> float:
         return flow_strength(self.scheduler, (self.own_size // self.patch) ** 2, WHOLE_SIGMA)
 
-    def branches(
-        self, edit: Edit, grid: Grid, references: Sequence[Grid] = (), pictures: Sequence[Pixels] = ()
-    ) -> tuple[Branch, ...]:
+    def branches(self, edit: Edit, grid: Grid, seen: Seen = NOTHING) -> tuple[Branch, ...]:
         prompts = (edit.prompt, edit.negative_prompt) if self.guidance_scale(edit) > 1 else (edit.prompt,)
-        return tuple(self.seen_branch(prompt, grid, references, pictures) for prompt in prompts)
-
-    def seen_branch(self, prompt: str, grid: Grid, references: Sequence[Grid], pictures: Sequence[Pixels]) -> Branch:
-        """The branch of a prompt, which most models read without the pictures."""
-        return self.branch(prompt, grid, references)
+        return tuple(self.branch(prompt, grid, seen) for prompt in prompts)
 
     @abstractmethod
-    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch: ...
+    def branch(self, prompt: str, grid: Grid, seen: Seen = NOTHING) -> Branch: ...
 
-    def template_branches(
-        self,
-        grid: Grid,
-        prompt: str,
-        isolated: bool,
-        references: Sequence[Grid] = (),
-        pictures: Sequence[Pixels] = (),
-    ) -> tuple[Branch, ...]:
-        branch = self.seen_branch(prompt, grid, references, pictures)
+    def template_branches(self, grid: Grid, prompt: str, isolated: bool, seen: Seen = NOTHING) -> tuple[Branch, ...]:
+        branch = self.branch(prompt, grid, seen)
         num_text = len(branch.text)
         without_text = replace(branch, text=branch.text[:0], rotary=branch.rotary[num_text:], num_prompt=0, num_facts=0)
         return (without_text,) if isolated else (branch,)
@@ -127,7 +114,7 @@ class JointModel(Model):
         self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS, modulation: Tensor | None = None
     ) -> JointBatch:
         """Without the columns of modulation, blocks compute their own."""
-        return pack(jobs, pads, rows, modulation)
+        return pack(jobs, pads, rows, modulation, clean_references=self.joint_network.clean_references)
 
     def run(self, packed: PackedBatch) -> Tensor:
         assert isinstance(packed, JointBatch)

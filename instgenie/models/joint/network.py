@@ -54,6 +54,11 @@ class JointNetwork(ABC):
     ) -> Tensor:
         """The input of every modulation layer [rows, width]."""
 
+    @property
+    def clean_references(self) -> bool:
+        """True if tokens of references are modulated as at time 0, whatever the step."""
+        return False
+
     def order(self, predicted: Tensor) -> Tensor:
         """The outputs of the last layer in the order of latents."""
         return predicted
@@ -95,9 +100,12 @@ class JointNetwork(ABC):
         return linear(self.transformer.context_embedder, sequence, Owners(per_branch=len(sequence)))
 
     def embed_time(self, batch: JointBatch) -> Tensor:
-        """The input of every modulation layer [branches, width]."""
+        """The input of every modulation layer [branches, width]; where references are clean, that of time 0 lies beside
+        it."""
         owners = EACH_BRANCH.of(batch.loras)
-        return self.embed(batch.sigma, batch.guidance, batch.pooled, batch.text.dtype, owners)
+        sigmas = [batch.sigma, torch.zeros_like(batch.sigma)][: 1 + self.clean_references]
+        times = [self.embed(sigma, batch.guidance, batch.pooled, batch.text.dtype, owners) for sigma in sigmas]
+        return torch.cat(times, dim=1)
 
     def unembed(self, image: Tensor, mod: Modulation, layout: Layout) -> Tensor:
         scale, shift = mod.of(self.final_modulation)
@@ -228,16 +236,18 @@ def recall_one(
     time, rotary = batch.template.time[reader, None], batch.template.rotary[job]
     mod = Modulation(time, owners=kept_owners(loras, 1), modulate=network.modulate)
     num = tokens.num_padding
-    if num:
-        places = HeadPlaces(joint=rest[:num], keys=rest[:num])
-        block.project_keys(y[0, :num], mod, rotary, kept_owners(loras, num), keys, places, is_text=True)
-    places = HeadPlaces(joint=rest[num:], keys=rest[num:])
-    block.project_keys(y[0, num:], mod, rotary, kept_owners(loras, len(rest) - num), keys, places)
+    for part, is_text in ((slice(num), True), (slice(num, len(rest)), False)):
+        if part.stop:
+            places = HeadPlaces(joint=rest[part], keys=rest[part])
+            times = None if tokens.times is None else tokens.times[part]
+            owners = kept_owners(loras, len(rest[part]), times)
+            block.project_keys(y[0, part], mod, rotary, owners, keys, places, is_text)
 
 
-def kept_owners(loras: BatchLoras | None, num_rows: int) -> Owners | None:
-    """The owners of rows that a branch projects from Y: none, or itself if it has LoRAs, which change projections."""
-    return Owners(per_branch=num_rows, loras=loras) if loras else None
+def kept_owners(loras: BatchLoras | None, num_rows: int, times: Tensor | None = None) -> Owners | None:
+    """The owners of rows that a branch projects from Y: none; or itself if it has LoRAs, which change projections, or
+    if the rows are modulated by several times."""
+    return Owners(per_branch=num_rows, loras=loras, times=times) if loras or times is not None else None
 
 
 def keep_y(index: int, batch: JointBatch, parts: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -32,6 +32,12 @@ class Owners:
     per_branch: int = 1
     loras: BatchLoras | None = None  # of the branches; None: no branch has any
     bounds: Tensor | None = None  # [branches + 1], between the rows of the branches, if these are known to LoRAs
+    times: Tensor | None = None  # [rows], which row of modulation each reads; None: that of its branch
+
+    @property
+    def modulated_by(self) -> Tensor | None:
+        """Which row of modulation each row reads [rows]; None if there is a single one."""
+        return self.index if self.times is None else self.times
 
     def branches(self, rows: Rows) -> Tensor:
         """The number of the owner of each row [rows]."""
@@ -175,7 +181,7 @@ def multiply_joined(layers: Sequence[nn.Linear | Fp8Linear], rows: Rows, owners:
 
 def join(layers: Sequence[nn.Module]) -> None:
     """Put the weights of layers with the same input one behind the other in memory, if they are alike; each keeps its
-    own as a view."""
+    own as a view. Layers may be without weights."""
     alike = find_alike(layers)
     for name, _ in alike[0].named_parameters() if alike else ():
         parameters = [layer.get_parameter(name) for layer in alike]

@@ -11,6 +11,7 @@ from instgenie.kernels.quantize import quantize_rows_reference
 from instgenie.models.families import DUMMIES
 from instgenie.models.family import Family
 from instgenie.models.layers.fp8_linear import Fp8Weights
+from instgenie.models.loading.skeleton import Rooms
 from instgenie.models.recipe import Recipe
 
 PREFIX = "dummy:"
@@ -50,14 +51,14 @@ def make_parts(
     quantize: Callable[[nn.Module], None] | None = None,
 ) -> dict[str, Any]:
     """Construct and fill all parts. A hollow part gets no weights; a hollow network has those of its prompt layers.
-    `quantize` exchanges layers of the network, which is not yet filled."""
+    `quantize` exchanges and joins layers of the network, which is not yet filled."""
     filled = {}
     for part, make in large_parts(recipe, family).items():
         module = filled[part] = on_meta(make).to(dtype)
         if quantize and part == family.network_name and part not in hollow:
             quantize(module)
         if part not in hollow:
-            fill_randomly(module.to_empty(device=device))
+            fill_randomly(module._apply(Rooms(device).make))
         elif part == family.network_name:
             fill_prompt_layers(module, family, device)
     others = recipe.others()

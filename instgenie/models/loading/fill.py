@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from instgenie.kernels.quantize import quantize_rows_reference
 from instgenie.machine.pages import lock_pages
 from instgenie.models.layers.fp8_linear import Fp8Weights
-from instgenie.models.loading.skeleton import Skeleton, kept_dtype, tensor_named
+from instgenie.models.loading.skeleton import Rooms, Skeleton, kept_dtype, tensor_named
 from instgenie.models.loading.stored import StoredTensor
 from instgenie.types import OnBytes
 
@@ -117,8 +117,8 @@ def fill(
             exchanged[id(tensor_named(module, name))] = source.mapped()
         else:
             brought.append((module, name, source))
-    total, done = sum(source.num_bytes for _, _, source in brought), 0
-    for num_bytes in bring_all((make_target(*place, device, dtype, exchanged) for place in brought), device):
+    total, done, rooms = sum(source.num_bytes for _, _, source in brought), 0, Rooms(device)
+    for num_bytes in bring_all((make_target(*place, rooms, dtype, exchanged) for place in brought), device):
         done += num_bytes
         if on_bytes:
             on_bytes(done, total)
@@ -136,17 +136,17 @@ def make_target(
     module: nn.Module,
     name: str,
     source: StoredTensor,
-    device: torch.device,
+    rooms: Rooms,
     dtype: torch.dtype,
     exchanged: dict[int, Tensor],
 ) -> Target:
     """Allocate a tensor on the device."""
     owner, old = owner_of(module, name), tensor_named(module, name)
     if isinstance(owner, Fp8Weights) and old is owner.weight:
-        values, scale = torch.empty_like(old, device=device), torch.empty_like(owner.scale, device=device)
+        values, scale = rooms.make(old), rooms.make(owner.scale)
         exchanged |= {id(old): values, id(owner.scale): scale}
         return Target(source, values, scale, owner.dtype)
-    values = torch.empty(source.shape, dtype=kept_dtype(source, dtype), device=device)
+    values = rooms.make(old, kept_dtype(source, dtype))
     exchanged[id(old)] = values
     return Target(source, values)
 

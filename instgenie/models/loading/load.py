@@ -6,7 +6,6 @@ Pipelines rather than their parts are loaded because a pipeline's class also cor
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -111,6 +110,8 @@ def load_folder(name: str, options: LoadOptions) -> Model:
             }
             for part in skeletons.keys() - set(hollow):
                 quantize(name, part, skeletons[part].module, family, options)
+            if family.network_name not in hollow:
+                join_layers(skeletons[family.network_name].module, family, device)
             if options.weights is None and is_low:
                 check_memory(name, sum(map(final_bytes, skeletons.values())), device)
             fill(list(skeletons.values()), device, dtype, options.on_bytes)
@@ -119,10 +120,8 @@ def load_folder(name: str, options: LoadOptions) -> Model:
         parts = {part: loaded.components[part] for part in family.pipelines[pipeline]} | read
         for module in modules.values():
             move(module.eval().requires_grad_(False), device)
-        if family.network_name not in hollow:
-            join_layers(modules[family.network_name], family, device)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what pieces were quantised in and layers lay in before they were joined
+            torch.cuda.empty_cache()  # what pieces were quantised in
     model = family.make(LoadedPipeline(name, device, dtype, pipeline, parts, loaded.config))
     is_builtin = folder.resolve() == BUILTIN.resolve()
     return replace(model, **BUILTIN_DEFAULTS) if is_builtin else model
@@ -132,12 +131,14 @@ def load_dummy(name: str, options: LoadOptions) -> Model:
     family, recipe = find_dummy(name)
     hollow = hollow_parts(family, recipe.pipeline, options.weights)
     device, dtype = options.device, options.dtype
-    exchange = partial(quantize, name, family.network_name, family=family, options=options)
+
+    def exchange(network: nn.Module) -> None:
+        quantize(name, family.network_name, network, family, options)
+        join_layers(network, family, device)
+
     with memory_guard(f"the model {name!r}"), quiet():
         check_memory(name, count_dummy(recipe, family, hollow, dtype, exchange), device)
         parts = make_parts(recipe, family, device, dtype, hollow, exchange)
-        if family.network_name not in hollow:
-            join_layers(parts[family.network_name], family, device)
     return family.make(LoadedPipeline(name, device, dtype, recipe.pipeline, parts, recipe.options))
 
 
@@ -182,7 +183,8 @@ def quantize(name: str, part: str, module: nn.Module, family: Family, options: L
 
 
 def join_layers(network: nn.Module, family: Family, device: torch.device) -> None:
-    """Fewer and larger products fill a GPU better; a CPU gains nothing."""
+    """Fewer and larger products fill a GPU better; a CPU gains nothing. The network has no weights yet: they are filled
+    into their joined places, since a device would keep both copies of what is joined later."""
     if family.join_layers and device.type == "cuda":
         family.join_layers(network)
 

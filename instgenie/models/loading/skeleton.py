@@ -105,6 +105,26 @@ def make_hollow(folder: Path, part: str, dtype: torch.dtype, family: Family) -> 
     return Skeleton(module, {name: stored[name] for name in names})
 
 
+class Rooms:
+    """Memory on a device for tensors without weights. Tensors of layers that are joined share memory there, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._shared: dict[int, Tensor] = {}  # flat, by the storage of the tensors without weights
+
+    def make(self, hollow: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Room for a tensor, in another dtype if one is given."""
+        dtype = dtype or hollow.dtype
+        storage = hollow.untyped_storage()
+        if not hollow.is_meta or storage.nbytes() == hollow.nbytes:
+            return torch.empty(hollow.shape, dtype=dtype, device=self.device)
+        if storage._cdata not in self._shared:
+            num_values = storage.nbytes() // hollow.itemsize
+            self._shared[storage._cdata] = torch.empty(num_values, dtype=dtype, device=self.device)
+        room = self._shared[storage._cdata]
+        return room.as_strided(hollow.shape, hollow.stride(), hollow.storage_offset())
+
+
 def kept_dtype(source: StoredTensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a tensor on the device: whole numbers stay what they are."""
     return dtype if source.dtype.is_floating_point else source.dtype

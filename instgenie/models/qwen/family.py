@@ -44,7 +44,7 @@ def check_parts(name: str, parts: dict[str, Any]) -> None:
             f"the transformer of {name!r} has {transformer.in_channels} channels and patches of "
             f"{transformer.patch_size}: {channels * side**2} and {side} are expected"
         )
-    options = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
+    options = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
     if on := [option for option in options if transformer.get(option)]:
         raise ModelError(f"the transformer of {name!r} has {', '.join(on)} on: all of {', '.join(options)} must be off")
 

@@ -25,6 +25,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from instgenie.adapters.layers import Alias
 from instgenie.jobs.job import Branch, Grid
 from instgenie.models.joint.model import JointModel
+from instgenie.models.model import NOTHING, Seen
 from instgenie.models.qwen.network import QwenNetwork
 from instgenie.models.qwen.vision import PICTURE, PictureReader, VisionProcessor, spread_pictures
 from instgenie.pictures.resizing import resize_picture
@@ -132,9 +133,9 @@ class QwenModel(JointModel):
         image, text = self.positions([shapes], device=self.device, max_txt_seq_len=num_text)
         return torch.cat([text, image])
 
-    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
+    def branch(self, prompt: str, grid: Grid, seen: Seen = NOTHING) -> Branch:
         text = self.joint_network.embed_prompt(self.read_prompt(prompt))
-        return Branch(text, text.new_empty(0), self.rotary(len(text), grid, references))
+        return Branch(text, text.new_empty(0), self.rotary(len(text), grid, seen.grids))
 
     def read_prompt(self, prompt: str) -> Tensor:  # [text tokens, text channels]
         """The last hidden states of the language model, without those of its instructions."""
@@ -211,15 +212,11 @@ class QwenEditModel(QwenModel):
         text = torch.zeros(USUAL_TEXT_TOKENS + num_facts, self.width, device=self.device, dtype=self.dtype)
         return self.facts_last(text, num_facts, grid, references)
 
-    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
-        return self.seen_branch(prompt, grid, references, ())
-
-    def seen_branch(self, prompt: str, grid: Grid, references: Sequence[Grid], pictures: Sequence[Pixels]) -> Branch:
-        shown = [
-            resize_picture(picture, self.read_size(own)) for picture, own in zip(pictures, references, strict=True)
-        ]
+    def branch(self, prompt: str, grid: Grid, seen: Seen = NOTHING) -> Branch:
+        pairs = zip(seen.pictures, seen.grids, strict=True)
+        shown = [resize_picture(picture, self.read_size(own)) for picture, own in pairs]
         words, num_facts = self.read_instruction(prompt, shown)
-        return self.facts_last(self.joint_network.embed_prompt(words), num_facts, grid, references)
+        return self.facts_last(self.joint_network.embed_prompt(words), num_facts, grid, seen.grids)
 
     def facts_last(self, text: Tensor, num_facts: int, grid: Grid, references: Sequence[Grid]) -> Branch:
         """A branch whose text begins with what depends on the prompt; each token keeps the position that it had."""

@@ -22,6 +22,10 @@ class QwenNetwork(JointNetwork):
         return [QwenBlock(block) for block in self.transformer.transformer_blocks]
 
     @property
+    def clean_references(self) -> bool:
+        return bool(self.transformer.config.get("zero_cond_t"))
+
+    @property
     def image_embedder(self) -> nn.Module:
         embedder: nn.Module = self.transformer.img_in
         return embedder

@@ -20,7 +20,7 @@ from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule
 from instgenie.models.joint.batch import JointBatch, pack
 from instgenie.models.joint.model import JointModel
-from instgenie.models.model import count_tokens, tokenize
+from instgenie.models.model import NOTHING, Seen, count_tokens, tokenize
 from instgenie.models.sd3.lora_names import original_names
 from instgenie.models.sd3.network import Sd3Network, find_positions
 from instgenie.types import Edit
@@ -88,7 +88,7 @@ class Sd3Model(JointModel):
     def rotary(self, num_text: int, grid: Grid, references: Sequence[Grid] = ()) -> Tensor:
         return torch.empty(num_text + grid[0] * grid[1], 0, dtype=torch.complex64, device=self.device)
 
-    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
+    def branch(self, prompt: str, grid: Grid, seen: Seen = NOTHING) -> Branch:
         """The tokens of all encoders take turns, so that those of the prompt come first and padding follows."""
         encoders = ((self.tokenizer, self.text_encoder), (self.tokenizer_2, self.text_encoder_2))
         encoded = [

@@ -19,12 +19,12 @@ from instgenie.cost.network import NetworkShape
 from instgenie.errors import EditError
 from instgenie.jobs.job import Branch, Grid
 from instgenie.jobs.sampler import Schedule, ddim_schedule, euler_schedule
-from instgenie.models.model import pack_latents, tokenize
+from instgenie.models.model import NOTHING, Seen, pack_latents, tokenize
 from instgenie.models.unet.controlnet import GuidedUnets
 from instgenie.models.unet.lora_names import original_names
 from instgenie.models.unet.network import describe, transformers
 from instgenie.models.unet.passes import UnetPasses
-from instgenie.types import Edit, Pixels
+from instgenie.types import Edit
 
 MAX_CAPTURED = 16
 
@@ -87,20 +87,11 @@ class UnetModel(UnetPasses):
     def embeds_guidance(self) -> bool:
         return False
 
-    def branches(
-        self, edit: Edit, grid: Grid, references: Sequence[Grid] = (), pictures: Sequence[Pixels] = ()
-    ) -> tuple[Branch, ...]:
+    def branches(self, edit: Edit, grid: Grid, seen: Seen = NOTHING) -> tuple[Branch, ...]:
         positive = self.branch(edit.prompt)
         return (positive, self.negative(edit.negative_prompt)) if self.guidance_scale(edit) > 1 else (positive,)
 
-    def template_branches(
-        self,
-        grid: Grid,
-        prompt: str,
-        isolated: bool,
-        references: Sequence[Grid] = (),
-        pictures: Sequence[Pixels] = (),
-    ) -> tuple[Branch, ...]:
+    def template_branches(self, grid: Grid, prompt: str, isolated: bool, seen: Seen = NOTHING) -> tuple[Branch, ...]:
         if isolated:
             raise EditError("an isolated registration is for Flux: every transformer of a UNet reads the text")
         positive, negative = self.branch(prompt), self.negative("")

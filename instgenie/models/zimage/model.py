@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from instgenie.jobs.job import Branch, Grid
 from instgenie.models.joint.model import JointModel
+from instgenie.models.model import NOTHING, Seen
 from instgenie.models.zimage.lora_names import original_names
 from instgenie.models.zimage.network import MULTIPLE, ZImageNetwork, embed_positions, num_missing
-from instgenie.types import Edit, Pixels
+from instgenie.types import Edit
 
 MAX_TEXT_TOKENS = 512  # of the stock pipelines
 USUAL_TEXT_TOKENS = 2 * MULTIPLE  # of a prompt of a sentence or two, with the words that the chat puts around it
@@ -80,7 +81,7 @@ class ZImageModel(JointModel):
         """Between text and image lie the rows that the image misses."""
         return embed_positions(self.transformer, num_text, grid).to(self.device)
 
-    def branch(self, prompt: str, grid: Grid, references: Sequence[Grid] = ()) -> Branch:
+    def branch(self, prompt: str, grid: Grid, seen: Seen = NOTHING) -> Branch:
         return self.make_branch(self.joint_network.embed_prompt(self.encode(prompt)), grid)
 
     def make_branch(self, text: Tensor, grid: Grid) -> Branch:
@@ -88,17 +89,10 @@ class ZImageModel(JointModel):
         missing = self.transformer.x_pad_token.expand(num_rows, -1)
         return Branch(torch.cat([text, missing]), text.new_empty(0), self.rotary(len(text), grid))
 
-    def template_branches(
-        self,
-        grid: Grid,
-        prompt: str,
-        isolated: bool,
-        references: Sequence[Grid] = (),
-        pictures: Sequence[Pixels] = (),
-    ) -> tuple[Branch, ...]:
+    def template_branches(self, grid: Grid, prompt: str, isolated: bool, seen: Seen = NOTHING) -> tuple[Branch, ...]:
         """Without text, the rows that the image misses lie where they do for the shortest one."""
         if not isolated:
-            return (self.branch(prompt, grid, references),)
+            return (self.branch(prompt, grid, seen),)
         branch = self.make_branch(self.transformer.x_pad_token.expand(MULTIPLE, -1), grid)
         return (Branch(branch.text[MULTIPLE:], branch.pooled, branch.rotary[MULTIPLE:]),)
 

@@ -8,6 +8,7 @@ from diffusers import UNet2DConditionModel, ZImageTransformer2DModel
 
 from instgenie.errors import ModelError
 from instgenie.models.families import DUMMIES, FAMILIES
+from instgenie.models.layers.linear import as_one
 from instgenie.models.loading.dummy import count_dummy, fill_randomly, find_dummy, make_parts, on_meta
 from instgenie.models.loading.load import load
 from instgenie.models.recipe import Recipe
@@ -74,6 +75,18 @@ def test_hollow_parts_have_no_weights() -> None:
     parts = make_parts(TINY_RECIPE, FAMILIES["unet"], torch.device("cpu"), torch.float32, hollow)
     assert all(parameter.is_meta for part in hollow for parameter in parts[part].parameters())
     assert not any(parameter.is_meta for parameter in parts["vae"].parameters())
+
+
+@torch.no_grad()
+def test_joined_layers_are_filled_at_their_places() -> None:
+    family = FAMILIES["zimage"]
+    recipe = replace(family.dummies["z-image-turbo"], network=tiny_z_image, vae=TINY_RECIPE.vae)
+    parts = make_parts(recipe, family, torch.device("cpu"), torch.float32, quantize=family.join_layers)
+    attention = parts["transformer"].layers[0].attention
+    weight = as_one([layer.weight for layer in (attention.to_q, attention.to_k, attention.to_v)])
+    assert weight is not None
+    assert weight.shape == (3 * 48, 48)
+    assert 0.1 < weight.std() < 0.2
 
 
 @torch.no_grad()

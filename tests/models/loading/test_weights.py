@@ -21,9 +21,12 @@ from instgenie.kernels.quantize import quantize_rows_reference
 from instgenie.models.families import PIPELINES
 from instgenie.models.layers import fp8_linear
 from instgenie.models.layers.fp8_linear import Fp8Linear, Fp8Weights
+from instgenie.models.layers.linear import as_one
 from instgenie.models.loading import fill as fill_module
+from instgenie.models.loading import load as load_module
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
+from instgenie.types import Quantization
 
 SHARING = """
 import json, re, sys
@@ -132,6 +135,38 @@ def test_processes_share_the_pages_of_weights(folders: dict[str, Path]) -> None:
     assert mapped["denoise"] == {"transformer"}
     assert mapped["finish"] == {"vae", "transformer"}  # which has a layer that embeds prompts
     assert pages["finish"]["transformer Shared"] < 0.5 * sizes["transformer"]  # the system maps neighbours, too
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_joined_layers_are_filled_at_their_places(
+    folders: dict[str, Path], quantization: Quantization | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: weights come to one place for all layers, and there is no memory beside it."""
+    options = {"dtype": "bfloat16", "quantization": quantization, "emulates": True}
+    apart = load(str(folders["blend"]), "cpu", **options).network
+    monkeypatch.setattr(load_module, "join_layers", lambda network, family, _: family.join_layers(network))
+    joined = load(str(folders["blend"]), "cpu", **options).network
+    for name, tensor in tensors_of(apart).items():
+        assert tensors_of(joined)[name].equal(tensor), name
+    weights = [[layer.weight for layer in qkv_of(network)] for network in (apart, joined)]
+    assert [as_one(three) is None for three in weights] == [True, False]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in joined.parameters()}
+    assert sum(storages.values()) == sum(one.nbytes for one in joined.parameters())
+
+
+def qkv_of(network: nn.Module) -> list[nn.Module]:
+    return [network.get_submodule(f"transformer_blocks.0.attn.{name}") for name in ("to_q", "to_k", "to_v")]
+
+
+@pytest.mark.gpu
+def test_a_gpu_reserves_little_more_than_the_weights() -> None:
+    """While they come. Layers that were joined later would be there twice."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    network = load("dummy:z-image-turbo", "cuda", "bfloat16", weights=frozenset({"network"})).network
+    num_bytes = sum(parameter.nbytes for parameter in network.parameters())
+    assert torch.cuda.max_memory_reserved() - before < 1.1 * num_bytes
 
 
 @pytest.mark.gpu

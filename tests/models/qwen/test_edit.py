@@ -4,9 +4,10 @@ The stock pipelines work at a size of their own, so they are told that of the ed
 processor, with its picture processor that needs no torchvision.
 """
 
+import copy
 import json
 import shutil
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,8 @@ from diffusers.pipelines.qwenimage import (
 )
 from helpers.cached import KINDS, feasible, predict, register_for
 from helpers.edits import apart, close, far, make_edit, quiet_pipeline, run, stock_arguments
+from helpers.loras import applied, merged, save_lora, tolerance
+from helpers.qwen import several_pictures
 from PIL import Image
 from torch import Tensor
 from transformers import Qwen2VLProcessor
@@ -29,6 +32,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from instgenie.bench.stock import stock_pipeline, stock_system
 from instgenie.engine.demand import make_demand
+from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.prepare import Encodings, draw_noise, prepare
@@ -36,6 +40,8 @@ from instgenie.engine.pricing import job_shape
 from instgenie.engine.register import make_key, reuse
 from instgenie.errors import EditError, ModelError
 from instgenie.jobs.activations import Kind
+from instgenie.jobs.job import Job
+from instgenie.models.families import FAMILIES
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.models.qwen.model import MOST_READ, QwenEditModel, QwenEditPlusModel
@@ -175,10 +181,12 @@ def test_law_3_facts_and_the_reference_are_read(model: QwenEditModel, kind: Kind
         assert apart(*predict(model, reuse(job, replace(activations, rows=tuple(spoiled)))), expected) > far(model, 10)
 
 
+@pytest.mark.parametrize("clean", [False, True])
 @pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_law_own_rows_are_those_of_the_dense_step(model: QwenEditModel, kind: Kind, share: float) -> None:
+def test_law_own_rows_are_those_of_the_dense_step(model: QwenEditModel, kind: Kind, share: float, clean: bool) -> None:
     """Both branches, of different lengths, keep their facts."""
+    model = several_pictures(model, clean) if clean else model
     engine = Engine(model)
     engine.own = OwnActivations(model, kind)
     edit = make_edit(share=share, own_steps=(0,), guidance=4.0, negative_prompt="a blue dog on grass")
@@ -251,9 +259,10 @@ def test_large_pictures_have_no_more_words_than_those_of_the_own_size(model: Qwe
     assert model.read_size((1024, 256)) == (2048, 512)
 
 
-@pytest.fixture
-def plus(model: QwenEditModel) -> QwenEditPlusModel:
-    return QwenEditPlusModel(**{field.name: getattr(model, field.name) for field in fields(model)})
+@pytest.fixture(params=[False, True], ids=["noisy", "clean"])
+def plus(request: pytest.FixtureRequest, model: QwenEditModel) -> QwenEditPlusModel:
+    """As published in 2509, and as in 2511: references are modulated as at time 0."""
+    return several_pictures(model, clean=request.param)
 
 
 @torch.no_grad()
@@ -287,14 +296,69 @@ def test_law_3_several_pictures_are_read(plus: QwenEditPlusModel, kind: Kind) ->
     edit = make_edit(prompt="", guidance=1.0, references=references)
     job = prepare(edit, plus)
     job = replace(job, step=1, latents=job.template.at(1, job.schedule))
-    cached = reuse(job, register_for(plus, edit, kind, references=references))
-    assert len(cached.activations.rows[0][0, 0, 0]) == job.tokens.num_facts + 3 * len(job.masked)
-    assert apart(*predict(plus, cached), *predict(plus, job)) <= close(plus)
+    activations = register_for(plus, edit, kind, references=references)
+    assert len(activations.rows[0][0, 0, 0]) == job.tokens.num_facts + 3 * len(job.masked)
+    [expected] = predict(plus, job)
+    for plan in feasible(kind, plus.run_lengths):
+        assert apart(*predict(plus, reuse(job, activations, plan)), expected) <= close(plus), plan
 
 
-def test_diffusers_runs_one_picture_after_the_other(
-    model: QwenEditModel, plus: QwenEditPlusModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@torch.no_grad()
+def test_law_1_clean_references_are_modulated_as_at_time_0(model: QwenEditModel) -> None:
+    """By one call of diffusers' network, beside another job; without, the prediction is another."""
+    noisy, clean = several_pictures(model), several_pictures(model, clean=True)
+    jobs = [prepare(make_edit(seed=seed, guidance=guidance), clean) for seed, guidance in ((1, 1.0), (2, 4.0))]
+    (_, [found, _]), [other] = clean.predict(jobs), noisy.predict(jobs)[0]
+    job, branch = jobs[1], jobs[1].branches[0]
+    assert job.reference is not None
+    ordered = torch.cat([branch.text[-branch.num_facts :], branch.text[: -branch.num_facts]])
+    network = copy.copy(clean.transformer)
+    network._modules = network._modules | {"txt_norm": torch.nn.Identity(), "txt_in": torch.nn.Identity()}
+    [truth] = network(
+        hidden_states=torch.cat([job.latents, job.reference])[None].to(clean.dtype),
+        encoder_hidden_states=ordered[None],
+        timestep=job.timestep[None],
+        img_shapes=[[(1, *job.grid)] * 2],
+    ).sample
+    assert apart(found, truth[: len(found)]) <= close(clean)
+    assert apart(other, clean.predict(jobs)[0][0]) > far(clean)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_lora_with_clean_references_is_the_merged_model(model: QwenEditModel, tmp_path: Path, kind: Kind) -> None:
+    """LoRAs for all layers, those of the time and of modulation among them, on rows that are computed and on kept
+    ones."""
+    clean = several_pictures(model, clean=True)
+    names = [name for name in clean.layer_table.shapes["network"] if not FAMILIES["qwen"].is_of_prompts(name)]
+    lora = save_lora(tmp_path / "lora.safetensors", clean, names), 0.7
+    job = reuse_own(prepare(make_edit(steps=3, own_steps=(0,), negative_prompt="sky"), clean))
+    found, expected, without = (
+        run_own(one, replace(job, loras=loras), kind)
+        for one, loras in ((clean, applied(clean, lora)), (merged(clean, lora), None), (clean, None))
+    )
+    assert apart(found, expected) <= tolerance(clean)
+    assert apart(found, without) > far(clean)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_own_captured_with_clean_references_is_uncaptured(model: QwenEditModel, kind: Kind) -> None:
+    """On a CPU the passes that would be captured run uncaptured."""
+    clean = several_pictures(model, clean=True)
+    job = reuse_own(prepare(make_edit(steps=5, own_steps=(0, 3)), clean))
+    captured, uncaptured = (run_own(clean, replace(job), kind, graphs) for graphs in (Graphs(clean), None))
+    assert apart(captured, uncaptured) <= close(clean)
+
+
+def run_own(model: Model, job: Job, kind: Kind, graphs: Graphs | None = None) -> Tensor:
+    engine = Engine(model, graphs=graphs)
+    engine.own = OwnActivations(model, kind)
+    engine.join(job)
+    while engine.jobs:
+        engine.step()
+    return job.latents
+
+
+def test_diffusers_runs_one_picture_after_the_other(model: QwenEditModel, monkeypatch: pytest.MonkeyPatch) -> None:
     edits = [make_edit(steps=2, seed=seed, guidance=1.0) for seed in (1, 2)]
     seen: list[int] = []
     hook = model.transformer.register_forward_pre_hook(
@@ -302,7 +366,7 @@ def test_diffusers_runs_one_picture_after_the_other(
     )
     work_at_own_size(pipeline_qwenimage_edit_inpaint, edits[0], monkeypatch)
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "calculate_dimensions", lambda *_: (48, 32))
-    for one in (model, plus):
+    for one in (model, several_pictures(model)):
         stock_system(one).run(edits)
     hook.remove()
     assert seen == [1] * 8

@@ -165,7 +165,7 @@ def test_facts(model: QwenModel) -> None:
     ("part", "config", "says"),
     [
         ("transformer", {"in_channels": 20}, "has 20 channels and patches of 2: 16 and 2 are expected"),
-        ("transformer", {"zero_cond_t": True}, "has zero_cond_t on: all of guidance_embeds, .* must be off"),
+        ("transformer", {"guidance_embeds": True}, "has guidance_embeds on: all of guidance_embeds, .* must be off"),
         ("transformer", {"use_additional_t_cond": True}, "has use_additional_t_cond on"),
         ("scheduler", {"invert_sigmas": True}, "invert_sigmas on: both must be off"),
     ],
