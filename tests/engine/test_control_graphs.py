@@ -22,7 +22,7 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.merging import Merging
 from instgenie.engine.own import reuse_own
 from instgenie.jobs.job import Job
-from instgenie.models.controlnet import ControlBatch, ControlNet, compute
+from instgenie.models.controlnet import BranchFacts, ControlBatch, ControlNet, Facts, compute
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 
@@ -174,7 +174,12 @@ def test_what_depends_on_no_step_is_put_together_once(
     controls, graphs = captured_controls(model)
     net = controls.shelf.take(jobs[0].controls[0].use)
     calls, collect = [], net.collect
-    monkeypatch.setattr(net, "collect", lambda branches: calls.append(len(branches)) or collect(branches))
+
+    def count(branches: Sequence[BranchFacts]) -> Facts:
+        calls.append(len(branches))
+        return collect(branches)
+
+    monkeypatch.setattr(net, "collect", count)
     one, other = jobs
     for _ in range(3):
         residuals_of(controls, [one, other])
