@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.controlnets import controlled, save_controlnet
-from helpers.edits import apart, close, make_edit, prepare, run
-from helpers.loras import applied, save_lora
+from helpers.edits import apart, close, far, make_edit, prepare, run
+from helpers.loras import applied, save_lora, tolerance
 from torch import Tensor
 
 from instgenie.engine import control_graphs
@@ -311,24 +311,44 @@ def test_captured_residuals_of_several_passes_of_one_key(models: dict[str, Model
     assert graphs.num_captured == 1
 
 
+def jobs_with_loras(model: Model, folder: Path, merges: bool) -> list[Job]:
+    """Edits with two ControlNets, one of which ends, and LoRAs that are merged because they are the same or are not."""
+    nets = save_nets(folder, model)
+    shapes = model.layer_table.shapes["network"]
+    layers = [layer for layer, shape in shapes.items() if shape.kernel in (None, (1, 1))]
+    files = [save_lora(folder / f"{seed}.safetensors", model, layers, rank=8, seed=seed) for seed in range(2)]
+    loras = [applied(model, (files[0], 0.7), (files[1], -0.3)), applied(model, (files[1], 0.5))]
+    uses = [{"scale": 0.8}, {"scale": 0.4, "end": 0.5}]
+    edits = [make_job(model, nets, uses, seed=seed, steps=8, own_steps=(0,), **GUIDED) for seed in range(2)]
+    chosen = [loras[0], loras[0] if merges else loras[1]]
+    return [replace(reuse_own(job), loras=own) for job, own in zip(edits, chosen, strict=True)]
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_loras_and_controlnets_in_captured_passes(models: dict[str, Model], merges: bool, tmp_path: Path) -> None:
+    model = models["sdxl"]
+    jobs = jobs_with_loras(model, tmp_path, merges)
+    expected = run_jobs(model, jobs, None, LocalControls(model), merges=False)
+    (controls, control_passes), graphs = captured_controls(model), Graphs(model)
+    for _ in range(2):
+        found = run_jobs(model, jobs, graphs, controls, merges)
+        assert max(map(apart, found, expected)) <= tolerance(model)
+    assert control_passes.num_captured == 2
+    assert {has_residuals for *_, has_residuals in graphs.captured} == {True}
+    without = run_jobs(model, [replace(job, loras=None) for job in jobs], graphs, controls, merges)
+    assert max(map(apart, without, expected)) > far(model)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("merges", [False, True])
 @pytest.mark.parametrize("name", ["sdxl", "blend_guided"])
 def test_edits_with_controlnets_and_loras_are_captured(
     name: str, merges: bool, models: dict[str, Model], tmp_path: Path
 ) -> None:
-    """Whole edits in captured passes, with captured ControlNets and without: the results are bit-identical. No pass is
-    refused, and once all are known, each of the UNet is captured in halves."""
+    """Whole edits in captured passes, with captured ControlNets and without: the results are bit-identical, and no pass
+    is refused."""
     model = load_on_gpu(name, models)
-    nets = save_nets(tmp_path, model)
-    shapes = model.layer_table.shapes["network"]
-    layers = [layer for layer, shape in shapes.items() if shape.kernel in (None, (1, 1))]
-    files = [save_lora(tmp_path / f"{seed}.safetensors", model, layers, rank=8, seed=seed) for seed in range(2)]
-    loras = [applied(model, (files[0], 0.7), (files[1], -0.3)), applied(model, (files[1], 0.5))]
-    uses = [{"scale": 0.8}, {"scale": 0.4, "end": 0.5}]
-    edits = [make_job(model, nets, uses, seed=seed, steps=8, own_steps=(0,), **GUIDED) for seed in range(2)]
-    chosen = [loras[0], loras[0] if merges else loras[1]]
-    jobs = [replace(reuse_own(job), loras=own) for job, own in zip(edits, chosen, strict=True)]
+    jobs = jobs_with_loras(model, tmp_path, merges)
     shelf = ControlShelf(model.device, model.dtype)
     control_passes = ControlGraphs(model.device, max_branches=99)
     results = []
@@ -344,7 +364,9 @@ def test_edits_with_controlnets_and_loras_are_captured(
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def run_jobs(model: Model, given: Sequence[Job], graphs: Graphs, controls: LocalControls, merges: bool) -> list[Tensor]:
+def run_jobs(
+    model: Model, given: Sequence[Job], graphs: Graphs | None, controls: LocalControls, merges: bool
+) -> list[Tensor]:
     jobs = [replace(job) for job in given]
     engine = Engine(model, graphs=graphs, controls=controls, merging=Merging(merges))
     for job in jobs:
