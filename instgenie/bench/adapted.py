@@ -7,6 +7,7 @@ from pathlib import Path
 from instgenie.adapters.controlnets import ControlNetRegistry
 from instgenie.adapters.tiers import LoraFetch
 from instgenie.cluster.config import LoraConfig
+from instgenie.engine.control_graphs import make_control_graphs
 from instgenie.engine.controls import LocalControls
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
@@ -43,7 +44,8 @@ class AdaptedEngine:
     model: Model
 
     def __post_init__(self) -> None:
-        self.controls, self.graphs = LocalControls(self.model), make_graphs(self.model)
+        self.controls = LocalControls(self.model, graphs=make_control_graphs(self.model.device))
+        self.graphs = make_graphs(self.model)
         self.free_steps = LoraConfig().num_free_steps
 
     def run(self, edits: Sequence[Edit], shelf: LoraShelf, reuses: bool, hides: bool = True) -> float:
@@ -60,6 +62,7 @@ class AdaptedEngine:
             jobs.append(reuse_own(job) if reuses else job)
             if fetch:
                 loading.append((jobs[-1], fetch))
+            self.controls.open(jobs[-1])
             engine.join(jobs[-1])
         while engine.jobs:
             loading = [pair for pair in loading if not self.settle(*pair, shelf, hides)]

@@ -18,17 +18,28 @@ import torch
 from torch import Tensor
 
 from instgenie.adapters.controlnets import ControlShape, read_config
+from instgenie.engine.control_graphs import ControlGraphs
 from instgenie.errors import ControlError
 from instgenie.jobs.controls import JobControl
 from instgenie.jobs.job import Job, control_scales
 from instgenie.machine.device_memory import is_out_of_memory
-from instgenie.models.controlnet import Asked, ControlledJob, ControlNet, ControlStep, add_up, compute_parts
+from instgenie.models.controlnet import (
+    Asked,
+    ControlledJob,
+    ControlNet,
+    ControlStep,
+    Run,
+    add_up,
+    compute_parts,
+    run_uncaptured,
+)
 from instgenie.models.families import CONTROLNETS
 from instgenie.models.model import Model
 from instgenie.types import ControlUse
 
 log = logging.getLogger(__name__)
 
+HIGH = -1  # priority of a stream
 DEFAULT_BYTES = 16 * 2**30  # of ControlNets in memory
 
 
@@ -126,10 +137,15 @@ class LocalControls:
     """Jobs are known by their images, which stay the same when a job is copied."""
 
     def __init__(
-        self, model: Model, shelf: ControlShelf | None = None, wake: Callable[[], None] = lambda: None
+        self,
+        model: Model,
+        shelf: ControlShelf | None = None,
+        wake: Callable[[], None] = lambda: None,
+        graphs: ControlGraphs | None = None,
     ) -> None:
-        """`wake` is called when the ControlNets of a job have come."""
+        """`wake` is called when the ControlNets of a job have come. Without graphs passes run launch by launch."""
         self.model, self.wake = model, wake
+        self.run: Run = graphs.run if graphs else run_uncaptured
         self.shelf = shelf or ControlShelf(model.device, model.dtype)
         self._open: WeakKeyDictionary[JobControl, Future[ControlledJob]] = WeakKeyDictionary()
         self._loader: ThreadPoolExecutor | None = None
@@ -168,13 +184,14 @@ class LocalControls:
         if self.streams:
             self.begin_beside(guided, asked, self.streams)
             return
-        for job, parts, (_, step) in zip(guided, compute_parts(asked), asked, strict=True):
+        for job, parts, (_, step) in zip(guided, compute_parts(asked, self.run), asked, strict=True):
             job.residuals = LocalPromise(add_up(parts, step.rows))
 
     def begin_beside(self, guided: Sequence[Job], asked: Sequence[Asked], streams: "Streams") -> None:
-        """Each ControlNet has a stream; another one adds up what they computed. All of them start after what the stream
-        of the steps has to do so far, so what they free is not used before that stream is done with it."""
-        parts = compute_parts(asked, streams.beside)
+        """Each ControlNet has a stream, on which its passes and its graphs run; another one adds up what they computed.
+        All of them start after what the stream of the steps has to do so far, so what they free is not used before that
+        stream is done with it: with residuals, until it has added those of the last step."""
+        parts = compute_parts(asked, self.run, streams.beside)
         with streams.adding_up():
             sums = [add_up(own, step.rows) for own, (_, step) in zip(parts, asked, strict=True)]
             done = torch.cuda.Event()
@@ -189,18 +206,21 @@ class LocalControls:
 
 
 class Streams:
-    """The streams of ControlNets beside the current one."""
+    """The streams of ControlNets beside the current one. torch hands out streams of one priority in turn, and the same
+    ones again after some dozens; nothing else here has a high priority, so that no ControlNet shares a stream, and the
+    memory that libraries keep for it, with a copy or with the capture of a graph that runs beside it. Residuals are the
+    longest way to the end of a step, so ControlNets may go first."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._sums = torch.cuda.Stream(device)
+        self._sums = torch.cuda.Stream(device, priority=HIGH)
         self._of: WeakKeyDictionary[ControlNet, torch.cuda.Stream] = WeakKeyDictionary()
         self._running: list[torch.cuda.Stream] = []
 
     @contextmanager
     def beside(self, net: ControlNet) -> Iterator[None]:
         if net not in self._of:
-            self._of[net] = torch.cuda.Stream(self.device)
+            self._of[net] = torch.cuda.Stream(self.device, priority=HIGH)
         stream = self._of[net]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         stream.wait_stream(self._sums)  # which may still read what this stream left at the last step
@@ -238,9 +258,8 @@ def size_of(job: Job, control: JobControl) -> tuple[int, int]:
 
 
 def step_of(job: Job, model: Model) -> ControlStep:
-    return ControlStep(
-        model.guided.sample(job), job.timestep, job.guidance, control_scales(job), model.guided.rows(job)
-    )
+    told = float(job.edit.guidance), control_scales(job)
+    return ControlStep(model.guided.sample(job), job.timestep, *told, model.guided.rows(job))
 
 
 def control_shape(model: Model) -> ControlShape:

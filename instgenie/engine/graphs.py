@@ -12,17 +12,14 @@ the least recently used is dropped. On a device without graphs the same passes r
 launch.
 """
 
-import logging
 import sys
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from instgenie.engine.captures import Captures, FixedColumns
 from instgenie.engine.loading.gates import Passage
 from instgenie.engine.loading.route import is_far, places_of
 from instgenie.engine.loading.staging import Staging
@@ -34,49 +31,17 @@ from instgenie.models.packed import JobResiduals, PackedBatch
 from instgenie.types import CacheDtype
 
 MAX_GRAPHS = 128
-MAX_SEEN = 1024
-NUM_WARM_UPS = 2  # before the first capture; later captures have run uncaptured before
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class FixedTensor:
-    """A tensor at an address that never changes, and a reference to the tensor last copied into it."""
-
-    tensor: Tensor
-    source: weakref.ref[Tensor] | None = None
-
-    def copy(self, source: Tensor) -> None:
-        """Copy a tensor that is never written to, unless it was the last to be copied."""
-        if self.source is None or self.source() is not source:
-            self.tensor.copy_(source, non_blocking=True)
-            self.source = weakref.ref(source)
-
-
-class FixedTensors:
-    """Fixed tensors by name and shape. Captured passes share them: only one pass runs at a time."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[str, torch.Size, torch.dtype], FixedTensor] = {}
-
-    def take(self, name: str, like: Tensor) -> FixedTensor:
-        key = name, like.shape, like.dtype
-        if key not in self._tensors:
-            self._tensors[key] = FixedTensor(torch.empty_like(like))
-        return self._tensors[key]
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """What a captured pass reads."""
 
-    tensors: tuple[FixedTensor, ...]  # one per column
+    columns: FixedColumns
     table: Tensor  # [places, readers], int64, addresses of rows
 
     def copy(self, packed: PackedBatch, addresses: Tensor) -> None:
-        for fixed, column in zip(self.tensors, packed.columns, strict=True):
-            fixed.copy(column)
+        self.columns.copy(packed.columns)
         self.table.copy_(addresses, non_blocking=True)
 
 
@@ -91,18 +56,12 @@ class Captured:
     replay: Callable[[Sequence[JobResiduals]], Tensor]
 
 
-class Graphs:
+class Graphs(Captures[Captured]):
     def __init__(self, model: Model, max_graphs: int = MAX_GRAPHS, max_readers: int | None = None) -> None:
+        super().__init__(model.device, max_graphs)
         self.model = model
-        self.max_graphs = max_graphs
         self.max_readers = model.max_captured if max_readers is None else max_readers
-        self.tensors = FixedTensors()
-        self.captured: OrderedDict[Hashable, Captured] = OrderedDict()
-        self.seen: OrderedDict[Hashable, None] = OrderedDict()
-        self.refused: set[Hashable] = set()
-        self.reasons: set[str] = set()
         self.staging = Staging(model.device, max_staged_bytes(model.device))
-        self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     def takes(self, jobs: Sequence[Job]) -> bool:
         """Return whether it can find all rows that the jobs' present step reads or keeps. Only kernels can on a GPU."""
@@ -149,22 +108,12 @@ class Graphs:
         return captured.replay(packed.residuals)
 
     def find(self, packed: PackedBatch, addresses: Tensor) -> Captured | None:
-        """Return the captured pass with this batch's signature, captured now if it is seen for the second time."""
+        """Return the captured pass with this batch's signature, captured now if it is seen for the second time. One
+        with too many readers never is."""
+        if len(packed.readers) > self.max_readers:
+            return None
         key = packed.signature, dtypes_of(packed.readers), addresses.shape, bool(packed.residuals)
-        found = self.captured.get(key)
-        if found is None:
-            if len(packed.readers) > self.max_readers or key in self.refused or not self.is_known(key):
-                return None
-            try:
-                found = self.captured[key] = self.capture(packed, addresses)
-            except RuntimeError as error:  # out of memory, or a call that cannot be captured
-                self.explain(str(error).splitlines()[0])
-                self.refused.add(key)
-                return None
-        self.captured.move_to_end(key)
-        while len(self.captured) > self.max_graphs:
-            self.captured.popitem(last=False)
-        return found
+        return self.find_or_capture(key, lambda: self.capture(packed, addresses))
 
     def find_rows(self, readers: Sequence[RowReader]) -> Tensor:
         """Addresses of the rows that a pass reads or keeps [places, readers], in main memory; 0 for other readers."""
@@ -189,30 +138,35 @@ class Graphs:
             return self.staging.addresses(job, branch)
         return job.activations.addresses(job.step, branch)
 
-    def is_known(self, key: Hashable) -> bool:
-        """Return whether a signature was seen before, and remember it."""
-        is_known = key in self.seen
-        self.seen[key] = None
-        if len(self.seen) > MAX_SEEN:
-            self.seen.popitem(last=False)
-        return is_known
-
-    def explain(self, reason: str) -> None:
-        if reason not in self.reasons:
-            self.reasons.add(reason)
-            log.warning("a pass is not captured, and slower: %s", reason)
-
     def capture(self, packed: PackedBatch, addresses: Tensor) -> Captured:
         table = self.tensors.take("table", addresses.to(self.model.device)).tensor
-        inputs = Inputs(tuple(map(self.tensors.take, packed.names, packed.columns)), table)
+        inputs = Inputs(self.tensors.take_all(packed.names, packed.columns), table)
         inputs.copy(packed, addresses)
-        twin = packed.over([fixed.tensor for fixed in inputs.tensors], self.rows_at(table, packed))
-        num_warm_ups = 0 if self.captured else NUM_WARM_UPS
+        twin = replace(packed.over(inputs.columns.tensors, self.rows_at(table, packed)), residuals=())
         if packed.residuals:
-            halves = capture_halves(self.model, replace(twin, residuals=()), self.pool, num_warm_ups)
-            return Captured(inputs, twin, halves)
-        replay = capture(lambda: self.model.run(twin), self.model.device, self.pool, num_warm_ups)
-        return Captured(inputs, twin, lambda _: replay())
+            return Captured(inputs, twin, self.capture_halves(twin))
+        replay = self.repeatable(lambda: [self.model.run(twin)])
+        return Captured(inputs, twin, lambda _: replay()[0])
+
+    def capture_halves(self, packed: PackedBatch) -> Callable[[Sequence[JobResiduals]], Tensor]:
+        """Capture a pass as two graphs. Between them residuals are added to what the first one left, outside of any
+        graph: so the first half never waits for them, and one capture serves whichever jobs have ControlNets."""
+        if self.device.type != "cuda":
+            return lambda residuals: finish_half(self.model.begin(packed), residuals)
+        half: list[HalfPass] = []
+        begin = self.record(lambda: half.append(self.model.begin(packed)))
+        out: list[Tensor] = []
+        half = half[-1:]
+        end = self.record(lambda: out.append(half[0].end()))
+
+        def replay(residuals: Sequence[JobResiduals]) -> Tensor:
+            begin.replay()
+            for one in residuals:
+                one.add_to(half[0].places)
+            end.replay()
+            return out[-1].clone()
+
+        return replay
 
 
 def dtypes_of(readers: Sequence[RowReader]) -> tuple[CacheDtype, ...]:
@@ -226,62 +180,10 @@ def num_computed(job: Job) -> int:
     return len(job.inside) if places_of(job) else job.num_seen
 
 
-def capture_halves(
-    model: Model, packed: PackedBatch, pool: Any, num_warm_ups: int
-) -> Callable[[Sequence[JobResiduals]], Tensor]:
-    """Capture a pass as two graphs. Between them residuals are added to what the first one left, outside of any graph:
-    so the first half never waits for them, and one capture serves whichever jobs have ControlNets."""
-    if model.device.type != "cuda":
-        return lambda residuals: finish_half(model.begin(packed), residuals)
-    half: list[HalfPass] = []
-    begin = record(lambda: half.append(model.begin(packed)), model.device, pool, num_warm_ups)
-    out: list[Tensor] = []
-    half = half[-1:]
-    end = record(lambda: out.append(half[0].end()), model.device, pool, num_warm_ups)
-
-    def replay(residuals: Sequence[JobResiduals]) -> Tensor:
-        begin.replay()
-        for one in residuals:
-            one.add_to(half[0].places)
-        end.replay()
-        return out[-1].clone()
-
-    return replay
-
-
 def finish_half(half: HalfPass, residuals: Sequence[JobResiduals]) -> Tensor:
     for one in residuals:
         one.add_to(half.places)
     return half.end()
-
-
-def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, num_warm_ups: int) -> Callable[[], Tensor]:
-    """Return a function that repeats the launches of `run` and returns their result."""
-    if device.type != "cuda":
-        return run
-    out: list[Tensor] = []
-    graph = record(lambda: out.append(run()), device, pool, num_warm_ups)
-    del out[:-1]
-
-    def replay() -> Tensor:
-        graph.replay()
-        return out[0].clone()  # graphs share memory: the next may overwrite it
-
-    return replay
-
-
-def record(run: Callable[[], object], device: torch.device, pool: Any, num_warm_ups: int) -> torch.cuda.CUDAGraph:
-    """Capture the launches of `run`, after some runs without."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(num_warm_ups):  # libraries allocate what they need before anything is captured
-            run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        run()
-    return graph
 
 
 def max_staged_bytes(device: torch.device) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from instgenie.engine.control_graphs import make_control_graphs
 from instgenie.engine.controls import LocalControls, StepControls
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.guidance import FarBranches, NoFarBranches
@@ -59,7 +60,8 @@ class Engine:
         network = model.describe()
         self.sides, self.tiles = network.sides, network.tiles
         self.merging = merging or Merging(is_on=False)
-        self.controls = controls or LocalControls(model)
+        captured = make_control_graphs(model.device, enabled=graphs is not None)
+        self.controls = controls or LocalControls(model, graphs=captured)
         self.far = far or NoFarBranches()
         self.jobs: list[Job] = []
 

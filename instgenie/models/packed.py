@@ -17,6 +17,7 @@ from operator import attrgetter
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor
 
 from instgenie.adapters.applied import BatchLoras, batch_loras
@@ -36,8 +37,9 @@ class JobResiduals(NamedTuple):
 
     def add_to(self, places: Sequence[Tensor]) -> None:
         """Add them to tensors [branches, ...] in place; waits for them."""
-        for place, residual in zip(places, self.promise.result(), strict=True):
-            place[self.branches] += residual
+        residuals = list(self.promise.result())
+        assert len(places) == len(residuals), (len(places), len(residuals))
+        torch._foreach_add_([place[self.branches] for place in places], residuals)  # a few launches for all places
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,12 +32,13 @@ from instgenie.cluster.wire.controls import (
     StepHead,
     decode_control,
 )
+from instgenie.engine.control_graphs import ControlGraphs, make_control_graphs
 from instgenie.engine.controls import ControlShelf
 from instgenie.errors import ControlError, InstGenieError
 from instgenie.machine.curve import Doorkeeper, cluster_secret, secure_server
 from instgenie.machine.device import choose_device, choose_dtype, stay_near
 from instgenie.machine.shared_memory import OwnMemory, aligned
-from instgenie.models.controlnet import Asked, ControlledJob, ControlStep, compute
+from instgenie.models.controlnet import Asked, ControlledJob, ControlStep, Run, compute, run_uncaptured
 from instgenie.telemetry.logs import log_to_stderr
 from instgenie.workers.controls import kept, view_of
 from instgenie.workers.errors import described
@@ -69,9 +70,10 @@ class PendingAsk:
 
 
 class ControlNetService(StepService):
-    def __init__(self, shelf: ControlShelf, socket: Any, line: Line) -> None:
+    def __init__(self, shelf: ControlShelf, socket: Any, line: Line, graphs: ControlGraphs | None = None) -> None:
         super().__init__(socket, line)
         self.shelf = shelf
+        self.run_pass: Run = graphs.run if graphs else run_uncaptured
         self.clients: dict[Client, ServedClient] = {}
         self.used: OrderedDict[tuple[Client, str], None] = OrderedDict()  # open jobs, the least recently asked first
         self.pending: list[PendingAsk] = []
@@ -176,10 +178,10 @@ class ControlNetService(StepService):
 
     def read_step(self, step: StepHead, frames: Any) -> ControlStep:
         device = self.shelf.device
-        sample = read_tensor(step.sample, next(frames)).to(device)
-        rows = None if step.rows is None else read_tensor(step.rows, next(frames)).to(device)
-        timestep, guidance = (torch.tensor(number, device=device) for number in (step.timestep, step.guidance))
-        return ControlStep(sample, timestep, guidance, step.scales, rows)
+        sample = to_device(read_tensor(step.sample, next(frames)), device)
+        rows = None if step.rows is None else to_device(read_tensor(step.rows, next(frames)), device)
+        timestep = to_device(torch.tensor(step.timestep), device)
+        return ControlStep(sample, timestep, step.guidance, step.scales, rows)
 
     def work(self) -> None:
         """Compute everything that has been asked for, the asks of all workers together."""
@@ -203,7 +205,7 @@ class ControlNetService(StepService):
 
     def answer(self, pending: Sequence[PendingAsk]) -> None:
         started = time.monotonic()
-        computed = iter(compute([asked for one in pending for asked in one.asked]))
+        computed = iter(compute([asked for one in pending for asked in one.asked], self.run_pass))
         num_jobs = sum(len(one.asked) for one in pending)
         for one in pending:
             self.hand_over(one, [next(computed) for _ in one.asked], started, num_jobs)
@@ -231,6 +233,11 @@ class ControlNetService(StepService):
         return served.memory.path, served.memory.num_bytes
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor that nobody else has, on the device; nothing waits for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def serve(config: ProcessConfig, line: Line) -> None:
     device = choose_device(config.device)
     stay_near(device)
@@ -245,7 +252,7 @@ def serve(config: ProcessConfig, line: Line) -> None:
     line.watch(socket)
     line.send(Loaded())
     line.send(Serving())
-    ControlNetService(shelf, socket, line).run()
+    ControlNetService(shelf, socket, line, make_control_graphs(device, config.graphs)).run()
     doorkeeper.close()
 
 

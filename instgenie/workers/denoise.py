@@ -43,6 +43,7 @@ from instgenie.cost.latency import calibrated_name
 from instgenie.cost.learning import LearntCosts
 from instgenie.cost.table import Price
 from instgenie.engine.changed import make_changed
+from instgenie.engine.control_graphs import make_control_graphs
 from instgenie.engine.controls import ControlShelf, LocalControls, StepControls
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
@@ -353,7 +354,8 @@ def make_controls(config: ProcessConfig, model: Model, line: Line) -> StepContro
     if config.control_addresses:
         names = [name for name, _ in config.controls.modules]
         return RemoteControls(model, config.control_addresses, names, line.wake, line.keep_alive)
-    return LocalControls(model, ControlShelf(model.device, model.dtype, config.controls.max_bytes), line.wake)
+    shelf = ControlShelf(model.device, model.dtype, config.controls.max_bytes)
+    return LocalControls(model, shelf, line.wake, make_control_graphs(model.device, config.graphs))
 
 
 def make_companion(config: ProcessConfig, line: Line) -> Companion | None:

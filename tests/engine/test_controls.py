@@ -16,7 +16,8 @@ from instgenie.adapters.controlnets import ControlNetRegistry, open_controlnet
 from instgenie.cli.arguments import control
 from instgenie.cli.edit import open_controls
 from instgenie.editor import Editor, make_store
-from instgenie.engine.controls import control_shape
+from instgenie.engine.control_graphs import ControlGraphs
+from instgenie.engine.controls import LocalControls, control_shape
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
@@ -152,12 +153,15 @@ def test_arguments_of_the_command_line() -> None:
             control(wrong)
 
 
+@pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("family", ["sd", "sdxl", "blend_guided"])
-def test_no_step_with_controlnets_waits(models: dict[str, Model], family: str, tmp_path: Path) -> None:
-    """On a GPU neither the host nor, before residuals are needed, the network waits for a ControlNet."""
+def test_no_step_with_controlnets_waits(models: dict[str, Model], family: str, captures: bool, tmp_path: Path) -> None:
+    """On a GPU neither the host nor, before residuals are needed, the network waits for a ControlNet, whether its pass
+    runs as it is, is captured or repeated."""
     model = models[family]
-    edit = controlled(make_edit(steps=3, true_guidance=2.0), (save_controlnet(tmp_path / "net", model), {"end": 0.7}))
-    job, engine, waits = prepare(edit, model), Engine(model), Waits()
+    edit = controlled(make_edit(steps=4, true_guidance=2.0), (save_controlnet(tmp_path / "net", model), {"end": 0.8}))
+    controls = LocalControls(model, graphs=ControlGraphs(model.device) if captures else None)
+    job, engine, waits = prepare(edit, model), Engine(model, controls=controls), Waits()
     engine.join(job)
     engine.step()  # opens the job, and leaves what the model keeps for all jobs
     while engine.jobs:

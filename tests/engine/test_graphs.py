@@ -15,7 +15,8 @@ from helpers.names import FAMILIES
 
 from instgenie.cache.host import HostTier
 from instgenie.cost.plan import Plan
-from instgenie.engine.graphs import FixedTensors, Graphs, make_graphs
+from instgenie.engine.captures import FixedTensors
+from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.engine.loading.staging import Staging, find_pieces
 from instgenie.engine.loop import Engine
 from instgenie.engine.register import register, reuse

@@ -16,6 +16,7 @@ from helpers.names import SHORT, TINY
 from PIL import Image
 from torch import Tensor
 
+from instgenie.engine.control_graphs import ControlGraphs
 from instgenie.engine.controls import LocalControls
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
@@ -157,11 +158,14 @@ def test_law_controls_kv_is_y(model: Model, nets: list[Path]) -> None:
 
 
 def test_law_controls_captured_is_uncaptured(model: Model, nets: list[Path]) -> None:
-    """In the second round all signatures are known; lists of masked tokens are padded in both."""
+    """In the second round all signatures are known; lists of masked tokens are padded in both. Passes of ControlNets
+    are captured, too."""
     jobs = make_jobs(model, nets, kinds=("kv", "kv"))  # a pass is not captured if activations are of two kinds
     graphs, expected = Graphs(model), run(model, jobs)
+    control_graphs = ControlGraphs(model.device, max_branches=99)
+    controls = LocalControls(model, graphs=control_graphs)
     for _ in range(2):
-        engine = Engine(model, graphs=graphs)
+        engine = Engine(model, graphs=graphs, controls=controls)
         copies = [replace(job) for job in jobs]
         for job in copies:
             engine.join(job)
@@ -171,6 +175,7 @@ def test_law_controls_captured_is_uncaptured(model: Model, nets: list[Path]) -> 
         assert max(apart(job.latents, latents) for job, latents in pairs) <= 5 * close(model)
     if not is_flux(model):  # one whose residuals enter in the middle is captured in two halves
         assert {has_residuals for *_, has_residuals in graphs.captured} == {True, False}
+    assert control_graphs.num_captured > 1
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import zmq
 from helpers.controlnets import controlled, save_controlnet
 from helpers.edits import apart, close, make_edit, run
 
+from instgenie.engine.control_graphs import ControlGraphs
 from instgenie.engine.controls import ControlShelf, LocalControls
 from instgenie.engine.loop import Engine
 from instgenie.engine.prepare import prepare
@@ -56,7 +57,8 @@ def service(model: Model, tmp_path: Path) -> Iterator[ControlNetService]:
     socket = context.socket(zmq.ROUTER)
     socket.bind(f"ipc://{tmp_path}/c")
     line: Any = QuietLine()
-    made = ControlNetService(ControlShelf(model.device, model.dtype), socket, line)
+    graphs = ControlGraphs(model.device, max_branches=99)
+    made = ControlNetService(ControlShelf(model.device, model.dtype), socket, line, graphs)
     yield made
     made.socket.close(linger=0)
     context.term()

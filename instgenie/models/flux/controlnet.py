@@ -12,7 +12,8 @@ from torch import Tensor
 
 from instgenie.adapters.controlnets import FLUX_KIND, ControlShape
 from instgenie.jobs.job import Job
-from instgenie.models.controlnet import ControlInput, ControlNet, GuidedFamily
+from instgenie.models.controlnet import BranchFacts, ControlBatch, ControlNet, Facts, GuidedFamily
+from instgenie.models.model import pack_latents
 
 
 class GuidedFluxes(GuidedFamily):
@@ -32,40 +33,59 @@ class GuidedFluxes(GuidedFamily):
 class FluxControlNet(ControlNet):
     """Residuals for the image tokens behind the double blocks, then behind the single blocks."""
 
+    max_captured = 2
+
     def __init__(self, network: FluxControlNetModel, device: torch.device, dtype: torch.dtype) -> None:
         self.network, self.device, self.dtype = network, device, dtype
+        self._embedding = network.input_hint_block
+        network.input_hint_block = None  # images are embedded once per job, not at every step
 
-    def embed(self, hint: Tensor) -> Tensor:
-        return hint.to(self.device, self.dtype)
+    @property
+    def num_bytes(self) -> int:
+        own = self._embedding.parameters() if self._embedding is not None else ()
+        return super().num_bytes + sum(int(tensor.nbytes) for tensor in own)
 
-    def run(self, inputs: Sequence[ControlInput], scales: Tensor) -> list[Tensor]:
-        timestep = (torch.stack([one.timestep for one in inputs]) * 1000).to(self.dtype) / 1000
-        guidance = torch.stack([one.guidance for one in inputs]) if self.network.config.guidance_embeds else None
-        first = inputs[0]
+    def embed(self, hint: Tensor) -> Tensor:  # pixels [3, height, width], or tokens -> [tokens, channels]
+        given = hint.to(self.device, self.dtype)
+        if self._embedding is None:
+            return given
+        return pack_latents(self._embedding(given[None]), self.network.config.patch_size)
+
+    def collect(self, branches: Sequence[BranchFacts]) -> Facts:
+        first = branches[0]
+        facts = {
+            "text": torch.stack([one.text for one in branches]),
+            "pooled": torch.stack([one.pooled for one in branches]),
+            "hint": torch.stack([one.hint for one in branches]),
+            "positions": self.positions(first.num_tokens, *first.size),
+            "text_positions": torch.zeros(len(first.text), 3, device=self.device, dtype=self.dtype),
+            "scales": self.to_device([one.scale for one in branches])[:, None, None],
+        }
+        if self.network.config.guidance_embeds:
+            facts["guidance"] = self.to_device([one.guidance for one in branches], torch.float32)
+        if self.network.union:  # it knows several kinds of images
+            facts["modes"] = self.to_device([[one.mode or 0] for one in branches], torch.int64)
+        return facts
+
+    def run(self, batch: ControlBatch) -> list[Tensor]:
+        facts = batch.facts
         doubles, singles = self.network(
-            hidden_states=torch.stack([one.sample for one in inputs]).to(self.dtype),
-            controlnet_cond=torch.stack([one.hint for one in inputs]),
-            controlnet_mode=self.modes(inputs),
-            conditioning_scale=scales[:, None, None],
-            encoder_hidden_states=torch.stack([one.text for one in inputs]),
-            pooled_projections=torch.stack([one.pooled for one in inputs]),
-            timestep=timestep,
-            guidance=guidance,
-            img_ids=self.positions(first),
-            txt_ids=torch.zeros(len(first.text), 3, device=self.device, dtype=self.dtype),
+            hidden_states=batch.sample,
+            controlnet_cond=facts["hint"],
+            controlnet_mode=facts.get("modes"),
+            conditioning_scale=facts["scales"],
+            encoder_hidden_states=facts["text"],
+            pooled_projections=facts["pooled"],
+            timestep=(batch.timestep * 1000).to(self.dtype) / 1000,
+            guidance=facts.get("guidance"),
+            img_ids=facts["positions"],
+            txt_ids=facts["text_positions"],
             return_dict=False,
         )
         return [*(doubles or ()), *(singles or ())]
 
-    def modes(self, inputs: Sequence[ControlInput]) -> Tensor | None:
-        """What kind of image each branch has, for a ControlNet that knows several."""
-        if not self.network.union:
-            return None
-        return self.to_device([[one.mode or 0] for one in inputs], torch.int64)
-
-    def positions(self, one: ControlInput) -> Tensor:  # [image tokens, 3]
-        height, width = one.size
-        side = round((height * width / len(one.sample)) ** 0.5)
+    def positions(self, num_tokens: int, height: int, width: int) -> Tensor:  # [image tokens, 3]
+        side = round((height * width / num_tokens) ** 0.5)
         return grid_positions(height // side, width // side, self.device, self.dtype)
 
 

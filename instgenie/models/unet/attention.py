@@ -13,12 +13,14 @@ MIN_FLASH_CAPABILITY = (8, 0)
 FLASH_MULTIPLE, MAX_FLASH_CHANNELS = 8, 256  # of the channels of one head
 
 
-def attend(layout: LevelLayout, q: Tensor, k: Tensor, v: Tensor, key_bounds: Tensor) -> Tensor:
+def attend(layout: LevelLayout, q: Tensor, k: Tensor, v: Tensor, key_bounds: Tensor | None) -> Tensor:
     """Attend from packed tokens [computed tokens, heads, head channels] to each branch's keys and values [branches,
-    keys, heads, head channels]; `key_bounds` separate the branches' keys. Padding is left uninitialised."""
+    keys, heads, head channels]; `key_bounds` separate the branches' keys, where the layout has bounds. Padding is left
+    uninitialised."""
     if layout.bounds is None:
         return attend_even(q.unflatten(0, (layout.num_branches, -1)), k, v).flatten(0, 1)
     if runs_flash(q):
+        assert key_bounds is not None
         return attend_flash(q, k, v, layout.bounds, key_bounds, layout.num_all)
     if q.is_cuda:  # a captured pass cannot ask how long branches are; slower than the cost model assumes
         return attend_whole(layout, q, k, v)

@@ -162,7 +162,7 @@ def attend_heads(
     attended = []
     for part, layout, query, (k, v) in zip(parts, layouts, queries, keys, strict=True):
         q, keys_there, values = (x.unflatten(-1, (attn.heads, -1)) for x in (query, k, v))
-        attended.append(attend(layout, q, keys_there, values, part.run.batch.key_bounds[k.shape[1]]).flatten(1))
+        attended.append(attend(layout, q, keys_there, values, part.run.batch.key_bounds.get(k.shape[1])).flatten(1))
     return linear(attn.to_out[0], concat(attended), owners)
 
 

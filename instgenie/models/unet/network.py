@@ -33,13 +33,18 @@ from instgenie.models.unet.flow import FlowPart, Pass, Recorder, flow, make_whol
 from instgenie.models.unet.layout import LevelLayout
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
+Encoder: TypeAlias = Any  # diffusers' UNet, or a ControlNet, which has no up blocks
 
 
 def cross(
     unet: UNet2DConditionModel, branches: tuple[Branch, ...], loras: BatchLoras | None = None
 ) -> tuple[Tensor, ...]:
     """K and V of the text in every block [2, branches, text tokens, width]: the same at all steps."""
-    text = torch.stack([branch.text for branch in branches])
+    return cross_texts(unet, torch.stack([branch.text for branch in branches]), loras)
+
+
+def cross_texts(unet: Encoder, text: Tensor, loras: BatchLoras | None = None) -> tuple[Tensor, ...]:
+    """The same of texts [branches, text tokens, channels]."""
     owners = Owners(per_branch=text.shape[1], loras=loras)
     attentions = [block.attn2 for transformer in transformers(unet) for block in transformer.transformer_blocks]
     return tuple(torch.stack([linear(layer, text, owners) for layer in (attn.to_k, attn.to_v)]) for attn in attentions)
@@ -74,12 +79,17 @@ def predict(
 
 
 def encode(
-    unet: UNet2DConditionModel, positions: Positions, batch: UnetBatch, recorder: Recorder | None = None
+    unet: Encoder,
+    positions: Positions,
+    batch: UnetBatch,
+    recorder: Recorder | None = None,
+    added: Tensor | None = None,
 ) -> Encoded:
-    """The first half of a pass."""
+    """The first half of a pass; what is `added` to its first convolution is what a ControlNet sees of its images."""
     time = embed_time(unet, batch)
     run = Pass(batch, positions, time, F.silu(time), recorder)
     x = call(unet.conv_in, run.each_branch, batch.sample)
+    x = x if added is None else x + added
     skips = [x]
     for block in unet.down_blocks:
         x = down(block, x, run, skips)
@@ -97,11 +107,11 @@ def decode(unet: UNet2DConditionModel, run: Pass, skips: list[Tensor], x: Tensor
     return call(unet.conv_out, run.each_branch, x)
 
 
-def embed_time(unet: UNet2DConditionModel, batch: UnetBatch) -> Tensor:  # [branches, width]
-    owners = EACH_BRANCH.of(batch.loras)
-    embedded = call(unet.time_embedding, owners, unet.get_time_embed(batch.sample, batch.timestep))
+def embed_time(unet: Encoder, batch: UnetBatch) -> Tensor:  # [branches, width]
+    owners, kind = EACH_BRANCH.of(batch.loras), UNet2DConditionModel
+    embedded = call(unet.time_embedding, owners, kind.get_time_embed(unet, batch.sample, batch.timestep))
     with patched(getattr(unet, "add_embedding", None), owners):
-        added = unet.get_aug_embed(embedded, None, {"text_embeds": batch.pooled, "time_ids": batch.sizes})
+        added = kind.get_aug_embed(unet, embedded, None, {"text_embeds": batch.pooled, "time_ids": batch.sizes})
     return embedded if added is None else embedded + added
 
 
@@ -146,13 +156,13 @@ def convolve(resnet: ResnetBlock2D, x: Tensor, run: Pass) -> Tensor:
     return call(resnet, run.each_branch, x, run.time)
 
 
-def transformers(unet: UNet2DConditionModel) -> list[Transformer2DModel]:
+def transformers(unet: Encoder) -> list[Transformer2DModel]:
     """All transformers, in the order of the pass."""
-    blocks = (*unet.down_blocks, unet.mid_block, *unet.up_blocks)
+    blocks = (*unet.down_blocks, unet.mid_block, *getattr(unet, "up_blocks", ()))
     return [transformer for block in blocks for transformer in getattr(block, "attentions", ())]
 
 
-def find_positions(unet: UNet2DConditionModel) -> Positions:
+def find_positions(unet: Encoder) -> Positions:
     found = [
         (transformer, len(transformer.transformer_blocks), side)
         for block, side in with_sides(unet)
@@ -210,10 +220,10 @@ def describe(unet: UNet2DConditionModel) -> NetworkShape:
     return NetworkShape(blocks, tuple(len(run) for run in runs), per_token, per_branch)
 
 
-def with_sides(unet: UNet2DConditionModel) -> Iterator[tuple[UnetBlock, int]]:
+def with_sides(unet: Encoder) -> Iterator[tuple[UnetBlock, int]]:
     """Yield every block of the UNet with the side of the square of full-resolution tokens that its tokens stand for."""
     downs = [(block, 2**level) for level, block in enumerate(unet.down_blocks)]
-    ups = [(block, 2**level) for level, block in enumerate(reversed(unet.up_blocks))]
+    ups = [(block, 2**level) for level, block in enumerate(reversed(getattr(unet, "up_blocks", ())))]
     middles = [(unet.mid_block, downs[-1][1])] if unet.mid_block is not None else []
     yield from (*downs, *middles, *reversed(ups))
 

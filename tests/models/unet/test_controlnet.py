@@ -1,22 +1,25 @@
-"""ControlNets of UNets that know several kinds of images. The truth is diffusers' pipeline."""
+"""ControlNets of UNets against diffusers' modules and, where they know several kinds of images, its pipeline."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import ControlNetUnionModel, StableDiffusionXLControlNetUnionInpaintPipeline
-from helpers.controlnets import controlled
-from helpers.edits import CLOSE, apart, make_edit, run, stock_arguments
+from diffusers import ControlNetModel, ControlNetUnionModel, StableDiffusionXLControlNetUnionInpaintPipeline
+from helpers.controlnets import controlled, save_controlnet
+from helpers.edits import CLOSE, apart, close, make_edit, prepare, run, stock_arguments
 from helpers.families import widen
 from PIL import Image
 
 from instgenie.adapters.controlnets import ControlNetRegistry, open_controlnet
-from instgenie.engine.controls import control_shape
+from instgenie.engine.controls import control_shape, open_job, step_of
 from instgenie.engine.prepare import draw_noise
 from instgenie.errors import ControlError
 from instgenie.models.model import Model, unpack_latents
+from instgenie.models.unet.controlnet import load_unet_controlnet
 from instgenie.types import ControlUse
+
+NO_TRANSFORMERS: dict[str, Any] = {"down_block_types": ("DownBlock2D",) * 3, "mid_block_type": "UNetMidBlock2D"}
 
 
 @pytest.fixture
@@ -73,3 +76,42 @@ def test_modes_are_checked(model: Any, net: Path) -> None:
     assert (found.num_modes, found.places) == (4, (4, 1))
     with pytest.raises(ControlError, match="is 4: a number from 0 to 3"):
         ControlNetRegistry({"union": str(net)}).resolve([ControlUse("union", mode=4)])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "is_copy"),
+    [
+        ("sd", {}, True),
+        ("sdxl", {}, True),
+        ("sd", NO_TRANSFORMERS, True),
+        ("sd", {"only_cross_attention": True}, False),
+        ("sd", {"controlnet_conditioning_channel_order": "bgr"}, True),
+    ],
+    ids=["sd", "sdxl", "no transformers", "other transformers", "bgr"],
+)
+def test_residuals_are_those_of_diffusers(
+    name: str, fields: dict[str, Any], is_copy: bool, models: dict[str, Model], tmp_path: Path
+) -> None:
+    """Two branches; the image is embedded and the texts are crossed before the step."""
+    model = models[name]
+    folder = save_controlnet(tmp_path, model, **fields)
+    job = prepare(controlled(make_edit(true_guidance=2.0), (folder, {"scale": 0.7})), model)
+    net = load_unet_controlnet(folder, model.device, model.dtype)
+    assert net.is_copy is is_copy
+    stock = ControlNetModel.from_pretrained(folder)
+    with torch.inference_mode():
+        opened, step = open_job(job, [net]), step_of(job, model)
+        batch = net.pack([(opened, step, 0)])
+        found = net.run(batch)
+        skips, middle = stock(
+            batch.sample,
+            batch.timestep,
+            encoder_hidden_states=torch.stack(opened.texts),
+            controlnet_cond=torch.stack([job.controls[0].hint] * 2),
+            conditioning_scale=0.7,
+            added_cond_kwargs={"text_embeds": batch.facts["pooled"], "time_ids": batch.facts["sizes"]},
+            return_dict=False,
+        )
+    assert len(batch.sample) == 2
+    assert max(map(apart, found, [*skips, middle])) <= close(model)
+    assert min(residual.abs().max().item() for residual in found) > 100 * close(model)
