@@ -1,10 +1,10 @@
 """Runs first in every Python process that tests start, since its folder is on their path. It does two things.
 
 A nursery (`python -m instgenie.workers.nursery`), a process of a worker that is bound to no parent, one that loads
-weights to be timed and some of our commands spend seconds on imports, and a run of all tests starts dozens. Here such a process asks a fork server
-(`server.py`), which has imported everything, for a process in its place: one with its command line, environment, folder
-and files. From then on it stands for that process: it passes signals on, and it ends as that process ends. If it is
-killed, that process is killed a moment later.
+weights to be timed and some of our commands spend seconds on imports, and a run of all tests starts dozens. Here such a
+process asks a fork server (`server.py`), which has imported everything, for a process in its place: one with its
+command line, environment, folder and files. From then on it stands for that process: it passes signals on, and it ends
+as that process ends. If it is killed, that process is killed a moment later.
 Without the variable `TESTS_FORK_FOLDER` every process does its work itself.
 
 A test that names a file in the variable `TESTS_QUIRK` changes with it how worker processes behave.
