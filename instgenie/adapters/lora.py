@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from instgenie.adapters.header import ITEM_BYTES
-from instgenie.adapters.plan import LoraPiece, LoraPlan, Span
+from instgenie.adapters.plan import LoraPiece, LoraPlan, FileSpan
 from instgenie.errors import LoraError
 from instgenie.kernels.low_rank import LowRank
 from instgenie.machine.pages import empty_pages
@@ -78,7 +78,7 @@ def scaled(plan: LoraPlan, alphas: Mapping[str, float]) -> tuple[LoraPiece, ...]
     )
 
 
-def read_spans(file: int, block: Tensor, spans: Sequence[Span]) -> None:
+def read_spans(file: int, block: Tensor, spans: Sequence[FileSpan]) -> None:
     """Read a stretch of the file into the places of its spans."""
     memory = memoryview(block.numpy().data)
     places = [memory[span.place : span.place + span.num_bytes] for span in spans]

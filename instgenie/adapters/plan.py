@@ -30,7 +30,7 @@ class LoraPiece:
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """Bytes of the file, and where they go in the block."""
 
     first: int
@@ -39,7 +39,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Group:
+class DtypeGroup:
     """Bytes of the block whose numbers have one dtype."""
 
     dtype: str
@@ -49,8 +49,8 @@ class Group:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    groups: tuple[Group, ...]
-    stretches: tuple[tuple[Span, ...], ...]  # each has no gaps in the file
+    groups: tuple[DtypeGroup, ...]
+    stretches: tuple[tuple[FileSpan, ...], ...]  # each has no gaps in the file
     pieces: tuple[LoraPiece, ...]  # of those with an alpha in the file, the scale is 1 / rank
     alphas: Mapping[str, TensorInfo]  # by key
     alpha_keys: tuple[str | None, ...]  # per piece
@@ -61,7 +61,7 @@ class LoraPlan:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredNumbers:
     """Some numbers of a tensor in the file."""
 
     about: TensorInfo
@@ -69,21 +69,21 @@ class Stored:
     count: int
     swaps_halves: bool = False
 
-    def spans(self, place: int) -> Iterator[Span]:
+    def spans(self, place: int) -> Iterator[FileSpan]:
         size = ITEM_BYTES[self.about.dtype]
         first, num_bytes = self.about.first + self.first * size, self.count * size
         half = num_bytes // 2 if self.swaps_halves else 0
-        yield Span(first + half, place, num_bytes - half)
+        yield FileSpan(first + half, place, num_bytes - half)
         if half:
-            yield Span(first, place + half, half)
+            yield FileSpan(first, place + half, half)
 
 
 def make_plan(header: WeightsHeader, fitted: Sequence[Fitted]) -> LoraPlan:
-    stored: dict[tuple[str, int], Stored] = {}  # by key and first number; layers may share one
+    stored: dict[tuple[str, int], StoredNumbers] = {}  # by key and first number; layers may share one
     for one in fitted:
-        stored[one.down, 0] = Stored(header.tensors[one.down], 0, math.prod(header.tensors[one.down].shape))
+        stored[one.down, 0] = StoredNumbers(header.tensors[one.down], 0, math.prod(header.tensors[one.down].shape))
         for first, count in up_parts(one):
-            stored[one.up, first] = Stored(header.tensors[one.up], first, count, one.swaps_halves)
+            stored[one.up, first] = StoredNumbers(header.tensors[one.up], first, count, one.swaps_halves)
     groups, numbers, spans = lay_out(stored)
     pieces, alpha_keys = [], []
     for one in fitted:
@@ -108,12 +108,12 @@ def up_parts(one: Fitted) -> Iterator[tuple[int, int]]:
 
 
 def lay_out(
-    stored: Mapping[tuple[str, int], Stored],
-) -> tuple[tuple[Group, ...], dict[tuple[str, int], int], list[Span]]:
+    stored: Mapping[tuple[str, int], StoredNumbers],
+) -> tuple[tuple[DtypeGroup, ...], dict[tuple[str, int], int], list[FileSpan]]:
     """Groups of one dtype each, the first number of everything that is stored, and the spans that fill the block."""
-    groups: list[Group] = []
+    groups: list[DtypeGroup] = []
     numbers: dict[tuple[str, int], int] = {}
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     number = end = 0
     for dtype in dict.fromkeys(one.about.dtype for one in stored.values()):
         start = end
@@ -123,13 +123,13 @@ def lay_out(
                 spans += one.spans(end)
                 padded = -(-one.count // ALIGNMENT) * ALIGNMENT
                 number, end = number + padded, end + padded * ITEM_BYTES[dtype]
-        groups.append(Group(dtype, start, end))
+        groups.append(DtypeGroup(dtype, start, end))
     return tuple(groups), numbers, spans
 
 
-def stretch(spans: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
+def stretch(spans: Sequence[FileSpan]) -> Iterator[tuple[FileSpan, ...]]:
     """Spans that follow each other in the file, a few megabytes at a time."""
-    found: list[Span] = []
+    found: list[FileSpan] = []
     num_bytes = 0
     for span in sorted((span for span in spans if span.num_bytes), key=lambda span: span.first):
         is_next = bool(found) and span.first == found[-1].first + found[-1].num_bytes
