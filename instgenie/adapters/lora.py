@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from instgenie.adapters.header import ITEM_BYTES
-from instgenie.adapters.plan import LoraPiece, LoraPlan, FileSpan
+from instgenie.adapters.plan import FileSpan, LoraPiece, LoraPlan
 from instgenie.errors import LoraError
 from instgenie.kernels.low_rank import LowRank
 from instgenie.machine.pages import empty_pages
