@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from instgenie.engine.controls import LocalControls, StepControls
+from instgenie.engine.copying import Copying
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.guidance import FarBranches, NoFarBranches
 from instgenie.engine.loading.loader import Loader
@@ -46,6 +47,7 @@ class Engine:
         graphs: Graphs | None = None,
         own: OwnActivations | None = None,
         merging: Merging | None = None,
+        copying: Copying | None = None,
         controls: StepControls | None = None,
         far: FarBranches | None = None,
     ) -> None:
@@ -59,6 +61,7 @@ class Engine:
         network = model.describe()
         self.sides, self.tiles = network.sides, network.tiles
         self.merging = merging or Merging(is_on=False)
+        self.copying = copying or Copying()
         self.controls = controls or LocalControls(model)
         self.far = far or NoFarBranches()
         self.jobs: list[Job] = []
@@ -93,6 +96,7 @@ class Engine:
     @torch.inference_mode()
     def advance(self, jobs: Sequence[Job]) -> None:
         self.merging.settle(jobs)
+        self.copying.settle(jobs)
         self.own.make_ready(jobs)
         self.plan(jobs)
         computing = [job for job in jobs if not stands_by(job)]
