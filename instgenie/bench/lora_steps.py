@@ -127,6 +127,7 @@ def measure(model: Model, num_jobs: int, ranks: Sequence[int]) -> Iterator[list[
         for rank in ranks:
             each, copying = loras[rank], make_copying(model)
             num_bytes = num_jobs * copying.plan(each[0]).num_bytes
+            ways: dict[str, tuple[list[AppliedLoras], bool, Copying | None]]
             ways = {PRODUCTS: (each, False, None), MERGED: (each[:1] * num_jobs, True, None)}
             if num_bytes <= copying.max_bytes:
                 ways[OWN_WEIGHTS] = each, False, copying
