@@ -195,7 +195,7 @@ def find_slots(first: AppliedLoras, branches: Sequence[AppliedLoras | None]) -> 
             patched=frozenset().union(*(one.patched for one in there)),
             rank_class=RankClass.join([one.rank_class for one in there]),
             copies=place_copies(copies, first.low_rank.table.device) if any(copies) else None,
-            copied=frozenset().union(*(copy.groups.items() for copy in copies if copy)),
+            copied=frozenset().union(*(copy.plan.groups for copy in copies if copy)),
         )
     return first.batches[key]
 

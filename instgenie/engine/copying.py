@@ -10,22 +10,17 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from instgenie.adapters.applied import AppliedLoras
-from instgenie.adapters.copies import Joined, WeightCopies, find_joined, padded_bytes
+from instgenie.adapters.copies import CopyPlan, Joined, WeightCopies, find_joined, plan_copies
 from instgenie.jobs.job import Job
 from instgenie.machine.device_memory import is_out_of_memory
 
+MAX_PLANS = 64
+
 log = logging.getLogger(__name__)
-
-
-class CopyPlan(NamedTuple):
-    groups: tuple[Joined, ...]
-    num_bytes: int
 
 
 class Copying:
@@ -36,33 +31,30 @@ class Copying:
         self.num_copied = 0  # sets so far
         self._kept: OrderedDict[Hashable, WeightCopies] = OrderedDict()  # by versions and scales
         self._joined: dict[nn.Module, Joined] = {}
-        self._plans: WeakKeyDictionary[AppliedLoras, CopyPlan] = WeakKeyDictionary()
-        self._refused: frozenset[Hashable] = (
-            frozenset()
-        )  # sets of the last batch that was too large, which is told once
+        self._plans: dict[frozenset[int], CopyPlan] = {}  # by numbers of the layers that are patched
+        self._has_told = False  # True after a batch that did not fit
 
     @property
     def num_bytes(self) -> int:
-        return sum(copies.num_bytes for copies in self._kept.values())
+        return sum(copies.plan.num_bytes for copies in self._kept.values())
 
     def settle(self, jobs: Sequence[Job]) -> None:
         """Copy the weights for the LoRAs of the next pass, unless all jobs share one set, which is merged instead. To
         be called before every pass, when nothing is merged."""
-        sets = {name_of(job.loras): job.loras for job in jobs if job.loras and job.loras.layers}
-        if not self.max_bytes or not sets or len({job.loras for job in jobs}) < 2:
+        if not self.max_bytes or len({job.loras for job in jobs}) < 2:
             return
-        wanted = {name: self.plan(one).num_bytes for name, one in sets.items()}
+        sets = {job.loras: name_of(job.loras) for job in jobs if job.loras and job.loras.layers}
+        wanted = {name: self.plan(loras).num_bytes for loras, name in sets.items()}
         if sum(wanted.values()) > self.max_bytes:
             self.refuse(wanted)
             return
-        for name in wanted:
-            if name in self._kept:
-                self._kept.move_to_end(name)
+        for name in wanted.keys() & self._kept.keys():
+            self._kept.move_to_end(name)
         try:
-            for name, loras in sets.items():
+            for loras, name in sets.items():
                 if name not in self._kept:
                     self.make_room(wanted[name])
-                    self._kept[name] = WeightCopies(self.plan(loras).groups, loras.low_rank, loras.numbers)
+                    self._kept[name] = WeightCopies(self.plan(loras), loras.low_rank)
                     self.num_copied += 1
                 loras.merging.kept = weakref.ref(self._kept[name])
         except (MemoryError, RuntimeError) as error:
@@ -73,12 +65,14 @@ class Copying:
             self.max_bytes = 0
 
     def plan(self, loras: AppliedLoras) -> CopyPlan:
-        """What is copied for a set; found once."""
-        if loras not in self._plans:
-            self._joined = self._joined or find_joined(list(loras.numbers))
-            groups = dict.fromkeys(self._joined[layer] for layer in loras.layers if layer in self._joined)
-            self._plans[loras] = CopyPlan(tuple(groups), sum(map(padded_bytes, groups)))
-        return self._plans[loras]
+        """What is copied for a set. Sets that patch the same layers share a plan."""
+        key = loras.low_rank.patched
+        if key not in self._plans:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            self._joined = self._joined or find_joined(loras.numbers)
+            self._plans[key] = plan_copies(loras.layers, self._joined, loras.numbers)
+        return self._plans[key]
 
     def make_room(self, num_bytes: int) -> None:
         """Drop the least recently used. Those of the next pass are the last ones, and fit."""
@@ -86,10 +80,10 @@ class Copying:
             self._kept.popitem(last=False)
 
     def refuse(self, wanted: dict[Hashable, int]) -> None:
-        if wanted.keys() != self._refused:
-            self._refused = frozenset(wanted)
+        if not self._has_told:
+            self._has_told = True
             told = {"num_sets": len(wanted), "num_bytes": sum(wanted.values()), "max_bytes": self.max_bytes}
-            log.info("weights of their own for the LoRAs of a batch exceed the limit", extra=told)
+            log.warning("copies of weights for the LoRAs of a batch exceed the limit: it is slower", extra=told)
 
 
 def name_of(loras: AppliedLoras) -> Hashable:

@@ -12,41 +12,56 @@ BLOCK_ROWS, BLOCK_COLUMNS = 64, 128  # of a weight
 
 
 def merge_weights(
-    weights: Sequence[Tensor], merged: Sequence[Tensor], products: LowRankLayers, numbers: Sequence[int]
+    weights: Sequence[Tensor],
+    memory: Tensor,
+    places: Sequence[int],
+    products: LowRankLayers,
+    numbers: Sequence[int],
 ) -> None:
-    """Write each weight [outputs, inputs], with the products of the layer of its number added in float32, rounded
-    once."""
+    """Write each weight [outputs, inputs], with the products of the layer of its number added in float32 and rounded
+    once, to its place in a block of memory [bytes]."""
     lows = [low for own in products.layers for low in own]
     dtypes = {tensor.dtype for tensor in (*weights, *(low.down for low in lows), *(low.up for low in lows))}
-    if len(dtypes) == 1 and weights and runs_fused(weights[0]):
-        launch_merge(weights, merged, products, numbers)
+    if weights and len(dtypes) == 1 and runs_fused(weights[0]):
+        launch_merge(weights, memory, places, products, numbers)
     else:
-        merge_weights_reference(weights, merged, products, numbers)
+        merge_weights_reference(weights, memory, places, products, numbers)
 
 
 def merge_weights_reference(
-    weights: Sequence[Tensor], merged: Sequence[Tensor], products: LowRankLayers, numbers: Sequence[int]
+    weights: Sequence[Tensor],
+    memory: Tensor,
+    places: Sequence[int],
+    products: LowRankLayers,
+    numbers: Sequence[int],
 ) -> None:
-    for weight, place, number in zip(weights, merged, numbers, strict=True):
+    for weight, place, number in zip(weights, places, numbers, strict=True):
         lows = products.layers[number]
-        place.copy_(add_up(weight, lows) if lows else weight)
+        view_at(memory, place, weight).copy_(add_up(weight, lows) if lows else weight)
+
+
+def view_at(memory: Tensor, place: int, like: Tensor) -> Tensor:
+    """A tensor of the same dtype and shape in a block of memory."""
+    return memory[place : place + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def launch_merge(
-    weights: Sequence[Tensor], merged: Sequence[Tensor], products: LowRankLayers, numbers: Sequence[int]
+    weights: Sequence[Tensor],
+    memory: Tensor,
+    places: Sequence[int],
+    products: LowRankLayers,
+    numbers: Sequence[int],
 ) -> None:
     shapes = np.array([weight.shape for weight in weights], dtype=np.int64)
     num_tiles = (-(-shapes // (BLOCK_ROWS, BLOCK_COLUMNS))).prod(axis=1)
-    firsts = num_tiles.cumsum() - num_tiles
-    addresses = [(weight.data_ptr(), place.data_ptr()) for weight, place in zip(weights, merged, strict=True)]
-    layers = np.column_stack([addresses, numbers, shapes, firsts]).astype(np.int64)
-    device = weights[0].device
-    owners = to_device(np.arange(len(weights)).repeat(num_tiles), device)
+    addresses = np.array([weight.data_ptr() for weight in weights]), np.array(places) + memory.data_ptr()
+    layers = np.column_stack([*addresses, numbers, shapes, num_tiles.cumsum() - num_tiles]).astype(np.int64)
+    owners = to_device(np.arange(len(weights)).repeat(num_tiles), memory.device)
     merge_kernel[(len(owners),)](
-        merged[0], products.table, to_device(layers, device), owners, products.max_products,
+        memory.view(weights[0].dtype), products.table, to_device(layers, memory.device), owners, products.max_products,
         block_rows=BLOCK_ROWS, block_columns=BLOCK_COLUMNS, block_rank=products.rank_class.block,
         is_aligned=products.rank_class.is_aligned,
-        are_wide=not (np.array(addresses) % 16).any() and not (shapes[:, 1] % 16).any(), num_warps=8,
+        are_wide=not any((numbers % 16).any() for numbers in (*addresses, shapes[:, 1])), num_warps=8,
     )  # fmt: skip
 
 

@@ -1,12 +1,13 @@
 """The kernel that writes weights with products of low rank added, against its reference."""
 
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
 
 from instgenie.kernels.low_rank import LowRank, LowRankLayers
-from instgenie.kernels.merge_weights import launch_merge, merge_weights_reference
+from instgenie.kernels.merge_weights import launch_merge, merge_weights_reference, view_at
 
 
 @pytest.mark.parametrize("shapes", [[(128, 128), (256, 64)], [(1, 16), (130, 200), (40, 300)]], ids=["wide", "any"])
@@ -24,12 +25,14 @@ def test_weights_of_several_layers(device: str, dtype: torch.dtype, shapes: list
         ]
     )
     weights = [random(*shape) for shape in shapes]
-    before, numbers = [weight.clone() for weight in weights], range(1, len(shapes) + 1)
-    found, expected = ([torch.full_like(weight, torch.nan) for weight in weights] for _ in range(2))
-    launch_merge(weights, found, products, numbers)
-    merge_weights_reference(weights, expected, products, numbers)
+    before, numbers = [weight.clone() for weight in weights], list(range(1, len(shapes) + 1))
+    places = [0, *accumulate(-(-weight.nbytes // 128) * 128 for weight in weights)]
+    found, expected = (torch.full((places[-1],), 255, dtype=torch.uint8, device=device) for _ in range(2))
+    launch_merge(weights, found, places[:-1], products, numbers)
+    merge_weights_reference(weights, expected, places[:-1], products, numbers)
     rounding = 1e-5 if dtype == torch.float32 else 2**-7
-    for one, other, weight, own in zip(found, expected, weights, products.layers[1:], strict=True):
+    for weight, place, own in zip(weights, places, products.layers[1:], strict=False):
+        one, other = (view_at(memory, place, weight) for memory in (found, expected))
         torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
         assert torch.equal(one, weight) == (not own)
     assert all(map(torch.equal, weights, before))
