@@ -36,7 +36,8 @@ from instgenie.engine.merging import MIN_STEPS_LEFT, MIN_STEPS_TOGETHER, Merging
 from instgenie.engine.register import make_activations, name_key, observe_span, reuse
 from instgenie.engine.warm import blank_job, sample_edit
 from instgenie.jobs.job import Job
-from instgenie.kernels.grouped_linear import grouped_linear
+from instgenie.kernels.grouped_linear import Blocks, grouped_linear, launch_grouped
+from instgenie.kernels.switch import runs_fused
 from instgenie.machine.clock import now
 from instgenie.machine.device_memory import available_bytes
 from instgenie.models.family import PartKind
@@ -48,6 +49,15 @@ NUM_WARM_UPS = MIN_STEPS_TOGETHER + 1  # one runs uncaptured, one is captured, a
 NUM_MEASURED = 3
 NUM_STEPS = max(NUM_WARM_UPS + NUM_MEASURED, MIN_STEPS_TOGETHER + MIN_STEPS_LEFT)
 NUM_CALLS = 20  # of a product
+OTHER_BLOCKS = (
+    Blocks(64, 128, 64, num_warps=4, num_stages=4),
+    Blocks(128, 128, 64, num_warps=4, num_stages=3),
+    Blocks(128, 128, 64, num_warps=8, num_stages=3),
+    Blocks(128, 128, 64, num_warps=8, num_stages=4),
+    Blocks(128, 256, 64, num_warps=8, num_stages=3),
+    Blocks(128, 256, 64, num_warps=8, num_stages=4),
+    Blocks(256, 128, 64, num_warps=8, num_stages=3),
+)
 KINDS = ("dense", "cached")
 PRODUCTS, MERGED = "another for each edit", "one for all, merged"
 OWN_WEIGHTS = "another for each edit, weights of their own"
@@ -156,19 +166,26 @@ class ProductRecorder:
 
 
 def measure_products(model: Model, num_jobs: int, rank: int) -> Iterator[list[str]]:
-    """Yield a heading and a row per shape of the products of a step whose edits have weights of their own."""
-    yield ["edits", "rows", "inputs", "outputs", "a step", "µs with the model's weight", "µs with weights of their own"]
-    loras = make_loras(model, rank, num_jobs)
-    for kind, jobs in make_jobs(model, num_jobs).items():
+    """Yield a heading and a row per shape of the products of a step whose edits have weights of their own, in µs. On a
+    GPU other blocks than those that are chosen are measured, too."""
+    loras, edits = make_loras(model, rank, num_jobs), make_jobs(model, num_jobs)
+    blocks = OTHER_BLOCKS if runs_fused(edits["dense"][0].latents) else ()
+    heads = ["edits", "rows", "inputs", "outputs", "a step", "the model's weight", "weights of their own"]
+    yield [*heads, *("×".join(map(str, one)) for one in blocks)]
+    for kind, jobs in edits.items():
         engine, recorder = Engine(model, num_jobs, copying=make_copying(model)), ProductRecorder()
         for job, own in zip(jobs, loras, strict=True):
             engine.join(replace(job, loras=own))
         with patch.object(linear, "grouped_linear", recorder):
             engine.step()
+        totals = [0.0] * (2 + len(blocks))
         for shape, args in recorder.calls.items():
-            plain = call_seconds(model, partial(F.linear, *args[:3]))
-            grouped = call_seconds(model, partial(grouped_linear, *args))
-            yield [kind, *map(str, shape), str(recorder.counts[shape]), f"{1e6 * plain:.0f}", f"{1e6 * grouped:.0f}"]
+            calls = [partial(F.linear, *args[:3]), partial(grouped_linear, *args)]
+            calls += [partial(launch_grouped, *args, blocks=one) for one in blocks]
+            found, count = [1e6 * call_seconds(model, call) for call in calls], recorder.counts[shape]
+            totals = [total + count * one for total, one in zip(totals, found, strict=True)]
+            yield [kind, *map(str, (*shape, count)), *(f"{one:.0f}" for one in found)]
+        yield [kind, "all", "", "", str(recorder.counts.total()), *(f"{total:.0f}" for total in totals)]
 
 
 def call_seconds(model: Model, call: Callable[[], Tensor]) -> float:

@@ -53,7 +53,9 @@ def grouped_linear_reference(
     return out
 
 
-def launch_grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, whose: LowRankRows, number: int) -> Tensor:
+def launch_grouped(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, whose: LowRankRows, number: int, blocks: Blocks | None = None
+) -> Tensor:
     num_rows, num_branches, (num_outputs, num_inputs) = len(rows), len(whose.slots), weight.shape
     out = rows.new_empty(num_rows, num_outputs)
     if not num_rows:
@@ -63,7 +65,7 @@ def launch_grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, whose: Low
     assert weight.is_contiguous()
     assert rows.dtype == weight.dtype
     assert whose.bounds is not None or num_branches * whose.per_branch == num_rows
-    blocks = choose_blocks(num_rows // num_branches, num_outputs, rows.dtype)
+    blocks = blocks or choose_blocks(num_rows // num_branches, num_outputs, rows.dtype)
     num_tiles = whose.max_tiles(num_rows, blocks.rows)
     grouped_kernel[(num_tiles * triton.cdiv(num_outputs, blocks.outputs),)](
         rows, out, out if bias is None else bias, rows.stride(0), weight,
@@ -85,7 +87,7 @@ def choose_blocks(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Blocks
     if num_rows < 192:  # per branch: a tile of 128 would be half empty
         return Blocks(64, 128, 64, num_warps=4, num_stages=4)
     if num_outputs % 256:
-        return Blocks(128, 128, 64, num_warps=8, num_stages=4)
+        return Blocks(128, 128, 64, num_warps=8, num_stages=3)  # two programs fit a multiprocessor
     return Blocks(128, 256, 64, num_warps=8, num_stages=3)
 
 

@@ -23,4 +23,5 @@ def test_the_table_has_every_way(
     assert [bool(row[-1]) for row in rows[2:10]] == 2 * [False, False, False, True]
     products = rows[13:-1]
     assert {row[0] for row in products} == {"dense", "cached"}
-    assert all(int(number) > 0 for row in products for number in row[1:])
+    assert all(int(number) > 0 for row in products for number in row[5:])
+    assert [row[0] for row in products if row[1] == "all"] == ["dense", "cached"]
