@@ -3,12 +3,15 @@
     y = W x + scale * up (down x)
 
 Edits with different LoRAs, with several and with none share a pass: the product with W is one for all rows, the small
-products are made for the rows of each edit alone, in one launch. A pass without LoRAs has no object of this kind.
+products are made for the rows of each edit alone, in one launch. Where all sets of LoRAs of a pass have copies of the
+weights (`copies.py`), rows are multiplied by those of their edit instead. A pass without LoRAs has no object of this
+kind.
 
 Each branch has a slot, which says where its products are. A captured pass is bound to the slots, to the layers that any
 LoRA patches and to the class of their ranks, and not to the LoRAs: others may be in the slots when it is repeated.
 """
 
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,12 +19,23 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from instgenie.adapters.copies import WeightCopies
 from instgenie.adapters.lora import Lora
-from instgenie.adapters.modules import shape_of
-from instgenie.kernels.low_rank import LowRank, LowRankLayers, LowRankRows, RankClass, add_low_rank, make_slots
+from instgenie.adapters.modules import sees_pictures, shape_of
+from instgenie.kernels.low_rank import (
+    LowRank,
+    LowRankLayers,
+    LowRankRows,
+    RankClass,
+    add_low_rank,
+    make_slots,
+    to_device,
+)
 from instgenie.kernels.roles import Column, LeftOut, Static
 
 MAX_BATCHES = 16  # whose slots are kept
@@ -30,6 +44,11 @@ MAX_BATCHES = 16  # whose slots are kept
 @dataclass(eq=False)
 class MergeState:
     is_merged: bool = False  # True while the weights contain the LoRAs, so that no product is added
+    kept: weakref.ref[WeightCopies] | None = None  # copies of the weights that contain them, as long as they are kept
+
+    @property
+    def copies(self) -> WeightCopies | None:
+        return self.kept() if self.kept else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +104,17 @@ class LoraSlots:
     table: Column[Tensor]  # [branches, 2], see `LowRankRows.slots`
     patched: Static[frozenset[int]]  # numbers of the layers that any branch patches
     rank_class: Static[RankClass]
+    copies: Column[Tensor | None] = None  # [branches], see `LowRankRows.copies`; None: products are added to all layers
+    copied: Static[frozenset[tuple[int, int]]] = frozenset()  # layers that any branch has copies of, see `joined`
+
+    @cached_property
+    def joined(self) -> dict[int, int]:
+        """By number of a copied layer, that of the first layer that it is joined to."""
+        return dict(self.copied)
+
+    def of_branch(self, branch: int) -> "LoraSlots":
+        own = slice(branch, branch + 1)
+        return replace(self, table=self.table[own], copies=None if self.copies is None else self.copies[own])
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +137,11 @@ class BatchLoras:
     def patches(self, layer: nn.Module) -> bool:
         return self.numbers.get(layer) in self.slots.patched
 
+    def copies(self, layers: Sequence[nn.Module]) -> bool:
+        """True if branches have copies of the weights of all these layers, which lie as the layers' own do."""
+        groups = {self.slots.joined.get(self.numbers.get(layer, -1)) for layer in layers}
+        return len(groups) == 1 and None not in groups
+
     def patches_inside(self, module: nn.Module) -> list[nn.Module]:
         """The layers of a module that any branch patches."""
         return [layer for layer in module.modules() if self.patches(layer)]
@@ -114,12 +149,11 @@ class BatchLoras:
     def of_branch(self, branch: int) -> "BatchLoras":
         """Those of one branch, as a batch of its own."""
         found = tuple(replace(one, first=0, end=1) for one in self.pictures if one.first <= branch < one.end)
-        slots = replace(self.slots, table=self.slots.table[branch : branch + 1])
-        return replace(self, slots=slots, pictures=found)
+        return replace(self, slots=self.slots.of_branch(branch), pictures=found)
 
     def rows(self, per_branch: int, bounds: Tensor | None = None) -> LowRankRows:
         """Rows of the branches: as many of each, or as `bounds` separate them."""
-        return LowRankRows(self.slots.table, self.slots.rank_class, per_branch, bounds)
+        return LowRankRows(self.slots.table, self.slots.rank_class, per_branch, bounds, self.slots.copies)
 
     def add(self, layer: nn.Module, rows: Tensor, out: Tensor, whose: LowRankRows) -> None:
         """Add to the output [rows, outputs] of a linear layer, in place."""
@@ -147,8 +181,10 @@ def batch_loras(branches: Sequence[AppliedLoras | None]) -> BatchLoras | None:
 
 
 def find_slots(first: AppliedLoras, branches: Sequence[AppliedLoras | None]) -> LoraSlots:
-    """The slots of a batch, which one of its LoRAs keeps: a batch that stays together fills them once."""
-    key = tuple(one and one.token for one in branches)
+    """The slots of a batch, which one of its LoRAs keeps: a batch that stays together fills them once. They hold the
+    copies of weights only if all LoRAs have them."""
+    copies = find_copies(branches)
+    key = tuple((one and one.token, copy and copy.token) for one, copy in zip(branches, copies, strict=True))
     if key not in first.batches:
         if len(first.batches) >= MAX_BATCHES:
             first.batches.clear()
@@ -158,8 +194,21 @@ def find_slots(first: AppliedLoras, branches: Sequence[AppliedLoras | None]) -> 
             table=make_slots(own, first.low_rank.table.device),
             patched=frozenset().union(*(one.patched for one in there)),
             rank_class=RankClass.join([one.rank_class for one in there]),
+            copies=place_copies(copies, first.low_rank.table.device) if any(copies) else None,
+            copied=frozenset().union(*(copy.plan.groups for copy in copies if copy)),
         )
     return first.batches[key]
+
+
+def find_copies(branches: Sequence[AppliedLoras | None]) -> list[WeightCopies | None]:
+    """The copies of each branch, if all branches with LoRAs have them; else none."""
+    found = [one.merging.copies if one else None for one in branches]
+    is_whole = all(copies or not one for one, copies in zip(branches, found, strict=True))
+    return found if is_whole else [None] * len(found)
+
+
+def place_copies(copies: Sequence[WeightCopies | None], device: torch.device) -> Tensor:  # [branches]
+    return to_device(np.array([one.table.data_ptr() if one else 0 for one in copies], dtype=np.int64), device)
 
 
 def group_pictures(branches: Sequence[AppliedLoras | None]) -> tuple[LoraGroup, ...]:
@@ -174,10 +223,6 @@ def group_pictures(branches: Sequence[AppliedLoras | None]) -> tuple[LoraGroup, 
         else:
             groups.append(LoraGroup(branch, branch + 1, applied))
     return tuple(groups)
-
-
-def sees_pictures(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Conv2d) and (layer.kernel_size != (1, 1) or layer.stride != (1, 1))
 
 
 def as_rows(pictures: Tensor) -> Tensor:

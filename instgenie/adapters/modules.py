@@ -21,6 +21,11 @@ def find_shapes(module: nn.Module) -> dict[str, LayerShape]:
     return {name: shape for name, shape in shapes if shape}
 
 
+def sees_pictures(layer: nn.Module) -> bool:
+    """True if a convolution sees more than one pixel: its products are not those of rows."""
+    return isinstance(layer, nn.Conv2d) and (layer.kernel_size != (1, 1) or layer.stride != (1, 1))
+
+
 def shape_of(layer: nn.Module) -> LayerShape | None:
     """The shape of a layer that a LoRA may patch; layers of low precision have the same attributes as linear ones."""
     if isinstance(layer, nn.Conv2d):

@@ -61,6 +61,7 @@ class LoraConfig:
     host_bytes: int = 4 * 2**30
     wait_share: float = 0.3  # of an edit's steps that it takes without its LoRAs while they load; then it waits
     merges: bool = True  # merge LoRAs into the weights while a whole batch shares them
+    weights_bytes: int = 0  # for weights with LoRAs merged into them, beside the model's own; 0: none are kept
     wait_steps: int | None = None  # the same as a number of steps, which counts if it is given
 
     @property

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from instgenie.engine.control_graphs import make_control_graphs
 from instgenie.engine.controls import LocalControls, StepControls
+from instgenie.engine.copying import Copying
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.guidance import FarBranches, NoFarBranches
 from instgenie.engine.loading.loader import Loader
@@ -47,6 +48,7 @@ class Engine:
         graphs: Graphs | None = None,
         own: OwnActivations | None = None,
         merging: Merging | None = None,
+        copying: Copying | None = None,
         controls: StepControls | None = None,
         far: FarBranches | None = None,
     ) -> None:
@@ -60,6 +62,7 @@ class Engine:
         network = model.describe()
         self.sides, self.tiles = network.sides, network.tiles
         self.merging = merging or Merging(is_on=False)
+        self.copying = copying or Copying()
         captured = make_control_graphs(model.device, enabled=graphs is not None)
         self.controls = controls or LocalControls(model, graphs=captured)
         self.far = far or NoFarBranches()
@@ -95,6 +98,7 @@ class Engine:
     @torch.inference_mode()
     def advance(self, jobs: Sequence[Job]) -> None:
         self.merging.settle(jobs)
+        self.copying.settle(jobs)
         self.own.make_ready(jobs)
         self.plan(jobs)
         computing = [job for job in jobs if not stands_by(job)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from instgenie.adapters.applied import AppliedLoras
 from instgenie.jobs.job import Job
-from instgenie.kernels.low_rank import LowRank
+from instgenie.kernels.low_rank import add_up
 from instgenie.machine.device_memory import available_bytes, is_out_of_memory
 
 MIN_STEPS_LEFT = 4  # of a batch for which merging pays: it reads and writes every patched weight
@@ -101,7 +101,3 @@ def can_merge(loras: AppliedLoras) -> bool:
         return False
     weights = [layer.get_parameter("weight") for layer in loras.layers]
     return not weights or 2 * sum(weight.nbytes for weight in weights) <= available_bytes(weights[0].device)
-
-
-def add_up(weight: Tensor, lows: Sequence[LowRank]) -> Tensor:
-    return weight.float() + sum(low.delta.view(weight.shape) for low in lows)

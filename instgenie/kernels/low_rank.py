@@ -96,11 +96,23 @@ class LowRankRows(NamedTuple):
     rank_class: RankClass
     per_branch: int  # rows of each branch, if `bounds` is None
     bounds: Tensor | None  # [branches + 1], between the rows of the branches; rows behind are the last branch's
+    copies: Tensor | None = None  # [branches], int64: addresses of tables of weights; 0 for the layers' own
+
+    def max_tiles(self, num_rows: int, block_rows: int) -> int:
+        """Tiles of so many rows that hold rows of one branch each: no fewer than there are."""
+        if self.bounds is None:
+            return len(self.slots) * triton.cdiv(self.per_branch, block_rows)  # type: ignore[no-any-return]
+        return triton.cdiv(num_rows, block_rows) + len(self.slots)  # type: ignore[no-any-return]
 
     def splits(self, num_rows: int) -> list[int]:
         """As `bounds`; waits for the device."""
         even = [self.per_branch * branch for branch in range(len(self.slots))]
         return [*(even if self.bounds is None else self.bounds.tolist()[:-1]), num_rows]
+
+
+def add_up(weight: Tensor, lows: Sequence[LowRank]) -> Tensor:
+    """The weight with products added to it, in float32."""
+    return weight.float() + sum(low.delta.view(weight.shape) for low in lows)
 
 
 def make_slots(products: Sequence[LowRankLayers | None], device: torch.device) -> Tensor:  # [branches, 2]
@@ -157,10 +169,7 @@ def launch(
     assert rows.dtype == out.dtype
     assert whose.bounds is not None or num_branches * whose.per_branch == num_rows == len(out)
     block_rows = choose_block_rows(num_rows, num_branches, rows.dtype)
-    if whose.bounds is None:
-        num_tiles = num_branches * triton.cdiv(whose.per_branch, block_rows)
-    else:  # the last tile of a branch may be a part of one
-        num_tiles = triton.cdiv(num_rows, block_rows) + num_branches
+    num_tiles = whose.max_tiles(num_rows, block_rows)
     num_shares = min(NUM_PROGRAMS // (num_tiles * len(numbers)), triton.cdiv(max(widths), 4 * BLOCK_OUTPUTS))
     low_rank_kernel[(len(numbers), num_tiles, max(num_shares, 1))](  # layers that read the same rows run together
         rows, out, out if bias is None else bias, rows.stride(0), out.stride(0),
@@ -196,17 +205,13 @@ def to_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
     return kept.to(device, non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_branches", "per_branch", "has_bias"])
-def low_rank_kernel(  # type: ignore[no-untyped-def]
-    rows, out, bias, row_stride, out_stride, slots, bounds, layers, num_rows, num_branches, per_branch, has_bias,
-    num_inputs,
-    block_branches: tl.constexpr, block_rows: tl.constexpr, block_inputs: tl.constexpr, block_outputs: tl.constexpr,
-    block_rank: tl.constexpr, is_aligned: tl.constexpr, are_wide: tl.constexpr, is_uniform: tl.constexpr,
-    writes: tl.constexpr,
+@triton.jit()
+def find_tile(  # type: ignore[no-untyped-def]
+    tile, bounds, num_rows, num_branches, per_branch,
+    block_branches: tl.constexpr, block_rows: tl.constexpr, is_uniform: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of a branch's rows, layer and share of its columns. It multiplies its rows by `down` once,
-    and by all rows of `up` in its share. It adds to `out`, or writes it."""
-    tile = tl.program_id(1)
+    """The branch of a tile of rows, its first row and the end of the branch. A tile behind the last has no rows, or no
+    branch."""
     if is_uniform:
         num_each = tl.cdiv(per_branch, block_rows)
         branch = (tile // num_each).to(tl.int64)
@@ -224,6 +229,22 @@ def low_rank_kernel(  # type: ignore[no-untyped-def]
         is_own = place == branch
         start = tl.sum(tl.where(is_own, firsts + (tile - last_tiles + num_tiles) * block_rows, 0), 0)
         end = tl.sum(tl.where(is_own, ends, 0), 0)
+    return branch, start, end
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_branches", "per_branch", "has_bias"])
+def low_rank_kernel(  # type: ignore[no-untyped-def]
+    rows, out, bias, row_stride, out_stride, slots, bounds, layers, num_rows, num_branches, per_branch, has_bias,
+    num_inputs,
+    block_branches: tl.constexpr, block_rows: tl.constexpr, block_inputs: tl.constexpr, block_outputs: tl.constexpr,
+    block_rank: tl.constexpr, is_aligned: tl.constexpr, are_wide: tl.constexpr, is_uniform: tl.constexpr,
+    writes: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of a branch's rows, layer and share of its columns. It multiplies its rows by `down` once,
+    and by all rows of `up` in its share. It adds to `out`, or writes it."""
+    branch, start, end = find_tile(
+        tl.program_id(1), bounds, num_rows, num_branches, per_branch, block_branches, block_rows, is_uniform
+    )
     if (start < end) & (branch < num_branches):
         layer = layers + 3 * tl.program_id(0)
         number, first_column, num_outputs = tl.load(layer), tl.load(layer + 1), tl.load(layer + 2)

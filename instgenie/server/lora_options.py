@@ -44,6 +44,9 @@ LORA_OPTIONS = (
            "STEPS", default_text="30%"),
     Option("lora-merge", flag, True,
            "merge LoRAs into the weights while all edits of a batch have the same ones; no: always add their products"),
+    Option("lora-weights-gib", number(0, 65536), 0.0,
+           "memory for copies of the weights with LoRAs merged into them, per worker: edits of a batch that have "
+           "different LoRAs then multiply by weights of their own; 0: none", "GIB"),
     Option("lora-gpu-gib", number(0, 65536), 2.0, "GPU memory for LoRAs, per worker", "GIB"),
     Option("lora-host-gib", number(0, 65536), 4.0, "main memory for LoRAs, per worker", "GIB"),
 )  # fmt: skip
@@ -60,6 +63,7 @@ def make_loras(values: Mapping[str, Any]) -> LoraConfig:
         host_bytes=round(values["lora_host_gib"] * GIB),
         wait_share=share,
         merges=values["lora_merge"],
+        weights_bytes=round(values["lora_weights_gib"] * GIB),
         wait_steps=steps,
     )
     try:

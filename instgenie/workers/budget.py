@@ -31,12 +31,17 @@ def lora_bytes(config: ProcessConfig, device: torch.device) -> int:
     return min(sum(sizes), limit)
 
 
+def copied_bytes(config: ProcessConfig) -> int:
+    """Bytes of weights with LoRAs merged into them, on the device that computes."""
+    return config.loras.weights_bytes if config.loras.is_on else 0
+
+
 def with_budget(config: ProcessConfig, host_bytes: int, device: torch.device) -> ProcessConfig:
     """The configuration with a size for each tier in memory. A GPU tier that was left open gets half of the device's
     free memory, what running edits keep for themselves a quarter, divided among the workers on the device; the rest is
-    for the steps. On a CPU these edits get an eighth of the main memory. Memory for LoRAs is set aside first, if edits
-    may name any, and for ControlNets that run in this process."""
-    adapters = lora_bytes(config, device) + control_bytes(config)
+    for the steps. On a CPU these edits get an eighth of the main memory. Memory for LoRAs and for weights with LoRAs
+    is set aside first, if edits may name any, and for ControlNets that run in this process."""
+    adapters = lora_bytes(config, device) + copied_bytes(config) + control_bytes(config)
     available = max(available_bytes(device) - adapters * config.num_sharing, 0)
     gpu_bytes, own_bytes = config.cache.gpu_bytes, config.cache.own_bytes
     if own_bytes is None:

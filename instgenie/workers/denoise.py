@@ -45,6 +45,7 @@ from instgenie.cost.table import Price
 from instgenie.engine.changed import make_changed
 from instgenie.engine.control_graphs import make_control_graphs
 from instgenie.engine.controls import ControlShelf, LocalControls, StepControls
+from instgenie.engine.copying import Copying
 from instgenie.engine.graphs import make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.merging import Merging
@@ -101,7 +102,8 @@ class Denoiser:
         self.companion = make_companion(config, line)
         self.engine = Engine(
             model, config.max_batch_size, planning,
-            graphs=graphs, own=own, merging=merging, controls=self.controls, far=self.companion,
+            graphs=graphs, own=own, merging=merging, copying=Copying(config.loras.weights_bytes),
+            controls=self.controls, far=self.companion,
         )  # fmt: skip
         keys = Keys(model, *form)
         store = open_store(config.cache, model.device, has_peers=bool(config.peer_address))

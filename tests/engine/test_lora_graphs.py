@@ -13,6 +13,7 @@ from helpers.loras import applied, save_lora, tolerance
 from torch import Tensor
 
 from instgenie.adapters.applied import AppliedLoras
+from instgenie.engine.copying import Copying
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.merging import Merging
@@ -20,6 +21,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import reuse
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.job import Job
+from instgenie.models.layers import linear
 from instgenie.models.model import Model
 
 NUM_JOBS = 3
@@ -44,9 +46,9 @@ def with_loras(jobs: Sequence[Job], loras: Sequence[AppliedLoras | None]) -> lis
     return [replace(job, loras=own) for job, own in zip(jobs, loras, strict=True)]
 
 
-def run_captured(graphs: Graphs, given: Sequence[Job]) -> list[Tensor]:
+def run_captured(graphs: Graphs, given: Sequence[Job], copying: Copying | None = None) -> list[Tensor]:
     jobs = [replace(job) for job in given]
-    engine = Engine(graphs.model, graphs=graphs, merging=Merging(False))
+    engine = Engine(graphs.model, graphs=graphs, merging=Merging(False), copying=copying)
     for job in jobs:
         engine.join(job)
     while engine.jobs:
@@ -88,6 +90,28 @@ def test_law_lora_captured_is_uncaptured(model: Model, kind: Kind | None, tmp_pa
         assert len(graphs.captured) == num_captured  # nor do other masks make one
     assert not graphs.refused
     assert not graphs.reasons
+
+
+@pytest.mark.parametrize("name", ["blend", "sdxl"])
+def test_law_lora_captured_with_weights_of_their_own(
+    name: str, models: dict[str, Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One capture serves any sets, whose copies come and go; a pass without copies is another."""
+    monkeypatch.setattr(linear, "MIN_ROWS", 0)
+    model = models[name]
+    sets = [applied(model, (file, 0.7)) for file in save_loras(tmp_path, model, 3)]
+    jobs, graphs = make_jobs(model, "kv"), Graphs(model, max_readers=99)
+    copying = Copying(2 * Copying().plan(sets[0]).num_bytes)
+    batches = [[sets[0], None, sets[1]], [sets[0], sets[1], None], [sets[2], sets[0], None], [None, sets[1], sets[0]]]
+    for loras in batches:
+        adapted = with_loras(jobs, loras)
+        assert max(map(apart, run_captured(graphs, adapted, copying), run(model, adapted))) <= tolerance(model)
+    assert copying.num_copied == 4  # one was dropped and made again
+    assert len(graphs.captured) == 1
+    adapted = with_loras(jobs, sets)  # three do not fit
+    for _ in range(2):
+        assert max(map(apart, run_captured(graphs, adapted, copying), run(model, adapted))) <= tolerance(model)
+    assert len(graphs.captured) == 2
 
 
 @pytest.mark.parametrize("name", ["blend", "sdxl"])

@@ -3,11 +3,12 @@
 import copy
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -18,6 +19,12 @@ from instgenie.adapters.keys import NETWORK
 from instgenie.adapters.layers import LayerShape
 from instgenie.adapters.lora import Lora
 from instgenie.adapters.tiers import LoraTiers
+from instgenie.engine.copying import Copying
+from instgenie.engine.graphs import Graphs
+from instgenie.engine.loop import Engine
+from instgenie.jobs.job import Job
+from instgenie.kernels.grouped_linear import grouped_linear
+from instgenie.models.layers import linear
 from instgenie.models.model import Model
 from instgenie.types import LoraUse
 
@@ -71,6 +78,28 @@ def load_lora(path: Path, model: Model) -> Lora:
 
 def applied(model: Model, *loras: tuple[Path, float]) -> AppliedLoras:
     return apply_loras({NETWORK: model.network}, [(load_lora(path, model), scale) for path, scale in loras])
+
+
+def run_copying(model: Model, jobs: Sequence[Job], graphs: Graphs | None = None) -> list[Tensor]:
+    """Final latents of jobs that start together, each with weights of its own, however few rows it has."""
+    engine, jobs = Engine(model, graphs=graphs, copying=Copying(sys.maxsize)), [replace(job) for job in jobs]
+    num_products = 0
+
+    def count(*args: Any) -> Tensor:
+        nonlocal num_products
+        num_products += 1
+        return grouped_linear(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "MIN_ROWS", 0)
+        patch.setattr(linear, "grouped_linear", count)
+        for job in jobs:
+            engine.join(job)
+        while engine.jobs:
+            engine.step()
+    assert num_products
+    assert engine.copying.num_copied == len({job.loras for job in jobs if job.loras})
+    return [job.latents for job in jobs]
 
 
 def merged(model: Model, *loras: tuple[Path, float]) -> Model:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.cached import KINDS, register_for
 from helpers.edits import CLOSE, apart, far, make_edit, prepare, run
-from helpers.loras import applied, merged, save_lora, tolerance
+from helpers.loras import applied, merged, run_copying, save_lora, tolerance
 
 from instgenie.adapters.applied import AppliedLoras
 from instgenie.engine.own import reuse_own
@@ -59,9 +59,11 @@ def test_law_lora_is_the_merged_model_of_diffusers(model: Model, files: list[Pat
     job = prepare(make_edit(steps=3, **GUIDED), model)
     uses = [(files[0], 0.8), (files[1], -0.5)]
     [found] = run(model, [with_loras(job, applied(model, *uses))])
-    [expected] = run(merged(model, *uses), [job])
+    [expected], [without] = run(merged(model, *uses), [job]), run(model, [job])
     assert apart(found, expected) <= tolerance(model)
-    assert apart(found, run(model, [job])[0]) > far(model)
+    assert apart(found, without) > far(model)
+    copying = run_copying(model, [with_loras(job, applied(model, *uses)), job])
+    assert max(map(apart, copying, [expected, without])) <= tolerance(model)
     assert apart(found, run(model, [with_loras(job, applied(model, uses[0]))])[0]) > far(model)
 
 
@@ -105,22 +107,25 @@ def eight_jobs(model: Model, files: Sequence[Path]) -> list[Job]:
 
 def test_law_lora_eight_in_a_batch_are_each_alone(model: Model, files: list[Path]) -> None:
     jobs = eight_jobs(model, files)
-    together, alone = run(model, jobs), [run(model, [job])[0] for job in jobs]
-    assert max(map(apart, together, alone)) <= tolerance(model)
+    alone = [run(model, [job])[0] for job in jobs]
+    assert max(map(apart, run(model, jobs), alone)) <= tolerance(model)
+    assert max(map(apart, run_copying(model, jobs), alone)) <= tolerance(model)
     same_size = [latents for latents in alone if latents.shape == alone[0].shape]
     assert min(itertools.starmap(apart, itertools.combinations(same_size, 2))) > far(model)
 
 
 def test_law_lora_that_overflows_harms_its_own_edit_alone(model: Model, files: list[Path]) -> None:
-    """Others in the batch get the very pictures that they would get beside an honest edit."""
+    """Others in the batch get the very pictures that they would get beside an honest edit, also where each has weights
+    of its own."""
     jobs = [prepare(make_edit(steps=2, seed=seed, **GUIDED), model) for seed in range(3)]
     last, honest, wild = (applied(model, (files[0], scale)) for scale in (0.5, 0.5, 1e30))
-    beside_honest, beside_wild = (
-        run(model, [jobs[0], with_loras(jobs[1], middle), with_loras(jobs[2], last)]) for middle in (honest, wild)
-    )
-    assert not beside_wild[1].isfinite().all()
-    for one in (0, 2):
-        assert torch.equal(beside_wild[one], beside_honest[one])
+    for take in (run, run_copying):
+        beside_honest, beside_wild = (
+            take(model, [jobs[0], with_loras(jobs[1], middle), with_loras(jobs[2], last)]) for middle in (honest, wild)
+        )
+        assert not beside_wild[1].isfinite().all()
+        for one in (0, 2):
+            assert torch.equal(beside_wild[one], beside_honest[one])
 
 
 def test_law_lora_off_again_is_never_on(model: Model, files: list[Path]) -> None:
@@ -128,11 +133,13 @@ def test_law_lora_off_again_is_never_on(model: Model, files: list[Path]) -> None
     job = prepare(make_edit(steps=2, **GUIDED), model)
     [before] = run(model, [job])
     [on] = run(model, [with_loras(job, applied(model, (files[0], 1.0)))])
+    copying = run_copying(model, [with_loras(job, applied(model, (files[0], 1.0))), job])
     [off] = run(model, [with_loras(job, None)])
     [nothing] = run(model, [with_loras(job, applied(model, (files[0], 0.0)))])
     assert torch.equal(before, off)
     assert torch.equal(before, nothing)
     assert apart(before, on) > far(model)
+    assert max(map(apart, copying, [on, before])) <= tolerance(model)
 
 
 def test_law_lora_changes_between_steps_are_seen(model: Model, files: list[Path]) -> None:

@@ -100,3 +100,10 @@ def test_peer_bandwidth(tmp_path: Path) -> None:
     assert templates.serve_peers(store, "", 1e9) is None
     assert templates.serve_peers(store, "ipc:///no/such/folder", 1e9) is None
     assert templates.open_store(config.cache, torch.device("cpu")).peers is None
+
+
+def test_lora_weights_gib(small: Model) -> None:
+    """A step loop keeps as many bytes of weights with LoRAs as were asked for, by default none."""
+    for flags, expected in (({}, 0), ({"lora_weights_gib": "1.5"}, GIB * 3 // 2)):
+        denoiser = Denoiser(config_of(host_cache_gib="1", **flags), small, Tape())  # type: ignore[arg-type]
+        assert denoiser.engine.copying.max_bytes == expected

@@ -10,7 +10,7 @@ import torch
 from helpers.workers import Tape, make_config
 
 from instgenie.cluster import wire
-from instgenie.cluster.config import ProcessConfig
+from instgenie.cluster.config import LoraConfig, ProcessConfig
 from instgenie.engine import finish as finishing
 from instgenie.engine import prepare as preparing
 from instgenie.engine.loop import Engine
@@ -83,3 +83,11 @@ def test_workers_on_one_gpu_share_half_of_what_is_left_there(monkeypatch: pytest
     assert budget_of(2, gpu, gpu_bytes=GIB) == (GIB, 5 * GIB)
     assert budget_of(1, gpu, gpu_bytes=0) == (0, 5 * GIB)
     assert budget_of(1, cpu) == (None, 5 * GIB)
+
+
+def test_weights_with_loras_are_set_aside_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "available_bytes", lambda device: 24.0 * GIB)
+    gpu, loras = torch.device("cuda", 0), LoraConfig(folder="/loras", gpu_bytes=GIB, weights_bytes=3 * GIB)
+    for given, expected in ((loras, 10 * GIB), (replace(loras, folder=None), 12 * GIB)):
+        config = replace(make_config(), loras=given)
+        assert budget.with_budget(config, 5 * GIB, gpu).cache.gpu_bytes == expected

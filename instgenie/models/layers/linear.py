@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from instgenie.adapters.applied import BatchLoras, hooked
+from instgenie.kernels.grouped_linear import grouped_linear
 from instgenie.kernels.low_rank import LowRankRows, start_low_rank
 from instgenie.kernels.quantize import Rows, as_tensor
 from instgenie.kernels.switch import runs_fused
 from instgenie.models.layers.fp8_linear import Fp8Linear, multiply_fp8
+
+MIN_ROWS = 128  # per branch, for which weights of its own are read: with fewer, LoRAs' own matrices are less to read
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,21 @@ class Owners:
     def patches(self, layer: nn.Module) -> bool:
         return self.loras is not None and self.loras.patches(layer)
 
+    def has_weights(self, layers: Sequence[nn.Module], rows: Rows) -> bool:
+        """True if each branch multiplies by weights of its own, which contain its LoRAs. Layers are multiplied at once
+        if their weights lie one behind the other."""
+        if self.loras is None or not self.loras.copies(layers) or not isinstance(rows, Tensor):
+            return False
+        return rows.shape[:-1].numel() >= MIN_ROWS * len(self.loras.slots.table)
+
+    def multiply_own(self, layer: nn.Module, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply the rows of each branch by its weights of a layer, and of those that are joined to it, or by the
+        given ones where it has none."""
+        assert self.loras is not None
+        flat = rows.reshape(-1, rows.shape[-1])
+        out = grouped_linear(flat, weight, bias, self.lora_rows, self.loras.numbers[layer])
+        return out.view(*rows.shape[:-1], out.shape[-1])
+
     def add(self, layer: nn.Module, rows: Rows, out: Tensor) -> Tensor:
         """Add what the LoRAs of the branches patch to the output of a layer. Costs nothing where there are none."""
         if self.loras is not None and self.loras.patches(layer):
@@ -87,6 +105,10 @@ EACH_BRANCH = Owners()  # one row per branch
 def linear(layer: nn.Module, rows: Rows, owners: Owners | None) -> Tensor:
     """Multiply rows [..., channels] by a linear layer or a convolution of one by one. Rows without owners are a
     template's own, which no branch may change."""
+    if owners is not None and owners.has_weights([layer], rows):
+        assert isinstance(layer, nn.Linear | nn.Conv2d)
+        assert isinstance(rows, Tensor)
+        return owners.multiply_own(layer, rows, layer.weight.flatten(1), layer.bias)
     if owners is not None and starts_with_loras([layer], rows, owners):
         assert isinstance(layer, nn.Linear | nn.Conv2d)
         assert isinstance(rows, Tensor)
@@ -135,7 +157,7 @@ def linears(layers: Sequence[nn.Module], rows: Rows, owners: Owners | None) -> S
     if product is None:
         return [linear(layer, rows, owners) for layer in layers]
     columns: Sequence[Tensor] = product.split([layer.out_features for layer in alike], dim=1)
-    if owners is None or starts_with_loras(layers, rows, owners):
+    if owners is None or owners.has_weights(layers, rows) or starts_with_loras(layers, rows, owners):
         return columns
     return list(map(owners.add, layers, [rows] * len(layers), columns))
 
@@ -164,7 +186,8 @@ def find_alike(layers: Sequence[nn.Module]) -> list[nn.Linear] | list[Fp8Linear]
 
 
 def multiply_joined(layers: Sequence[nn.Linear | Fp8Linear], rows: Rows, owners: Owners | None) -> Tensor | None:
-    """One product for all layers, with what LoRAs add where they are written first; None if the weights lie apart."""
+    """One product for all layers, with what LoRAs add where they are written first or are in the weights; None if the
+    weights lie apart."""
     weight, first = as_one([layer.weight for layer in layers]), layers[0]
     if weight is None:
         return None
@@ -174,6 +197,10 @@ def multiply_joined(layers: Sequence[nn.Linear | Fp8Linear], rows: Rows, owners:
         assert scale is not None
         return multiply_fp8(rows, weight, scale, bias, first.dtype)
     assert isinstance(rows, Tensor)
+    if owners is not None and owners.has_weights(layers, rows):
+        return owners.multiply_own(first, rows, weight, bias)
+    if owners is not None and any(owners.has_weights([layer], rows) for layer in layers):
+        return None  # they lie apart in the copies
     if owners is not None and starts_with_loras(layers, rows, owners):
         return owners.multiply(layers, rows, weight, bias)
     return F.linear(rows, weight, bias)
