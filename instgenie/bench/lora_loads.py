@@ -27,6 +27,7 @@ from instgenie.bench.adapter_files import write_loras
 from instgenie.bench.lora_steps import NETWORK_ALONE, make_jobs, step_seconds
 from instgenie.cluster.config import LoraConfig
 from instgenie.engine.adapting import JobLoras, make_tiers
+from instgenie.engine.copying import Copying
 from instgenie.engine.graphs import Graphs, make_graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.merging import Merging
@@ -50,12 +51,14 @@ class Loop:
 
     model: Model
     graphs: Graphs | None
+    weights_bytes: int = 0  # for weights with LoRAs merged into them
 
     def __post_init__(self) -> None:
         self.config = LoraConfig()
         self.tiers = make_tiers(self.model, self.config.host_bytes, self.config.gpu_bytes)
         self.job_loras = JobLoras(self.model, self.tiers)
-        self.engine = Engine(self.model, MAX_JOBS, graphs=self.graphs, merging=Merging(False))
+        copying = Copying(self.weights_bytes)
+        self.engine = Engine(self.model, MAX_JOBS, graphs=self.graphs, merging=Merging(False), copying=copying)
         self.waiting: dict[Job, LoraFetch] = {}
 
     def join(self, job: Job, use: LoraUse | None) -> LoraFetch | None:
@@ -138,7 +141,7 @@ def forget(path: Path) -> None:
         os.close(file)
 
 
-def measure_rotation(model: Model, job: Job, num_loras: int, seconds: float) -> str:
+def measure_rotation(model: Model, job: Job, num_loras: int, seconds: float, weights_bytes: int = 0) -> str:
     """P95 of edits with LoRAs in rotation against that of edits without, at the same times."""
     jobs = [replace(job) for _ in range(MAX_JOBS)]
     rate = LOAD * MAX_JOBS / (job.num_steps * step_seconds(model, jobs, [None] * MAX_JOBS, merges=False))
@@ -158,8 +161,8 @@ def measure_rotation(model: Model, job: Job, num_loras: int, seconds: float) -> 
         rotated: list[LoraUse | None] = [uses[one] for one in chosen]
         latencies = []
         for own in (none, rotated):
-            capture(model, graphs, job, own[:MAX_JOBS])
-            latencies.append(run_load(Loop(model, graphs), job, times, own))
+            capture(Loop(model, graphs, weights_bytes), job, own[:MAX_JOBS])
+            latencies.append(run_load(Loop(model, graphs, weights_bytes), job, times, own))
         num_bytes = path.stat().st_size
     plain, adapted = (float(np.percentile(own, 95)) for own in latencies)
     return (
@@ -169,10 +172,9 @@ def measure_rotation(model: Model, job: Job, num_loras: int, seconds: float) -> 
     )
 
 
-def capture(model: Model, graphs: Graphs | None, job: Job, uses: Sequence[LoraUse | None]) -> None:
+def capture(loop: Loop, job: Job, uses: Sequence[LoraUse | None]) -> None:
     """Take steps with batches of all sizes, with another LoRA for each edit from the first step, so that passes are
     captured."""
-    loop = Loop(model, graphs)
     for use in filter(None, uses):
         loop.tiers.fetch([use]).result()
     for num_jobs in range(1, len(uses) + 1):
@@ -225,6 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-loras", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0, help="in which edits arrive, without LoRAs and with")
     parser.add_argument("--repeats", type=int, default=3)
+    about_weights = "GiB for weights with the LoRAs of an edit merged into them, in the second part"
+    parser.add_argument("--lora-weights-gib", type=float, default=0.0, metavar="GIB", help=about_weights)
     parser.add_argument("--dense", action="store_true", help="edits compute every token, instead of reading a template")
     options = parser.parse_args(arguments)
     start = time.perf_counter()
@@ -234,7 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         [cold] = make_jobs(model, 1, (kind,), COLD_STEPS)[kind]
         print(measure_cold(model, cold, options.repeats), flush=True)
         [loaded] = make_jobs(model, 1, (kind,), LOAD_STEPS)[kind]
-        print(measure_rotation(model, loaded, options.num_loras, options.seconds), flush=True)
+        weights_bytes = round(options.lora_weights_gib * 2**30)
+        print(measure_rotation(model, loaded, options.num_loras, options.seconds, weights_bytes), flush=True)
     print(f"in {time.perf_counter() - start:.0f} s")
 
 
