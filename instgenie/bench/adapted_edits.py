@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--loras", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="edits of the larger batch; one edit is measured, too")
     parser.add_argument("--steps", type=int, default=28)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(arguments)
     start = time.perf_counter()
     model = load(options.model, options.device)

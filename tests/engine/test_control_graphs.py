@@ -1,5 +1,5 @@
 """Captured passes of ControlNets against uncaptured ones. On a CPU nothing is captured, but the passes run over fixed
-tensors, as they do in a graph. Those marked `gpu` capture them."""
+tensors, as they do in a graph."""
 
 import gc
 from collections.abc import Sequence
@@ -9,25 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.controlnets import controlled, save_controlnet
-from helpers.edits import apart, close, far, make_edit, prepare, run
-from helpers.loras import applied, save_lora, tolerance
-from torch import Tensor
+from helpers.captured_controls import (
+    GUIDED,
+    UNGUIDED,
+    are_equal,
+    jobs_with_loras,
+    later,
+    make_job,
+    residuals_of,
+    run_jobs,
+    save_nets,
+)
+from helpers.edits import apart, close, far, run
+from helpers.loras import tolerance
 
 from instgenie.engine import control_graphs
 from instgenie.engine.control_graphs import ControlGraphs, make_control_graphs
 from instgenie.engine.controls import ControlShelf, LocalControls, open_job, step_of
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
-from instgenie.engine.merging import Merging
-from instgenie.engine.own import reuse_own
-from instgenie.jobs.job import Job
-from instgenie.models.controlnet import BranchFacts, ControlBatch, ControlNet, Facts, compute
-from instgenie.models.loading.load import load
+from instgenie.models.controlnet import BranchFacts, ControlBatch, Facts
 from instgenie.models.model import Model
-
-GUIDED: dict[str, Any] = {"true_guidance": 2.5}
-UNGUIDED: dict[str, Any] = {"guidance": 1.0}
 
 
 @pytest.fixture(params=["sd", "sdxl", "blend_guided"])
@@ -40,32 +42,9 @@ def nets(model: Model, tmp_path: Path) -> list[Path]:
     return save_nets(tmp_path, model)
 
 
-def save_nets(folder: Path, model: Model) -> list[Path]:
-    return [save_controlnet(folder / f"net-{seed}", model, seed) for seed in range(2)]
-
-
-def make_job(model: Model, nets: Sequence[Path], uses: Sequence[dict[str, Any]] = ({},), **fields: Any) -> Job:
-    return prepare(controlled(make_edit(**fields), *zip(nets, uses, strict=False)), model)
-
-
 def captured_controls(model: Model, **fields: Any) -> tuple[LocalControls, ControlGraphs]:
     graphs = ControlGraphs(model.device, **{"max_branches": 99} | fields)
     return LocalControls(model, graphs=graphs), graphs
-
-
-def residuals_of(controls: LocalControls, jobs: Sequence[Job]) -> list[Sequence[Tensor]]:
-    controls.begin(jobs)
-    return [job.residuals.result() for job in jobs if job.residuals]
-
-
-def are_equal(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
-    pairs = [pair for own in zip(found, expected, strict=True) for pair in zip(*own, strict=True)]
-    return bool(pairs) and all(torch.equal(*pair) for pair in pairs)
-
-
-def later(job: Job) -> Job:
-    """The job at its next step, with other latents."""
-    return replace(job, step=job.step + 1, latents=job.latents.flip(0) * 0.9)
 
 
 def test_captured_is_uncaptured_at_every_step(model: Model, nets: list[Path]) -> None:
@@ -257,73 +236,6 @@ def test_pictures_of_other_shapes_with_as_many_tokens(models: dict[str, Model], 
         assert max(map(apart, found, expected)) <= close(model)
 
 
-# on a GPU
-
-
-def load_on_gpu(name: str, models: dict[str, Model], dtype: str | None = None) -> Model:
-    return load(models[name].name, "cuda", dtype) if dtype else load(models[name].name, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["sd", "sdxl", "blend_guided"])
-def test_captured_residuals_are_bit_identical(name: str, models: dict[str, Model], tmp_path: Path) -> None:
-    """Two ControlNets on streams of their own, while the stream of the steps is busy before and behind them."""
-    model = load_on_gpu(name, models)
-    nets = save_nets(tmp_path, model)
-    uses = [{"scale": 0.6}, {"scale": -0.4}]
-    jobs = [make_job(model, nets, uses, seed=seed, **GUIDED) for seed in range(2)]
-    shelf = ControlShelf(model.device, model.dtype)
-    graphs = ControlGraphs(model.device, max_branches=99)
-    controls, plain = LocalControls(model, shelf, graphs=graphs), LocalControls(model, shelf)
-    steps = [jobs]
-    for _ in range(5):
-        steps.append([later(job) for job in steps[-1]][: len(jobs)])
-        steps[-1] = [replace(job, step=job.step % job.num_steps) for job in steps[-1]]
-    expected = [[[part.clone() for part in own] for own in residuals_of(plain, at)] for at in steps]
-    torch.cuda.synchronize()
-    found = []
-    for at in steps:
-        torch.cuda._sleep(20_000_000)  # the ControlNets wait for what comes before them
-        controls.begin(at)
-        torch.cuda._sleep(20_000_000)  # the host goes on, and so do the ControlNets, while nobody reads what they left
-        found.append([[part.clone() for part in job.residuals.result()] for job in at if job.residuals])
-    torch.cuda.synchronize()
-    assert graphs.num_captured == 2
-    assert not any(graphs.of(net).reasons for net in graphs._of)
-    assert all(are_equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-@pytest.mark.gpu
-def test_captured_residuals_of_several_passes_of_one_key(models: dict[str, Model], tmp_path: Path) -> None:
-    """The copies of one replay are made before the next writes over them."""
-    model = load_on_gpu("sd", models)
-    nets = save_nets(tmp_path, model)
-    jobs = [make_job(model, nets, seed=seed, **GUIDED) for seed in range(4)]
-    shelf = ControlShelf(model.device, model.dtype)
-    shelf.take(jobs[0].controls[0].use).max_jobs = 1  # type: ignore[misc]
-    controls, graphs = LocalControls(model, shelf), ControlGraphs(model.device)
-    expected = [[part.clone() for part in own] for own in residuals_of(controls, jobs)]
-    captured = LocalControls(model, shelf, graphs=graphs)
-    for _ in range(3):
-        found = residuals_of(captured, jobs)
-        torch.cuda.synchronize()
-        assert are_equal(found, expected)
-    assert graphs.num_captured == 1
-
-
-def jobs_with_loras(model: Model, folder: Path, merges: bool) -> list[Job]:
-    """Edits with two ControlNets, one of which ends, and LoRAs that are merged because they are the same or are not."""
-    nets = save_nets(folder, model)
-    shapes = model.layer_table.shapes["network"]
-    layers = [layer for layer, shape in shapes.items() if shape.kernel in (None, (1, 1))]
-    files = [save_lora(folder / f"{seed}.safetensors", model, layers, rank=8, seed=seed) for seed in range(2)]
-    loras = [applied(model, (files[0], 0.7), (files[1], -0.3)), applied(model, (files[1], 0.5))]
-    uses = [{"scale": 0.8}, {"scale": 0.4, "end": 0.5}]
-    edits = [make_job(model, nets, uses, seed=seed, steps=8, own_steps=(0,), **GUIDED) for seed in range(2)]
-    chosen = [loras[0], loras[0] if merges else loras[1]]
-    return [replace(reuse_own(job), loras=own) for job, own in zip(edits, chosen, strict=True)]
-
-
 @pytest.mark.parametrize("merges", [False, True])
 def test_loras_and_controlnets_in_captured_passes(models: dict[str, Model], merges: bool, tmp_path: Path) -> None:
     model = models["sdxl"]
@@ -337,75 +249,3 @@ def test_loras_and_controlnets_in_captured_passes(models: dict[str, Model], merg
     assert {has_residuals for *_, has_residuals in graphs.captured} == {True}
     without = run_jobs(model, [replace(job, loras=None) for job in jobs], graphs, controls, merges)
     assert max(map(apart, without, expected)) > far(model)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("merges", [False, True])
-@pytest.mark.parametrize("name", ["sdxl", "blend_guided"])
-def test_edits_with_controlnets_and_loras_are_captured(
-    name: str, merges: bool, models: dict[str, Model], tmp_path: Path
-) -> None:
-    """Whole edits in captured passes, with captured ControlNets and without: the results are bit-identical, and no pass
-    is refused."""
-    model = load_on_gpu(name, models)
-    jobs = jobs_with_loras(model, tmp_path, merges)
-    shelf = ControlShelf(model.device, model.dtype)
-    control_passes = ControlGraphs(model.device, max_branches=99)
-    results = []
-    for captured in (None, control_passes):
-        graphs, controls = Graphs(model, max_readers=99), LocalControls(model, shelf, graphs=captured)
-        for _ in range(3):
-            latents = run_jobs(model, jobs, graphs, controls, merges)
-        results.append(latents)
-        assert graphs.captured
-        assert not graphs.reasons
-    assert control_passes.num_captured >= 2
-    assert not any(control_passes.of(net).reasons for net in control_passes._of)
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
-def run_jobs(
-    model: Model, given: Sequence[Job], graphs: Graphs | None, controls: LocalControls, merges: bool
-) -> list[Tensor]:
-    jobs = [replace(job) for job in given]
-    engine = Engine(model, graphs=graphs, controls=controls, merging=Merging(merges))
-    for job in jobs:
-        engine.join(job)
-    while engine.jobs:
-        engine.step()
-    engine.merging.undo()
-    return [job.latents for job in jobs]
-
-
-@pytest.mark.gpu
-def test_a_process_of_controlnets_captures_them_too(models: dict[str, Model], tmp_path: Path) -> None:
-    """There passes run on the default stream, one after the other."""
-    model = load_on_gpu("sdxl", models)
-    nets = save_nets(tmp_path, model)
-    uses = [{"scale": 0.6}, {"scale": -0.4}]
-    jobs = [make_job(model, nets, uses, seed=seed, **GUIDED) for seed in range(2)]
-    shelf, graphs = ControlShelf(model.device, model.dtype), ControlGraphs(model.device)
-    with torch.inference_mode():
-        opened = [open_job(job, [shelf.take(control.use) for control in job.controls]) for job in jobs]
-        for _ in range(3):
-            asked = [(one, step_of(job, model)) for one, job in zip(opened, jobs, strict=True)]
-            assert are_equal(compute(asked, graphs.run), compute(asked))
-            jobs = [later(job) for job in jobs]
-    assert graphs.num_captured == 2
-
-
-@pytest.mark.gpu
-def test_memory_of_graphs_goes_with_their_controlnet(models: dict[str, Model], tmp_path: Path) -> None:
-    model = load_on_gpu("sd", models)
-    jobs = [make_job(model, [net]) for net in save_nets(tmp_path, model)]
-    graphs, shelf = ControlGraphs(model.device), ControlShelf(model.device, model.dtype, max_bytes=1)
-    controls = LocalControls(model, shelf, graphs=graphs)
-    for job in jobs:
-        for _ in range(2):
-            residuals_of(controls, [job])
-        controls.close(job)
-        job.residuals = None
-    torch.cuda.synchronize()
-    assert graphs.num_captured == 1
-    [left] = graphs._of
-    assert isinstance(left, ControlNet)

@@ -1,4 +1,5 @@
-"""Stable Diffusion's UNets over jobs: walks the sub-modules of diffusers' UNet2DConditionModel, block by block.
+"""Stable Diffusion's UNets over jobs: walks the sub-modules of diffusers' UNet2DConditionModel, block by block. The
+first half serves ControlNets, too, which are copies of it.
 
 Knows how such a UNet computes; owns no weights and no state. It has two parts that meet in `transform` alone: the
 convolutional part (resnets, resampling) sees whole pictures of one size, one per branch; the ragged part (the
