@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -44,6 +43,7 @@ from instgenie.engine.register import make_activations, name_key, observe_span, 
 from instgenie.engine.warm import blank_job, sample_edit
 from instgenie.jobs.job import Job
 from instgenie.kernels.grouped_linear import Blocks, grouped_linear, launch_grouped
+from instgenie.kernels.low_rank import LowRankRows
 from instgenie.kernels.switch import runs_fused
 from instgenie.machine.clock import now
 from instgenie.machine.device_memory import available_bytes
@@ -160,14 +160,16 @@ def measure(model: Model, num_jobs: int, ranks: Sequence[int]) -> Iterator[list[
 class ProductRecorder:
     """Stands in for products with weights of their own, and remembers one of each shape: rows, inputs, outputs."""
 
-    calls: dict[tuple[int, int, int], tuple[Any, ...]] = field(default_factory=dict)
+    calls: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor | None, LowRankRows, int]] = field(
+        default_factory=dict
+    )
     counts: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
-    def __call__(self, rows: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, whose: LowRankRows, number: int) -> Tensor:
         shape = len(rows), rows.shape[1], len(weight)
-        self.calls.setdefault(shape, (rows, weight, *others))
+        self.calls.setdefault(shape, (rows, weight, bias, whose, number))
         self.counts[shape] += 1
-        return grouped_linear(rows, weight, *others)
+        return grouped_linear(rows, weight, bias, whose, number)
 
 
 def measure_products(model: Model, num_jobs: int, rank: int) -> Iterator[list[str]]:
@@ -186,7 +188,7 @@ def measure_products(model: Model, num_jobs: int, rank: int) -> Iterator[list[st
         totals = [0.0] * (2 + len(blocks))
         for shape, args in recorder.calls.items():
             calls = [partial(F.linear, *args[:3]), partial(grouped_linear, *args)]
-            calls += [partial(launch_grouped, *args, blocks=one) for one in blocks]
+            calls += [partial(launch_grouped, *args, one) for one in blocks]
             found, count = [1e6 * call_seconds(model, call) for call in calls], recorder.counts[shape]
             totals = [total + count * one for total, one in zip(totals, found, strict=True)]
             yield [kind, *map(str, (*shape, count)), *(f"{one:.0f}" for one in found)]
