@@ -104,10 +104,10 @@ class ModulationTables:
         missing = [job for job in jobs if job not in self._tables or not self._tables[job].serves(job)]
         if missing:
             self._tables |= compute(self.network, missing)
-        tables = [(self._tables[job], job.step) for job in jobs]
-        return torch.cat(
-            [*(table.at(step) for table, step in tables), *(table.clean.flatten(0, 1) for table, _ in tables)]
-        )
+        rows = [self._tables[job].at(job.step) for job in jobs]
+        if self.network.clean_references:
+            rows += [self._tables[job].clean.flatten(0, 1) for job in jobs]
+        return torch.cat(rows)
 
 
 def compute(network: Modulated, jobs: Sequence[Job]) -> dict[Job, StepColumns]:
