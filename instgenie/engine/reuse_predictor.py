@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from instgenie.errors import ConfigError
-from instgenie.jobs.blocks import FEATURES as BLOCK_FEATURES
+from instgenie.jobs.blocks import BLOCK_FEATURES
 from instgenie.machine.model_folders import model_folder
 
 FEATURES = BLOCK_FEATURES[:6]  # of a step

@@ -17,8 +17,7 @@ from instgenie.engine.changed import NUM_LEADING, ages, features_of
 from instgenie.engine.prepare import prepare
 from instgenie.engine.reuse_predictor import FEATURES, ReusePredictor
 from instgenie.errors import ModelError
-from instgenie.jobs.blocks import FEATURES as BLOCK_FEATURES
-from instgenie.jobs.blocks import BlockMemory, BlockRule
+from instgenie.jobs.blocks import BLOCK_FEATURES, BlockMemory, BlockRule
 from instgenie.jobs.history import TokenHistory
 from instgenie.jobs.job import guide
 from instgenie.jobs.sampler import Schedule

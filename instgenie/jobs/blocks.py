@@ -19,7 +19,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-FEATURES = (
+BLOCK_FEATURES = (
     "input change", "last error", "span of the last error", "age", "step", "step squared", "depth", "depth squared",
 )  # fmt: skip
 TINY = 1e-6
@@ -95,13 +95,17 @@ class BlockHistory:
         )
         if index is None:
             return found
-        return BlockHistory(*(kept.index_copy(0, index, new) for kept, new in zip(self, found, strict=True)))
+        return BlockHistory(
+            *(kept.index_copy(0, index, new) for kept, new in zip(self.columns, found.columns, strict=True))
+        )
 
     def part(self, index: Tensor | slice) -> "BlockHistory":
-        return BlockHistory(*(tensor[index] for tensor in self))
+        return BlockHistory(*(tensor[index] for tensor in self.columns))
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return (getattr(self, one.name) for one in fields(self))
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """All tensors, in the order of the fields."""
+        return tuple(getattr(self, one.name) for one in fields(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +175,7 @@ class BlockPass:
         parts = [old.part(block, place) if old else None for old, place in self.olds]
         width = next((part.added.shape[1] for part in parts if part), width)
         known = [part or BlockHistory.unknown(own, width) for part, own in zip(parts, new, strict=True)]
-        return BlockHistory(*(torch.cat(columns) for columns in zip(*known, strict=True)))
+        return BlockHistory(*(torch.cat(columns) for columns in zip(*(one.columns for one in known), strict=True)))
 
     def features(self, history: BlockHistory, inputs: Tensor, owners: Tensor, number: int) -> Tensor:
         """What is known of each unit before a block [units, features]. Owners are the branches of units."""

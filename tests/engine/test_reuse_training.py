@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from instgenie.cli import main
-from instgenie.engine.reuse_predictor import BLOCK_FEATURES, FEATURES, read_predictor
+from instgenie.engine.reuse_predictor import FEATURES, read_predictor
 from instgenie.engine.reuse_training import Recording, ReuseSetting, fit, picture_from, record, replay
 from instgenie.errors import ConfigError, ModelError
+from instgenie.jobs.blocks import BLOCK_FEATURES
 from instgenie.jobs.history import TokenHistory
 from instgenie.models.joint.reused import pool_one
 from instgenie.models.model import Model

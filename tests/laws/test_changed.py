@@ -14,7 +14,8 @@ from instgenie.engine.changed import Changed
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
-from instgenie.engine.reuse_predictor import BLOCK_FEATURES, DEFAULT_FILE, FEATURES, ReusePredictor, read_predictor
+from instgenie.engine.reuse_predictor import DEFAULT_FILE, FEATURES, ReusePredictor, read_predictor
+from instgenie.jobs.blocks import BLOCK_FEATURES
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 from instgenie.types import Edit

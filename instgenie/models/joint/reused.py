@@ -106,8 +106,14 @@ def choose(batch: JointBatch, asked: Tensor, nums: Sequence[int]) -> Chosen:
     spans = compress(zip(first_text, layout.num_text, strict=False), is_used)
     text = concat([torch.arange(first, first + num, device=device) for first, num in spans])
     members = torch.tensor(list(compress(range(len(nums)), is_used)), device=device)
-    rows = {name: members[getattr(narrow, name)] for name in ("text_rows", "image_rows", "joint_rows")}
-    return Chosen(text, image, concat(rests), concat(keys), replace(narrow, loras=layout.loras, **rows))
+    owned = replace(
+        narrow,
+        loras=layout.loras,
+        text_rows=members[narrow.text_rows],
+        image_rows=members[narrow.image_rows],
+        joint_rows=members[narrow.joint_rows],
+    )
+    return Chosen(text, image, concat(rests), concat(keys), owned)
 
 
 def split_branches(tokens: JobTokens) -> list[JobTokens]:

@@ -76,7 +76,7 @@ class TileGrid:
         """[branches, channels, rows, columns] -> [tiles of all, side * side * channels]"""
         down, across = self.over
         wide = F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, across, 0, down))
-        tiles = wide.unflatten(2, (-1, self.side)).unflatten(1, (-1, self.side)).transpose(2, 3)
+        tiles: Tensor = wide.unflatten(2, (-1, self.side)).unflatten(1, (-1, self.side)).transpose(2, 3)
         return tiles.reshape(len(x) * self.num, -1)
 
     def join(self, tiles: Tensor, channels: int) -> Tensor:
