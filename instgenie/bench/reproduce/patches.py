@@ -35,7 +35,7 @@ NAME = "patches"
 SIDES = (0.75, 1.0, 1.25)  # of pictures in mixed batches, as shares of the model's own
 MIXES = ((3, 0, 0), (0, 3, 0), (1, 1, 1), (2, 2, 2))  # pictures of each side
 NUM_FITTED = 4
-NUM_PICTURES = {"cpu": 2, "cuda": 8}
+MAX_PICTURES = 2  # on a CPU
 WHOLE, PATCHED = "blocks, whole picture", "blocks, tokens"
 SETTINGS = {  # of the predictors: last predictions or what blocks added last, and predictions that are moved on
     "steps, last prediction": ReuseSetting(trust=0.0),
@@ -99,7 +99,8 @@ def saved_tables(outcomes: Sequence[CachedOutcome]) -> list[Table]:
 
 
 def num_pictures(lab: Lab) -> int:
-    return NUM_PICTURES[lab.model.device.type]
+    num = lab.scale.num_pictures
+    return min(num, MAX_PICTURES) if lab.model.device.type == "cpu" else num
 
 
 def compare(lab: Lab) -> list[CachedOutcome]:
