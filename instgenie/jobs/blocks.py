@@ -49,18 +49,18 @@ class BlockHistory:
 
     inputs: Tensor  # [units, width]
     added: Tensor  # [units, width], to the inputs
-    slopes: Tensor  # [units, width], the movement of that per unit of time
+    slopes: Tensor  # [units, width], the movement of that per unit of time; without width if none is expected to go on
     times: Tensor  # [units], at which the unit was computed
     steps: Tensor  # [units], the same as numbers of steps, float32; -inf: never
     errors: Tensor  # [units], of the last guess, relative to the inputs of all units
     spans: Tensor  # [units], the steps over which that guess reached
 
     @classmethod
-    def unknown(cls, inputs: Tensor, width: int) -> Self:
+    def unknown(cls, inputs: Tensor, width: int, moves: bool) -> Self:
         """The history of units that were never computed."""
         one = torch.ones(len(inputs), device=inputs.device)
         zeros = inputs.new_zeros(len(inputs), width)
-        return cls(inputs, zeros, zeros, 0 * one, -math.inf * one, one, one)
+        return cls(inputs, zeros, zeros if moves else zeros[:, :0], 0 * one, -math.inf * one, one, one)
 
     def guess(self, times: Tensor, trust: float) -> Tensor:  # [units, width]
         if not trust:
@@ -74,15 +74,18 @@ class BlockHistory:
         index: Tensor | None,
         times: Tensor,
         steps: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         trust: float,
     ) -> "BlockHistory":
         """The history behind a step that computed the units at the index, or all. The scale is the length of inputs,
-        per computed unit; all but the inputs and what was added have one number per unit."""
+        per computed unit; without it guesses are not judged."""
         old = self if index is None else self.part(index)
         times, steps = (times, steps) if index is None else (times[index], steps[index])
         was_known = old.steps.isfinite()
-        wrong = (added - old.guess(times, trust)).float().norm(dim=1) / scale
+        errors = old.errors
+        if scale is not None:
+            wrong = (added - old.guess(times, trust)).float().norm(dim=1) / scale
+            errors = wrong.where(was_known, 1)
         passed = (times - old.times).where(was_known & (times != old.times), torch.inf)
         found = BlockHistory(
             inputs=inputs,
@@ -90,7 +93,7 @@ class BlockHistory:
             slopes=(added - old.added) / passed[:, None].to(added.dtype) if trust else old.slopes,
             times=times,
             steps=steps,
-            errors=wrong.where(was_known, 1),
+            errors=errors,
             spans=(steps - old.steps).where(was_known, 1),
         )
         if index is None:
@@ -163,6 +166,7 @@ class BlockPass:
         self.olds = list(zip(olds, places, strict=True))
         self.found = PackedHistories()
         self.num_computed: dict[Hashable, list[int]] = {}
+        self.scales: dict[Hashable, Tensor] = {}  # of the inputs of blocks that have chosen [units]
         numbers = [(one.step, one.time, one.step / one.num_steps) for one in jobs for _ in range(one.num_branches)]
         self.facts = torch.tensor(numbers, dtype=torch.float32, device=device)  # [branches, 3]
 
@@ -174,17 +178,17 @@ class BlockPass:
         new = inputs.split(sizes)
         parts = [old.part(block, place) if old else None for old, place in self.olds]
         width = next((part.added.shape[1] for part in parts if part), width)
-        known = [part or BlockHistory.unknown(own, width) for part, own in zip(parts, new, strict=True)]
+        moves = self.rule.trust > 0
+        known = [part or BlockHistory.unknown(own, width, moves) for part, own in zip(parts, new, strict=True)]
         return BlockHistory(*(torch.cat(columns) for columns in zip(*(one.columns for one in known), strict=True)))
 
-    def features(self, history: BlockHistory, inputs: Tensor, owners: Tensor, number: int) -> Tensor:
+    def features(self, history: BlockHistory, inputs: Tensor, scale: Tensor, owners: Tensor, number: int) -> Tensor:
         """What is known of each unit before a block [units, features]. Owners are the branches of units."""
         step, _, share = self.facts[owners].unbind(1)
-        change = (inputs - history.inputs).float().norm(dim=1) / self.scale(inputs, owners)
-        logs = [change, history.errors, history.spans, step - history.steps]
+        change = (inputs - history.inputs).float().norm(dim=1) / scale
+        logs = torch.stack([change, history.errors, history.spans, step - history.steps], dim=1).clamp(TINY, 1e6).log()
         depth = torch.full_like(share, number / max(self.num_blocks - 1, 1))
-        plain = [share, share**2, depth, depth**2]
-        return torch.stack([*(one.clamp(TINY, 1e6).log() for one in logs), *plain], dim=1)
+        return torch.cat([logs, torch.stack([share, share**2, depth, depth**2], dim=1)], dim=1)
 
     def scale(self, inputs: Tensor, owners: Tensor) -> Tensor:
         """The length of the inputs of each unit's branch: the root of their mean square [units]."""
@@ -197,7 +201,8 @@ class BlockPass:
         """Which units a block computes [units], bool."""
         history = self.history(number, inputs, sizes, 0)
         weights = torch.tensor(self.rule.weights, device=inputs.device)
-        logits = self.features(history, inputs, owners, number) @ weights + self.rule.bias
+        self.scales[number] = self.scale(inputs, owners)
+        logits = self.features(history, inputs, self.scales[number], owners, number) @ weights + self.rule.bias
         step = self.facts[owners, 0]
         is_due = (step - history.steps > self.rule.max_steps) | (step < self.rule.num_leading)
         return pool(logits.masked_fill(is_due, math.inf)) >= self.rule.bound
@@ -217,16 +222,17 @@ class BlockPass:
         around = inputs if around is None else around
         history = self.history(block, inputs, sizes, outputs.shape[1])
         steps, times, _ = self.facts[owners].unbind(1)
-        scale, trust = self.scale(inputs, owners), self.rule.trust
+        scale, trust = self.scales.pop(block, None), self.rule.trust
         self.found.sizes[block] = sizes
         if index is not None:
             added = outputs - around[index]
-            self.found.blocks[block] = history.after(inputs[index], added, index, times, steps, scale[index], trust)
+            scale = None if scale is None else scale[index]
+            self.found.blocks[block] = history.after(inputs[index], added, index, times, steps, scale, trust)
             return (around + history.guess(times, trust)).index_copy(0, index, outputs)
         added, recorder = outputs - around, self.jobs[0].memory.recorder
-        if recorder and isinstance(block, int):
+        if recorder and scale is not None and isinstance(block, int):
             errors = (added - history.guess(times, trust)).float().norm(dim=1) / scale
-            index = recorder(self.features(history, inputs, owners, block), errors).nonzero()[:, 0]
+            index = recorder(self.features(history, inputs, scale, owners, block), errors).nonzero()[:, 0]
             inputs, added, scale = inputs[index], added[index], scale[index]
         self.found.blocks[block] = history.after(inputs, added, index, times, steps, scale, trust)
         return outputs

@@ -12,7 +12,7 @@ from torch import Tensor
 from instgenie.bench.baselines import StepSkipping
 from instgenie.bench.metrics import Features, Lpips, ssim
 from instgenie.bench.plots import Axis, Chart, Series
-from instgenie.bench.reproduce.axes import linear
+from instgenie.bench.reproduce.axes import decades
 from instgenie.bench.reproduce.lab import Lab
 from instgenie.bench.reproduce.section import Row, Section, Table, ms, row, times
 from instgenie.bench.reproduce.table2 import edit_stock
@@ -333,8 +333,9 @@ def outcome_row(one: CachedOutcome) -> Row:
 
 
 def chart(outcomes: Sequence[CachedOutcome]) -> Chart:
+    apart = [one for one in outcomes if one.lpips > 0]
     series = [
-        Series(name, sorted((one.saved, one.lpips) for one in outcomes if one.method == name)) for name in THRESHOLDS
+        Series(name, sorted((one.saved, one.lpips) for one in apart if one.method == name)) for name in THRESHOLDS
     ]
     x = Axis("share of the operations saved", (0, 0.2, 0.4, 0.6, 0.8), 0, 0.8)
-    return Chart("Saved, and how far from dense", x, linear("LPIPS", [one.lpips for one in outcomes]), series)
+    return Chart("Saved, and how far from dense", x, decades("LPIPS", [one.lpips for one in apart]), series)
