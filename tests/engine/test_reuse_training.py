@@ -8,7 +8,7 @@ import torch
 
 from instgenie.cli import main
 from instgenie.engine.reuse_predictor import FEATURES, read_predictor
-from instgenie.engine.reuse_training import Recording, ReuseSetting, fit, picture_from, record, replay
+from instgenie.engine.reuse_training import Recording, ReuseSetting, fit, picture_from, record, replay, sample_blocks
 from instgenie.errors import ConfigError, ModelError
 from instgenie.jobs.blocks import BLOCK_FEATURES
 from instgenie.jobs.history import TokenHistory
@@ -51,6 +51,16 @@ def test_a_predictor_learns_which_tokens_move(models: dict[str, Model]) -> None:
     assert trained.accuracy > 0.9
     with pytest.raises(ModelError, match="choose another"):
         fit([sampled(steady) for _ in range(2)], ReuseSetting(tolerance=0.9))
+
+
+def test_guesses_of_tiles_of_a_unet_are_sampled(models: dict[str, Model]) -> None:
+    model = models["sd"]
+    edit = replace(picture_from("a cat", 0, model, (48, 48)), steps=6)
+    samples = sample_blocks(model, edit, ReuseSetting(per_block=True, tile=2), 0)
+    features, errors = map(torch.cat, zip(*samples, strict=True))
+    assert features.shape == (len(errors), len(BLOCK_FEATURES))
+    assert features.isfinite().all()
+    assert errors.median() > 0
 
 
 def test_the_command_writes_a_predictor(folders: dict[str, Path], tmp_path: Path) -> None:
