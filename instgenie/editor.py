@@ -16,7 +16,7 @@ from instgenie.cache.gpu import GpuTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.store import Found, Handle, Lookup, Store
 from instgenie.cost.table import DEFAULT_COSTS
-from instgenie.engine.changed import ChangedTokens, make_changed
+from instgenie.engine.changed import Changed, make_changed
 from instgenie.engine.controls import LocalControls, control_shape
 from instgenie.engine.finish import finish
 from instgenie.engine.loop import Engine
@@ -104,7 +104,7 @@ class Editor:
     cache_dtype: CacheDtype = "model"
     cache_stride: int = 1
     text_padding: TextPadding = "computed"
-    _changed: ChangedTokens | None = None
+    _changed: Changed | None = None
     _loras: LoraShelf | None = None
     _controls: LocalControls | None = None
     _controlnets = ControlNetRegistry()

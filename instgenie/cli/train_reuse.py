@@ -23,8 +23,13 @@ def add_train_reuse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=ratio, default=0.05, metavar="SHARE", help=about_tolerance)
     about_max = "consecutive steps that may be guessed (default 4)"
     parser.add_argument("--max", type=positive, default=4, metavar="N", help=about_max)
-    about_tile = "side in tokens of the tiles that are computed apart (default 0: all tokens of a step, or none)"
-    parser.add_argument("--tile", type=int, default=0, metavar="N", help=about_tile)
+    about_blocks = "choose before each block of the network, and not once for a step"
+    parser.add_argument("--blocks", action="store_true", help=about_blocks)
+    about_tile = (
+        "with --blocks, side of the tiles that are computed apart, in tokens, or in latents of a UNet (default 1; 0: "
+        "a block computes the whole picture, or nothing)"
+    )
+    parser.add_argument("--tile", type=int, default=1, metavar="N", help=about_tile)
     about_trust = "share of a prediction's movement that guesses expect to go on (default 0.8)"
     parser.add_argument("--trust", type=share, default=0.8, metavar="SHARE", help=about_trust)
     about_out = "file of the predictor; default: reuse.json in the model's folder, where servers look for it"
@@ -35,7 +40,12 @@ def run_train_reuse(options: argparse.Namespace) -> None:
     from dataclasses import replace
 
     from instgenie.engine.reuse_predictor import FILE_NAME
-    from instgenie.engine.reuse_training import PROMPTS, picture_from, train  # imports torch and diffusers
+    from instgenie.engine.reuse_training import (
+        PROMPTS,
+        ReuseSetting,
+        picture_from,
+        train,
+    )  # imports torch and diffusers
     from instgenie.models.loading.load import load
 
     hide_loading_bars()
@@ -50,8 +60,10 @@ def run_train_reuse(options: argparse.Namespace) -> None:
         edits = [replace(edit, steps=options.steps) for edit in edits]
     with Progress(console) as progress:
         task = progress.add("pictures", len(edits))
-        done = train(model, edits, options.tolerance, options.max, options.trust, lambda *_: task.advance(1))
-    replace(done.predictor, tile=max(options.tile, 0)).save(path)
+        tile = max(options.tile, 0) if options.blocks else 0
+        setting = ReuseSetting(options.tolerance, options.max, options.trust, options.blocks, tile)
+        done = train(model, edits, setting, lambda *_: task.advance(1))
+    done.predictor.save(path)
     console.print(
         f"{path}: right about {done.accuracy:.1%} of {done.num_samples:,} held-out guesses, of which "
         f"{done.share_wrong:.1%} are too wrong",

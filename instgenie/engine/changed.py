@@ -1,18 +1,17 @@
-"""Chooses the tokens that a job without a template computes at a step: those whose predictions have changed too much to
-be guessed. Knows jobs, their histories and a trained predictor; the families know how few tokens are computed.
+"""Chooses what a job without a template computes at a step: what has changed too much to be guessed. Knows jobs, their
+histories and a trained predictor.
 
-The predictor gives each token the probability that its guess would be too wrong. Tokens below the threshold are reused:
-their predictions are guessed, and their K and V are those of the step that computed them last. With the threshold 0 no
-token is, and the job is dense. Where the whole picture is one tile, a step computes all tokens or none, and nothing has
-to be kept but predictions: every family can do that. With smaller tiles a step computes some tokens, and keeps their
-rows, as only the families do whose tokens flow from the first block to the last.
-
+A predictor of steps gives each token the probability that the guess of its prediction would be too wrong. If all are
+below the threshold, the step computes no token, and nothing has to be kept but predictions: every family can do that.
 The choice for a step is made when the step before begins, from what is known then, and read when that one has been
-launched. So no device waits. A step computes one of a few numbers of tokens, so that captured passes serve many steps.
+launched. So no device waits.
+
+A predictor of blocks is asked before each block, for each token or tile, while the step runs: see `jobs.blocks`. With
+the threshold 0 nothing is guessed, and the job is dense.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,94 +20,93 @@ from torch import Tensor
 
 from instgenie.engine.changes import to_host
 from instgenie.engine.reuse_predictor import ReusePredictor, find_predictor
-from instgenie.errors import ModelError
+from instgenie.jobs.blocks import BlockMemory, BlockRule
 from instgenie.jobs.history import TokenHistory
-from instgenie.jobs.job import Grid, Job, choose, stand_by, stands_by
+from instgenie.jobs.job import Job, stand_by, stands_by
 from instgenie.jobs.sampler import Schedule
-from instgenie.jobs.tokens import JobTokens
 from instgenie.models.model import Model
 
 NUM_LEADING = 3  # steps that compute all tokens: two give a prediction's movement, and one tests a guess
-NUM_SIZES = 8  # a step computes a multiple of an eighth of the tokens
 TINY = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """The tokens of a job in the order in which they should be computed at a step, and how many have to be."""
+class StepChoice:
+    """Whether a job has to compute its tokens at a step."""
 
     step: int
-    order: Tensor  # [tokens that may be computed], their indices
-    count: Tensor  # [1], in main memory once it is ready
+    is_needed: Tensor  # [1], in main memory once it is ready
     ready: torch.cuda.Event | None
 
-    def num_tokens(self, max_share: float) -> int:
-        """The tokens that have to be computed, rounded up to one of a few numbers; all, if they are a larger share."""
+    def result(self) -> bool:
         if self.ready:
             self.ready.synchronize()
-        num_all = len(self.order)
-        unit = max(num_all // NUM_SIZES, 1)
-        num = -(-int(self.count.numpy()[0]) // unit) * unit
-        return num_all if num > max_share * num_all else num
+        return bool(self.is_needed.numpy()[0])
 
 
-class ChangedTokens:
+class Changed:
     """The choices for the jobs of a step loop; those of a job go with it."""
 
-    def __init__(self, predictor: ReusePredictor, threshold: float, device: torch.device) -> None:
+    def __init__(self, predictor: ReusePredictor, threshold: float, model: Model) -> None:
         self.predictor = predictor
         self.bound = logit(threshold)
-        self.weights = torch.tensor(predictor.weights, device=device)
-        self._tokens: WeakKeyDictionary[Job, JobTokens] = WeakKeyDictionary()  # all that may be computed
-        self._choices: WeakKeyDictionary[Job, Choice] = WeakKeyDictionary()  # for the next step
+        self.weights = torch.tensor(predictor.weights, device=model.device)
+        self.convolves = model.is_convolutional
+        self._choices: WeakKeyDictionary[Job, StepChoice] = WeakKeyDictionary()  # for the next step
 
     @property
-    def in_tiles(self) -> bool:
-        """True if a step may compute some tokens and guess the others."""
-        return self.predictor.tile > 0
+    def per_block(self) -> bool:
+        return self.predictor.per_block
+
+    def welcome(self, job: Job) -> None:
+        """Let a job that joins reuse what hardly changes, if it may."""
+        if job.reuses_changed or not can_reuse_changed(job, self.per_block, self.convolves):
+            return
+        job.reuses_changed = True
+        if self.per_block and self.bound > -math.inf:
+            job.blocks = BlockMemory(self.rule)
+
+    @property
+    def rule(self) -> BlockRule:
+        own = self.predictor
+        return BlockRule(own.weights, own.bias, self.bound, own.max_steps, own.trust, own.tile, NUM_LEADING)
 
     def settle(self, job: Job) -> None:
-        """Let the job's present step compute the tokens that were chosen for it, and choose those of the next step."""
-        every, job.trust = self._tokens.setdefault(job, job.tokens), self.predictor.trust
+        """Let the job's present step compute its tokens or not, as was chosen, and choose for the next step."""
+        if self.per_block:
+            return
+        job.trust = self.predictor.trust
         choice = self._choices.get(job)
-        if choice and choice.step == job.step and job.history:
-            self.apply(choice, every, job)
-        elif job.chosen_step != job.step:  # there is no choice yet
-            choose(job, every)
-        if job.history and NUM_LEADING <= job.step + 1 < job.num_steps:
-            self._choices[job] = self.look_ahead(job, every)
-
-    def apply(self, choice: Choice, every: JobTokens, job: Job) -> None:
-        num = choice.num_tokens(self.predictor.max_share)
-        if num == 0:
+        if choice and choice.step == job.step and job.history and not choice.result():
             stand_by(job)
-        else:
-            choose(job, every if num == len(every.inside) else chosen(every, choice.order, num))
+        if job.history and NUM_LEADING <= job.step + 1 < job.num_steps:
+            self._choices[job] = self.look_ahead(job)
 
-    def look_ahead(self, job: Job, every: JobTokens) -> Choice:
+    def look_ahead(self, job: Job) -> StepChoice:
         assert job.history is not None
         now = computed_now(job)
         features = features_of(job.history, job.latents, now, job.schedule, job.step)
         logits = features @ self.weights + self.predictor.bias
         is_over = ages(job.history, now, job.step) > self.predictor.max_steps
-        asked = torch.full_like(logits, -math.inf)
-        asked = asked.index_copy(0, every.inside, logits.masked_fill(is_over, math.inf)[every.inside])
-        urgency = in_tiles(asked, job.grid, self.predictor.tile)[every.inside]
-        count, ready = to_host((urgency >= self.bound).sum())
-        return Choice(job.step + 1, every.inside[urgency.argsort(descending=True, stable=True)], count, ready)
+        asked = logits.masked_fill(is_over, math.inf)[job.inside] >= self.bound
+        return StepChoice(job.step + 1, *to_host(asked.any()))
 
 
-def make_changed(model: Model, name: str, threshold: float) -> ChangedTokens | None:
+def can_reuse_changed(job: Job, per_block: bool, convolves: bool) -> bool:
+    """Return whether a job may guess. Blocks guess for jobs that compute every token otherwise, and in a network that
+    convolves for those without LoRAs and ControlNets. A job needs all of its branches."""
+    is_plain = not convolves or not (job.edit.loras or job.edit.controls)
+    may_choose = not per_block or (job.activations is None and job.own_steps is None and is_plain)
+    has_branches = len(job.branches) > 1 or job.scale <= 1
+    return may_choose and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
+
+
+def make_changed(model: Model, name: str, threshold: float) -> Changed | None:
     """Choices with the predictor of the model that was loaded by this name; None if the threshold is 0."""
     if not threshold:
         return None
     predictor = find_predictor(name)
-    if predictor.tile and not model.text_flows:
-        raise ModelError(
-            f"the predictor of {name!r} reuses tiles of {predictor.tile} tokens: a network with convolutions computes "
-            "all tokens of a step or none (tile 0)"
-        )
-    return ChangedTokens(predictor, threshold, model.device)
+    return Changed(predictor, threshold, model)
 
 
 def logit(probability: float) -> float:
@@ -122,12 +120,6 @@ def computed_now(job: Job) -> Tensor | None:
     if stands_by(job):
         return job.inside[:0]
     return None if job.in_dense_steps or not any(job.plan) else job.inside
-
-
-def chosen(every: JobTokens, order: Tensor, num: int) -> JobTokens:
-    """The tokens of a job of which the first in the order are computed, and the others read."""
-    inside, rest = order[:num].sort().values, order[num:].sort().values
-    return replace(every, inside=inside, rest=torch.cat([rest, every.rest]) if len(every.rest) else rest)
 
 
 def ages(history: TokenHistory, now: Tensor | None, step: int) -> Tensor:  # [tokens]
@@ -149,14 +141,3 @@ def features_of(
     numbers = [change, history.errors, history.spans, ages(history, now, step)]
     logs = torch.stack([number.clamp(min=TINY).log() for number in numbers], dim=1)
     return F.pad(F.pad(logs, (0, 1), value=share), (0, 1), value=share**2)
-
-
-def in_tiles(values: Tensor, grid: Grid, side: int) -> Tensor:  # [tokens]
-    """The largest value in the tile of each token."""
-    if side == 1:
-        return values
-    height, width = grid
-    down, across = (side, side) if side else grid
-    most = F.max_pool2d(values.view(1, 1, height, width), (down, across), ceil_mode=True)
-    spread = most.repeat_interleave(down, dim=2).repeat_interleave(across, dim=3)
-    return spread[..., :height, :width].reshape(-1)

@@ -17,7 +17,7 @@ from instgenie.cache.buffers import TensorSpec, carve
 from instgenie.cost.kept_steps import KeptSteps
 from instgenie.cost.network import NetworkShape
 from instgenie.cost.plan import DENSE
-from instgenie.engine.changed import ChangedTokens
+from instgenie.engine.changed import Changed
 from instgenie.engine.changes import Change, next_dense_step
 from instgenie.jobs.activations import Activations, Key
 from instgenie.jobs.job import Job
@@ -33,20 +33,19 @@ class OwnActivations:
     """What the jobs of a step loop keep for themselves."""
 
     def __init__(
-        self, model: Model, kind: Kind = "kv", keeps_text: bool = False, changed: ChangedTokens | None = None
+        self, model: Model, kind: Kind = "kv", keeps_text: bool = False, changed: Changed | None = None
     ) -> None:
         self.model = model
-        self.changed = changed  # chooses the tokens of the jobs that reuse those that hardly change
+        self.changed = changed  # chooses what jobs compute that reuse what hardly changes
         self.kind = kind
         self.num_text = model.num_flowing_text if keeps_text else 0
         self.network = model.describe()
         self.changes: WeakKeyDictionary[Job, Change] = WeakKeyDictionary()  # of the jobs that find their dense steps
 
     def welcome(self, job: Job) -> None:
-        """Let a job that joins guess the predictions of tokens that hardly change, if it may."""
-        changed = self.changed
-        if changed and not job.reuses_changed and can_reuse_changed(job, changed.in_tiles):
-            reuse_changed(job, changed.in_tiles)
+        """Let a job that joins reuse what hardly changes, if it may."""
+        if self.changed:
+            self.changed.welcome(job)
 
     def make_ready(self, jobs: Sequence[Job]) -> None:
         """Give the jobs whose present step keeps activations the room for them. A job for which memory has no room
@@ -65,7 +64,7 @@ class OwnActivations:
                 if not is_out_of_memory(error):
                     raise
                 log.warning("no room for an edit's own activations", extra={"num_tokens": len(job.masked)})
-                job.activations, job.plan, job.own_steps, job.keeps_chosen = None, DENSE, None, False
+                job.activations, job.plan, job.own_steps = None, DENSE, None
                 job.edit = replace(job.edit, dense_steps=job.num_steps)
 
     def watch(self, job: Job) -> None:
@@ -87,22 +86,6 @@ class OwnActivations:
 def reuse_own(job: Job) -> Job:
     """Return a copy of the job that computes every token at some steps, and at the others reads what these left."""
     return replace(job, activations=None, plan=DENSE, own_steps=own_steps(job.edit, job.num_steps), kept_step=None)
-
-
-def reuse_changed(job: Job, in_tiles: bool) -> None:
-    """Let a job guess the predictions of tokens that hardly change: those of a whole step, or in tiles, so that a step
-    that computes some tokens reads the rows of the others."""
-    job.reuses_changed, job.keeps_chosen = True, in_tiles
-    if in_tiles and job.own_steps is None:
-        job.own_steps = KeptSteps(job.num_steps, (0,))
-
-
-def can_reuse_changed(job: Job, in_tiles: bool) -> bool:
-    """Return whether a job may guess predictions. In tiles it may not if it reads a template, which no job writes to.
-    It needs all of its branches."""
-    may_keep = not in_tiles or job.activations is None or job.own_steps is not None
-    has_branches = len(job.branches) > 1 or job.scale <= 1
-    return may_keep and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
 
 
 def own_steps(edit: Edit, num_steps: int) -> KeptSteps:

@@ -1,14 +1,15 @@
-"""The predictor of reuse: a logistic regression over what is known of a token, as a file. `engine.reuse_training` makes
-one, `engine.changed` asks it."""
+"""The predictor of reuse: a logistic regression over what is known of a token or a tile, as a file.
+`engine.reuse_training` makes one, `engine.changed` asks it."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from instgenie.errors import ConfigError
+from instgenie.jobs.blocks import BLOCK_FEATURES
 from instgenie.machine.model_folders import model_folder
 
-FEATURES = ("input change", "last error", "span of the last error", "age", "step", "step squared")
+FEATURES = BLOCK_FEATURES[:6]  # of a step
 FILE_NAME = "reuse.json"  # in the folder of a model
 DEFAULT_FILE = Path(__file__).with_name(FILE_NAME)  # trained with the built-in model
 
@@ -21,12 +22,16 @@ class ReusePredictor:
     bias: float
     tolerance: float  # the relative error of a guess above which it is too wrong
     max_steps: int  # consecutive steps that reuse a token at most
-    tile: int = 0  # side of the squares of tokens that are reused together; 0: the whole picture is one
+    per_block: bool = False  # True: it is asked before each block, not once for a whole step
+    tile: int = 0  # side of the squares that a block reuses together; 0: the whole picture is one
     trust: float = 0.8  # share of a prediction's movement that a guess expects to go on; 0: the last one is taken
-    max_share: float = 1.0  # a step that has to compute a larger share of the tokens computes all
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return BLOCK_FEATURES if self.per_block else FEATURES
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"features": FEATURES} | asdict(self), indent=1) + "\n")
+        path.write_text(json.dumps({"features": self.features} | asdict(self), indent=1) + "\n")
 
 
 def read_predictor(path: Path) -> ReusePredictor:
@@ -36,8 +41,11 @@ def read_predictor(path: Path) -> ReusePredictor:
         predictor = ReusePredictor(**fields | {"weights": tuple(map(float, fields["weights"]))})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no predictor of `instgenie train-reuse`: {error}") from None
-    if names != FEATURES or len(predictor.weights) != len(FEATURES):
-        raise ConfigError(f"{path} has the features {', '.join(names)}: {', '.join(FEATURES)} are expected")
+    expected = predictor.features
+    if names != expected or len(predictor.weights) != len(expected):
+        raise ConfigError(f"{path} has the features {', '.join(names)}: {', '.join(expected)} are expected")
+    if predictor.tile and not predictor.per_block:
+        raise ConfigError(f"{path} has tiles of {predictor.tile} tokens for whole steps: tiles are chosen per block")
     return predictor
 
 

@@ -1,11 +1,12 @@
-"""Trains the predictor of reuse: records dense pictures from prompts, replays them with random tokens left out, and
-fits a logistic regression to how wrong the guesses of these would have been."""
+"""Trains the predictor of reuse: makes dense pictures from prompts, leaves random tokens or tiles out of what they
+remember, and fits a logistic regression to how wrong the guesses of these would have been."""
 
 import importlib
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from instgenie.engine.changed import NUM_LEADING, ages, features_of
 from instgenie.engine.prepare import prepare
-from instgenie.engine.reuse_predictor import ReusePredictor
+from instgenie.engine.reuse_predictor import FEATURES, ReusePredictor
 from instgenie.errors import ModelError
+from instgenie.jobs.blocks import BLOCK_FEATURES, BlockMemory, BlockRule
 from instgenie.jobs.history import TokenHistory
 from instgenie.jobs.job import guide
 from instgenie.jobs.sampler import Schedule
@@ -27,7 +29,11 @@ PROMPTS = (
     "a photo of a Persian cat", "a photo of a pug", "a photo of a rose", "a photo of a red shirt",
     "a photo of a sunflower", "a photo of a beagle", "a photo of a blue dress", "a photo of a Siamese cat",
 )  # fmt: skip
+SAMPLED = 0.125  # of the units of every block
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)  # of tokens that a replayed step computes
+
+
+Sample: TypeAlias = tuple[Tensor, Tensor]  # features [units, features] and errors of guesses [units]
 
 
 class Recording(NamedTuple):
@@ -36,6 +42,17 @@ class Recording(NamedTuple):
     latents: Tensor  # [steps, tokens, channels], before each step
     predictions: Tensor  # [steps, tokens, channels]
     schedule: Schedule
+
+
+@dataclass(frozen=True)
+class ReuseSetting:
+    """What a predictor is trained for; see `ReusePredictor`."""
+
+    tolerance: float = 0.05
+    max_steps: int = 4
+    trust: float = 0.8
+    per_block: bool = False
+    tile: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,9 +86,7 @@ def record(model: Model, edit: Edit) -> Recording:
 
 
 @torch.inference_mode()
-def replay(
-    recording: Recording, max_steps: int, trust: float, generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
+def replay(recording: Recording, max_steps: int, trust: float, generator: torch.Generator) -> Iterator[Sample]:
     """Yield the features of all tokens [tokens, features] and the errors that their guesses at the next step have
     [tokens], for each step, while random tokens are computed and the others guessed."""
     latents, predictions, schedule = recording
@@ -91,22 +106,53 @@ def replay(
             yield features, wrong / following.square().sum(1).mean().sqrt()
 
 
-def train(
-    model: Model,
-    edits: Sequence[Edit],
-    tolerance: float,
-    max_steps: int,
-    trust: float = 0.8,
-    on_step: OnStep | None = None,
-) -> Trained:
+class BlockSampler:
+    """Sees what blocks compute, and lets their histories count random units as computed."""
+
+    def __init__(self, max_steps: int, generator: torch.Generator) -> None:
+        self.max_steps, self.generator = max_steps, generator
+        self.samples: list[Sample] = []
+
+    def __call__(self, features: Tensor, errors: Tensor) -> Tensor:
+        ages = features[:, FEATURES.index("age")].exp().round()
+        is_known = ages <= self.max_steps
+        drawn = torch.rand(len(errors), generator=self.generator).to(errors.device)
+        kept = is_known & (drawn < SAMPLED)
+        self.samples.append((features[kept].cpu(), errors[kept].cpu()))
+        share = SHARES[int(torch.randint(len(SHARES), (), generator=self.generator))]
+        computed = torch.rand(len(errors), generator=self.generator).to(errors.device) < share
+        return computed | (ages >= self.max_steps)
+
+
+@torch.inference_mode()
+def sample_blocks(model: Model, edit: Edit, setting: ReuseSetting, seed: int) -> list[Sample]:
+    """The features and errors of guesses that the blocks of one dense picture would have made."""
+    sampler = BlockSampler(setting.max_steps, torch.Generator().manual_seed(seed))
+    rule = BlockRule(
+        (0.0,) * len(BLOCK_FEATURES), 0.0, -math.inf, setting.max_steps, setting.trust, setting.tile, NUM_LEADING
+    )
+    job = prepare(edit, model)
+    job.blocks = BlockMemory(rule, recorder=sampler)
+    while not job.done:
+        job.advance(model.predict([job])[0])
+        if job.step <= NUM_LEADING:
+            sampler.samples.clear()
+    return sampler.samples
+
+
+def train(model: Model, edits: Sequence[Edit], setting: ReuseSetting, on_step: OnStep | None = None) -> Trained:
     """Fit a predictor to pictures from prompts; every fourth of them is held out."""
     find_regressions()  # before the pictures are made
-    recordings = []
+    pictures: list[list[Sample]] = []
+    generator = torch.Generator().manual_seed(0)
     for number, edit in enumerate(edits, 1):
-        recordings.append(record(model, edit))
+        if setting.per_block:
+            pictures.append(sample_blocks(model, edit, setting, number))
+        else:
+            pictures.append(list(replay(record(model, edit), setting.max_steps, setting.trust, generator)))
         if on_step:
             on_step(number, len(edits))
-    return fit(recordings, tolerance, max_steps, trust)
+    return fit(pictures, setting)
 
 
 def find_regressions() -> ModuleType:
@@ -116,32 +162,30 @@ def find_regressions() -> ModuleType:
         raise ModelError("the package scikit-learn is missing; it comes with the 'train' extra of instgenie") from None
 
 
-def fit(recordings: Sequence[Recording], tolerance: float, max_steps: int, trust: float = 0.8) -> Trained:
+def fit(pictures: Sequence[Sequence[Sample]], setting: ReuseSetting) -> Trained:
+    """Fit a predictor to the samples of pictures."""
     regressions = find_regressions()
-    held_out = [recording for number, recording in enumerate(recordings) if number % 4 == 3]
-    seen = [recording for number, recording in enumerate(recordings) if number % 4 != 3]
-    features, wrong = samples(seen, tolerance, max_steps, trust)
+    held_out = [one for number, own in enumerate(pictures) if number % 4 == 3 for one in own]
+    seen = [one for number, own in enumerate(pictures) if number % 4 != 3 for one in own]
+    features, wrong = stack(seen, setting.tolerance)
     if wrong.all() or not wrong.any():
         raise ModelError(
-            f"{wrong.mean():.0%} of {len(wrong)} guesses are further off than the tolerance {tolerance}: choose another"
+            f"{wrong.mean():.0%} of {len(wrong)} guesses are further off than the tolerance {setting.tolerance}: "
+            "choose another"
         )
     mean, spread = features.mean(0), features.std(0).clip(1e-6)
     regression = regressions.LogisticRegression(max_iter=1000).fit((features - mean) / spread, wrong)
     weights = regression.coef_[0] / spread
     bias = float(regression.intercept_[0] - weights @ mean)
     rounded = tuple(round(float(weight), 6) for weight in weights)
-    predictor = ReusePredictor(rounded, round(bias, 6), tolerance, max_steps, trust=trust)
-    features, wrong = samples(held_out or seen, tolerance, max_steps, trust)
+    features, wrong = stack(held_out or seen, setting.tolerance)
     accuracy = float(((features @ weights + bias > 0) == wrong).mean())
+    predictor = ReusePredictor(rounded, round(bias, 6), **asdict(setting))
     return Trained(predictor, len(wrong), float(wrong.mean()), accuracy)
 
 
-def samples(
-    recordings: Sequence[Recording], tolerance: float, max_steps: int, trust: float
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def stack(found: Sequence[Sample], tolerance: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Features [samples, features], and whether a guess was too wrong [samples]."""
-    generator = torch.Generator().manual_seed(0)
-    found = [pair for recording in recordings for pair in replay(recording, max_steps, trust, generator)]
     if not found:
         raise ModelError("no guess can be tested: pictures need at least three steps")
     features, errors = (torch.cat([pair[number] for pair in found]).double().cpu().numpy() for number in (0, 1))

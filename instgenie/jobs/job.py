@@ -18,6 +18,7 @@ from instgenie.cost.kept_steps import KeptSteps
 from instgenie.cost.plan import DENSE, Plan, check_plan, is_cached
 from instgenie.errors import PlanError
 from instgenie.jobs.activations import Activations, Kind
+from instgenie.jobs.blocks import BlockMemory, JobUnits
 from instgenie.jobs.controls import JobControl, Promise
 from instgenie.jobs.history import TokenHistory
 from instgenie.jobs.sampler import Schedule
@@ -78,13 +79,12 @@ class Job:
     awaits_branch: bool = False  # the same, for the process that computes its other branch
     keeps_norm: bool = False  # guided predictions are as long as those of the prompt, token by token
     reference: Tensor | None = None  # [reference tokens, channels] beside its own, the same at every step
-    reuses_changed: bool = False  # True: predictions of tokens that hardly change are guessed; see `engine.changed`
-    keeps_chosen: bool = False  # True: steps that compute a choice of tokens keep their rows, too
-    chosen_step: int = -1  # the last step for which tokens were chosen
+    reuses_changed: bool = False  # True: what hardly changes is guessed; see `engine.changed`
     idle_step: int = -1  # the last step that computes no token
     history: TokenHistory | None = None  # of its predictions, if it reuses them
     trust: float = 0.0  # of guesses, in the movement of predictions; see `TokenHistory`
-    num_taken_tokens: int = 0  # image tokens computed so far, over all steps
+    blocks: BlockMemory | None = None  # of what its blocks added, if each of them chooses the tokens that it computes
+    num_taken_tokens: float = 0  # image tokens computed so far, over all steps
 
     def __post_init__(self) -> None:
         cache = self.activations
@@ -185,14 +185,13 @@ class Job:
     def is_dense_at(self, step: int) -> bool:
         if self.own_steps is None:
             return step < self.edit.dense_steps
-        is_chosen = not self.keeps_chosen or step == self.chosen_step
-        return self.kept_step is None or step in self.own_steps or not is_chosen
+        return self.kept_step is None or step in self.own_steps
 
     @property
     def keeps_activations(self) -> bool:
         """True if this step's activations serve the next one."""
         is_read = self.own_steps is not None and self.step + 1 < self.num_steps and self.step + 1 not in self.own_steps
-        return is_read and (self.in_dense_steps or self.keeps_chosen) and not stands_by(self)
+        return is_read and self.in_dense_steps and not stands_by(self)
 
     @property
     def kept_kind(self) -> Kind | None:
@@ -228,7 +227,8 @@ class Job:
         if self.keeps_activations:
             self.kept_step = self.step
         if guided is not None:
-            self.num_taken_tokens += len(self.inside if any(self.present_plan) else self.masked)
+            share = self.blocks.share if self.blocks else 1.0
+            self.num_taken_tokens += share * len(self.inside if any(self.present_plan) else self.masked)
         self.history = history
         self.step, self.latents = self.step + 1, latents  # together, so that running out of memory changes neither
 
@@ -279,18 +279,15 @@ def locate(job: Job, sides: Iterable[int], tiles: Iterable[tuple[int, int]] = ()
     return job.inside, job.outside, job.timesteps, *(level.inside for level in levels)
 
 
+def block_units(job: Job) -> JobUnits:
+    """A job in a pass whose blocks choose what they compute."""
+    assert job.blocks is not None
+    return JobUnits(job.blocks, len(job.branches), job.step, job.num_steps, job.schedule.timestep(job.step))
+
+
 def stand_by(job: Job) -> None:
     """Compute no token at this step, where it is not a dense one."""
-    job.idle_step = job.chosen_step = job.step
-
-
-def choose(job: Job, tokens: JobTokens) -> None:
-    """Compute only the tokens that are `inside` at this step, where it is not a dense one. It is if these are
-    all."""
-    job.chosen_step = job.step if len(tokens.rest) else -1
-    if job.tokens is not tokens:
-        job.inside, job.rest, job.tokens = tokens.inside, tokens.rest, tokens
-        job.__dict__.pop("padded_tokens", None)
+    job.idle_step = job.step
 
 
 def complete(job: Job, prediction: Tensor | None) -> tuple[Tensor, TokenHistory | None]:

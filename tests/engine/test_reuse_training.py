@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from instgenie.cli import main
-from instgenie.engine.changed import in_tiles
 from instgenie.engine.reuse_predictor import FEATURES, read_predictor
-from instgenie.engine.reuse_training import Recording, fit, picture_from, record
+from instgenie.engine.reuse_training import Recording, ReuseSetting, fit, picture_from, record, replay, sample_blocks
 from instgenie.errors import ConfigError, ModelError
+from instgenie.jobs.blocks import BLOCK_FEATURES
 from instgenie.jobs.history import TokenHistory
+from instgenie.models.joint.reused import pool_one
 from instgenie.models.model import Model
 
 
@@ -30,9 +31,9 @@ def test_guesses_go_on_as_predictions_moved() -> None:
 
 def test_tiles_have_their_largest_value() -> None:
     values = torch.arange(15.0)
-    assert in_tiles(values, (3, 5), 1) is values
-    assert in_tiles(values, (3, 5), 2).tolist() == [6, 6, 8, 8, 9, 6, 6, 8, 8, 9, 11, 11, 13, 13, 14]
-    assert in_tiles(values, (3, 5), 0).tolist() == [14.0] * 15
+    assert pool_one(values, (3, 5), 1).tolist() == values.tolist()
+    assert pool_one(values, (3, 5), 2).tolist() == [6, 6, 8, 8, 9, 6, 6, 8, 8, 9, 11, 11, 13, 13, 14]
+    assert pool_one(values, (3, 5), 0).tolist() == [14.0] * 15
 
 
 def test_a_predictor_learns_which_tokens_move(models: dict[str, Model]) -> None:
@@ -41,10 +42,25 @@ def test_a_predictor_learns_which_tokens_move(models: dict[str, Model]) -> None:
     found = record(model, replace(picture_from("a cat", 0, model, (32, 32)), steps=12))
     steady = found.predictions[:1] + torch.arange(12.0)[:, None, None] * 0.01
     jumping = torch.where(torch.arange(steady.shape[1])[None, :, None] % 2 == 0, torch.randn_like(steady), 0)
-    trained = fit([Recording(found.latents, steady + jumping, found.schedule)] * 4, 0.05, 4)
+    generator = torch.Generator().manual_seed(0)
+
+    def sampled(predictions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(replay(Recording(found.latents, predictions, found.schedule), 4, 0.8, generator))
+
+    trained = fit([sampled(steady + jumping) for _ in range(4)], ReuseSetting())
     assert trained.accuracy > 0.9
     with pytest.raises(ModelError, match="choose another"):
-        fit([Recording(found.latents, steady, found.schedule)] * 2, 0.9, 4)
+        fit([sampled(steady) for _ in range(2)], ReuseSetting(tolerance=0.9))
+
+
+def test_guesses_of_tiles_of_a_unet_are_sampled(models: dict[str, Model]) -> None:
+    model = models["sd"]
+    edit = replace(picture_from("a cat", 0, model, (48, 48)), steps=6)
+    samples = sample_blocks(model, edit, ReuseSetting(per_block=True, tile=2), 0)
+    features, errors = map(torch.cat, zip(*samples, strict=True))
+    assert features.shape == (len(errors), len(BLOCK_FEATURES))
+    assert features.isfinite().all()
+    assert errors.median() > 0
 
 
 def test_the_command_writes_a_predictor(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -62,9 +78,12 @@ def test_the_command_writes_a_predictor(folders: dict[str, Path], tmp_path: Path
         "32x32",
     ]
     assert main([*given, "--out", str(tmp_path / "missing" / "reuse.json")]) == 2
-    main([*given, "--tolerance", "0.5", "--tile", "2", "--out", str(path)])
+    main([*given, "--tolerance", "0.3", "--blocks", "--tile", "2", "--out", str(path)])
     predictor = read_predictor(path)
-    assert (len(predictor.weights), predictor.tile, predictor.tolerance) == (len(FEATURES), 2, 0.5)
+    assert (len(predictor.weights), predictor.tile, predictor.per_block) == (len(BLOCK_FEATURES), 2, True)
+    main([*given, "--tolerance", "0.5", "--out", str(path)])
+    predictor = read_predictor(path)
+    assert (len(predictor.weights), predictor.tile, predictor.tolerance) == (len(FEATURES), 0, 0.5)
     path.write_text(path.read_text().replace("age", "rage"))
     with pytest.raises(ConfigError, match="rage"):
         read_predictor(path)

@@ -72,7 +72,7 @@ BUDGETS: dict[str, float] = {
     "switching": 5,
     "patches": 480,
 }
-FLUX_ONLY = ("fig6", "table2", "patches")
+FLUX_ONLY = ("fig6", "table2")
 
 
 def reproduce(

@@ -107,6 +107,11 @@ class JointModel(Model):
     def modulation(self) -> ModulationTables:
         return ModulationTables(self.joint_network)
 
+    def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """All jobs together, but those whose blocks choose their tokens."""
+        choosing, others = [job for job in jobs if job.blocks], [job for job in jobs if not job.blocks]
+        return [group for group in (others, choosing) if group]
+
     def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> JointBatch:
         return self.pack_step(jobs, pads, rows, self.modulation.at(jobs))
 

@@ -25,6 +25,7 @@ from instgenie.models.joint.flow import Apart, Flow
 from instgenie.models.joint.layout import Layout
 from instgenie.models.joint.modulation import Modulation, modulate
 from instgenie.models.joint.residual import Residual
+from instgenie.models.joint.reused import run_reused
 from instgenie.models.layers.linear import EACH_BRANCH, Owners, join, linear
 from instgenie.models.layers.products import products
 
@@ -130,6 +131,9 @@ class JointNetwork(ABC):
 def velocity(network: JointNetwork, batch: JointBatch) -> Tensor:
     """[image tokens, latent channels]; for a job that caches any block, of its masked tokens alone."""
     mod = find_modulation(network, batch)
+    if any(job.blocks for job in batch.jobs):
+        image = run_reused(network.blocks, batch, network.embed_image(batch), mod)
+        return network.unembed(image, mod, batch.layout)
     layout, image = run_blocks(network, batch, network.embed_image(batch), mod)
     return network.unembed(image, mod, layout)
 

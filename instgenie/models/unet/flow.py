@@ -28,6 +28,7 @@ from instgenie.models.layers.fp8_linear import reads_fp8
 from instgenie.models.layers.linear import EACH_BRANCH, Owners, linear
 from instgenie.models.unet.attention import attend
 from instgenie.models.unet.batch import Positions, UnetBatch
+from instgenie.models.unet.choices import UnetChoices
 from instgenie.models.unet.layout import LevelLayout
 
 
@@ -48,6 +49,7 @@ class Pass:
     time: Tensor  # [branches, width]
     active: Tensor  # [branches, width], the input of linear layers
     recorder: Recorder | None = None
+    choices: UnetChoices | None = None  # of what its blocks compute; None: they do not choose
 
     @cached_property
     def each_branch(self) -> Owners:
@@ -134,6 +136,31 @@ def transformer_block(
             if kind:
                 kept = [k[branch], v[branch]] if kind == "kv" else [rows_of(layout, own, branch)]
                 part.run.batch.rows.keep(place, branch, kept)
+    return attend_and_feed(block, tokens, inner, keys, parts, layouts, number)
+
+
+def chosen_block(
+    block: BasicTransformerBlock, tokens: Tensor, part: FlowPart, whole: LevelLayout, chosen: LevelLayout, number: int
+) -> Tensor:
+    """The chosen tokens behind a block [chosen tokens, width], from all tokens that go into it. K and V of all of them
+    are projected."""
+    both = project_keys(block, norm_keys(block, tokens), whole.whole_owners)
+    k, v = (keys.view(whole.num_branches, whole.num_all, -1) for keys in both)
+    own = tokens[chosen.index]
+    inner = layer_norm(own, block.norm1, reads_fp8(block.attn1.to_q))
+    return attend_and_feed(block, own, inner, [(k, v)], [part], [chosen], number)
+
+
+def attend_and_feed(
+    block: BasicTransformerBlock,
+    tokens: Tensor,
+    inner: Rows,
+    keys: Sequence[tuple[Tensor, ...]],
+    parts: Sequence[FlowPart],
+    layouts: Sequence[LevelLayout],
+    number: int,
+) -> Tensor:
+    """The rest of a block, from what is normed and the keys of its first attention."""
     attended = attend_heads(block.attn1, inner, keys, parts, layouts)
     tokens, inner = add_layer_norm(tokens, attended, block.norm2, reads_fp8(block.attn2.to_q))
     crossed = [part.run.batch.crossed[number].unbind() for part in parts]

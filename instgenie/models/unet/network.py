@@ -30,8 +30,10 @@ from instgenie.models.layers.products import products
 from instgenie.models.layers.resnet import convolutions, is_plain
 from instgenie.models.layers.resnet import convolve as convolve_plain
 from instgenie.models.unet.batch import Positions, TransformerPosition, UnetBatch
+from instgenie.models.unet.choices import choices_of
 from instgenie.models.unet.flow import FlowPart, Pass, Recorder, flow, make_whole
 from instgenie.models.unet.layout import LevelLayout
+from instgenie.models.unet.reused import attend_chosen, convolve_chosen
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
 Encoder: TypeAlias = Any  # diffusers' UNet, or a ControlNet, which has no up blocks
@@ -88,7 +90,7 @@ def encode(
 ) -> Encoded:
     """The first half of a pass; what is `added` to its first convolution is what a ControlNet sees of its images."""
     time = embed_time(unet, batch)
-    run = Pass(batch, positions, time, F.silu(time), recorder)
+    run = Pass(batch, positions, time, F.silu(time), recorder, choices_of(unet, batch.jobs))
     x = call(unet.conv_in, run.each_branch, batch.sample)
     x = x if added is None else x + added
     skips = [x]
@@ -105,6 +107,8 @@ def decode(unet: UNet2DConditionModel, run: Pass, skips: list[Tensor], x: Tensor
         x = group_norm(x, unet.conv_norm_out, activates=True)
     else:
         x = unet.conv_act(unet.conv_norm_out(x))
+    if run.choices:
+        run.choices.blocks.commit()
     return call(unet.conv_out, run.each_branch, x)
 
 
@@ -152,6 +156,9 @@ def pairs(block: UnetBlock) -> Iterator[tuple[nn.Module, Transformer2DModel | No
 
 def convolve(resnet: ResnetBlock2D, x: Tensor, run: Pass) -> Tensor:
     loras = run.batch.loras
+    if run.choices:
+        column = linear(resnet.time_emb_proj, run.active, run.each_branch) if resnet.time_emb_proj is not None else None
+        return convolve_chosen(resnet, x, column, run.choices)
     if is_plain(resnet) and not (loras and any(map(loras.patches, convolutions(resnet)))):
         return convolve_plain(resnet, x, run.active, run.each_branch)
     return call(resnet, run.each_branch, x, run.time)
@@ -185,6 +192,12 @@ def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> T
     num_branches, channels, *grid = x.shape
     num_all = x.shape[2] * x.shape[3]
     normed = enter(transformer.norm, x, batch.layout(position.block, num_all))
+    if run.choices:
+        tokens = linear(transformer.proj_in, normed, batch.layout(position.block, num_all).owners)
+        for number, block in enumerate(transformer.transformer_blocks, position.block):
+            tokens = attend_chosen(block, tokens, FlowPart(run, num_all), (x.shape[2], x.shape[3]), number)
+        leaving = linear(transformer.proj_out, tokens, batch.layout(position.block, num_all).owners)
+        return x + leaving.view(num_branches, *grid, channels).permute(0, 3, 1, 2)
     leaving = flow(transformer, normed, [FlowPart(run, num_all)])
     layout = batch.layout(position.block + position.num_blocks - 1, num_all)
     leaving = make_whole(layout, leaving, batch.rows, position.end)

@@ -85,7 +85,8 @@ class UnetPasses(Model):
         serve all batches."""
         groups: dict[Hashable, list[Job]] = {}
         for job in jobs:
-            groups.setdefault((any(job.present_plan), *self.tiling.group(job)), []).append(job)
+            chooses = job.blocks is not None and job.grid  # its blocks see pictures of one size
+            groups.setdefault((chooses, any(job.present_plan), *self.tiling.group(job)), []).append(job)
         return list(groups.values())
 
     def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> UnetBatch | TiledBatch:

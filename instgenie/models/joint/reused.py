@@ -1,0 +1,139 @@
+"""A pass in which every block computes some image tokens, and takes guesses for the others. Which it computes is known
+only when it is reached: `jobs.blocks` chooses.
+
+K and V of all tokens are projected from what goes into the block now, so no token attends to an older step. The text of
+a branch is computed where any of its image tokens is. Branches without any are left out of the block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, compress
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from instgenie.jobs.blocks import BlockPass, per_job
+from instgenie.jobs.job import Grid, block_units
+from instgenie.jobs.tokens import JobTokens, concat
+from instgenie.kernels.heads import HeadPlaces, Heads
+from instgenie.models.joint.batch import JointBatch
+from instgenie.models.joint.block import JointBlock
+from instgenie.models.joint.flow import Apart
+from instgenie.models.joint.layout import Layout, lay_out
+from instgenie.models.joint.modulation import Modulation
+from instgenie.models.joint.residual import Residual
+from instgenie.models.layers.linear import Owners
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The tokens that a block computes, by index among all tokens of the batch, and their layout."""
+
+    text: Tensor  # [text tokens]
+    image: Tensor  # [image tokens]
+    rest: Tensor  # [other image tokens of branches that compute any]
+    rest_keys: Tensor  # [the same], their places among the keys
+    layout: Layout
+
+
+def run_reused(blocks: Sequence[JointBlock], batch: JointBatch, image: Tensor, mod: Modulation) -> Tensor:
+    """Send embedded image rows [image tokens, width] through all blocks."""
+    layout = batch.layout
+    changes = BlockPass([block_units(job) for job in batch.jobs], len(blocks), image.device)
+    texts, images = (per_job(nums, layout.num_branches) for nums in (layout.num_text, layout.num_image))
+    text = batch.text
+    for number, block in enumerate(blocks):
+        asked = changes.choose(number, image, layout.image_rows, images, lambda values: pool(values, batch, changes))
+        nums = torch.stack([one.sum() for one in asked.split(layout.num_image)]).tolist()
+        changes.count(number, per_job(nums, layout.num_branches))
+        chosen = None if nums == list(layout.num_image) else choose(batch, asked, nums)
+        text_out, image_out = run_chosen(block, text, image, mod, batch, chosen)
+        text_index, index = (chosen.text, chosen.image) if chosen else (None, None)
+        text = changes.complete(("text", number), text, text_out, text_index, layout.text_rows, texts)
+        image = changes.complete(number, image, image_out, index, layout.image_rows, images)
+        if batch.control and (rows := batch.control.behind(number)) is not None:
+            image = image + rows
+    changes.commit()
+    return image
+
+
+def run_chosen(
+    block: JointBlock, text: Tensor, image: Tensor, mod: Modulation, batch: JointBatch, chosen: Chosen | None
+) -> tuple[Tensor, Tensor]:
+    """Rows of text and image behind a block, of the tokens that it computes."""
+    if chosen is None:
+        layout, heads = batch.layout, block.reserve(batch.layout, batch.text)
+    elif not len(chosen.image):
+        return text[:0], image[:0]
+    else:
+        layout, heads = chosen.layout, block.reserve(chosen.layout, batch.text)
+        project_rest(block, image, mod, batch.layout, chosen, heads)
+        text, image = text[chosen.text], image[chosen.image]
+    return block(Apart(Residual(text), Residual(image)), mod, layout, heads).parts(layout)
+
+
+def project_rest(
+    block: JointBlock, image: Tensor, mod: Modulation, layout: Layout, chosen: Chosen, heads: Heads
+) -> None:
+    """Write K and V of tokens that are not computed, as the block would."""
+    if not len(chosen.rest):
+        return
+    owners = Owners(layout.image_rows[chosen.rest], loras=layout.loras)
+    places = HeadPlaces(joint=layout.image_places.joint[chosen.rest], keys=chosen.rest_keys)
+    block.project_keys(image[chosen.rest], mod, layout.rotary, owners, heads.keys, places)
+
+
+def choose(batch: JointBatch, asked: Tensor, nums: Sequence[int]) -> Chosen:
+    """Lay out the image tokens that are asked for [image tokens], bool, so many of each branch."""
+    layout, is_used = batch.layout, [num > 0 for num in nums]
+    tokens = [branch for job in batch.jobs for branch in split_branches(job.tokens)]
+    chosen, keys, rests = [], [], []
+    first_text = list(accumulate(layout.num_text, initial=0))
+    first_image = list(accumulate(layout.num_image, initial=0))
+    first_key = 0
+    for own, part, first in compress(zip(tokens, asked.split(layout.num_image), first_image, strict=False), is_used):
+        inside, rest = part.nonzero()[:, 0], (~part).nonzero()[:, 0]
+        chosen.append(replace(own, inside=inside, rest=rest))
+        rests.append(first + rest)
+        keys.append(first_key + own.num_text[0] + rest)
+        first_key += own.num_text[0] + own.num_all
+    image = asked.nonzero()[:, 0]
+    if not chosen:
+        return Chosen(image, image, image, image, layout)
+    narrow = lay_out.__wrapped__(tuple(chosen), (True,) * len(chosen), (False,) * len(chosen))
+    device = asked.device
+    spans = compress(zip(first_text, layout.num_text, strict=False), is_used)
+    text = concat([torch.arange(first, first + num, device=device) for first, num in spans])
+    members = torch.tensor(list(compress(range(len(nums)), is_used)), device=device)
+    owned = replace(
+        narrow,
+        loras=layout.loras,
+        text_rows=members[narrow.text_rows],
+        image_rows=members[narrow.image_rows],
+        joint_rows=members[narrow.joint_rows],
+    )
+    return Chosen(text, image, concat(rests), concat(keys), owned)
+
+
+def split_branches(tokens: JobTokens) -> list[JobTokens]:
+    pairs = zip(tokens.num_text, tokens.rotary, strict=True)
+    return [replace(tokens, num_text=(num,), rotary=(table,)) for num, table in pairs]
+
+
+def pool(values: Tensor, batch: JointBatch, changes: BlockPass) -> Tensor:
+    """Spread the largest value of each square of tokens over the square; tokens of references go with the whole
+    picture, or alone."""
+    side, parts = changes.rule.side, iter(values.split(batch.layout.num_image))
+    if side == 1:
+        return values
+    return concat([pool_one(next(parts), job.grid, side) for job in batch.jobs for _ in job.branches])
+
+
+def pool_one(values: Tensor, grid: Grid, side: int) -> Tensor:  # [tokens]
+    if not side:
+        return values.max().expand(len(values))
+    num = grid[0] * grid[1]
+    most = F.max_pool2d(values[:num].view(1, 1, *grid), side, ceil_mode=True)
+    spread = most.repeat_interleave(side, dim=2).repeat_interleave(side, dim=3)
+    return torch.cat([spread[..., : grid[0], : grid[1]].reshape(-1), values[num:]])

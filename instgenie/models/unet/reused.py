@@ -1,0 +1,91 @@
+"""Blocks of a UNet that compute some tiles of a picture, and take guesses for the others. Which they compute is known
+only when they are reached: `jobs.blocks` chooses.
+
+A resnet convolves the chosen tiles, each with a halo. The halo of its first convolution is the picture itself; that of
+the second, and the statistics of the norm before it, come from what the first convolution gave at the other tiles when
+it computed them last. A transformer block computes the tokens of the chosen tiles; K and V of all tokens are projected
+from what goes into it now. What is cheap stays dense: the first and the last convolution, resampling, norms and the
+projections into and out of a transformer.
+"""
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor, nn
+
+from instgenie.kernels.group_norm import group_norm
+from instgenie.models.layers.resnet import go_around
+from instgenie.models.unet.choices import ChosenTiles, UnetChoices
+from instgenie.models.unet.flow import FlowPart, chosen_block, transformer_block
+from instgenie.models.unet.layout import LevelLayout, place_bounds
+
+
+def convolve_chosen(resnet: ResnetBlock2D, x: Tensor, column: Tensor | None, choices: UnetChoices) -> Tensor:
+    """A plain residual block over the tiles that it chooses. The column [branches, channels] is that of the time."""
+    choice = choices.choose(x)
+    around = x if resnet.conv_shortcut is None else go_around(resnet.conv_shortcut, x)
+    index, tiles = choice.index, choice.tiles
+    if index is None:
+        inner = choice.middle(resnet.conv1(group_norm(x, resnet.norm1, activates=True)), None)
+        inner = resnet.conv2(group_norm(inner, resnet.norm2, column, activates=True))
+        return choice.complete(inner + around, around)
+    added = x.new_empty(0, resnet.conv2.out_channels, tiles.side, tiles.side)
+    if not len(index):
+        choice.middle(None, x.new_empty(0, resnet.conv1.out_channels, tiles.side, tiles.side))
+        return choice.complete(added, around)
+    window = tiles.windows(group_norm(x, resnet.norm1, activates=True), index)
+    inner = choice.middle(None, convolve_valid(resnet.conv1, window))
+    window = tiles.windows(group_norm(inner, resnet.norm2, column, activates=True), index)
+    return choice.complete(convolve_valid(resnet.conv2, window), around)
+
+
+def convolve_valid(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    return F.conv2d(x, conv.weight, conv.bias)
+
+
+def attend_chosen(
+    block: BasicTransformerBlock, tokens: Tensor, part: FlowPart, grid: tuple[int, int], number: int
+) -> Tensor:
+    """A transformer block over the tiles that it chooses [tokens of all pictures, width]."""
+    assert part.run.choices is not None
+    layout = part.layout(number)
+    x = as_pictures(tokens, grid)
+    choice = part.run.choices.choose(x)
+    if choice.index is None:
+        out = transformer_block(block, tokens, [part], [layout], number, place=-1)  # nothing is kept
+        return as_tokens(choice.complete(as_pictures(out, grid), x))
+    rows = x.new_empty(0, x.shape[1], choice.tiles.side, choice.tiles.side)
+    if len(choice.index):
+        chosen = lay_out_chosen(choice, layout)
+        assert chosen.index is not None
+        out = chosen_block(block, tokens, part, layout, chosen, number)
+        added = torch.zeros_like(tokens).index_copy(0, chosen.index, out - tokens[chosen.index])
+        rows = choice.tiles.squares(choice.tiles.cut(as_pictures(added, grid))[choice.index])
+    return as_tokens(choice.complete(rows, x))
+
+
+def as_pictures(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """[tokens of all pictures, width] -> [branches, width, rows, columns]"""
+    return tokens.view(-1, *grid, tokens.shape[1]).permute(0, 3, 1, 2)
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def lay_out_chosen(choice: ChosenTiles, whole: LevelLayout) -> LevelLayout:
+    assert choice.index is not None
+    index = choice.tiles.tokens(choice.index)
+    none = torch.full((whole.num_branches * whole.num_all,), -1, device=index.device)
+    origin = none.index_copy(0, index, torch.arange(len(index), device=index.device))
+    counts = torch.bincount(index // whole.num_all, minlength=whole.num_branches).tolist()
+    return LevelLayout(
+        num_computed=len(index),
+        num_all=whole.num_all,
+        cached=(True,) * whole.num_branches,
+        index=index,
+        origin=origin.view(whole.num_branches, -1),
+        bounds=place_bounds(counts, index.device),
+        loras=whole.loras,
+    )
