@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instgenie.adapters.header import MAX_HEADER_BYTES, WeightsHeader, read_header
+from instgenie.adapters.header import WeightsHeader, read_header
 from instgenie.errors import LoraError
 
 END_BYTES = 2**16
@@ -40,15 +40,6 @@ def locate(path: Path) -> tuple[Path, dict[str, Any]]:
         return path, {}
     file = find_weights(path)
     return file, read_settings_file(file.parent / SETTINGS)
-
-
-def layout_of(file: Path, settings: dict[str, Any]) -> str:
-    """A name for what a file says about itself. Those of one trainer for one model often say the same."""
-    named = hashlib.sha256(f"{file.stat().st_size} {sorted(settings.items(), key=str)}".encode())
-    with open(file, "rb") as content:
-        start = content.read(8)
-        named.update(start + content.read(min(int.from_bytes(start, "little"), MAX_HEADER_BYTES)))
-    return named.hexdigest()
 
 
 def version_of(file: Path, settings: dict[str, Any]) -> str:

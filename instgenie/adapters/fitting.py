@@ -139,4 +139,6 @@ def settings_scale(settings: Mapping[str, Any], part: str, layer: str, rank: int
         alpha = float(found[0] if found else settings[f"{start}lora_alpha"])
     except (TypeError, ValueError):
         raise LoraError(f"the settings of the file have no number for lora_alpha of {layer}") from None
+    if not math.isfinite(alpha):
+        raise LoraError(f"the settings of the file say lora_alpha {alpha} of {layer}: a finite number is expected")
     return alpha / (math.sqrt(rank) if settings.get(f"{start}use_rslora") else rank)

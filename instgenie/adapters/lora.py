@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from instgenie.adapters.header import ITEM_BYTES
@@ -49,19 +49,12 @@ class Lora:
         return replace(self, memory=self.memory.to(target))
 
 
-def read_lora(path: Path, plan: LoraPlan, each: Callable[..., Iterable[None]] = map) -> Lora:
-    """Read a file into main memory, in its own dtype; in float32 if it has several. `each` is the map of a pool of
-    threads, if several are to read. Raises a LoraError for a file that cannot be read."""
+def read_lora(file: int, plan: LoraPlan, each: Callable[..., Iterable[None]] = map) -> Lora:
+    """Read an open file into main memory, in its own dtype; in float32 if it has several. `each` is the map of a pool
+    of threads, if several are to read. Raises an OSError for a file that cannot be read."""
     block = empty_pages(plan.num_bytes)
-    try:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            list(each(lambda spans: read_spans(file, block, spans), plan.stretches))
-            alphas = {key: read_number(file, about.dtype, about.first) for key, about in plan.alphas.items()}
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise LoraError(f"{path.name} cannot be read: {error}") from error
+    list(each(lambda spans: read_spans(file, block, spans), plan.stretches))
+    alphas = {key: read_number(file, about.dtype, about.first) for key, about in plan.alphas.items()}
     for key, alpha in alphas.items():
         if not math.isfinite(alpha):
             raise LoraError(f"the key {key!r} is {alpha}: a finite number is expected")
@@ -105,9 +98,13 @@ def read_number(file: int, dtype: str, first: int) -> float:
 def check_finite(path: Path) -> None:
     """Raise a LoraError that names the first key whose values are not all finite. Large values that only the model's
     dtype cannot hold are none of these."""
-    with safe_open(path, framework="pt") as tensors:
-        for key in tensors.keys():  # noqa: SIM118, it is no mapping
-            tensor = tensors.get_tensor(key)
-            bad = int((~tensor.float().isfinite()).sum())
-            if bad:
-                raise LoraError(f"the key {key!r} has {bad:,} of {tensor.numel():,} values that are not finite numbers")
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118, it is no mapping
+                values = tensors.get_tensor(key).float()
+                if bad := int((~values.isfinite()).sum()):
+                    raise LoraError(
+                        f"the key {key!r} has {bad:,} of {values.numel():,} values that are not finite numbers"
+                    )
+    except SafetensorError as error:
+        raise LoraError(f"{path.name} is not a whole safetensors file: {error}") from error

@@ -15,10 +15,11 @@ from threading import RLock
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from instgenie.adapters.files import layout_of, locate
+from instgenie.adapters.files import locate
 from instgenie.adapters.fitting import Fitted, fit
-from instgenie.adapters.header import read_header
+from instgenie.adapters.header import open_weights, parse_header, read_raw
 from instgenie.adapters.layers import LayerTable
 from instgenie.adapters.lora import Lora, check_finite, read_lora
 from instgenie.adapters.plan import LoraPlan, make_plan
@@ -77,7 +78,7 @@ class LoraTiers:
         self._lock = RLock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "lora")
         self._readers = ThreadPoolExecutor(NUM_READERS, "lora-reader")
-        self._plans: OrderedDict[str, LoraPlan] = OrderedDict()
+        self._plans: OrderedDict[tuple[str, str], LoraPlan] = OrderedDict()
         self._copiers = threading.local()
 
     @property
@@ -152,7 +153,7 @@ class LoraTiers:
         try:
             lora = self._read(Path(use.path)) if lora is None else lora
             near, is_finite = self._bring_near(lora)
-            if not is_finite:
+            if tier == "disk" and not is_finite:
                 check_finite(locate(Path(use.path))[0])
         except LoraError as error:
             raise LoraError(f"the LoRA {use.name!r} cannot be used: {error}") from None
@@ -174,17 +175,19 @@ class LoraTiers:
     def _read(self, path: Path) -> Lora:
         """Read a LoRA into main memory. Where its tensors go is found once for all files of a layout."""
         path, settings = locate(path)
-        layout = layout_of(path, settings)
-        plan = self._plans.get(layout)
-        if plan is None:
-            header = read_header(path)
-            plan = make_plan(header, [one for one in fit(header, self.table, settings) if self.wants(one)])
-        with self._lock:
-            self._plans[layout] = plan
-            self._plans.move_to_end(layout)
-            while len(self._plans) > MAX_PLANS:
-                self._plans.popitem(last=False)
-        return read_lora(path, plan, self._readers.map)
+        with open_weights(path) as file:
+            raw = read_raw(path, file)
+            layout = raw.layout, repr(sorted(settings.items()))
+            plan = self._plans.get(layout)
+            if plan is None:
+                header = parse_header(raw)
+                plan = make_plan(header, [one for one in fit(header, self.table, settings) if self.wants(one)])
+            with self._lock:
+                self._plans[layout] = plan
+                self._plans.move_to_end(layout)
+                while len(self._plans) > MAX_PLANS:
+                    self._plans.popitem(last=False)
+            return read_lora(file.fileno(), plan, self._readers.map)
 
     @property
     def _copier(self) -> "Copier":
@@ -217,9 +220,9 @@ class Copier:
     would take longer than to copy it, and the launches of steps would wait for that."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # of this thread
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.buffers = [lock_pages(PIECE_BYTES) for _ in range(2)]
+        with torch.cuda.device(device):  # a thread begins with the first one
+            self.buffers = [lock_pages(PIECE_BYTES) for _ in range(2)]
         self.copied = [torch.cuda.Event() for _ in self.buffers]
 
     def copy(self, lora: Lora, dtype: torch.dtype) -> tuple[Lora, bool]:
@@ -227,17 +230,22 @@ class Copier:
         belongs to the stream that computes, so that it can be reused in the order of that stream."""
         memory = torch.empty(lora.memory.shape, dtype=dtype, device=self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        num_each = PIECE_BYTES // lora.memory.itemsize
+        try:
+            is_finite = self._copy(lora.memory, memory)
+        finally:
+            self.stream.synchronize()  # also after an error: nothing writes to memory that is given out again
+        return Lora(memory, lora.pieces), is_finite
+
+    def _copy(self, source: Tensor, memory: Tensor) -> bool:
+        num_each = PIECE_BYTES // source.itemsize
         sums = []
-        for number, source in enumerate(lora.memory.split(num_each)):
-            buffer, copied = self.buffers[number % 2].view(source.dtype)[: len(source)], self.copied[number % 2]
+        for number, (piece, target) in enumerate(zip(source.split(num_each), memory.split(num_each), strict=True)):
+            buffer, copied = self.buffers[number % 2].view(piece.dtype)[: len(piece)], self.copied[number % 2]
             copied.synchronize()
-            buffer.copy_(source)
+            buffer.copy_(piece)
             with torch.cuda.stream(self.stream):
-                target = memory[number * num_each :][: len(source)]
                 target.copy_(buffer.to(self.device, non_blocking=True))
                 copied.record(self.stream)
                 sums.append(target.sum())
         with torch.cuda.stream(self.stream):
-            is_finite = bool(torch.stack(sums).isfinite().all())
-        return Lora(memory, lora.pieces), is_finite
+            return bool(torch.stack(sums).isfinite().all())

@@ -27,13 +27,11 @@ from torch import Tensor
 
 from instgenie.adapters.applied import AppliedLoras, apply_loras
 from instgenie.adapters.copies import WeightCopies
-from instgenie.adapters.fitting import fit
-from instgenie.adapters.header import read_header
 from instgenie.adapters.keys import NETWORK
-from instgenie.adapters.lora import Lora, read_lora
-from instgenie.adapters.plan import make_plan
+from instgenie.adapters.lora import Lora
 from instgenie.bench.adapter_files import write_loras
 from instgenie.bench.markdown import markdown_table
+from instgenie.engine.adapting import make_tiers
 from instgenie.engine.captures import Captures
 from instgenie.engine.copying import Copying
 from instgenie.engine.graphs import make_graphs
@@ -51,6 +49,7 @@ from instgenie.models.family import PartKind
 from instgenie.models.layers import linear
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
+from instgenie.types import LoraUse
 
 NUM_WARM_UPS = MIN_STEPS_TOGETHER + 1  # one runs uncaptured, one is captured, and LoRAs are merged
 NUM_MEASURED = 3
@@ -76,8 +75,9 @@ def make_loras(model: Model, rank: int, num: int) -> list[AppliedLoras]:
     """LoRAs in memory of their own each."""
     with tempfile.TemporaryDirectory(prefix="instgenie-bench-") as folder:
         [path] = write_loras(Path(folder), model, rank, 1)
-        header = read_header(path)
-        first = read_lora(path, make_plan(header, fit(header, model.layer_table))).to(model.device)
+        tiers = make_tiers(model, sys.maxsize, sys.maxsize)
+        [(first, _)] = tiers.fetch([LoraUse(path.stem, 1.0, str(path), path.stem)]).result()
+        tiers.close()
     others = [Lora(first.memory.clone(), first.pieces) for _ in range(num - 1)]
     return [apply_loras({NETWORK: model.network}, [(lora, 1.0)]) for lora in (first, *others)]
 

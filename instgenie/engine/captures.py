@@ -42,13 +42,15 @@ class FixedTensors:
     """Fixed tensors by name and shape. Captured functions share them: only one runs at a time."""
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[str, torch.Size, torch.dtype], FixedTensor] = {}
+        self._tensors: weakref.WeakValueDictionary[tuple[str, torch.Size, torch.dtype], FixedTensor]
+        self._tensors = weakref.WeakValueDictionary()  # they go with the last captured function that reads them
 
     def take(self, name: str, like: Tensor) -> FixedTensor:
         key = name, like.shape, like.dtype
-        if key not in self._tensors:
-            self._tensors[key] = FixedTensor(torch.empty_like(like))
-        return self._tensors[key]
+        found = self._tensors.get(key)
+        if found is None:
+            found = self._tensors[key] = FixedTensor(torch.empty_like(like))
+        return found
 
     def take_all(self, names: Sequence[str], columns: Sequence[Tensor]) -> "FixedColumns":
         return FixedColumns(tuple(map(self.take, names, columns)))

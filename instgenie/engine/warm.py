@@ -13,8 +13,11 @@ from dataclasses import replace
 from itertools import product
 
 import torch
+from torch import nn
 
+from instgenie.adapters.applied import AppliedLoras, number_layers
 from instgenie.cost.plan import DENSE
+from instgenie.engine.copying import Copying
 from instgenie.engine.finish import decode
 from instgenie.engine.loop import Engine, free_memory
 from instgenie.engine.prepare import prepare
@@ -41,6 +44,7 @@ from instgenie.types import CacheDtype, Edit, PixelMask
 NUM_STEPS = 2  # the second begins with what the first has loaded ahead
 MASK_RATIO = 0.2
 SMALL = 64  # pixels a side, on a CPU
+LORA_RANK = 16
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +86,11 @@ def warm_up_steps(model: Model, cache_dtype: CacheDtype) -> None:
 
 
 @torch.inference_mode()
-def warm_up_loras(model: Model) -> None:
+def warm_up_loras(model: Model, cache_dtype: CacheDtype, weights_bytes: int = 0) -> None:
     """Start layers with products of the usual ranks, for a few rows and for many, and add to one: kernels are compiled,
-    or found as an earlier process left them."""
+    or found as an earlier process left them. With bytes for weights of their own, take steps with these, too."""
+    if weights_bytes:
+        warm_up_copies(model, cache_dtype, weights_bytes)
     many = [] if model.device.type == "cpu" else [32, 64, 128]  # rows of a tile
     with room_or_not(model):
         for num_rows, rank in product([16, *(NUM_PROGRAMS // 2 * one for one in many)], (16, 64)):
@@ -96,6 +102,25 @@ def warm_up_loras(model: Model) -> None:
             if runs_fused(rows):
                 for bounds in (None, rows.new_full((2,), num_rows, dtype=torch.int64)):
                     start_low_rank(rows, whose._replace(bounds=bounds), [0], [rank], None)
+        now(model.device)
+
+
+@torch.inference_mode()
+def warm_up_copies(model: Model, cache_dtype: CacheDtype, max_bytes: int) -> None:
+    """Take a step of two edits with weights of their own, dense and cached: their products have other kernels."""
+    with room_or_not(model):
+        edit, numbers = sample_edit(model), number_layers([model.network])
+        linear = [layer for layer in numbers if type(layer) is nn.Linear]
+        down = {layer: layer.weight.new_zeros(LORA_RANK, layer.in_features) for layer in linear}
+        up = {layer: layer.weight.new_zeros(layer.out_features, LORA_RANK) for layer in linear}
+        layers = {layer: (LowRank(down[layer], up[layer], 1.0),) for layer in linear}
+        job, key = blank_job(edit, model), name_key("", "", edit, model, "kv", cache_dtype)
+        activations = make_activations(key, observe_span(job, model, key, key.slots), model)
+        for one in (replace(job, plan=DENSE), reuse(job, activations)):
+            engine = Engine(model, copying=Copying(max_bytes))
+            for _ in range(2):
+                engine.join(replace(one, loras=AppliedLoras(layers, numbers)))
+            engine.step()
         now(model.device)
 
 

@@ -384,7 +384,7 @@ def repeats_controls(tracked: TrackedJob, error: Exception, engine: Engine) -> b
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
     warm_up_steps(model, config.cache.dtype)
     if config.loras.is_on:
-        warm_up_loras(model)
+        warm_up_loras(model, config.cache.dtype, config.loras.weights_bytes)
     if config.batching in ONE_PROCESS:
         warm_up_preparing(model)
         warm_up_finishing(model)

@@ -347,3 +347,47 @@ def test_a_version_follows_the_file(models: dict[str, Model], tmp_path: Path) ->
     first = open_lora(path).version
     assert first == open_lora(path).version
     assert first != open_lora(save_lora(path, models["sd"], [f"{ATTENTION}.to_q"], seed=1)).version
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"dtype": "F32", "shape": [2, 16], "data_offsets": [0.0, 128.0]}, "malformed"),
+        ({"dtype": "F32", "shape": [1e999, 16], "data_offsets": [0, 128]}, "malformed"),
+        ({"dtype": "F32", "shape": [10**4000, 16], "data_offsets": [0, 128]}, "malformed"),
+        ({"dtype": "F32", "shape": [2**62, 16], "data_offsets": [0, 128]}, "malformed"),
+        ({"dtype": "F32", "shape": [-2, 16], "data_offsets": [0, 128]}, "malformed"),
+        ({"dtype": "F32", "shape": [2, 16], "data_offsets": [128, 0]}, "malformed"),
+    ],
+)
+def test_headers_with_impossible_numbers_are_refused(
+    models: dict[str, Model], tmp_path: Path, about: dict[str, object], message: str
+) -> None:
+    path = write_header(tmp_path / "bad.safetensors", {f"{Q}.lora_A.weight": about}, bytes(128))
+    with pytest.raises(LoraError, match=message):
+        load_lora(path, models["sd"])
+
+
+def test_tensors_may_not_share_bytes(models: dict[str, Model], tmp_path: Path) -> None:
+    """Else a small file would fill the memory of a machine."""
+    names = [name for name, shape in models["sd"].layer_table.shapes[NETWORK].items() if shape[:2] == (16, 16)]
+    about = {"dtype": "F32", "shape": [2, 16], "data_offsets": [0, 128]}
+    wide = {"dtype": "F32", "shape": [16, 2], "data_offsets": [0, 128]}
+    header = {f"unet.{name}.lora_{side}.weight": one for name in names for side, one in (("A", about), ("B", wide))}
+    path = write_header(tmp_path / "bad.safetensors", header, bytes(128))
+    with pytest.raises(LoraError, match=rf"its tensors take {2 * 128 * len(names):,} bytes, but it has 128"):
+        load_lora(path, models["sd"])
+
+
+def test_a_deep_header_is_refused(models: dict[str, Model], tmp_path: Path) -> None:
+    content = b"[" * 200_000
+    (tmp_path / "bad.safetensors").write_bytes(len(content).to_bytes(8, "little") + content)
+    with pytest.raises(LoraError, match="not JSON"):
+        load_lora(tmp_path / "bad.safetensors", models["sd"])
+
+
+def test_settings_without_a_finite_alpha_are_refused(models: dict[str, Model], tmp_path: Path) -> None:
+    path = save_lora(tmp_path / "good.safetensors", models["sd"], [f"{ATTENTION}.to_q"])
+    save_file(load_file(path), path, {"lora_adapter_metadata": '{"unet.lora_alpha": Infinity}'})
+    with pytest.raises(LoraError, match="lora_alpha inf .* a finite number is expected"):
+        load_lora(path, models["sd"])

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from instgenie.adapters import plan
 from instgenie.adapters import tiers as tiers_module
-from instgenie.adapters.fitting import fit
+from instgenie.adapters.fitting import Fitted, fit
+from instgenie.adapters.header import WeightsHeader
 from instgenie.adapters.keys import NETWORK
 from instgenie.adapters.lora import Lora
 from instgenie.adapters.registry import LoraRegistry
@@ -238,3 +240,21 @@ def test_copies_to_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
         spoilt[place] = float("nan")
         assert not copier.copy(Lora(spoilt, ()), torch.bfloat16)[1]
     assert copier.copy(Lora(memory[:0], ()), torch.bfloat16)[1]
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_still_the_old_one(
+    sd: Model, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header and its weights are those of one file, and no other file is read by its plan."""
+    tiers = tiers_for(sd, 4)
+    [a] = uses(folder, "a")
+    old = load_file(a.path)
+
+    def replace(header: WeightsHeader, *others: Any) -> list[Fitted]:
+        save_lora(folder / "new.safetensors", sd, LAYERS, seed=9, rank=4)
+        (folder / "new.safetensors").replace(a.path)
+        return fit(header, *others)
+
+    monkeypatch.setattr(tiers_module, "fit", replace)
+    [low] = tiers.fetch([a]).result()[0][0].layers.values()
+    assert torch.equal(low.down, old[f"unet.{LAYERS[0]}.lora_A.weight"])

@@ -218,7 +218,7 @@ def test_the_order_of_jobs_does_not_change_the_pass(family: str, models: dict[st
 @torch.inference_mode()
 def test_rows_are_brought_a_step_ahead(models: dict[str, Model]) -> None:
     model = models["sdxl"]
-    first, second = make_jobs(model, "kv", EDITS[:1]), make_jobs(model, "kv", EDITS[3:4])
+    first, second = make_jobs(model, "kv", EDITS[:1], steps=3), make_jobs(model, "kv", EDITS[3:4])
     jobs = [*first, replace(first[0]), *second]
     staging = Staging(model.device, max_bytes=2**30)
     assert staging.has_room(jobs)

@@ -37,8 +37,11 @@ def test_steps_are_warmed_up_with_the_network_alone(
 ) -> None:
     model = load_part(folders[family], denoise.PARTS)
     warm.warm_up_steps(model, dtype)
-    warm.warm_up_loras(model)
+    warm.warm_up_loras(model, dtype)
     assert plans == [False, False, True, True]
+    if dtype == "model":
+        warm.warm_up_loras(model, dtype, weights_bytes=2**30)
+        assert plans[4:] == [False, True]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,10 +58,10 @@ def test_every_part_is_warmed_up_on_a_gpu(
 ) -> None:
     model = load_part(folders[family], denoise.PARTS, "cuda")
     warm.warm_up_steps(model, dtype)
-    warm.warm_up_loras(model)
+    warm.warm_up_loras(model, dtype, weights_bytes=2**30)
     warm.warm_up_preparing(load_part(folders[family], prepare.PARTS, "cuda"))
     warm.warm_up_finishing(load_part(folders[family], finish.PARTS, "cuda"))
-    assert plans == [False, False, True, True]
+    assert plans == [False, False, True, True, False, True]
 
 
 def test_a_process_starts_without_room_to_warm_up_but_not_with_a_part_that_cannot_run(
