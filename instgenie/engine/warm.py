@@ -113,6 +113,7 @@ def warm_up_copies(model: Model, cache_dtype: CacheDtype, max_bytes: int) -> Non
         linear = [layer for layer in numbers if type(layer) is nn.Linear]
         down = {layer: layer.weight.new_zeros(LORA_RANK, layer.in_features) for layer in linear}
         up = {layer: layer.weight.new_zeros(layer.out_features, LORA_RANK) for layer in linear}
+        layers: dict[nn.Module, tuple[LowRank, ...]]
         layers = {layer: (LowRank(down[layer], up[layer], 1.0),) for layer in linear}
         job, key = blank_job(edit, model), name_key("", "", edit, model, "kv", cache_dtype)
         activations = make_activations(key, observe_span(job, model, key, key.slots), model)

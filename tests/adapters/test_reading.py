@@ -389,5 +389,5 @@ def test_a_deep_header_is_refused(models: dict[str, Model], tmp_path: Path) -> N
 def test_settings_without_a_finite_alpha_are_refused(models: dict[str, Model], tmp_path: Path) -> None:
     path = save_lora(tmp_path / "good.safetensors", models["sd"], [f"{ATTENTION}.to_q"])
     save_file(load_file(path), path, {"lora_adapter_metadata": '{"unet.lora_alpha": Infinity}'})
-    with pytest.raises(LoraError, match="lora_alpha inf .* a finite number is expected"):
+    with pytest.raises(LoraError, match=r"lora_alpha inf .* a finite number is expected"):
         load_lora(path, models["sd"])
