@@ -50,7 +50,7 @@ def reused(model: UnetModel, tile: int = 8) -> UnetModel:
 
 
 def masked_at(box: str, **fields: Any) -> Edit:
-    edit = make_edit(**{"size": SIZE, "steps": 2, "true_guidance": 2.5} | fields)
+    edit = make_edit(**{"size": SIZE, "steps": 3, "true_guidance": 2.5} | fields)
     mask = np.zeros_like(edit.mask)
     mask[BOXES[box]] = True
     return replace(edit, mask=mask)
