@@ -76,6 +76,8 @@ class Engine:
 
     def leave(self, job: Job) -> None:
         self.jobs.remove(job)
+        if not job.done:
+            forget_blocks([job])
         if not self.jobs:
             self.max_jobs = self.full_size
             self.loader.start(())
@@ -125,6 +127,7 @@ class Engine:
             if is_out_of_memory(error):
                 log.warning("out of memory: the batch is halved", extra={"num_jobs": len(left)})
                 self.max_jobs = half
+                forget_blocks(left)
                 free_memory(self.model.device)
             return self.advance_in_halves(left[:half]) | self.advance_in_halves(left[half:])
         return {}
@@ -154,6 +157,14 @@ class Engine:
         if not self.jobs:
             self.max_jobs = self.full_size
         return finished
+
+
+def forget_blocks(jobs: Sequence[Job]) -> None:
+    """Let go of what jobs keep of blocks, with the rows of others that lie beside theirs: a job that takes no step, or
+    has no room, begins anew."""
+    for job in jobs:
+        if job.blocks:
+            job.blocks.packed = None
 
 
 def free_memory(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 `engine.reuse_training` makes one, `engine.changed` asks it."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,16 +38,31 @@ class ReusePredictor:
 def read_predictor(path: Path) -> ReusePredictor:
     try:
         fields = json.loads(path.read_text())
-        names = tuple(fields.pop("features"))
+        names = tuple(map(str, fields.pop("features")))
         predictor = ReusePredictor(**fields | {"weights": tuple(map(float, fields["weights"]))})
+        check(predictor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no predictor of `instgenie train-reuse`: {error}") from None
+        raise ConfigError(f"{path} is no predictor of `instgenie train-reuse`: {error}; train it again") from None
     expected = predictor.features
     if names != expected or len(predictor.weights) != len(expected):
         raise ConfigError(f"{path} has the features {', '.join(names)}: {', '.join(expected)} are expected")
     if predictor.tile and not predictor.per_block:
         raise ConfigError(f"{path} has tiles of {predictor.tile} tokens for whole steps: tiles are chosen per block")
     return predictor
+
+
+def check(predictor: ReusePredictor) -> None:
+    """Raise a ValueError for numbers that no training gives."""
+    for name in ("bias", "tolerance", "trust"):
+        if not isinstance(value := getattr(predictor, name), int | float) or not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}: a finite number is expected")
+    if not all(map(math.isfinite, predictor.weights)):
+        raise ValueError(f"weights are {predictor.weights}: finite numbers are expected")
+    for name, least in (("max_steps", 1), ("tile", 0)):
+        if not isinstance(value := getattr(predictor, name), int) or value < least:
+            raise ValueError(f"{name} is {value!r}: a whole number of at least {least} is expected")
+    if not 0 <= predictor.trust <= 1:
+        raise ValueError(f"trust is {predictor.trust}: a number from 0 to 1 is expected")
 
 
 def find_predictor(model: str) -> ReusePredictor:

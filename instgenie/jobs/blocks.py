@@ -78,7 +78,8 @@ class BlockHistory:
         trust: float,
     ) -> "BlockHistory":
         """The history behind a step that computed the units at the index, or all. The scale is the length of inputs,
-        per computed unit; without it guesses are not judged."""
+        per computed unit; without it guesses are not judged. A step that is repeated, because something behind it
+        failed, judges no guess anew."""
         old = self if index is None else self.part(index)
         times, steps = (times, steps) if index is None else (times[index], steps[index])
         was_known = old.steps.isfinite()
@@ -86,15 +87,17 @@ class BlockHistory:
         if scale is not None:
             wrong = (added - old.guess(times, trust)).float().norm(dim=1) / scale
             errors = wrong.where(was_known, 1)
+        is_repeated = old.steps == steps
         passed = (times - old.times).where(was_known & (times != old.times), torch.inf)
+        slopes = (added - old.added) / passed[:, None].to(added.dtype) if trust else old.slopes
         found = BlockHistory(
             inputs=inputs,
             added=added,
-            slopes=(added - old.added) / passed[:, None].to(added.dtype) if trust else old.slopes,
+            slopes=torch.where(is_repeated[:, None], old.slopes, slopes),
             times=times,
             steps=steps,
-            errors=errors,
-            spans=(steps - old.steps).where(was_known, 1),
+            errors=torch.where(is_repeated, old.errors, errors),
+            spans=torch.where(is_repeated, old.spans, (steps - old.steps).where(was_known, 1)),
         )
         if index is None:
             return found

@@ -1,5 +1,7 @@
 """The predictor of reuse learns from dense pictures when guesses are good."""
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from instgenie.cli import main
-from instgenie.engine.reuse_predictor import FEATURES, read_predictor
+from instgenie.engine.reuse_predictor import DEFAULT_FILE, FEATURES, read_predictor
 from instgenie.engine.reuse_training import Recording, ReuseSetting, fit, picture_from, record, replay, sample_blocks
 from instgenie.errors import ConfigError, ModelError
 from instgenie.jobs.blocks import BLOCK_FEATURES
@@ -86,4 +88,18 @@ def test_the_command_writes_a_predictor(folders: dict[str, Path], tmp_path: Path
     assert (len(predictor.weights), predictor.tile, predictor.tolerance) == (len(FEATURES), 0, 0.5)
     path.write_text(path.read_text().replace("age", "rage"))
     with pytest.raises(ConfigError, match="rage"):
+        read_predictor(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bias", "x"), ("bias", math.nan), ("weights", [math.inf] * len(FEATURES)), ("max_steps", None),
+        ("max_steps", 0), ("tile", -3), ("tile", 2.5), ("trust", 2), ("max_share", 0.5), ("features", [1, 2]),
+    ],
+)  # fmt: skip
+def test_a_malformed_predictor_is_refused(field: str, value: object, tmp_path: Path) -> None:
+    path = tmp_path / "reuse.json"
+    path.write_text(json.dumps(json.loads(DEFAULT_FILE.read_text()) | {field: value}))
+    with pytest.raises(ConfigError, match=f"{field}|features 1, 2"):
         read_predictor(path)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.cached import make_cached
 from helpers.edits import apart, close, make_edit, prepare, run
+from helpers.qwen import several_pictures
 from torch import Tensor
 
 from instgenie.engine.changed import Changed
@@ -18,6 +19,7 @@ from instgenie.engine.reuse_predictor import DEFAULT_FILE, FEATURES, ReusePredic
 from instgenie.jobs.blocks import BLOCK_FEATURES
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
+from instgenie.models.qwen.model import QwenEditModel
 from instgenie.types import Edit
 
 
@@ -134,6 +136,16 @@ def test_reuse_is_bounded(model: Model, way: Way) -> None:
 def test_law_reuse_of_equal_inputs_is_dense(model: Model, blocks: Way) -> None:
     """Where a block reads what it read before, what it added then is what it would add: a prediction over the same
     latents, of which every block computes some units, is the dense one."""
+    check_equal_inputs(model, blocks)
+
+
+def test_law_reuse_of_equal_inputs_is_dense_with_clean_references(models: dict[str, Model]) -> None:
+    model = models["qwen_edit"]
+    assert isinstance(model, QwenEditModel)
+    check_equal_inputs(clean := several_pictures(model, clean=True), blocks_of(clean))
+
+
+def check_equal_inputs(model: Model, blocks: Way) -> None:
     job = prepare(whole(steps=5, true_guidance=2.0), model)
     weights = tuple(float(name == "last error") for name in sure(blocks).features)
     Changed(replace(sure(blocks), weights=weights), 0.4, model).welcome(job)
@@ -153,6 +165,25 @@ def test_law_reuse_of_equal_inputs_is_dense(model: Model, blocks: Way) -> None:
 def predicted(model: Model, job: Job) -> list[Tensor]:
     with torch.inference_mode():
         return model.predict([job])[0]
+
+
+def test_a_repeated_step_judges_no_guess_anew(model: Model, blocks: Way) -> None:
+    changed = Changed(sure(blocks), 1e-6, model)
+    engine = Engine(model, own=OwnActivations(model, changed=changed))
+    engine.join(job := prepare(whole(steps=5), model))
+    for _ in range(3):
+        engine.step()
+    job.step -= 1  # as if something behind the pass had failed
+    assert job.blocks
+    assert job.blocks.packed
+    before = job.blocks.packed.blocks
+    with torch.inference_mode():
+        model.predict([job])
+    for block, history in job.blocks.packed.blocks.items():
+        for name in ("errors", "spans", "slopes"):
+            assert torch.equal(getattr(history, name), getattr(before[block], name)), (block, name)
+    engine.leave(job)
+    assert job.blocks.packed is None  # with it the rows of others would stay
 
 
 def test_caches_go_with_their_jobs(model: Model, blocks: Way) -> None:

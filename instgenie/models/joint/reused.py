@@ -79,7 +79,8 @@ def project_rest(
     """Write K and V of tokens that are not computed, as the block would."""
     if not len(chosen.rest):
         return
-    owners = Owners(layout.image_rows[chosen.rest], loras=layout.loras)
+    times = None if layout.image_times is None else layout.image_times[chosen.rest]
+    owners = Owners(layout.image_rows[chosen.rest], loras=layout.loras, times=times)
     places = HeadPlaces(joint=layout.image_places.joint[chosen.rest], keys=chosen.rest_keys)
     block.project_keys(image[chosen.rest], mod, layout.rotary, owners, heads.keys, places)
 
@@ -112,6 +113,7 @@ def choose(batch: JointBatch, asked: Tensor, nums: Sequence[int]) -> Chosen:
         text_rows=members[narrow.text_rows],
         image_rows=members[narrow.image_rows],
         joint_rows=members[narrow.joint_rows],
+        image_times=None if layout.image_times is None else layout.image_times[image],
     )
     return Chosen(text, image, concat(rests), concat(keys), owned)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -165,8 +165,12 @@ def choices_of(unet: UNet2DConditionModel, jobs: Sequence[Job]) -> UnetChoices |
     return UnetChoices(blocks, tuple(len(job.branches) for job in jobs), jobs[0].grid)
 
 
-@lru_cache(maxsize=4)
+COUNTS: WeakKeyDictionary[UNet2DConditionModel, int] = WeakKeyDictionary()
+
+
 def count_blocks(unet: UNet2DConditionModel) -> int:
     """The blocks that can choose; none in a UNet with resnets that are not plain."""
-    blocks = [module for module in unet.modules() if isinstance(module, ResnetBlock2D | BasicTransformerBlock)]
-    return len(blocks) if all(is_plain(one) for one in blocks if isinstance(one, ResnetBlock2D)) else 0
+    if unet not in COUNTS:
+        blocks = [module for module in unet.modules() if isinstance(module, ResnetBlock2D | BasicTransformerBlock)]
+        COUNTS[unet] = len(blocks) if all(is_plain(one) for one in blocks if isinstance(one, ResnetBlock2D)) else 0
+    return COUNTS[unet]
