@@ -2,7 +2,6 @@
 moves to a device as a whole."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,12 +15,9 @@ from instgenie.adapters.header import ITEM_BYTES
 from instgenie.adapters.plan import FileSpan, LoraPiece, LoraPlan
 from instgenie.errors import LoraError
 from instgenie.kernels.low_rank import LowRank
+from instgenie.machine.files import read_into
 from instgenie.machine.pages import empty_pages
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+from instgenie.machine.stored_dtypes import STORED_DTYPES
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +54,7 @@ def read_lora(file: int, plan: LoraPlan, each: Callable[..., Iterable[None]] = m
     for key, alpha in alphas.items():
         if not math.isfinite(alpha):
             raise LoraError(f"the key {key!r} is {alpha}: a finite number is expected")
-    parts = [block[group.first : group.end].view(DTYPES[group.dtype]) for group in plan.groups]
+    parts = [block[group.first : group.end].view(STORED_DTYPES[group.dtype]) for group in plan.groups]
     memory = parts[0] if len(parts) == 1 else torch.cat([block[:0].float(), *(part.float() for part in parts)])
     return Lora(memory, scaled(plan, alphas) if alphas else plan.pieces)
 
@@ -75,24 +71,13 @@ def read_spans(file: int, block: Tensor, spans: Sequence[FileSpan]) -> None:
     """Read a stretch of the file into the places of its spans."""
     memory = memoryview(block.numpy().data)
     places = [memory[span.place : span.place + span.num_bytes] for span in spans]
-    offset = spans[0].first
-    while places:
-        num_read = os.preadv(file, places, offset)
-        if not num_read:
-            raise OSError(f"it ends at byte {offset:,}, where {sum(map(len, places)):,} more bytes are expected")
-        offset += num_read
-        while places and num_read >= len(places[0]):
-            num_read -= len(places.pop(0))
-        if num_read:
-            places[0] = places[0][num_read:]
+    read_into(file, places, spans[0].first)
 
 
 def read_number(file: int, dtype: str, first: int) -> float:
-    num_bytes = ITEM_BYTES[dtype]
-    read = bytearray(os.pread(file, num_bytes, first))
-    if len(read) < num_bytes:
-        raise OSError(f"it ends at byte {first + len(read):,}, where {num_bytes - len(read)} more bytes are expected")
-    return float(torch.frombuffer(read, dtype=DTYPES[dtype])[0])
+    read = bytearray(ITEM_BYTES[dtype])
+    read_into(file, [memoryview(read)], first)
+    return float(torch.frombuffer(read, dtype=STORED_DTYPES[dtype])[0])
 
 
 def check_finite(path: Path) -> None:

@@ -72,7 +72,7 @@ class JobLoras:
         job.loras = self.bind(fetch)
         job.history, job.idle_step = None, -1  # predictions without them say nothing of the next
         if job.blocks:
-            job.blocks.packed = None
+            job.blocks.forget()
         if job.own_steps and job.kept_step is not None:  # what it has kept was computed without them
             steps = sorted({*job.own_steps.steps, job.step})
             job.own_steps = replace(job.own_steps, steps=tuple(steps))

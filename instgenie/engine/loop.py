@@ -160,11 +160,10 @@ class Engine:
 
 
 def forget_blocks(jobs: Sequence[Job]) -> None:
-    """Let go of what jobs keep of blocks, with the rows of others that lie beside theirs: a job that takes no step, or
-    has no room, begins anew."""
+    """Let jobs that take no step, or have no room, begin anew with what they keep of blocks."""
     for job in jobs:
         if job.blocks:
-            job.blocks.packed = None
+            job.blocks.forget()
 
 
 def free_memory(device: torch.device) -> None:

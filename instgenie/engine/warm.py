@@ -73,11 +73,7 @@ def warm_up_steps(model: Model, cache_dtype: CacheDtype) -> None:
     """Register a template, and take steps that compute every token and steps that reuse activations. Needs the network
     alone: text is zeros."""
     with room_or_not(model):
-        edit = sample_edit(model)
-        job = blank_job(edit, model)
-        key = name_key("", "", edit, model, "kv", cache_dtype)
-        activations = make_activations(key, observe_span(job, model, key, key.slots), model)
-        for one in (replace(job, plan=DENSE), reuse(job, activations)):
+        for one in sample_jobs(model, cache_dtype):
             engine = Engine(model)
             engine.join(one)
             while engine.jobs:
@@ -109,15 +105,13 @@ def warm_up_loras(model: Model, cache_dtype: CacheDtype, weights_bytes: int = 0)
 def warm_up_copies(model: Model, cache_dtype: CacheDtype, max_bytes: int) -> None:
     """Take a step of two edits with weights of their own, dense and cached: their products have other kernels."""
     with room_or_not(model):
-        edit, numbers = sample_edit(model), number_layers([model.network])
+        numbers = number_layers([model.network])
         linear = [layer for layer in numbers if type(layer) is nn.Linear]
         down = {layer: layer.weight.new_zeros(LORA_RANK, layer.in_features) for layer in linear}
         up = {layer: layer.weight.new_zeros(layer.out_features, LORA_RANK) for layer in linear}
         layers: dict[nn.Module, tuple[LowRank, ...]]
         layers = {layer: (LowRank(down[layer], up[layer], 1.0),) for layer in linear}
-        job, key = blank_job(edit, model), name_key("", "", edit, model, "kv", cache_dtype)
-        activations = make_activations(key, observe_span(job, model, key, key.slots), model)
-        for one in (replace(job, plan=DENSE), reuse(job, activations)):
+        for one in sample_jobs(model, cache_dtype):
             engine = Engine(model, copying=Copying(max_bytes))
             for _ in range(2):
                 engine.join(replace(one, loras=AppliedLoras(layers, numbers)))
@@ -149,6 +143,14 @@ def sample_edit(model: Model) -> Edit:
     size = sample_size(model)
     picture, mask = sample_picture(size), sample_mask(model)
     return Edit(picture, mask, "a flower", steps=NUM_STEPS, guidance=model.guidance, size=size, dense_steps=0)
+
+
+def sample_jobs(model: Model, cache_dtype: CacheDtype) -> tuple[Job, Job]:
+    """Two jobs of one edit: one computes every token, one reads a template, which is registered now."""
+    edit = sample_edit(model)
+    job, key = blank_job(edit, model), name_key("", "", edit, model, "kv", cache_dtype)
+    activations = make_activations(key, observe_span(job, model, key, key.slots), model)
+    return replace(job, plan=DENSE), reuse(job, activations)
 
 
 def blank_latents(model: Model, grid: tuple[int, int]) -> torch.Tensor:

@@ -139,6 +139,10 @@ class BlockMemory:
     num_computed: dict[Hashable, int] = field(default_factory=dict)  # by block, units computed at the last step
     num_units: dict[Hashable, int] = field(default_factory=dict)
 
+    def forget(self) -> None:
+        """Let go of all rows, with those of others that lie beside them: every unit is computed at the next step."""
+        self.packed = None
+
     @property
     def share(self) -> float:
         """The share of units that the last step computed, the mean over blocks; all if no block chose."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from instgenie.cost.network import is_at_border
+from instgenie.machine.pages import to_device
 
 MIN_SIDE = 4  # of a tile in tokens of its level, unless tiles are smaller at the finest level
 
@@ -56,7 +57,7 @@ def border_tokens(grid: tuple[int, int], side: int, device: torch.device) -> Ten
     down, across = (torch.tensor([is_at_border(number, length, side) for number in range(length)]) for length in grid)
     found = (down[:, None] | across[None, :]).flatten().nonzero()[:, 0]
     found = found if len(found) else torch.zeros(1, dtype=torch.int64)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    return to_device(found, device)
 
 
 def masked_tiles(masked: Tensor, grid: tuple[int, int], side: int) -> Tiles:

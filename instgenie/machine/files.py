@@ -1,12 +1,26 @@
-"""Files that appear under their name only when they are complete."""
+"""Files that appear under their name only when they are complete, and reading to many places at once."""
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PARTIAL = ".partial"  # suffix of a file that is being written
+
+
+def read_into(file: int, places: Sequence[memoryview], offset: int) -> None:
+    """Fill places in memory with the bytes of an open file from an offset on. Raises an OSError if it ends before."""
+    rest = [place for place in places if len(place)]
+    while rest:
+        num_read = os.preadv(file, rest, offset)
+        if not num_read:
+            raise OSError(f"the file ends at byte {offset:,}, where {sum(map(len, rest)):,} more bytes are expected")
+        offset += num_read
+        while rest and num_read >= len(rest[0]):
+            num_read -= len(rest.pop(0))
+        if num_read:
+            rest[0] = rest[0][num_read:]
 
 
 @contextmanager

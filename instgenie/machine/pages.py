@@ -42,6 +42,11 @@ def lock_pages(num_bytes: int) -> Tensor:
     return memory[:num_bytes]
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of main memory that nobody writes to, on a device; nothing waits for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def forget_error() -> None:
     """Launch a kernel here, because CUDA reports its last error once more at the next launch."""
     with contextlib.suppress(RuntimeError):

@@ -19,6 +19,7 @@ from torch import Tensor
 from instgenie.adapters.controlnets import NO_SHAPE, ControlShape
 from instgenie.jobs.job import Job
 from instgenie.kernels.roles import Column
+from instgenie.machine.pages import to_device
 
 MAX_BATCHES = 4  # of a ControlNet, whose facts are kept
 
@@ -64,9 +65,7 @@ class ControlNet(ABC):
 
     def to_device(self, numbers: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         """Numbers on the device, in the network's dtype if none is given; nothing waits for the copy."""
-        column = torch.tensor(numbers, dtype=dtype or self.dtype)
-        is_cuda = self.device.type == "cuda"
-        return column.pin_memory().to(self.device, non_blocking=True) if is_cuda else column
+        return to_device(torch.tensor(numbers, dtype=dtype or self.dtype), self.device)
 
     @abstractmethod
     def embed(self, hint: Tensor) -> Tensor:

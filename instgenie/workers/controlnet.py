@@ -37,6 +37,7 @@ from instgenie.engine.controls import ControlShelf
 from instgenie.errors import ControlError, InstGenieError
 from instgenie.machine.curve import Doorkeeper, cluster_secret, secure_server
 from instgenie.machine.device import choose_device, choose_dtype, stay_near
+from instgenie.machine.pages import to_device
 from instgenie.machine.shared_memory import OwnMemory, aligned
 from instgenie.models.controlnet import Asked, ControlledJob, ControlStep, Run, compute, run_uncaptured
 from instgenie.telemetry.logs import log_to_stderr
@@ -231,11 +232,6 @@ class ControlNetService(StepService):
             view_of(tensor_head(tensor), view, first).copy_(tensor)
             first += aligned(tensor.nbytes)
         return served.memory.path, served.memory.num_bytes
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor that nobody else has, on the device; nothing waits for the copy."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def serve(config: ProcessConfig, line: Line) -> None:

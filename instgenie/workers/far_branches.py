@@ -28,6 +28,7 @@ from instgenie.cluster.wire.guidance import (
 from instgenie.engine.guidance import can_split, split, unite
 from instgenie.engine.loop import Engine
 from instgenie.jobs.job import Branch, Job
+from instgenie.machine.pages import to_device
 from instgenie.workers.control_link import ControlLink, Reply
 from instgenie.workers.controls import SECONDS_BETWEEN_BEATS, to_host
 from instgenie.workers.errors import StepLostError
@@ -183,11 +184,6 @@ class Companion:
     def _lose(self, far: FarJob, why: str) -> NoReturn:
         far.opened_at, far.lost_at = -1, far.lost_at or time.monotonic()
         raise BranchLostError(f"the companion does not answer: {why}")
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; nothing waits for the copy."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class SplitUser(Protocol):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from instgenie.kernels.quantize import quantize_rows_reference
+from instgenie.machine.files import read_into
 from instgenie.machine.pages import lock_pages
 from instgenie.models.layers.fp8_linear import Fp8Weights
 from instgenie.models.loading.skeleton import Rooms, Skeleton, kept_dtype, tensor_named
@@ -78,7 +79,8 @@ class StagedReader:
         self.copied[number].synchronize()
         size = source.dtype.itemsize
         memory = self.buffers[number][: (end - first) * size]
-        read_fully(self.open(str(source.file.path)), memory, source.first + first * size)
+        place = memoryview(memory.numpy().data)
+        read_into(self.open(str(source.file.path)), [place], source.first + first * size)
         with torch.cuda.stream(self.stream):
             target.put(first, memory.view(source.dtype))
             self.copied[number].record(self.stream)
@@ -92,15 +94,6 @@ class StagedReader:
         self.stream.synchronize()
         for file in self.files.values():
             os.close(file)
-
-
-def read_fully(file: int, memory: Tensor, offset: int) -> None:
-    rest = memoryview(memory.numpy().data)
-    while rest:
-        num_read = os.preadv(file, [rest], offset)
-        if not num_read:
-            raise OSError(f"a weights file ends at byte {offset:,}: {len(rest):,} more bytes are expected")
-        rest, offset = rest[num_read:], offset + num_read
 
 
 @torch.inference_mode(False)  # threads that write into what is made here are not in this mode

@@ -17,12 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from instgenie.errors import ModelError
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+from instgenie.machine.stored_dtypes import STORED_DTYPES
 
 
 @dataclass(frozen=True)
@@ -92,6 +87,6 @@ def stored_in(
         if name == "__metadata__":
             continue
         dtype = str(about["dtype"])
-        if dtype not in DTYPES:
-            raise ModelError(f"{file.path}: {name!r} is in {dtype}: one of {', '.join(DTYPES)} is expected")
-        yield name, StoredTensor(file, DTYPES[dtype], tuple(about["shape"]), start + about["data_offsets"][0])
+        if dtype not in STORED_DTYPES:
+            raise ModelError(f"{file.path}: {name!r} is in {dtype}: one of {', '.join(STORED_DTYPES)} is expected")
+        yield name, StoredTensor(file, STORED_DTYPES[dtype], tuple(about["shape"]), start + about["data_offsets"][0])

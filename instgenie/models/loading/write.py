@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from instgenie.errors import ModelError
+from instgenie.machine.stored_dtypes import STORED_DTYPES
 from instgenie.models.loading.dummy import find_dummy, large_parts, make_parts
 from instgenie.models.loading.folder import INDEX
-from instgenie.models.loading.stored import DTYPES
 
 SHARD_BYTES = 3 * 10**9
 NUM_THREADS = 8
 BASE = "diffusion_pytorch_model"
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 def write_dummy(name: str, folder: Path, device: torch.device) -> int:

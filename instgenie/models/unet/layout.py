@@ -18,6 +18,7 @@ from instgenie.cost.network import common_share, padded_count
 from instgenie.jobs.job import Job
 from instgenie.jobs.tokens import Level, pad
 from instgenie.kernels.roles import Column, Static
+from instgenie.machine.pages import to_device
 from instgenie.models.layers.linear import Owners
 
 LevelKey: TypeAlias = tuple[int, tuple[bool, ...]]  # tokens of a whole picture; per branch, whether it is cached
@@ -90,7 +91,7 @@ def lay_out(levels: tuple[Level, ...], cached: tuple[bool, ...], share: int | No
 
 def place_bounds(counts: Sequence[int], device: torch.device) -> Tensor:  # [branches + 1]
     bounds = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-    return bounds.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else bounds
+    return to_device(bounds, device)
 
 
 @lru_cache(maxsize=32)

@@ -20,6 +20,7 @@ from instgenie.jobs.tiles import Tiles, border_tokens, covers_several
 from instgenie.jobs.tokens import pad
 from instgenie.kernels.roles import Column, Static
 from instgenie.kernels.take import FIRST_KEPT, NOTHING
+from instgenie.machine.pages import to_device
 
 TileParts: TypeAlias = tuple[tuple[Tiles, ...], ...]  # per part, the tiles of its pictures, one per branch
 
@@ -201,7 +202,3 @@ def count_tokens(tiles: Tiles, most: int) -> Tensor:
     )
     own = torch.outer(down, across).flatten()
     return torch.cat([own, own.new_zeros(most - len(own))])
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
