@@ -12,11 +12,10 @@ LoRA patches and to the class of their ranks, and not to the LoRAs: others may b
 """
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -74,27 +73,26 @@ class AppliedLoras:
         return any(sees_pictures(layer) for layer in self.layers)
 
 
+class PatchableLayers:
+    """The layers of some parts of a pipeline that LoRAs may patch, found once. The same parts give the same numbers."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        found = ((part, *named) for part, module in parts.items() for named in module.named_modules())
+        self.by_name = {(part, name): layer for part, name, layer in found if shape_of(layer)}
+        self.numbers = {layer: number for number, layer in enumerate(dict.fromkeys(self.by_name.values()))}
+
+
 def apply_loras(
-    parts: Mapping[str, nn.Module],
-    loras: Sequence[tuple[Lora, float]],
-    names: tuple[tuple[str, float], ...] = (),
-    numbers: Mapping[nn.Module, int] | None = None,
+    patchable: PatchableLayers, loras: Sequence[tuple[Lora, float]], names: tuple[tuple[str, float], ...] = ()
 ) -> AppliedLoras:
-    """Bind LoRAs, each with the scale that an edit asks for, to the modules of some parts of a pipeline. Layers of
-    other parts are left out. The numbers of the layers are found, if they are not given."""
+    """Bind LoRAs, each with the scale that an edit asks for, to layers. Layers of other parts are left out."""
     layers: dict[nn.Module, tuple[LowRank, ...]] = {}
     for lora, scale in loras:
-        for (part, name), low in lora.layers.items():
-            if part in parts and scale:
-                module = parts[part].get_submodule(name)
-                layers[module] = (*layers.get(module, ()), LowRank(low.down, low.up, low.scale * scale))
-    return AppliedLoras(layers, number_layers(parts.values()) if numbers is None else numbers, names)
-
-
-def number_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, int]:
-    """Number the layers that LoRAs may patch. The same modules give the same numbers."""
-    layers = chain.from_iterable(module.modules() for module in modules)
-    return {layer: number for number, layer in enumerate(layer for layer in layers if shape_of(layer))}
+        for name, low in lora.layers.items() if scale else ():
+            if layer := patchable.by_name.get(name):
+                scaled = low if scale == 1 else LowRank(low.down, low.up, low.scale * scale)
+                layers[layer] = (*layers.get(layer, ()), scaled)
+    return AppliedLoras(layers, patchable.numbers, names)
 
 
 @dataclass(frozen=True, eq=False)

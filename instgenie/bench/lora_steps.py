@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from instgenie.adapters.applied import AppliedLoras, apply_loras
+from instgenie.adapters.applied import AppliedLoras, PatchableLayers, apply_loras
 from instgenie.adapters.copies import WeightCopies
 from instgenie.adapters.keys import NETWORK
 from instgenie.adapters.lora import Lora
@@ -79,7 +79,8 @@ def make_loras(model: Model, rank: int, num: int) -> list[AppliedLoras]:
         [(first, _)] = tiers.fetch([LoraUse(path.stem, 1.0, str(path), path.stem)]).result()
         tiers.close()
     others = [Lora(first.memory.clone(), first.pieces) for _ in range(num - 1)]
-    return [apply_loras({NETWORK: model.network}, [(lora, 1.0)]) for lora in (first, *others)]
+    layers = PatchableLayers({NETWORK: model.network})
+    return [apply_loras(layers, [(lora, 1.0)]) for lora in (first, *others)]
 
 
 def make_jobs(

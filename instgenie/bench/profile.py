@@ -27,7 +27,7 @@ from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.samples import sample_picture
 from instgenie.telemetry.progress import show_status
-from instgenie.types import Quantization, TextPadding
+from instgenie.types import Convolutions, Quantization, TextPadding
 
 NUM_WARM, NUM_TIMED, NUM_PROFILED = 4, 6, 2  # steps: run and captured, timed, profiled
 GROUPS = {  # the first whose pattern is in a kernel's name
@@ -52,6 +52,7 @@ class ProfileStudy:
     text_padding: TextPadding = "computed"
     graphs: bool = True
     quantization: Quantization | None = None
+    convolutions: Convolutions = "dense"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def bench_profile(
 ) -> None:
     check_folder(json_path)
     with show_status("loading the model"):
-        model = load(name, device, quantization=study.quantization)
+        model = load(name, device, quantization=study.quantization, convolutions=study.convolutions)
     with show_status("registering the sample picture"):
         jobs = make_jobs(model, size or (model.own_size, model.own_size), study)
     num_text = sum(num_computed_text(job) for job in jobs)

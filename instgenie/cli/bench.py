@@ -102,6 +102,7 @@ def add_bench_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense", action="store_true", help="compute every token, without activations")
     add_text_padding(parser)
     add_quantization(parser)
+    add_convolutions(parser)
     parser.add_argument("--no-kernels", action="store_true", help="use plain torch instead of fused kernels")
     parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one instead of as CUDA graphs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")

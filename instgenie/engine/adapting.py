@@ -7,9 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from weakref import WeakValueDictionary
 
-from torch import nn
-
-from instgenie.adapters.applied import AppliedLoras, apply_loras, batch_loras, hooked, number_layers
+from instgenie.adapters.applied import AppliedLoras, PatchableLayers, apply_loras, batch_loras, hooked
 from instgenie.adapters.fitting import Fitted
 from instgenie.adapters.keys import NETWORK
 from instgenie.adapters.tiers import LoraFetch, LoraTiers
@@ -36,6 +34,10 @@ class PromptLoras:
             model.layer_table, model.device, model.dtype, max_bytes, max_bytes, lambda one: is_of_prompts(one, model)
         )
 
+    @cached_property
+    def _layers(self) -> PatchableLayers:
+        return PatchableLayers(self.model.patchable)
+
     @contextmanager
     def applied(self, uses: Sequence[LoraUse]) -> Iterator[None]:
         """While inside, text encoders and layers that embed text apply the LoRAs."""
@@ -44,7 +46,7 @@ class PromptLoras:
             return
         fetch = self.tiers.fetch(uses)
         try:
-            found = apply_loras(self.model.patchable, fetch.result())
+            found = apply_loras(self._layers, fetch.result())
             loras = batch_loras([found])
             with ExitStack() as hooks:
                 if loras:
@@ -63,8 +65,8 @@ class JobLoras:
         self._shared: WeakValueDictionary[tuple[tuple[str, float], ...], AppliedLoras] = WeakValueDictionary()
 
     @cached_property
-    def _numbers(self) -> dict[nn.Module, int]:
-        return number_layers([self.model.network])
+    def _layers(self) -> PatchableLayers:
+        return PatchableLayers({NETWORK: self.model.network})
 
     def give(self, job: Job, fetch: LoraFetch) -> None:
         """Apply LoRAs that have come from the job's present step on. Raises the LoraError of one that cannot be
@@ -82,7 +84,7 @@ class JobLoras:
         found = fetch.result()
         applied = self._shared.get(fetch.names)
         if applied is None:
-            applied = apply_loras({NETWORK: self.model.network}, found, fetch.names, self._numbers)
+            applied = apply_loras(self._layers, found, fetch.names)
             self._shared[fetch.names] = applied
         return applied
 

@@ -15,7 +15,8 @@ from itertools import product
 import torch
 from torch import nn
 
-from instgenie.adapters.applied import AppliedLoras, number_layers
+from instgenie.adapters.applied import AppliedLoras, PatchableLayers
+from instgenie.adapters.keys import NETWORK
 from instgenie.cost.plan import DENSE
 from instgenie.engine.copying import Copying
 from instgenie.engine.finish import decode
@@ -105,7 +106,7 @@ def warm_up_loras(model: Model, cache_dtype: CacheDtype, weights_bytes: int = 0)
 def warm_up_copies(model: Model, cache_dtype: CacheDtype, max_bytes: int) -> None:
     """Take a step of two edits with weights of their own, dense and cached: their products have other kernels."""
     with room_or_not(model):
-        numbers = number_layers([model.network])
+        numbers = PatchableLayers({NETWORK: model.network}).numbers
         linear = [layer for layer in numbers if type(layer) is nn.Linear]
         down = {layer: layer.weight.new_zeros(LORA_RANK, layer.in_features) for layer in linear}
         up = {layer: layer.weight.new_zeros(layer.out_features, LORA_RANK) for layer in linear}

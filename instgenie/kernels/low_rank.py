@@ -36,7 +36,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        return len(self.down)
+        return self.down.size(0)
 
     @property
     def delta(self) -> Tensor:
@@ -76,12 +76,12 @@ class LowRankLayers:
         """[layers, products, 4], int64: the addresses of `down` and `up`, the rank and the bits of the scale, on the
         device. A rank of 0 stands for no product."""
         table = np.zeros((len(self.layers), self.max_products, 4), dtype=np.int64)
-        for number, products in enumerate(self.layers):
-            for place, low in enumerate(products):
-                bits = np.float32(low.scale).view(np.int32)
-                table[number, place] = low.down.data_ptr(), low.up.data_ptr(), low.rank, bits
-        device = next(low.down.device for products in self.layers for low in products)
-        return to_device(table, device)
+        placed = [(number, place) for number, own in enumerate(self.layers) for place in range(len(own))]
+        lows = [low for products in self.layers for low in products]
+        numbers, places = np.array(placed).T
+        table[numbers, places, :3] = [(low.down.data_ptr(), low.up.data_ptr(), low.rank) for low in lows]
+        table[numbers, places, 3] = np.array([low.scale for low in lows], dtype=np.float32).view(np.int32)
+        return to_device(table, lows[0].down.device)
 
     @property
     def slot(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from helpers.loras import applied, load_lora, merged, run_copying, save_lora, to
 from torch import Tensor
 
 from instgenie.adapters import copies
-from instgenie.adapters.applied import AppliedLoras, apply_loras
+from instgenie.adapters.applied import AppliedLoras, PatchableLayers, apply_loras
 from instgenie.adapters.copies import WeightCopies, find_joined
 from instgenie.adapters.keys import NETWORK
 from instgenie.engine.copying import Copying
@@ -155,9 +155,8 @@ def test_nothing_is_copied_unless_sets_differ(model: Model, tmp_path: Path) -> N
 
 def test_edits_that_come_later_find_the_copies_of_their_names(model: Model, tmp_path: Path) -> None:
     lora = load_lora(save_lora(tmp_path / "one.safetensors", model), model)
-    first, again, other = (
-        apply_loras({NETWORK: model.network}, [(lora, scale)], (("version", scale),)) for scale in (0.5, 0.5, 0.6)
-    )
+    layers = PatchableLayers({NETWORK: model.network})
+    first, again, other = (apply_loras(layers, [(lora, scale)], (("version", scale),)) for scale in (0.5, 0.5, 0.6))
     copying = Copying(2**30)
     for one in (first, again, other):
         copying.settle(make_jobs(model, [one, None]))

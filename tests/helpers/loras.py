@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from helpers.edits import close
-from instgenie.adapters.applied import AppliedLoras, apply_loras
+from instgenie.adapters.applied import AppliedLoras, PatchableLayers, apply_loras
 from instgenie.adapters.keys import NETWORK
 from instgenie.adapters.layers import LayerShape
 from instgenie.adapters.lora import Lora
@@ -77,7 +77,8 @@ def load_lora(path: Path, model: Model) -> Lora:
 
 
 def applied(model: Model, *loras: tuple[Path, float]) -> AppliedLoras:
-    return apply_loras({NETWORK: model.network}, [(load_lora(path, model), scale) for path, scale in loras])
+    layers = PatchableLayers({NETWORK: model.network})
+    return apply_loras(layers, [(load_lora(path, model), scale) for path, scale in loras])
 
 
 def run_copying(model: Model, jobs: Sequence[Job], graphs: Graphs | None = None) -> list[Tensor]:
