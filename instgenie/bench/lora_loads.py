@@ -4,9 +4,9 @@
 
 The first part is an edit of 28 steps whose LoRA is on disk and not in the page cache, against the same edit with the
 LoRA in memory. The second sends edits at random times at a share of the rate that full batches without LoRAs reach:
-once without LoRAs, and once with one of many each, drawn evenly. Most of these come from disk, through memory of the
-default size. The files are links to one, so that they need little room; each is read, copied and kept as a LoRA of its
-own.
+once without LoRAs, and once with one of many each, drawn evenly; then again with LoRAs, at the same share of the rate
+that full batches with LoRAs reach. Most LoRAs come from disk, through memory of the default size. The files are links
+to one, so that they need little room; each is read, copied and kept as a LoRA of its own.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import torch
 
 from instgenie.adapters.tiers import LoraFetch
 from instgenie.bench.adapter_files import write_loras
-from instgenie.bench.lora_steps import NETWORK_ALONE, make_jobs, step_seconds
+from instgenie.bench.lora_steps import NETWORK_ALONE, make_jobs, make_loras, step_seconds
 from instgenie.cluster.config import LoraConfig
 from instgenie.engine.adapting import JobLoras, make_tiers
 from instgenie.engine.copying import Copying
@@ -33,6 +33,7 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.merging import Merging
 from instgenie.jobs.job import Job
 from instgenie.machine.clock import now
+from instgenie.machine.cores import switch_threads_soon
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.types import LoraUse
@@ -142,9 +143,14 @@ def forget(path: Path) -> None:
 
 
 def measure_rotation(model: Model, job: Job, num_loras: int, seconds: float, weights_bytes: int = 0) -> str:
-    """P95 of edits with LoRAs in rotation against that of edits without, at the same times."""
+    """P95 of edits with LoRAs in rotation against that of edits without, at the same times, and at times that are as
+    much further apart as full batches with LoRAs take longer."""
     jobs = [replace(job) for _ in range(MAX_JOBS)]
-    rate = LOAD * MAX_JOBS / (job.num_steps * step_seconds(model, jobs, [None] * MAX_JOBS, merges=False))
+    plain_step = step_seconds(model, jobs, [None] * MAX_JOBS, merges=False)
+    loras = make_loras(model, SMALL_RANK, MAX_JOBS)
+    slower = step_seconds(model, jobs, loras, merges=False, copying=Copying(weights_bytes)) / plain_step
+    del loras
+    rate = LOAD * MAX_JOBS / (job.num_steps * plain_step)
     random = np.random.default_rng(0)
     num = max(math.ceil(rate * seconds), 2)
     times = np.cumsum(random.exponential(1 / rate, num)).tolist()
@@ -163,12 +169,15 @@ def measure_rotation(model: Model, job: Job, num_loras: int, seconds: float, wei
         for own in (none, rotated):
             capture(Loop(model, graphs, weights_bytes), job, own[:MAX_JOBS])
             latencies.append(run_load(Loop(model, graphs, weights_bytes), job, times, own))
+        later = [slower * one for one in times]
+        latencies.append(run_load(Loop(model, graphs, weights_bytes), job, later, rotated))
         num_bytes = path.stat().st_size
-    plain, adapted = (float(np.percentile(own, 95)) for own in latencies)
+    plain, adapted, own_load = (float(np.percentile(own, 95)) for own in latencies)
     return (
         f"{num} edits of {job.num_steps} steps at {rate:.2f} a second ({LOAD:.0%} of full batches): P95 {plain:.2f} s "
         f"without LoRAs, {adapted:.2f} s with {num_loras:,} of {num_bytes / 1e6:.0f} MB in rotation: "
-        f"{adapted / plain:.2f} times"
+        f"{adapted / plain:.2f} times; {own_load:.2f} s at {rate / slower:.2f} a second ({LOAD:.0%} of full batches "
+        f"with LoRAs, whose steps take {slower:.2f} times as long): {own_load / plain:.2f} times"
     )
 
 
@@ -232,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dense", action="store_true", help="edits compute every token, instead of reading a template")
     options = parser.parse_args(arguments)
     start = time.perf_counter()
+    switch_threads_soon()  # as a worker does
     with torch.inference_mode():
         model = load(options.model, options.device, weights=NETWORK_ALONE)
         kind = "dense" if options.dense else "cached"

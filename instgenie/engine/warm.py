@@ -25,7 +25,7 @@ from instgenie.engine.prepare import prepare
 from instgenie.engine.register import make_activations, name_key, observe_span, reuse
 from instgenie.jobs.job import Job, Template
 from instgenie.kernels.low_rank import (
-    NUM_PROGRAMS,
+    MIN_TILES,
     LowRank,
     LowRankLayers,
     LowRankRows,
@@ -88,9 +88,9 @@ def warm_up_loras(model: Model, cache_dtype: CacheDtype, weights_bytes: int = 0)
     or found as an earlier process left them. With bytes for weights of their own, take steps with these, too."""
     if weights_bytes:
         warm_up_copies(model, cache_dtype, weights_bytes)
-    many = [] if model.device.type == "cpu" else [32, 64, 128]  # rows of a tile
+    many = [] if model.device.type == "cpu" else [32, 64]  # rows of a tile
     with room_or_not(model):
-        for num_rows, rank in product([16, *(NUM_PROGRAMS // 2 * one for one in many)], (16, 64)):
+        for num_rows, rank in product([16, *(MIN_TILES * one for one in many)], (16, 64)):
             rows = torch.zeros(num_rows, rank, device=model.device, dtype=model.dtype)
             low = LowRank(down=rows.new_zeros(rank, rank), up=rows.new_zeros(rank, rank), scale=1.0)
             layers = LowRankLayers([[low]])

@@ -5,7 +5,7 @@ A branch finds its products through its slot, which holds the address of a table
 of the slots and not to what they hold: the next pass may have other products there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
@@ -22,6 +22,7 @@ from instgenie.kernels.switch import power_of_two, runs_fused, tl, triton
 
 MIN_BLOCK_RANK, MAX_BLOCK_RANK = 16, 64  # a higher rank is taken in pieces
 NUM_PROGRAMS = 264  # that keep a large GPU busy: with fewer, the columns are dealt among several programs
+MIN_TILES = 56  # of rows: with fewer, tiles are smaller
 BLOCK_OUTPUTS = 128
 MIN_BLOCK_BRANCHES = 32  # so that batches of most sizes share compiled kernels
 
@@ -38,6 +39,11 @@ class LowRank:
     def rank(self) -> int:
         return self.down.size(0)
 
+    @cached_property
+    def entry(self) -> tuple[int, int, int]:
+        """Where the tensors are, and the rank."""
+        return self.down.data_ptr(), self.up.data_ptr(), self.rank
+
     @property
     def delta(self) -> Tensor:
         """What is added to the weight, in float32 [outputs, inputs, ...]"""
@@ -52,7 +58,7 @@ class RankClass(NamedTuple):
     is_aligned: bool = True  # all ranks are multiples of 8
 
     @classmethod
-    def of(cls, ranks: Sequence[int]) -> "RankClass":
+    def of(cls, ranks: Collection[int]) -> "RankClass":
         block = min(max(power_of_two(max(ranks, default=1)), MIN_BLOCK_RANK), MAX_BLOCK_RANK)
         return cls(block, all(rank % 8 == 0 for rank in ranks))
 
@@ -69,7 +75,7 @@ class LowRankLayers:
         self.layers = layers
         self.max_products = max(map(len, layers), default=0)  # of a layer
         self.patched = frozenset(number for number, products in enumerate(layers) if products)
-        self.rank_class = RankClass.of([low.rank for products in layers for low in products])
+        self.rank_class = RankClass.of({low.entry[2] for products in layers for low in products})
 
     @cached_property
     def table(self) -> Tensor:
@@ -79,7 +85,7 @@ class LowRankLayers:
         placed = [(number, place) for number, own in enumerate(self.layers) for place in range(len(own))]
         lows = [low for products in self.layers for low in products]
         numbers, places = np.array(placed).T
-        table[numbers, places, :3] = [(low.down.data_ptr(), low.up.data_ptr(), low.rank) for low in lows]
+        table[numbers, places, :3] = [low.entry for low in lows]
         table[numbers, places, 3] = np.array([low.scale for low in lows], dtype=np.float32).view(np.int32)
         return to_device(table, lows[0].down.device)
 
@@ -175,20 +181,25 @@ def launch(
         rows, out, out if bias is None else bias, rows.stride(0), out.stride(0),
         whose.slots, whose.slots if whose.bounds is None else whose.bounds, layers_at(numbers, widths, rows.device),
         num_rows, num_branches, whose.per_branch, int(bias is not None), rows.shape[1],
-        block_branches=max(power_of_two(num_branches), MIN_BLOCK_BRANCHES), block_rows=block_rows, block_inputs=64,
-        block_outputs=BLOCK_OUTPUTS,
+        block_branches=max(power_of_two(num_branches), MIN_BLOCK_BRANCHES), block_rows=block_rows,
+        block_inputs=choose_block_inputs(whose.rank_class, rows.dtype), block_outputs=BLOCK_OUTPUTS,
         block_rank=whose.rank_class.block, is_aligned=whose.rank_class.is_aligned,
         are_wide=all(width % 16 == 0 for width in widths), is_uniform=whose.bounds is None, writes=writes,
-        num_warps=8 if block_rows == 128 else 4,
+        num_warps=4,
     )  # fmt: skip
 
 
 def choose_block_rows(num_rows: int, num_branches: int, dtype: torch.dtype) -> int:
-    """As many rows as leave each multiprocessor a tile, since every tile reads all products of its branch. Tiles hold
-    rows of one branch."""
-    most = 128 if dtype.itemsize == 2 else 32  # fit a multiprocessor's own memory
-    wanted = min(num_rows // (NUM_PROGRAMS // 2), num_rows // num_branches, most)
+    """As many rows as leave enough tiles, since every tile reads all products of its branch. Tiles hold rows of one
+    branch."""
+    most = 64 if dtype.itemsize == 2 else 32  # fit a multiprocessor's own memory
+    wanted = min(num_rows // MIN_TILES, num_rows // num_branches, most)
     return max(1 << max(wanted, 1).bit_length() - 1, 16)
+
+
+def choose_block_inputs(rank_class: RankClass, dtype: torch.dtype) -> int:
+    """As many as fit a multiprocessor's own memory three times: two loads are under way while one is multiplied."""
+    return 128 if rank_class.block <= 32 and dtype.itemsize == 2 else 64
 
 
 @cache  # a model has as many as it has layers: captured passes read them where they are

@@ -26,6 +26,7 @@ from instgenie.errors import (
     OutOfMemoryError,
     PictureError,
 )
+from instgenie.machine.cores import switch_threads_soon
 from instgenie.machine.device import choose_device, stay_near
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.family import PartKind
@@ -61,6 +62,7 @@ def run_process(encoded: str, serve: Serve, parts: frozenset[PartKind]) -> None:
     line = SharedLine(config, pushes_load="network" in parts) if config.has_control else Line(config)
     try:
         stay_near(choose_device(config.device))
+        switch_threads_soon()
         needed = None if config.batching in ONE_PROCESS else parts
         given = config.model, config.device, config.dtype, needed, config.quantization
         tell = LoadingReports(line)
