@@ -109,7 +109,11 @@ def test_law_lora_eight_in_a_batch_are_each_alone(model: Model, files: list[Path
     jobs = eight_jobs(model, files)
     alone = [run(model, [job])[0] for job in jobs]
     assert max(map(apart, run(model, jobs), alone)) <= tolerance(model)
-    assert max(map(apart, run_copying(model, jobs), alone)) <= tolerance(model)
+    copied = alone
+    if model.dtype != torch.float32:  # weights of their own are rounded once more: an edit has them beside one without
+        pairs = ([job, jobs[2]] if job.loras else None for job in jobs)
+        copied = [run_copying(model, pair)[0] if pair else one for pair, one in zip(pairs, alone, strict=True)]
+    assert max(map(apart, run_copying(model, jobs), copied)) <= tolerance(model)
     same_size = [latents for latents in alone if latents.shape == alone[0].shape]
     assert min(itertools.starmap(apart, itertools.combinations(same_size, 2))) > far(model)
 
