@@ -121,6 +121,11 @@ class Engine:
             self.advance(jobs)
         except Exception as error:
             left = [job for job in jobs if job.step == steps[job]]
+            if len(left) == 1 and left[0].blocks and is_out_of_memory(error):
+                log.warning("no room for what an edit keeps of blocks", extra={"num_tokens": len(left[0].masked)})
+                left[0].blocks = None  # every block computes all of its tokens from here on
+                free_memory(self.model.device, error)
+                return self.advance_in_halves(left)
             if len(left) <= 1:
                 return dict.fromkeys(left, error)
             half = len(left) // 2
@@ -128,15 +133,27 @@ class Engine:
                 log.warning("out of memory: the batch is halved", extra={"num_jobs": len(left)})
                 self.max_jobs = half
                 forget_blocks(left)
-                free_memory(self.model.device)
+                free_memory(self.model.device, error)
             return self.advance_in_halves(left[:half]) | self.advance_in_halves(left[half:])
         return {}
 
     def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
-        if self.graphs and self.graphs.takes(jobs):
-            return self.graphs.predict(jobs)
-        with self.loader.loading(jobs) as rows:
-            return self.model.predict(jobs, rows)
+        captured, others = self.part(jobs)
+        predicted: dict[Job, list[Tensor]] = {}
+        if self.graphs and captured:
+            predicted |= zip(captured, self.graphs.predict(captured), strict=True)
+        if others:
+            with self.loader.loading(others) as rows:
+                predicted |= zip(others, self.model.predict(others, rows), strict=True)
+        return [predicted[job] for job in jobs]
+
+    def part(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
+        """The jobs whose passes are captured, and the others. Passes of jobs whose blocks choose what they compute are
+        never captured, and keep no other job from it."""
+        settled = [job for job in jobs if not job.blocks]
+        if not settled or not self.graphs or not self.graphs.takes(settled):
+            return [], list(jobs)
+        return settled, [job for job in jobs if job.blocks]
 
     def plan(self, jobs: Sequence[Job]) -> None:
         if self.planning:
@@ -145,8 +162,9 @@ class Engine:
     def load_ahead(self, jobs: Sequence[Job]) -> None:
         """Start to load for the next step, which these jobs are expected to take."""
         self.plan(jobs)
-        if not self.graphs or not self.graphs.takes(jobs):
-            self.loader.start(jobs)
+        captured, others = self.part(jobs)
+        if others or not captured:
+            self.loader.start(others)
 
     def pick(self) -> list[Job]:
         return [job for job in self.jobs if not stands_still(job)][: self.max_jobs]
@@ -166,7 +184,9 @@ def forget_blocks(jobs: Sequence[Job]) -> None:
             job.blocks.forget()
 
 
-def free_memory(device: torch.device) -> None:
-    """Give memory that torch keeps for later use back to the device."""
+def free_memory(device: torch.device, error: Exception) -> None:
+    """Let go of the tensors of a step that failed, and give memory that torch keeps for later use back to the
+    device."""
+    error.__traceback__ = None  # its frames hold them
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.reuse_predictor import DEFAULT_FILE, FEATURES, ReusePredictor, read_predictor
-from instgenie.jobs.blocks import BLOCK_FEATURES
+from instgenie.jobs.blocks import BLOCK_FEATURES, BlockPass
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 from instgenie.models.qwen.model import QwenEditModel
@@ -57,10 +57,9 @@ def sure(way: Way) -> ReusePredictor:
 
 
 def run_changed(
-    model: Model, given: list[Job], predictor: ReusePredictor, threshold: float, captured: bool = False
+    model: Model, given: list[Job], predictor: ReusePredictor, threshold: float, graphs: Graphs | None = None
 ) -> list[Job]:
     changed = Changed(predictor, threshold, model)
-    graphs = Graphs(model) if captured else None
     engine, jobs = Engine(model, own=OwnActivations(model, changed=changed), graphs=graphs), [replace(j) for j in given]
     for job in jobs:
         engine.join(job)
@@ -121,9 +120,42 @@ def test_law_changed_batched_is_alone(model: Model, way: Way) -> None:
 def test_law_changed_captured_is_uncaptured(model: Model, way: Way) -> None:
     jobs = [prepare(whole(seed=seed, true_guidance=2.0), model) for seed in (1, 2)]
     predictor = lax(model, way)
-    captured = run_changed(model, jobs, predictor, 0.5, captured=True)
+    captured = run_changed(model, jobs, predictor, 0.5, Graphs(model))
     for one, other in zip(captured, run_changed(model, jobs, predictor, 0.5), strict=True):
         assert apart(one.latents, other.latents) <= close(model)
+
+
+def test_jobs_that_choose_keep_no_other_from_a_captured_pass(model: Model, blocks: Way) -> None:
+    """Alone or beside a job whose blocks choose, the same passes of the others are captured."""
+    predictor = lax(model, blocks)
+    others = [make_cached(model, make_edit(steps=5, seed=3), "kv"), prepare(whole(steps=5, reuse="off"), model)]
+    jobs = [prepare(whole(steps=6), model), *others]
+    apart_from, beside = Graphs(model, max_readers=99), Graphs(model, max_readers=99)
+    run_changed(model, others, predictor, 0.5, apart_from)
+    found = run_changed(model, jobs, predictor, 0.5, beside)
+    assert apart_from.captured
+    assert list(beside.captured) == list(apart_from.captured)
+    for one, other in zip(found, run_changed(model, jobs, predictor, 0.5), strict=True):
+        assert apart(one.latents, other.latents) <= close(model)
+
+
+def test_a_job_without_room_for_rows_of_blocks_computes_everything(
+    model: Model, blocks: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model, own=OwnActivations(model, changed=Changed(sure(blocks), 0.6, model)))
+    engine.join(job := prepare(whole(steps=5), model))
+    engine.step()
+    assert job.blocks
+    monkeypatch.setattr(BlockPass, "complete", run_out_of_memory)
+    while engine.jobs:
+        assert not engine.step(isolate_failures=True).failed
+    assert job.blocks is None
+    assert job.num_taken_tokens == 5 * len(job.masked)
+    assert apart(job.latents, run(model, [prepare(job.edit, model)])[0]) <= close(model)
+
+
+def run_out_of_memory(*_: object) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_reuse_is_bounded(model: Model, way: Way) -> None:
