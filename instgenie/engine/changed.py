@@ -51,7 +51,6 @@ class Changed:
         self.predictor = predictor
         self.bound = logit(threshold)
         self.weights = torch.tensor(predictor.weights, device=model.device)
-        self.convolves = model.is_convolutional
         self._choices: WeakKeyDictionary[Job, StepChoice] = WeakKeyDictionary()  # for the next step
 
     @property
@@ -60,7 +59,7 @@ class Changed:
 
     def welcome(self, job: Job) -> None:
         """Let a job that joins reuse what hardly changes, if it may."""
-        if job.reuses_changed or not can_reuse_changed(job, self.per_block, self.convolves):
+        if job.reuses_changed or not can_reuse_changed(job, self.per_block):
             return
         job.reuses_changed = True
         if self.per_block and self.bound > -math.inf:
@@ -92,11 +91,10 @@ class Changed:
         return StepChoice(job.step + 1, *to_host(asked.any()))
 
 
-def can_reuse_changed(job: Job, per_block: bool, convolves: bool) -> bool:
-    """Return whether a job may guess. Blocks guess for jobs that compute every token otherwise, and in a network that
-    convolves for those without LoRAs and ControlNets. A job needs all of its branches."""
-    is_plain = not convolves or not (job.edit.loras or job.edit.controls)
-    may_choose = not per_block or (job.activations is None and job.own_steps is None and is_plain)
+def can_reuse_changed(job: Job, per_block: bool) -> bool:
+    """Return whether a job may guess. Blocks guess for jobs that compute every token otherwise. A job needs all of its
+    branches."""
+    may_choose = not per_block or (job.activations is None and job.own_steps is None)
     has_branches = len(job.branches) > 1 or job.scale <= 1
     return may_choose and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
 

@@ -1,12 +1,12 @@
 """The laws of reusing what hardly changes: whole steps on every family; tokens and tiles, which are chosen before each
 block, where blocks can."""
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from helpers.cached import make_cached
+from helpers.changed import STEPS, Way, blocks_of, check_equal_inputs, lax, run_changed, sure, whole
 from helpers.edits import apart, close, make_edit, prepare, run
 from helpers.qwen import several_pictures
 from torch import Tensor
@@ -15,20 +15,10 @@ from instgenie.engine.changed import Changed
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
-from instgenie.engine.reuse_predictor import DEFAULT_FILE, FEATURES, ReusePredictor, read_predictor
-from instgenie.jobs.blocks import BLOCK_FEATURES, BlockPass
-from instgenie.jobs.job import Job
+from instgenie.engine.reuse_predictor import DEFAULT_FILE, read_predictor
+from instgenie.jobs.blocks import BlockPass
 from instgenie.models.model import Model
 from instgenie.models.qwen.model import QwenEditModel
-from instgenie.types import Edit
-
-
-class Way(NamedTuple):
-    per_block: bool
-    tile: int
-
-
-STEPS = Way(False, 0)
 
 
 @pytest.fixture(params=["steps", "blocks"])
@@ -40,49 +30,6 @@ def way(request: pytest.FixtureRequest, model: Model) -> Way:
 @pytest.fixture
 def blocks(model: Model) -> Way:
     return blocks_of(model)
-
-
-def blocks_of(model: Model) -> Way:
-    return Way(True, 3 if model.is_convolutional else 1)
-
-
-def whole(**fields: Any) -> Edit:
-    return make_edit(**{"share": 1.0, "from_nothing": True, "steps": 7, "reuse": "own"} | fields)
-
-
-def sure(way: Way) -> ReusePredictor:
-    """Reuses everything for as long as it may."""
-    weights = (0.0,) * len(BLOCK_FEATURES if way.per_block else FEATURES)
-    return ReusePredictor(weights, 0.0, tolerance=0.05, max_steps=2, per_block=way.per_block, tile=way.tile)
-
-
-def run_changed(
-    model: Model, given: list[Job], predictor: ReusePredictor, threshold: float, graphs: Graphs | None = None
-) -> list[Job]:
-    changed = Changed(predictor, threshold, model)
-    engine, jobs = Engine(model, own=OwnActivations(model, changed=changed), graphs=graphs), [replace(j) for j in given]
-    for job in jobs:
-        engine.join(job)
-    while engine.jobs:
-        engine.step()
-    return jobs
-
-
-def lax(model: Model, way: Way) -> ReusePredictor:
-    """Reuses, at the threshold 0.5, about the half whose last guesses were better, at most for two steps; of whole
-    pictures those that are no worse than one was."""
-    [job] = run_changed(model, [prepare(whole(steps=4), model)], sure(way), 1e-6)
-    if way.per_block:
-        assert job.blocks
-        assert job.blocks.packed
-        errors = torch.cat([one.errors for block, one in job.blocks.packed.blocks.items() if isinstance(block, int)])
-    else:
-        assert job.history
-        errors = job.history.errors
-    weights = tuple(float(name == "last error") for name in sure(way).features)
-    return replace(
-        sure(way), weights=weights, bias=-(errors.median() if way.tile else 1.05 * errors.max()).log().item()
-    )
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4])
@@ -165,38 +112,15 @@ def test_reuse_is_bounded(model: Model, way: Way) -> None:
     assert job.num_computed_tokens == round(5 / 9 * len(job.masked))
 
 
-def test_law_reuse_of_equal_inputs_is_dense(model: Model, blocks: Way) -> None:
-    """Where a block reads what it read before, what it added then is what it would add: a prediction over the same
-    latents, of which every block computes some units, is the dense one."""
-    check_equal_inputs(model, blocks)
+def test_law_reuse_of_equal_inputs_is_dense(model: Model) -> None:
+    check_equal_inputs(model, prepare(whole(steps=5, true_guidance=2.0), model))
 
 
 def test_law_reuse_of_equal_inputs_is_dense_with_clean_references(models: dict[str, Model]) -> None:
     model = models["qwen_edit"]
     assert isinstance(model, QwenEditModel)
-    check_equal_inputs(clean := several_pictures(model, clean=True), blocks_of(clean))
-
-
-def check_equal_inputs(model: Model, blocks: Way) -> None:
-    job = prepare(whole(steps=5, true_guidance=2.0), model)
-    weights = tuple(float(name == "last error") for name in sure(blocks).features)
-    Changed(replace(sure(blocks), weights=weights), 0.4, model).welcome(job)
-    assert job.blocks
-    expected, first = predicted(model, prepare(job.edit, model)), predicted(model, job)
-    assert job.blocks.packed
-    job.blocks.rule = replace(job.blocks.rule, num_leading=0)
-    drawn = torch.Generator().manual_seed(0)
-    for number, history in job.blocks.packed.blocks.items():
-        errors = torch.rand(len(history.errors), generator=drawn).to(model.device)
-        job.blocks.packed.blocks[number] = replace(history, errors=errors)
-    again = predicted(model, job)
-    assert 0 < job.blocks.share < 1
-    assert max(map(apart, first + again, expected + expected)) <= close(model)
-
-
-def predicted(model: Model, job: Job) -> list[Tensor]:
-    with torch.inference_mode():
-        return model.predict([job])[0]
+    clean = several_pictures(model, clean=True)
+    check_equal_inputs(clean, prepare(whole(steps=5, true_guidance=2.0), clean))
 
 
 def test_a_repeated_step_judges_no_guess_anew(model: Model, blocks: Way) -> None:

@@ -158,7 +158,7 @@ def convolve(resnet: ResnetBlock2D, x: Tensor, run: Pass) -> Tensor:
     loras = run.batch.loras
     if run.choices:
         column = linear(resnet.time_emb_proj, run.active, run.each_branch) if resnet.time_emb_proj is not None else None
-        return convolve_chosen(resnet, x, column, run.choices)
+        return convolve_chosen(resnet, x, column, run.choices, run.each_branch)
     if is_plain(resnet) and not (loras and any(map(loras.patches, convolutions(resnet)))):
         return convolve_plain(resnet, x, run.active, run.each_branch)
     return call(resnet, run.each_branch, x, run.time)

@@ -8,6 +8,8 @@ from what goes into it now. What is cheap stays dense: the first and the last co
 projections into and out of a transformer.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention import BasicTransformerBlock
@@ -15,33 +17,40 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from instgenie.kernels.group_norm import group_norm
+from instgenie.models.layers.linear import Owners, call
 from instgenie.models.layers.resnet import go_around
 from instgenie.models.unet.choices import ChosenTiles, UnetChoices
 from instgenie.models.unet.flow import FlowPart, chosen_block, transformer_block
 from instgenie.models.unet.layout import LevelLayout, place_bounds
 
 
-def convolve_chosen(resnet: ResnetBlock2D, x: Tensor, column: Tensor | None, choices: UnetChoices) -> Tensor:
+def convolve_chosen(
+    resnet: ResnetBlock2D, x: Tensor, column: Tensor | None, choices: UnetChoices, owners: Owners
+) -> Tensor:
     """A plain residual block over the tiles that it chooses. The column [branches, channels] is that of the time."""
     choice = choices.choose(x)
-    around = x if resnet.conv_shortcut is None else go_around(resnet.conv_shortcut, x)
+    around = x if resnet.conv_shortcut is None else go_around(resnet.conv_shortcut, x, owners.loras)
     index, tiles = choice.index, choice.tiles
     if index is None:
-        inner = choice.middle(resnet.conv1(group_norm(x, resnet.norm1, activates=True)), None)
-        inner = resnet.conv2(group_norm(inner, resnet.norm2, column, activates=True))
+        inner = choice.middle(call(resnet.conv1, owners, group_norm(x, resnet.norm1, activates=True)), None)
+        inner = call(resnet.conv2, owners, group_norm(inner, resnet.norm2, column, activates=True))
         return choice.complete(inner + around, around)
     added = x.new_empty(0, resnet.conv2.out_channels, tiles.side, tiles.side)
     if not len(index):
         choice.middle(None, x.new_empty(0, resnet.conv1.out_channels, tiles.side, tiles.side))
         return choice.complete(added, around)
     window = tiles.windows(group_norm(x, resnet.norm1, activates=True), index)
-    inner = choice.middle(None, convolve_valid(resnet.conv1, window))
+    inner = choice.middle(None, convolve_windows(resnet.conv1, window, owners, choice.nums))
     window = tiles.windows(group_norm(inner, resnet.norm2, column, activates=True), index)
-    return choice.complete(convolve_valid(resnet.conv2, window), around)
+    return choice.complete(convolve_windows(resnet.conv2, window, owners, choice.nums), around)
 
 
-def convolve_valid(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    return F.conv2d(x, conv.weight, conv.bias)
+def convolve_windows(conv: nn.Conv2d, windows: Tensor, owners: Owners, nums: Sequence[int]) -> Tensor:
+    """Convolve windows of pictures [windows, channels, side + 2, side + 2], so many of each branch."""
+    out = F.conv2d(windows, conv.weight, conv.bias)
+    if owners.loras and owners.patches(conv):
+        owners.loras.add_windows(conv, windows, out, nums)
+    return out
 
 
 def attend_chosen(
