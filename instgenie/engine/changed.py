@@ -11,6 +11,7 @@ the threshold 0 nothing is guessed, and the job is dense.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -47,8 +48,9 @@ class StepChoice:
 class Changed:
     """The choices for the jobs of a step loop; those of a job go with it."""
 
-    def __init__(self, predictor: ReusePredictor, threshold: float, model: Model) -> None:
-        self.predictor = predictor
+    def __init__(self, predictor: ReusePredictor, threshold: float, model: Model, max_bytes: int = sys.maxsize) -> None:
+        self.predictor, self.model = predictor, model
+        self.max_bytes = max_bytes  # that rows of blocks may take; a job with more computes everything
         self.bound = logit(threshold)
         self.weights = torch.tensor(predictor.weights, device=model.device)
         self._choices: WeakKeyDictionary[Job, StepChoice] = WeakKeyDictionary()  # for the next step
@@ -61,9 +63,24 @@ class Changed:
         """Let a job that joins reuse what hardly changes, if it may."""
         if job.reuses_changed or not can_reuse_changed(job, self.per_block):
             return
-        job.reuses_changed = True
         if self.per_block and self.bound > -math.inf:
+            if self.count_bytes(job) > self.max_bytes:
+                return
             job.blocks = BlockMemory(self.rule)
+        job.reuses_changed = True
+
+    def bytes_of(self, job: Job) -> int:
+        """Bytes that the rows of blocks of a job take that has joined, or will join."""
+        will_choose = not job.reuses_changed and can_reuse_changed(job, self.per_block)
+        if not self.per_block or self.bound == -math.inf or not (job.blocks or will_choose):
+            return 0
+        num_bytes = self.count_bytes(job)
+        return num_bytes if num_bytes <= self.max_bytes else 0
+
+    def count_bytes(self, job: Job) -> int:
+        """The rows before a pass and those behind it exist side by side."""
+        own, item_bytes = self.predictor, self.model.dtype.itemsize
+        return 2 * sum(one.num_bytes(item_bytes, own.trust > 0) for one in self.model.kept_units(job, own.tile))
 
     @property
     def rule(self) -> BlockRule:
@@ -99,12 +116,9 @@ def can_reuse_changed(job: Job, per_block: bool) -> bool:
     return may_choose and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
 
 
-def make_changed(model: Model, name: str, threshold: float) -> Changed | None:
+def make_changed(model: Model, name: str, threshold: float, max_bytes: int = sys.maxsize) -> Changed | None:
     """Choices with the predictor of the model that was loaded by this name; None if the threshold is 0."""
-    if not threshold:
-        return None
-    predictor = find_predictor(name)
-    return Changed(predictor, threshold, model)
+    return Changed(find_predictor(name), threshold, model, max_bytes) if threshold else None
 
 
 def logit(probability: float) -> float:

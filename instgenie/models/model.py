@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from instgenie.cost.network import NetworkShape
 from instgenie.errors import ModelError
 from instgenie.jobs.activations import Kind
+from instgenie.jobs.blocks import KeptUnits
 from instgenie.jobs.job import Branch, Grid, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import Schedule
@@ -110,6 +111,11 @@ class Model(PipelineParts):
     @abstractmethod
     def describe(self) -> NetworkShape:
         """Describe as plain numbers what the blocks compute and what activations keep of them."""
+
+    @abstractmethod
+    def kept_units(self, job: Job, side: int) -> list[KeptUnits]:
+        """What is kept of a job whose blocks choose what they compute, at every place of a pass. The side is that of
+        squares of tokens that are chosen together; 0: the whole picture is one."""
 
     @abstractmethod
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule: ...

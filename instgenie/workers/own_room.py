@@ -1,20 +1,23 @@
-"""The memory in which running jobs keep what their own dense steps leave behind. Jobs wait for it before they join the
-batch, so that it never runs out in the middle of a step."""
+"""The memory in which running jobs keep what their own dense steps, or their blocks, leave behind. Jobs wait for it
+before they join the batch, so that it never runs out in the middle of a step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from instgenie.engine.changed import Changed
 from instgenie.engine.own import can_reuse_own, reuse_own, room_bytes
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 
 
 class OwnRoom:
-    def __init__(self, model: Model, max_bytes: int, num_text: int = 0) -> None:
+    def __init__(self, model: Model, max_bytes: int, num_text: int = 0, changed: Changed | None = None) -> None:
         self.model, self.max_bytes, self.num_text = model, max_bytes, num_text
+        self.changed = changed  # chooses what blocks compute, and knows what they keep
         self.network = model.describe()
 
     def bytes_of(self, job: Job) -> int:
-        return room_bytes(job, self.model, self.network, num_text=self.num_text) if job.own_steps else 0
+        own = room_bytes(job, self.model, self.network, num_text=self.num_text) if job.own_steps else 0
+        return own + (self.changed.bytes_of(job) if self.changed else 0)
 
     def reuse_own(self, job: Job) -> Job:
         """The job with own reuse, if that saves any work and there will ever be room for it."""

@@ -1,6 +1,7 @@
 """The laws of reusing what hardly changes: whole steps on every family; tokens and tiles, which are chosen before each
 block, where blocks can."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,24 @@ def test_caches_go_with_their_jobs(model: Model, blocks: Way) -> None:
     assert left
     assert left is not packed
     assert all(len(sizes) == 1 for sizes in left.sizes.values())
+
+
+@pytest.mark.parametrize("trust", [0.0, 0.8])
+def test_the_memory_of_rows_is_counted(model: Model, blocks: Way, trust: float) -> None:
+    """To the byte: twice what a job keeps, because rows before a pass and behind it lie side by side."""
+    job = prepare(whole(size=(64, 32), true_guidance=2.0), model)
+    changed = Changed(replace(sure(blocks), trust=trust), 0.5, model)
+    expected = changed.bytes_of(job)
+    engine = Engine(model, own=OwnActivations(model, changed=changed))
+    engine.join(job)
+    engine.step()
+    assert job.blocks
+    assert job.blocks.packed
+    kept = sum(column.nbytes for one in job.blocks.packed.blocks.values() for column in one.columns)
+    assert expected == changed.bytes_of(job) == 2 * kept
+    small = Changed(changed.predictor, 0.5, model, max_bytes=expected - 1)
+    small.welcome(other := prepare(job.edit, model))
+    assert (other.blocks, other.reuses_changed, small.bytes_of(other)) == (None, False, 0)
 
 
 def test_a_job_with_a_template_guesses_between_its_steps(model: Model) -> None:

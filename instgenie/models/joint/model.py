@@ -11,6 +11,7 @@ from torch import Tensor
 
 from instgenie.cost.network import NetworkShape
 from instgenie.jobs.activations import Kind
+from instgenie.jobs.blocks import KeptUnits
 from instgenie.jobs.job import Branch, Grid, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
@@ -64,6 +65,10 @@ class JointModel(Model):
 
     def describe(self) -> NetworkShape:
         return self.joint_network.describe()
+
+    def kept_units(self, job: Job, side: int) -> list[KeptUnits]:
+        nums = len(job.branches) * job.num_seen, sum(len(branch.text) for branch in job.branches)
+        return [KeptUnits(num, self.width, self.width) for num in nums] * len(self.joint_network.blocks)
 
     def schedule(self, edit: Edit, num_tokens: int) -> FlowSchedule:
         return flow_schedule(self.scheduler, edit.steps, num_tokens, edit.strength)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,12 +12,27 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
-from instgenie.jobs.blocks import BlockPass, per_job
+from instgenie.jobs.blocks import BlockPass, KeptUnits, per_job
 from instgenie.jobs.job import Job, block_units
 from instgenie.jobs.tiles import side_at
 from instgenie.models.layers.resnet import is_plain
 
 TILE = 8  # side of the tiles in latents, where the whole picture is reused or none of it
+
+
+class ChosenShape(NamedTuple):
+    """A block that can choose what it computes, as numbers."""
+
+    factor: int  # side of the square of latents that one of its tokens stands for
+    channels: int  # that go into it
+    added_channels: int
+    middle_channels: int = 0  # between the convolutions of a resnet
+
+    def kept_units(self, grid: tuple[int, int], side: int, num_branches: int) -> list[KeptUnits]:
+        tiles = TileGrid(side_at(side or TILE, self.factor), (grid[0] // self.factor, grid[1] // self.factor))
+        num, num_tokens = num_branches * tiles.num, tiles.side**2
+        own = KeptUnits(num, num_tokens * self.channels, num_tokens * self.added_channels)
+        return [own, KeptUnits(num, 1, num_tokens * self.middle_channels)] if self.middle_channels else [own]
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ from instgenie.models.layers.products import products
 from instgenie.models.layers.resnet import convolutions, is_plain
 from instgenie.models.layers.resnet import convolve as convolve_plain
 from instgenie.models.unet.batch import Positions, TransformerPosition, UnetBatch
-from instgenie.models.unet.choices import choices_of
+from instgenie.models.unet.choices import ChosenShape, choices_of, count_blocks
 from instgenie.models.unet.flow import FlowPart, Pass, Recorder, flow, make_whole
 from instgenie.models.unet.layout import LevelLayout
 from instgenie.models.unet.reused import attend_chosen, convolve_chosen
@@ -240,6 +240,20 @@ def with_sides(unet: Encoder) -> Iterator[tuple[UnetBlock, int]]:
     ups = [(block, 2**level) for level, block in enumerate(reversed(getattr(unet, "up_blocks", ())))]
     middles = [(unet.mid_block, downs[-1][1])] if unet.mid_block is not None else []
     yield from (*downs, *middles, *reversed(ups))
+
+
+def chosen_shapes(unet: UNet2DConditionModel) -> list[ChosenShape]:
+    """The blocks that can choose what they compute; none in a UNet with resnets that are not plain."""
+    shapes = [shape for block, side in with_sides(unet) for shape in find_shapes(block, side)]
+    return shapes if count_blocks(unet) else []
+
+
+def find_shapes(block: UnetBlock, side: int) -> Iterator[ChosenShape]:
+    for resnet in block.resnets:
+        yield ChosenShape(side, resnet.conv1.in_channels, resnet.conv2.out_channels, resnet.conv1.out_channels)
+    for transformer in getattr(block, "attentions", None) or ():
+        for one in transformer.transformer_blocks:
+            yield ChosenShape(side, one.attn1.query_dim, one.attn1.query_dim)
 
 
 def describe_transformer(transformer: Transformer2DModel, side: int) -> list[BlockShape]:

@@ -16,13 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from instgenie.adapters.applied import BatchLoras
 from instgenie.errors import ModelError
 from instgenie.jobs.activations import Kind
+from instgenie.jobs.blocks import KeptUnits
 from instgenie.jobs.job import Branch, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.models.model import KeptConvolutions, Model, TakeRows
 from instgenie.models.packed import PackedBatch
 from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
 from instgenie.models.unet.flow import Recorder
-from instgenie.models.unet.network import Encoded, cross, encode, find_positions, predict
+from instgenie.models.unet.network import Encoded, chosen_shapes, cross, encode, find_positions, predict
 from instgenie.models.unet.tiled import can_tile, predict_tiles
 from instgenie.models.unet.tiled_batch import TiledBatch, pack_tiles
 from instgenie.models.unet.tiling import Tiling
@@ -79,6 +80,10 @@ class UnetPasses(Model):
     @cached_property
     def tiling(self) -> Tiling:
         return Tiling(self.unet, self.positions, self.convolutions, self.tile)
+
+    def kept_units(self, job: Job, side: int) -> list[KeptUnits]:
+        blocks = chosen_shapes(self.unet)
+        return [one for block in blocks for one in block.kept_units(job.grid, side, len(job.branches))]
 
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Jobs of one size, unless sizes are mixed, those that compute every token apart, so that few captured passes
