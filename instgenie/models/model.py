@@ -135,10 +135,6 @@ class Model(PipelineParts):
         """The strength of an edit of a whole picture that leaves it open: the result shows what the prompt says, and
         keeps the picture's composition and colours."""
 
-    def embedded_guidance(self, edit: Edit) -> float:
-        """The guidance as an input of the network; 0 if it is none."""
-        return float(edit.guidance) if self.embeds_guidance else 0.0
-
     @abstractmethod
     def branches(self, edit: Edit, grid: Grid, seen: Seen = NOTHING) -> tuple[Branch, ...]:
         """The branch of the prompt, and with classifier-free guidance that of the negative prompt."""
