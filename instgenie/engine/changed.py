@@ -23,7 +23,7 @@ from instgenie.engine.changes import to_host
 from instgenie.engine.reuse_predictor import ReusePredictor, find_predictor
 from instgenie.jobs.blocks import BlockMemory, BlockRule
 from instgenie.jobs.history import TokenHistory
-from instgenie.jobs.job import Job, stand_by, stands_by
+from instgenie.jobs.job import Job, reads_others, stand_by, stands_by
 from instgenie.jobs.sampler import Schedule
 from instgenie.models.model import Model
 
@@ -61,7 +61,7 @@ class Changed:
 
     def welcome(self, job: Job) -> None:
         """Let a job that joins reuse what hardly changes, if it may."""
-        if job.reuses_changed or not can_reuse_changed(job, self.per_block):
+        if job.reuses_changed or not self.can_reuse(job):
             return
         if self.per_block and self.bound > -math.inf:
             if self.count_bytes(job) > self.max_bytes:
@@ -69,9 +69,16 @@ class Changed:
             job.blocks = BlockMemory(self.rule)
         job.reuses_changed = True
 
+    def can_reuse(self, job: Job) -> bool:
+        """Return whether a job may guess. A job needs all of its branches. Where a network convolves, blocks guess for
+        jobs that compute every token otherwise."""
+        may_choose = not (self.per_block and self.model.is_convolutional and reads_others(job))
+        has_branches = len(job.branches) > 1 or job.scale <= 1
+        return may_choose and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
+
     def bytes_of(self, job: Job) -> int:
         """Bytes that the rows of blocks of a job take that has joined, or will join."""
-        will_choose = not job.reuses_changed and can_reuse_changed(job, self.per_block)
+        will_choose = not job.reuses_changed and self.can_reuse(job)
         if not self.per_block or self.bound == -math.inf or not (job.blocks or will_choose):
             return 0
         num_bytes = self.count_bytes(job)
@@ -106,14 +113,6 @@ class Changed:
         is_over = ages(job.history, now, job.step) > self.predictor.max_steps
         asked = logits.masked_fill(is_over, math.inf)[job.inside] >= self.bound
         return StepChoice(job.step + 1, *to_host(asked.any()))
-
-
-def can_reuse_changed(job: Job, per_block: bool) -> bool:
-    """Return whether a job may guess. Blocks guess for jobs that compute every token otherwise. A job needs all of its
-    branches."""
-    may_choose = not per_block or (job.activations is None and job.own_steps is None)
-    has_branches = len(job.branches) > 1 or job.scale <= 1
-    return may_choose and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
 
 
 def make_changed(model: Model, name: str, threshold: float, max_bytes: int = sys.maxsize) -> Changed | None:

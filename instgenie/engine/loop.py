@@ -16,7 +16,7 @@ from instgenie.engine.loading.loader import Loader
 from instgenie.engine.merging import Merging
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import Planning
-from instgenie.jobs.job import Job, locate, stands_by, stands_still
+from instgenie.jobs.job import Job, chooses, locate, stands_by, stands_still
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
 
@@ -150,10 +150,10 @@ class Engine:
     def part(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
         """The jobs whose passes are captured, and the others. Passes of jobs whose blocks choose what they compute are
         never captured, and keep no other job from it."""
-        settled = [job for job in jobs if not job.blocks]
+        settled = [job for job in jobs if not chooses(job)]
         if not settled or not self.graphs or not self.graphs.takes(settled):
             return [], list(jobs)
-        return settled, [job for job in jobs if job.blocks]
+        return settled, [job for job in jobs if chooses(job)]
 
     def plan(self, jobs: Sequence[Job]) -> None:
         if self.planning:

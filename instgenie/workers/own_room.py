@@ -16,15 +16,17 @@ class OwnRoom:
         self.network = model.describe()
 
     def bytes_of(self, job: Job) -> int:
-        own = room_bytes(job, self.model, self.network, num_text=self.num_text) if job.own_steps else 0
-        return own + (self.changed.bytes_of(job) if self.changed else 0)
+        return self.own_bytes(job) + (self.changed.bytes_of(job) if self.changed else 0)
+
+    def own_bytes(self, job: Job) -> int:
+        return room_bytes(job, self.model, self.network, num_text=self.num_text) if job.own_steps else 0
 
     def reuse_own(self, job: Job) -> Job:
         """The job with own reuse, if that saves any work and there will ever be room for it."""
         if not can_reuse_own(job):
             return job
         own = reuse_own(job)
-        return own if self.bytes_of(own) <= self.max_bytes else job
+        return own if self.own_bytes(own) <= self.max_bytes else job
 
     def cut(self, jobs: Sequence[Job]) -> Iterator[int]:
         """Cut jobs into parts that find room together, and yield the length of each part."""

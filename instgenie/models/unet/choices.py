@@ -13,7 +13,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
 from instgenie.jobs.blocks import BlockPass, KeptUnits, per_job
-from instgenie.jobs.job import Job, block_units
+from instgenie.jobs.job import Job, block_units, chooses
 from instgenie.jobs.tiles import side_at
 from instgenie.models.layers.resnet import is_plain
 
@@ -175,7 +175,7 @@ class ChosenTiles:
 
 def choices_of(unet: UNet2DConditionModel, jobs: Sequence[Job]) -> UnetChoices | None:
     """The choices of a pass of jobs whose blocks choose; None if they do not, or cannot."""
-    if not jobs or jobs[0].blocks is None or not count_blocks(unet):
+    if not jobs or not chooses(jobs[0]) or not count_blocks(unet):
         return None
     blocks = BlockPass([block_units(job) for job in jobs], count_blocks(unet), jobs[0].device)
     return UnetChoices(blocks, tuple(len(job.branches) for job in jobs), jobs[0].grid)

@@ -17,7 +17,7 @@ from instgenie.adapters.applied import BatchLoras
 from instgenie.errors import ModelError
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.blocks import KeptUnits
-from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.job import Branch, Job, chooses
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.models.model import KeptConvolutions, Model, TakeRows
 from instgenie.models.packed import PackedBatch
@@ -90,8 +90,8 @@ class UnetPasses(Model):
         serve all batches."""
         groups: dict[Hashable, list[Job]] = {}
         for job in jobs:
-            chooses = job.blocks is not None and job.grid  # its blocks see pictures of one size
-            groups.setdefault((chooses, any(job.present_plan), *self.tiling.group(job)), []).append(job)
+            own_size = chooses(job) and job.grid  # its blocks see pictures of one size
+            groups.setdefault((own_size, any(job.present_plan), *self.tiling.group(job)), []).append(job)
         return list(groups.values())
 
     def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> UnetBatch | TiledBatch:
