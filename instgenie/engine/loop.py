@@ -184,9 +184,10 @@ def forget_blocks(jobs: Sequence[Job]) -> None:
             job.blocks.forget()
 
 
-def free_memory(device: torch.device, error: Exception) -> None:
-    """Let go of the tensors of a step that failed, and give memory that torch keeps for later use back to the
-    device."""
-    error.__traceback__ = None  # its frames hold them
+def free_memory(device: torch.device, error: Exception | None = None) -> None:
+    """Give memory that torch keeps for later use back to the device, and before that what a step holds that failed
+    with an error."""
+    if error:
+        error.__traceback__ = None  # its frames hold tensors
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -70,10 +70,10 @@ def lax(model: Model, way: Way) -> ReusePredictor:
     )
 
 
-def check_equal_inputs(model: Model, job: Job) -> None:
+def check_equal_inputs(model: Model, job: Job, tile: int | None = None) -> None:
     """Where a block reads what it read before, what it added then is what it would add: a prediction over the same
-    latents, of which every block computes some units, is the dense one."""
-    blocks, dense = blocks_of(model), replace(job)
+    latents, of which every block computes some units, is that of a job whose blocks compute all of them."""
+    blocks, dense = blocks_of(model) if tile is None else Way(True, tile), replace(job)
     weights = tuple(float(name == "last error") for name in sure(blocks).features)
     Changed(replace(sure(blocks), weights=weights), 0.4, model).welcome(job)
     assert job.blocks
