@@ -70,9 +70,9 @@ class Changed:
         job.reuses_changed = True
 
     def can_reuse(self, job: Job) -> bool:
-        """Return whether a job may guess. A job needs all of its branches. Where a network convolves, blocks guess for
-        jobs that compute every token otherwise."""
-        may_choose = not (self.per_block and self.model.is_convolutional and reads_others(job))
+        """Return whether a job may guess. A job needs all of its branches. Blocks do not guess where convolutions
+        compute masked tiles alone."""
+        may_choose = not (self.per_block and self.model.kept_convolutions.tile and reads_others(job))
         has_branches = len(job.branches) > 1 or job.scale <= 1
         return may_choose and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
 

@@ -103,6 +103,7 @@ class Engine:
         self.copying.settle(jobs)
         self.own.make_ready(jobs)
         self.plan(jobs)
+        self.leave_apart(jobs)
         computing = [job for job in jobs if not stands_by(job)]
         standing_by = [job for job in jobs if stands_by(job)]
         self.controls.begin(computing)
@@ -113,6 +114,12 @@ class Engine:
         for job in standing_by:
             job.advance(())
         self.load_ahead([job for job in jobs if not job.done])
+
+    def leave_apart(self, jobs: Sequence[Job]) -> None:
+        """Take apart what blocks have kept for jobs that choose nothing at the step that these jobs take."""
+        for job in self.jobs:
+            if job.blocks and not (job in jobs and chooses(job)):
+                job.blocks.leave_others()
 
     def advance_in_halves(self, jobs: Sequence[Job]) -> dict[Job, Exception]:
         """Advance the jobs together, or in halves where that fails. Returns the jobs that failed alone."""

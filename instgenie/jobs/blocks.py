@@ -153,6 +153,17 @@ class BlockMemory:
     num_computed: dict[Hashable, int] = field(default_factory=dict)  # by block, units computed at the last step
     num_units: dict[Hashable, int] = field(default_factory=dict)
 
+    def leave_others(self) -> None:
+        """Take the job's rows out of a structure that it shares, because the others go on without it: their rows would
+        stay as long as its own."""
+        shared = self.packed
+        if shared is None or all(len(sizes) == 1 for sizes in shared.sizes.values()):
+            return
+        own = {block: shared.part(block, self.position) for block in shared.blocks}
+        rows = {block: BlockHistory(*(column.clone() for column in one.columns)) for block, one in own.items() if one}
+        self.packed = PackedHistories({block: (len(one.steps),) for block, one in rows.items()}, rows)
+        self.position = 0
+
     def forget(self) -> None:
         """Let go of all rows, with those of others that lie beside them: every unit is computed at the next step."""
         self.packed = None

@@ -155,19 +155,23 @@ def pool(values: Tensor, batch: JointBatch, changes: BlockPass) -> Tensor:
     if side == 1:
         return values
     jobs = zip(batch.jobs, batch.layout.cached, strict=True)
-    return concat([pool_one(next(parts), job, narrow, side) for job, narrow in jobs for _ in job.branches])
+    return concat(
+        [
+            (pool_masked(next(parts), job, side) if narrow else pool_one(next(parts), job.grid, side))
+            for job, narrow in jobs
+            for _ in job.branches
+        ]
+    )
 
 
-def pool_one(values: Tensor, job: Job, narrow: bool, side: int) -> Tensor:  # [tokens that the pass computes]
+def pool_masked(values: Tensor, job: Job, side: int) -> Tensor:  # [masked tokens]
+    whole = values.new_full((len(job.masked),), -math.inf)
+    return pool_one(whole.index_copy(0, job.inside, values), job.grid, side)[job.inside]
+
+
+def pool_one(values: Tensor, grid: Grid, side: int) -> Tensor:  # [tokens]
     if not side:
         return values.max().expand(len(values))
-    if not narrow:
-        return pool_squares(values, job.grid, side)
-    whole = values.new_full((len(job.masked),), -math.inf)
-    return pool_squares(whole.index_copy(0, job.inside, values), job.grid, side)[job.inside]
-
-
-def pool_squares(values: Tensor, grid: Grid, side: int) -> Tensor:
     num = grid[0] * grid[1]
     most = F.max_pool2d(values[:num].view(1, 1, *grid), side, ceil_mode=True)
     spread = most.repeat_interleave(side, dim=2).repeat_interleave(side, dim=3)

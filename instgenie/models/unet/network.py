@@ -33,7 +33,7 @@ from instgenie.models.unet.batch import Positions, TransformerPosition, UnetBatc
 from instgenie.models.unet.choices import ChosenShape, choices_of, count_blocks
 from instgenie.models.unet.flow import FlowPart, Pass, Recorder, flow, make_whole
 from instgenie.models.unet.layout import LevelLayout
-from instgenie.models.unet.reused import attend_chosen, convolve_chosen
+from instgenie.models.unet.reused import convolve_chosen, flow_chosen
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
 Encoder: TypeAlias = Any  # diffusers' UNet, or a ControlNet, which has no up blocks
@@ -192,13 +192,12 @@ def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> T
     num_branches, channels, *grid = x.shape
     num_all = x.shape[2] * x.shape[3]
     normed = enter(transformer.norm, x, batch.layout(position.block, num_all))
-    if run.choices:
-        tokens = linear(transformer.proj_in, normed, batch.layout(position.block, num_all).owners)
-        for number, block in enumerate(transformer.transformer_blocks, position.block):
-            tokens = attend_chosen(block, tokens, FlowPart(run, num_all), (x.shape[2], x.shape[3]), number)
-        leaving = linear(transformer.proj_out, tokens, batch.layout(position.block, num_all).owners)
-        return x + leaving.view(num_branches, *grid, channels).permute(0, 3, 1, 2)
-    leaving = flow(transformer, normed, [FlowPart(run, num_all)])
+    part = FlowPart(run, num_all)
+    leaving = (
+        flow_chosen(transformer, normed, part, (x.shape[2], x.shape[3]))
+        if run.choices
+        else flow(transformer, normed, [part])
+    )
     layout = batch.layout(position.block + position.num_blocks - 1, num_all)
     leaving = make_whole(layout, leaving, batch.rows, position.end)
     for branch in compress(range(num_branches), batch.kept_kinds):

@@ -82,8 +82,7 @@ class UnetPasses(Model):
         return Tiling(self.unet, self.positions, self.convolutions, self.tile)
 
     def kept_units(self, job: Job, side: int) -> list[KeptUnits]:
-        blocks = chosen_shapes(self.unet)
-        return [one for block in blocks for one in block.kept_units(job.grid, side, len(job.branches))]
+        return [one for block in chosen_shapes(self.unet) for one in block.kept_units(job, side)]
 
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Jobs of one size, unless sizes are mixed, those that compute every token apart, so that few captured passes
