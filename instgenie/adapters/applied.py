@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,15 @@ class BatchLoras:
                 own = slice(group.first, group.end)
                 add_convolution(layer, low, pictures[own], out[own])
 
+    def add_windows(self, layer: nn.Conv2d, windows: Tensor, out: Tensor, nums: Sequence[int]) -> None:
+        """The same for windows of pictures, so many of each branch, which have what the convolution sees around
+        them."""
+        firsts = list(accumulate(nums, initial=0))
+        for group in self.pictures:
+            for low in group.applied.layers.get(layer, ()):
+                own = slice(firsts[group.first], firsts[group.end])
+                add_convolution(layer, low, windows[own], out[own], pads=False)
+
 
 def batch_loras(branches: Sequence[AppliedLoras | None]) -> BatchLoras | None:
     """The LoRAs of a batch, from those of each branch; None if there are none."""
@@ -228,9 +238,9 @@ def as_rows(pictures: Tensor) -> Tensor:
     return pictures.permute(0, 2, 3, 1).reshape(-1, pictures.shape[1])
 
 
-def add_convolution(layer: nn.Conv2d, low: LowRank, pictures: Tensor, out: Tensor) -> None:
+def add_convolution(layer: nn.Conv2d, low: LowRank, pictures: Tensor, out: Tensor, pads: bool = True) -> None:
     down = low.down if low.down.ndim == 4 else low.down[:, :, None, None]
-    hidden = F.conv2d(pictures, down, None, layer.stride, layer.padding, layer.dilation)
+    hidden = F.conv2d(pictures, down, None, layer.stride, layer.padding if pads else 0, layer.dilation)
     out.add_(F.conv2d(hidden, low.up[:, :, None, None]), alpha=low.scale)
 
 

@@ -11,6 +11,7 @@ the threshold 0 nothing is guessed, and the job is dense.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from instgenie.engine.changes import to_host
 from instgenie.engine.reuse_predictor import ReusePredictor, find_predictor
 from instgenie.jobs.blocks import BlockMemory, BlockRule
 from instgenie.jobs.history import TokenHistory
-from instgenie.jobs.job import Job, stand_by, stands_by
+from instgenie.jobs.job import Job, reads_others, stand_by, stands_by
 from instgenie.jobs.sampler import Schedule
 from instgenie.models.model import Model
 
@@ -47,11 +48,11 @@ class StepChoice:
 class Changed:
     """The choices for the jobs of a step loop; those of a job go with it."""
 
-    def __init__(self, predictor: ReusePredictor, threshold: float, model: Model) -> None:
-        self.predictor = predictor
+    def __init__(self, predictor: ReusePredictor, threshold: float, model: Model, max_bytes: int = sys.maxsize) -> None:
+        self.predictor, self.model = predictor, model
+        self.max_bytes = max_bytes  # that rows of blocks may take; a job with more computes everything
         self.bound = logit(threshold)
         self.weights = torch.tensor(predictor.weights, device=model.device)
-        self.convolves = model.is_convolutional
         self._choices: WeakKeyDictionary[Job, StepChoice] = WeakKeyDictionary()  # for the next step
 
     @property
@@ -60,11 +61,33 @@ class Changed:
 
     def welcome(self, job: Job) -> None:
         """Let a job that joins reuse what hardly changes, if it may."""
-        if job.reuses_changed or not can_reuse_changed(job, self.per_block, self.convolves):
+        if job.reuses_changed or not self.can_reuse(job):
             return
-        job.reuses_changed = True
         if self.per_block and self.bound > -math.inf:
+            if self.count_bytes(job) > self.max_bytes:
+                return
             job.blocks = BlockMemory(self.rule)
+        job.reuses_changed = True
+
+    def can_reuse(self, job: Job) -> bool:
+        """Return whether a job may guess. A job needs all of its branches. Blocks do not guess where convolutions
+        compute masked tiles alone."""
+        may_choose = not (self.per_block and self.model.kept_convolutions.tile and reads_others(job))
+        has_branches = len(job.branches) > 1 or job.scale <= 1
+        return may_choose and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
+
+    def bytes_of(self, job: Job) -> int:
+        """Bytes that the rows of blocks of a job take that has joined, or will join."""
+        will_choose = not job.reuses_changed and self.can_reuse(job)
+        if not self.per_block or self.bound == -math.inf or not (job.blocks or will_choose):
+            return 0
+        num_bytes = self.count_bytes(job)
+        return num_bytes if num_bytes <= self.max_bytes else 0
+
+    def count_bytes(self, job: Job) -> int:
+        """The rows before a pass and those behind it exist side by side."""
+        own, item_bytes = self.predictor, self.model.dtype.itemsize
+        return 2 * sum(one.num_bytes(item_bytes, own.trust > 0) for one in self.model.kept_units(job, own.tile))
 
     @property
     def rule(self) -> BlockRule:
@@ -92,21 +115,9 @@ class Changed:
         return StepChoice(job.step + 1, *to_host(asked.any()))
 
 
-def can_reuse_changed(job: Job, per_block: bool, convolves: bool) -> bool:
-    """Return whether a job may guess. Blocks guess for jobs that compute every token otherwise, and in a network that
-    convolves for those without LoRAs and ControlNets. A job needs all of its branches."""
-    is_plain = not convolves or not (job.edit.loras or job.edit.controls)
-    may_choose = not per_block or (job.activations is None and job.own_steps is None and is_plain)
-    has_branches = len(job.branches) > 1 or job.scale <= 1
-    return may_choose and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
-
-
-def make_changed(model: Model, name: str, threshold: float) -> Changed | None:
+def make_changed(model: Model, name: str, threshold: float, max_bytes: int = sys.maxsize) -> Changed | None:
     """Choices with the predictor of the model that was loaded by this name; None if the threshold is 0."""
-    if not threshold:
-        return None
-    predictor = find_predictor(name)
-    return Changed(predictor, threshold, model)
+    return Changed(find_predictor(name), threshold, model, max_bytes) if threshold else None
 
 
 def logit(probability: float) -> float:

@@ -69,9 +69,6 @@ class Graphs(Captures[Captured]):
         if any(job.loras.patches_pictures for job in adapted if job.loras):
             self.explain("a LoRA patches convolutions")
             return False
-        if any(job.blocks for job in jobs):
-            self.explain("blocks choose their tokens")
-            return False
         reading = [job for job in jobs if places_of(job)]
         touching = [*reading, *adapted, *(job for job in jobs if job.keeps_activations)]
         if touching and self.model.device.type == "cuda" and not runs_fused(touching[0].masked):

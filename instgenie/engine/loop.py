@@ -16,7 +16,7 @@ from instgenie.engine.loading.loader import Loader
 from instgenie.engine.merging import Merging
 from instgenie.engine.own import OwnActivations
 from instgenie.engine.planning import Planning
-from instgenie.jobs.job import Job, locate, stands_by, stands_still
+from instgenie.jobs.job import Job, chooses, locate, stands_by, stands_still
 from instgenie.machine.device_memory import is_out_of_memory
 from instgenie.models.model import Model
 
@@ -103,6 +103,7 @@ class Engine:
         self.copying.settle(jobs)
         self.own.make_ready(jobs)
         self.plan(jobs)
+        self.leave_apart(jobs)
         computing = [job for job in jobs if not stands_by(job)]
         standing_by = [job for job in jobs if stands_by(job)]
         self.controls.begin(computing)
@@ -114,6 +115,12 @@ class Engine:
             job.advance(())
         self.load_ahead([job for job in jobs if not job.done])
 
+    def leave_apart(self, jobs: Sequence[Job]) -> None:
+        """Take apart what blocks have kept for jobs that choose nothing at the step that these jobs take."""
+        for job in self.jobs:
+            if job.blocks and not (job in jobs and chooses(job)):
+                job.blocks.leave_others()
+
     def advance_in_halves(self, jobs: Sequence[Job]) -> dict[Job, Exception]:
         """Advance the jobs together, or in halves where that fails. Returns the jobs that failed alone."""
         steps = {job: job.step for job in jobs}
@@ -121,6 +128,11 @@ class Engine:
             self.advance(jobs)
         except Exception as error:
             left = [job for job in jobs if job.step == steps[job]]
+            if len(left) == 1 and left[0].blocks and is_out_of_memory(error):
+                log.warning("no room for what an edit keeps of blocks", extra={"num_tokens": len(left[0].masked)})
+                left[0].blocks = None  # every block computes all of its tokens from here on
+                free_memory(self.model.device, error)
+                return self.advance_in_halves(left)
             if len(left) <= 1:
                 return dict.fromkeys(left, error)
             half = len(left) // 2
@@ -128,15 +140,27 @@ class Engine:
                 log.warning("out of memory: the batch is halved", extra={"num_jobs": len(left)})
                 self.max_jobs = half
                 forget_blocks(left)
-                free_memory(self.model.device)
+                free_memory(self.model.device, error)
             return self.advance_in_halves(left[:half]) | self.advance_in_halves(left[half:])
         return {}
 
     def predict(self, jobs: Sequence[Job]) -> list[list[Tensor]]:
-        if self.graphs and self.graphs.takes(jobs):
-            return self.graphs.predict(jobs)
-        with self.loader.loading(jobs) as rows:
-            return self.model.predict(jobs, rows)
+        captured, others = self.part(jobs)
+        predicted: dict[Job, list[Tensor]] = {}
+        if self.graphs and captured:
+            predicted |= zip(captured, self.graphs.predict(captured), strict=True)
+        if others:
+            with self.loader.loading(others) as rows:
+                predicted |= zip(others, self.model.predict(others, rows), strict=True)
+        return [predicted[job] for job in jobs]
+
+    def part(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
+        """The jobs whose passes are captured, and the others. Passes of jobs whose blocks choose what they compute are
+        never captured, and keep no other job from it."""
+        settled = [job for job in jobs if not chooses(job)]
+        if not settled or not self.graphs or not self.graphs.takes(settled):
+            return [], list(jobs)
+        return settled, [job for job in jobs if chooses(job)]
 
     def plan(self, jobs: Sequence[Job]) -> None:
         if self.planning:
@@ -145,8 +169,9 @@ class Engine:
     def load_ahead(self, jobs: Sequence[Job]) -> None:
         """Start to load for the next step, which these jobs are expected to take."""
         self.plan(jobs)
-        if not self.graphs or not self.graphs.takes(jobs):
-            self.loader.start(jobs)
+        captured, others = self.part(jobs)
+        if others or not captured:
+            self.loader.start(others)
 
     def pick(self) -> list[Job]:
         return [job for job in self.jobs if not stands_still(job)][: self.max_jobs]
@@ -166,7 +191,10 @@ def forget_blocks(jobs: Sequence[Job]) -> None:
             job.blocks.forget()
 
 
-def free_memory(device: torch.device) -> None:
-    """Give memory that torch keeps for later use back to the device."""
+def free_memory(device: torch.device, error: Exception | None = None) -> None:
+    """Give memory that torch keeps for later use back to the device, and before that what a step holds that failed
+    with an error."""
+    if error:
+        error.__traceback__ = None  # its frames hold tensors
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -64,7 +64,7 @@ class OwnActivations:
                 if not is_out_of_memory(error):
                     raise
                 log.warning("no room for an edit's own activations", extra={"num_tokens": len(job.masked)})
-                job.activations, job.plan, job.own_steps = None, DENSE, None
+                job.activations, job.plan, job.own_steps, job.blocks = None, DENSE, None, None
                 job.edit = replace(job.edit, dense_steps=job.num_steps)
 
     def watch(self, job: Job) -> None:

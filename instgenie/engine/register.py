@@ -288,7 +288,7 @@ def name_key(
         size=size,
         num_steps=schedule.num_steps,
         levels=schedule.levels,
-        guidance=model.embedded_guidance(edit),
+        guidance=float(edit.guidance) if model.embeds_guidance else 0.0,
         kind=kind,
         dtype=str(model.dtype),
         cache_dtype=cache_dtype,

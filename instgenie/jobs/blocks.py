@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ BLOCK_FEATURES = (
     "input change", "last error", "span of the last error", "age", "step", "step squared", "depth", "depth squared",
 )  # fmt: skip
 TINY = 1e-6
+NUM_FACTS = 4  # numbers that a history keeps of a unit, beside its rows
 
 Pool = Callable[[Tensor], Tensor]  # spreads the largest value of each group of units over the group [units]
 # given the features of units [units, features] and the errors of their guesses [units], which were not used, returns
@@ -41,6 +42,19 @@ class BlockRule:
     trust: float  # share of the movement of what a block adds that a guess expects to go on
     side: int  # of the squares of tokens that are reused together; 0: the whole picture is one
     num_leading: int  # steps that compute all units: two give a movement, and one tests a guess
+
+
+class KeptUnits(NamedTuple):
+    """The units of a job of which rows are kept at one place of a pass, as numbers."""
+
+    num: int
+    width: int  # of their inputs
+    added_width: int
+
+    def num_bytes(self, item_bytes: int, moves: bool) -> int:
+        """Bytes of their history; `moves` if guesses move on."""
+        rows = self.width + (2 if moves else 1) * self.added_width
+        return self.num * (rows * item_bytes + NUM_FACTS * torch.float32.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +152,17 @@ class BlockMemory:
     recorder: Recorder | None = None  # sees the errors of all guesses, where every unit is computed
     num_computed: dict[Hashable, int] = field(default_factory=dict)  # by block, units computed at the last step
     num_units: dict[Hashable, int] = field(default_factory=dict)
+
+    def leave_others(self) -> None:
+        """Take the job's rows out of a structure that it shares, because the others go on without it: their rows would
+        stay as long as its own."""
+        shared = self.packed
+        if shared is None or all(len(sizes) == 1 for sizes in shared.sizes.values()):
+            return
+        own = {block: shared.part(block, self.position) for block in shared.blocks}
+        rows = {block: BlockHistory(*(column.clone() for column in one.columns)) for block, one in own.items() if one}
+        self.packed = PackedHistories({block: (len(one.steps),) for block, one in rows.items()}, rows)
+        self.position = 0
 
     def forget(self) -> None:
         """Let go of all rows, with those of others that lie beside them: every unit is computed at the next step."""

@@ -227,7 +227,7 @@ class Job:
         if self.keeps_activations:
             self.kept_step = self.step
         if guided is not None:
-            share = self.blocks.share if self.blocks else 1.0
+            share = self.blocks.share if self.blocks and chooses(self) else 1.0
             self.num_taken_tokens += share * len(self.inside if any(self.present_plan) else self.masked)
         self.history = history
         self.step, self.latents = self.step + 1, latents  # together, so that running out of memory changes neither
@@ -277,6 +277,19 @@ def locate(job: Job, sides: Iterable[int], tiles: Iterable[tuple[int, int]] = ()
         job.level(len(job.masked) // side**2).tiles((job.grid[0] // side, job.grid[1] // side), tile)
     levels = [job.level(len(job.masked) // side**2) for side in sides]
     return job.inside, job.outside, job.timesteps, *(level.inside for level in levels)
+
+
+def chooses(job: Job) -> bool:
+    """Return whether blocks choose what they compute at the job's present step. Those of a job that reads activations
+    choose among its masked tokens, and not at steps or with plans that compute any block in full."""
+    if job.blocks is None or not len(job.inside):
+        return False
+    return not reads_others(job) or (bool(job.present_plan) and all(job.present_plan))
+
+
+def reads_others(job: Job) -> bool:
+    """Return whether a job reads K and V of the tokens that it does not compute: a template's, or its own."""
+    return job.activations is not None or job.own_steps is not None
 
 
 def block_units(job: Job) -> JobUnits:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from instgenie.cost.network import NetworkShape
 from instgenie.errors import ModelError
 from instgenie.jobs.activations import Kind
+from instgenie.jobs.blocks import KeptUnits
 from instgenie.jobs.job import Branch, Grid, Job
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import Schedule
@@ -112,6 +113,11 @@ class Model(PipelineParts):
         """Describe as plain numbers what the blocks compute and what activations keep of them."""
 
     @abstractmethod
+    def kept_units(self, job: Job, side: int) -> list[KeptUnits]:
+        """What is kept of a job whose blocks choose what they compute, at every place of a pass. The side is that of
+        squares of tokens that are chosen together; 0: the whole picture is one."""
+
+    @abstractmethod
     def schedule(self, edit: Edit, num_tokens: int) -> Schedule: ...
 
     @abstractmethod
@@ -128,10 +134,6 @@ class Model(PipelineParts):
     def whole_strength(self) -> float:
         """The strength of an edit of a whole picture that leaves it open: the result shows what the prompt says, and
         keeps the picture's composition and colours."""
-
-    def embedded_guidance(self, edit: Edit) -> float:
-        """The guidance as an input of the network; 0 if it is none."""
-        return float(edit.guidance) if self.embeds_guidance else 0.0
 
     @abstractmethod
     def branches(self, edit: Edit, grid: Grid, seen: Seen = NOTHING) -> tuple[Branch, ...]:

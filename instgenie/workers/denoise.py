@@ -94,7 +94,8 @@ class Denoiser:
         self.costs = with_controls(price_steps(model, name, config.plan, *form), config, model)
         self.learnt = LearntCosts(self.costs)
         planning = make_planning(model, name, config.plan)
-        changed = make_changed(model, config.model, config.reuse_changed)
+        own_bytes = sys.maxsize if config.cache.own_bytes is None else config.cache.own_bytes
+        changed = make_changed(model, config.model, config.reuse_changed, own_bytes)
         own = OwnActivations(model, keeps_text=config.cache.keeps_text, changed=changed)
         graphs = make_graphs(model, config.graphs)
         merging = Merging(config.loras.merges)
@@ -109,8 +110,7 @@ class Denoiser:
         store = open_store(config.cache, model.device, has_peers=bool(config.peer_address))
         self.peer_server = serve_peers(store, config.peer_address, config.cache.peer_bytes_per_second)
         self.templates = Templates(store, model.device, keys, line.wake, config.cache.seconds_to_live)
-        own_bytes = sys.maxsize if config.cache.own_bytes is None else config.cache.own_bytes
-        self.queue = WaitingQueue(model, self.templates, line, OwnRoom(model, own_bytes, own.num_text))
+        self.queue = WaitingQueue(model, self.templates, line, OwnRoom(model, own_bytes, own.num_text, changed))
         self.keyed = KeyedJobs(line, Locker(config.hold_bytes, config.hold_seconds))
         self.loras = LoraDesk(model, config.loras, line)
         self.queue.on_leave = self.forget

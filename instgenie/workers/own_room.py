@@ -1,19 +1,24 @@
-"""The memory in which running jobs keep what their own dense steps leave behind. Jobs wait for it before they join the
-batch, so that it never runs out in the middle of a step."""
+"""The memory in which running jobs keep what their own dense steps, or their blocks, leave behind. Jobs wait for it
+before they join the batch, so that it never runs out in the middle of a step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from instgenie.engine.changed import Changed
 from instgenie.engine.own import can_reuse_own, reuse_own, room_bytes
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 
 
 class OwnRoom:
-    def __init__(self, model: Model, max_bytes: int, num_text: int = 0) -> None:
+    def __init__(self, model: Model, max_bytes: int, num_text: int = 0, changed: Changed | None = None) -> None:
         self.model, self.max_bytes, self.num_text = model, max_bytes, num_text
+        self.changed = changed  # chooses what blocks compute, and knows what they keep
         self.network = model.describe()
 
     def bytes_of(self, job: Job) -> int:
+        return self.own_bytes(job) + (self.changed.bytes_of(job) if self.changed else 0)
+
+    def own_bytes(self, job: Job) -> int:
         return room_bytes(job, self.model, self.network, num_text=self.num_text) if job.own_steps else 0
 
     def reuse_own(self, job: Job) -> Job:
@@ -21,7 +26,7 @@ class OwnRoom:
         if not can_reuse_own(job):
             return job
         own = reuse_own(job)
-        return own if self.bytes_of(own) <= self.max_bytes else job
+        return own if self.own_bytes(own) <= self.max_bytes else job
 
     def cut(self, jobs: Sequence[Job]) -> Iterator[int]:
         """Cut jobs into parts that find room together, and yield the length of each part."""

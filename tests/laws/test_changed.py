@@ -2,11 +2,12 @@
 block, where blocks can."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from helpers.cached import make_cached
+from helpers.changed import STEPS, Way, blocks_of, check_equal_inputs, lax, run_changed, sure, whole
 from helpers.edits import apart, close, make_edit, prepare, run
 from helpers.qwen import several_pictures
 from torch import Tensor
@@ -15,20 +16,10 @@ from instgenie.engine.changed import Changed
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
-from instgenie.engine.reuse_predictor import DEFAULT_FILE, FEATURES, ReusePredictor, read_predictor
-from instgenie.jobs.blocks import BLOCK_FEATURES
-from instgenie.jobs.job import Job
+from instgenie.engine.reuse_predictor import DEFAULT_FILE, read_predictor
+from instgenie.jobs.blocks import BlockPass
 from instgenie.models.model import Model
 from instgenie.models.qwen.model import QwenEditModel
-from instgenie.types import Edit
-
-
-class Way(NamedTuple):
-    per_block: bool
-    tile: int
-
-
-STEPS = Way(False, 0)
 
 
 @pytest.fixture(params=["steps", "blocks"])
@@ -40,50 +31,6 @@ def way(request: pytest.FixtureRequest, model: Model) -> Way:
 @pytest.fixture
 def blocks(model: Model) -> Way:
     return blocks_of(model)
-
-
-def blocks_of(model: Model) -> Way:
-    return Way(True, 3 if model.is_convolutional else 1)
-
-
-def whole(**fields: Any) -> Edit:
-    return make_edit(**{"share": 1.0, "from_nothing": True, "steps": 7, "reuse": "own"} | fields)
-
-
-def sure(way: Way) -> ReusePredictor:
-    """Reuses everything for as long as it may."""
-    weights = (0.0,) * len(BLOCK_FEATURES if way.per_block else FEATURES)
-    return ReusePredictor(weights, 0.0, tolerance=0.05, max_steps=2, per_block=way.per_block, tile=way.tile)
-
-
-def run_changed(
-    model: Model, given: list[Job], predictor: ReusePredictor, threshold: float, captured: bool = False
-) -> list[Job]:
-    changed = Changed(predictor, threshold, model)
-    graphs = Graphs(model) if captured else None
-    engine, jobs = Engine(model, own=OwnActivations(model, changed=changed), graphs=graphs), [replace(j) for j in given]
-    for job in jobs:
-        engine.join(job)
-    while engine.jobs:
-        engine.step()
-    return jobs
-
-
-def lax(model: Model, way: Way) -> ReusePredictor:
-    """Reuses, at the threshold 0.5, about the half whose last guesses were better, at most for two steps; of whole
-    pictures those that are no worse than one was."""
-    [job] = run_changed(model, [prepare(whole(steps=4), model)], sure(way), 1e-6)
-    if way.per_block:
-        assert job.blocks
-        assert job.blocks.packed
-        errors = torch.cat([one.errors for block, one in job.blocks.packed.blocks.items() if isinstance(block, int)])
-    else:
-        assert job.history
-        errors = job.history.errors
-    weights = tuple(float(name == "last error") for name in sure(way).features)
-    return replace(
-        sure(way), weights=weights, bias=-(errors.median() if way.tile else 1.05 * errors.max()).log().item()
-    )
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4])
@@ -121,9 +68,42 @@ def test_law_changed_batched_is_alone(model: Model, way: Way) -> None:
 def test_law_changed_captured_is_uncaptured(model: Model, way: Way) -> None:
     jobs = [prepare(whole(seed=seed, true_guidance=2.0), model) for seed in (1, 2)]
     predictor = lax(model, way)
-    captured = run_changed(model, jobs, predictor, 0.5, captured=True)
+    captured = run_changed(model, jobs, predictor, 0.5, Graphs(model))
     for one, other in zip(captured, run_changed(model, jobs, predictor, 0.5), strict=True):
         assert apart(one.latents, other.latents) <= close(model)
+
+
+def test_jobs_that_choose_keep_no_other_from_a_captured_pass(model: Model, blocks: Way) -> None:
+    """Alone or beside a job whose blocks choose, the same passes of the others are captured."""
+    predictor = lax(model, blocks)
+    others = [make_cached(model, make_edit(steps=5, seed=3), "kv"), prepare(whole(steps=5, reuse="off"), model)]
+    jobs = [prepare(whole(steps=6), model), *others]
+    apart_from, beside = Graphs(model, max_readers=99), Graphs(model, max_readers=99)
+    run_changed(model, others, predictor, 0.5, apart_from)
+    found = run_changed(model, jobs, predictor, 0.5, beside)
+    assert apart_from.captured
+    assert list(beside.captured) == list(apart_from.captured)
+    for one, other in zip(found, run_changed(model, jobs, predictor, 0.5), strict=True):
+        assert apart(one.latents, other.latents) <= close(model)
+
+
+def test_a_job_without_room_for_rows_of_blocks_computes_everything(
+    model: Model, blocks: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model, own=OwnActivations(model, changed=Changed(sure(blocks), 0.6, model)))
+    engine.join(job := prepare(whole(steps=5), model))
+    engine.step()
+    assert job.blocks
+    monkeypatch.setattr(BlockPass, "complete", run_out_of_memory)
+    while engine.jobs:
+        assert not engine.step(isolate_failures=True).failed
+    assert job.blocks is None
+    assert job.num_taken_tokens == 5 * len(job.masked)
+    assert apart(job.latents, run(model, [prepare(job.edit, model)])[0]) <= close(model)
+
+
+def run_out_of_memory(*_: object) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_reuse_is_bounded(model: Model, way: Way) -> None:
@@ -133,38 +113,15 @@ def test_reuse_is_bounded(model: Model, way: Way) -> None:
     assert job.num_computed_tokens == round(5 / 9 * len(job.masked))
 
 
-def test_law_reuse_of_equal_inputs_is_dense(model: Model, blocks: Way) -> None:
-    """Where a block reads what it read before, what it added then is what it would add: a prediction over the same
-    latents, of which every block computes some units, is the dense one."""
-    check_equal_inputs(model, blocks)
+def test_law_reuse_of_equal_inputs_is_dense(model: Model) -> None:
+    check_equal_inputs(model, prepare(whole(steps=5, true_guidance=2.0), model))
 
 
 def test_law_reuse_of_equal_inputs_is_dense_with_clean_references(models: dict[str, Model]) -> None:
     model = models["qwen_edit"]
     assert isinstance(model, QwenEditModel)
-    check_equal_inputs(clean := several_pictures(model, clean=True), blocks_of(clean))
-
-
-def check_equal_inputs(model: Model, blocks: Way) -> None:
-    job = prepare(whole(steps=5, true_guidance=2.0), model)
-    weights = tuple(float(name == "last error") for name in sure(blocks).features)
-    Changed(replace(sure(blocks), weights=weights), 0.4, model).welcome(job)
-    assert job.blocks
-    expected, first = predicted(model, prepare(job.edit, model)), predicted(model, job)
-    assert job.blocks.packed
-    job.blocks.rule = replace(job.blocks.rule, num_leading=0)
-    drawn = torch.Generator().manual_seed(0)
-    for number, history in job.blocks.packed.blocks.items():
-        errors = torch.rand(len(history.errors), generator=drawn).to(model.device)
-        job.blocks.packed.blocks[number] = replace(history, errors=errors)
-    again = predicted(model, job)
-    assert 0 < job.blocks.share < 1
-    assert max(map(apart, first + again, expected + expected)) <= close(model)
-
-
-def predicted(model: Model, job: Job) -> list[Tensor]:
-    with torch.inference_mode():
-        return model.predict([job])[0]
+    clean = several_pictures(model, clean=True)
+    check_equal_inputs(clean, prepare(whole(steps=5, true_guidance=2.0), clean))
 
 
 def test_a_repeated_step_judges_no_guess_anew(model: Model, blocks: Way) -> None:
@@ -209,6 +166,24 @@ def test_caches_go_with_their_jobs(model: Model, blocks: Way) -> None:
     assert left
     assert left is not packed
     assert all(len(sizes) == 1 for sizes in left.sizes.values())
+
+
+@pytest.mark.parametrize("trust", [0.0, 0.8])
+def test_the_memory_of_rows_is_counted(model: Model, blocks: Way, trust: float) -> None:
+    """To the byte: twice what a job keeps, because rows before a pass and behind it lie side by side."""
+    job = prepare(whole(size=(64, 32), true_guidance=2.0), model)
+    changed = Changed(replace(sure(blocks), trust=trust), 0.5, model)
+    expected = changed.bytes_of(job)
+    engine = Engine(model, own=OwnActivations(model, changed=changed))
+    engine.join(job)
+    engine.step()
+    assert job.blocks
+    assert job.blocks.packed
+    kept = sum(column.nbytes for one in job.blocks.packed.blocks.values() for column in one.columns)
+    assert expected == changed.bytes_of(job) == 2 * kept
+    small = Changed(changed.predictor, 0.5, model, max_bytes=expected - 1)
+    small.welcome(other := prepare(job.edit, model))
+    assert (other.blocks, other.reuses_changed, small.bytes_of(other)) == (None, False, 0)
 
 
 def test_a_job_with_a_template_guesses_between_its_steps(model: Model) -> None:

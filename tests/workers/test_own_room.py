@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 from helpers.edits import make_edit
 
+from instgenie.engine.changed import Changed
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import make_room, reuse_own
 from instgenie.engine.prepare import prepare
+from instgenie.engine.reuse_predictor import ReusePredictor
+from instgenie.jobs.blocks import BLOCK_FEATURES
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 from instgenie.workers.own_room import OwnRoom
@@ -40,6 +43,18 @@ def test_jobs_wait_for_room_and_others_overtake_them(model: Model, job: Job) -> 
     assert list(room.grant(groups, running=[])) == [True, True, True, False]
     assert list(room.grant(groups, running=[job])) == [True, False, True, False]
     assert list(room.grant([[job]], running=[replace(job), replace(job)])) == [False]
+
+
+def test_jobs_wait_for_room_for_rows_of_blocks(model: Model) -> None:
+    predictor = ReusePredictor((0.0,) * len(BLOCK_FEATURES), 0.0, 0.05, 2, per_block=True, tile=4)
+    changed = Changed(predictor, 0.5, model)
+    jobs = [prepare(make_edit(steps=6, share=1.0, from_nothing=True, reuse="own"), model) for _ in range(3)]
+    room = OwnRoom(model, 2 * changed.bytes_of(jobs[0]), changed=changed)
+    assert list(room.grant([[job] for job in jobs], running=[])) == [True, True, False]
+    changed.welcome(jobs[0])
+    jobs[1].reuses_changed = True  # it had no room for rows, and keeps none any more
+    assert list(room.grant([jobs[2:]], running=jobs[:2])) == [True]
+    assert list(room.cut(jobs)) == [3]
 
 
 def test_a_request_for_many_pictures_is_cut_into_parts_that_fit(model: Model, job: Job) -> None:

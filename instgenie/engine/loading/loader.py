@@ -16,7 +16,7 @@ from instgenie.cache.buffers import TensorSpec, carve
 from instgenie.cost.plan import Plan
 from instgenie.engine.loading.lanes import Lane, RowChoice, Transfer, make_lane
 from instgenie.engine.loading.route import Route, SharedRows, StopPart, make_route, needs_loading, sharing_key
-from instgenie.jobs.job import Job
+from instgenie.jobs.job import Job, chooses
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.kernels.packed import PackedRows
 from instgenie.models.model import Model
@@ -151,7 +151,7 @@ def needed(part: StopPart) -> Tensor:
     return part.shared.needed(part.place)
 
 
-def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, bool, int]]:
+def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, tuple[bool, bool], int]]:
     """A value that stays equal while the same jobs read the same places and share them the same way."""
     groups: dict[object, int] = {}  # numbers of what jobs share, in the order of the jobs
     return [
@@ -159,7 +159,7 @@ def describe(jobs: Sequence[Job]) -> list[tuple[Job, object, Plan, bool, int]]:
             job,
             job.activations,
             job.present_plan,
-            job.loras is None,  # which jobs share a pass depends on it
+            (job.loras is None, chooses(job)),  # which jobs share a pass depends on them
             groups.setdefault(sharing_key(job) if job.activations else job, len(groups)),
         )
         for job in jobs

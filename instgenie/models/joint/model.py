@@ -11,7 +11,8 @@ from torch import Tensor
 
 from instgenie.cost.network import NetworkShape
 from instgenie.jobs.activations import Kind
-from instgenie.jobs.job import Branch, Grid, Job
+from instgenie.jobs.blocks import KeptUnits
+from instgenie.jobs.job import Branch, Grid, Job, chooses, reads_others
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.jobs.sampler import FlowSchedule, flow_schedule, flow_strength
 from instgenie.models.joint.batch import JointBatch, pack
@@ -65,6 +66,12 @@ class JointModel(Model):
     def describe(self) -> NetworkShape:
         return self.joint_network.describe()
 
+    def kept_units(self, job: Job, side: int) -> list[KeptUnits]:
+        num_image = len(job.inside) if reads_others(job) else job.num_seen
+        reads_padding = job.activations is not None and job.activations.num_text > 0
+        nums = len(job.branches) * num_image, sum(job.tokens.num_computed_text(reads_padding))
+        return [KeptUnits(num, self.width, self.width) for num in nums] * len(self.joint_network.blocks)
+
     def schedule(self, edit: Edit, num_tokens: int) -> FlowSchedule:
         return flow_schedule(self.scheduler, edit.steps, num_tokens, edit.strength)
 
@@ -109,7 +116,7 @@ class JointModel(Model):
 
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """All jobs together, but those whose blocks choose their tokens."""
-        choosing, others = [job for job in jobs if job.blocks], [job for job in jobs if not job.blocks]
+        choosing, others = [job for job in jobs if chooses(job)], [job for job in jobs if not chooses(job)]
         return [group for group in (others, choosing) if group]
 
     def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> JointBatch:

@@ -5,7 +5,7 @@ blocks and what lies before and after them.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from instgenie.adapters.applied import BatchLoras
 from instgenie.cost.network import NetworkShape
 from instgenie.jobs.activations import Kind
+from instgenie.jobs.job import chooses
 from instgenie.kernels.addresses import RowSource
 from instgenie.kernels.gather import gather_rows
 from instgenie.kernels.heads import HeadPlaces, Heads
@@ -131,8 +132,9 @@ class JointNetwork(ABC):
 def velocity(network: JointNetwork, batch: JointBatch) -> Tensor:
     """[image tokens, latent channels]; for a job that caches any block, of its masked tokens alone."""
     mod = find_modulation(network, batch)
-    if any(job.blocks for job in batch.jobs):
-        image = run_reused(network.blocks, batch, network.embed_image(batch), mod)
+    if any(map(chooses, batch.jobs)):
+        reserve = partial(recall, network, batch=batch, layout=batch.layout)
+        image = run_reused(network.blocks, batch, network.embed_image(batch), mod, reserve)
         return network.unembed(image, mod, batch.layout)
     layout, image = run_blocks(network, batch, network.embed_image(batch), mod)
     return network.unembed(image, mod, layout)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
+from instgenie.adapters.applied import BatchLoras
 from instgenie.kernels.add import add_bias
 from instgenie.kernels.group_norm import group_norm
 from instgenie.kernels.switch import runs_fused
@@ -35,9 +36,9 @@ def convolve(resnet: ResnetBlock2D, x: Tensor, active: Tensor | None = None, own
     return add_bias(x if shortcut is None else go_around(shortcut, x), inner, second.bias)
 
 
-def go_around(shortcut: nn.Conv2d, x: Tensor) -> Tensor:
+def go_around(shortcut: nn.Conv2d, x: Tensor, loras: BatchLoras | None = None) -> Tensor:
     pixels = x.permute(0, 2, 3, 1)
-    owners = Owners(per_branch=x.shape[2] * x.shape[3])
+    owners = Owners(per_branch=x.shape[2] * x.shape[3], loras=loras)
     out: Tensor = linear(shortcut, pixels.flatten(0, 2), owners).unflatten(0, pixels.shape[:3])
     return out.permute(0, 3, 1, 2)
 

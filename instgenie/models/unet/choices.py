@@ -1,7 +1,10 @@
 """Which tiles of pictures the blocks of a UNet compute in a pass. Knows pictures of one size; knows no weights."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,12 +14,46 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
-from instgenie.jobs.blocks import BlockPass, per_job
-from instgenie.jobs.job import Job, block_units
+from instgenie.jobs.blocks import BlockPass, KeptUnits, per_job
+from instgenie.jobs.job import Job, block_units, chooses, reads_others
 from instgenie.jobs.tiles import side_at
 from instgenie.models.layers.resnet import is_plain
 
 TILE = 8  # side of the tiles in latents, where the whole picture is reused or none of it
+
+
+class ChosenShape(NamedTuple):
+    """A block that can choose what it computes, as numbers."""
+
+    factor: int  # side of the square of latents that one of its tokens stands for
+    channels: int  # that go into it
+    added_channels: int
+    middle_channels: int = 0  # between the convolutions of a resnet
+
+    def kept_units(self, job: Job, side: int) -> list[KeptUnits]:
+        tiles = grid_of(job, side, self.factor)
+        chooses_masked = not self.middle_channels and reads_others(job)  # resnets see whole pictures
+        num_tiles = len(masked_tiles_of(job, tiles)) if chooses_masked else tiles.num
+        num, num_tokens = len(job.branches) * num_tiles, tiles.side**2
+        own = KeptUnits(num, num_tokens * self.channels, num_tokens * self.added_channels)
+        return [own, KeptUnits(num, 1, num_tokens * self.middle_channels)] if self.middle_channels else [own]
+
+
+@dataclass(frozen=True, eq=False)
+class TileUnits:
+    """The tiles of a level among which a block chooses."""
+
+    index: Tensor | None  # [units], among the tiles of all pictures; None: all of them
+    owners: Tensor  # [units], their branches
+    sizes: tuple[int, ...]  # units per job
+
+    def narrow(self, rows: Tensor) -> Tensor:
+        """Rows of all tiles -> those of the units"""
+        return rows if self.index is None else rows[self.index]
+
+    def widen(self, rows: Tensor, num: int) -> Tensor:
+        """The other way, with zeros for the other tiles."""
+        return rows if self.index is None else rows.new_zeros(num, rows.shape[1]).index_copy(0, self.index, rows)
 
 
 @dataclass(eq=False)
@@ -24,32 +61,44 @@ class UnetChoices:
     """The choices of one pass over pictures of one size."""
 
     blocks: BlockPass
-    num_branches: tuple[int, ...]  # per job
-    grid: tuple[int, int]  # of latents
+    jobs: Sequence[Job]
     next_block: int = 0
-    owners: dict[int, Tensor] = field(default_factory=dict)  # by the number of tiles of a picture [tiles of all]
+    units: dict[tuple[int, bool], TileUnits] = field(default_factory=dict)  # by the tiles of a picture; masked ones
 
-    def choose(self, x: Tensor) -> "ChosenTiles":
-        """What the next block computes of the pictures that go into it [branches, channels, rows, columns]."""
+    @property
+    def num_branches(self) -> list[int]:
+        return [len(job.branches) for job in self.jobs]
+
+    def choose(self, x: Tensor, masked: bool = False) -> "ChosenTiles":
+        """What the next block computes of the pictures that go into it [branches, channels, rows, columns]; if it sees
+        `masked` tokens alone, of the tiles that have any."""
         number, self.next_block = self.next_block, self.next_block + 1
-        side = side_at(self.blocks.rule.side or TILE, self.grid[0] // x.shape[2])
-        tiles = TileGrid(side, (x.shape[2], x.shape[3]))
-        if tiles.num not in self.owners:
-            numbers = torch.arange(len(x), device=x.device)
-            self.owners[tiles.num] = numbers.repeat_interleave(tiles.num)
-        units, owners = tiles.cut(x), self.owners[tiles.num]
-        sizes = tuple(num * tiles.num for num in self.num_branches)
-        asked = self.blocks.choose(number, units, owners, sizes, self.pool)
-        nums = asked.view(-1, tiles.num).sum(1).tolist()
+        tiles = grid_of(self.jobs[0], self.blocks.rule.side, self.jobs[0].grid[0] // x.shape[2])
+        key = tiles.num, masked
+        if key not in self.units:
+            self.units[key] = self.find_units(tiles, masked)
+        units = self.units[key]
+        rows = units.narrow(tiles.cut(x))
+        asked = self.blocks.choose(number, rows, units.owners, units.sizes, lambda values: self.pool(values, units))
+        nums = torch.bincount(units.owners[asked], minlength=len(x)).tolist()
         self.blocks.count(number, per_job(nums, self.num_branches))
-        index = None if all(num == tiles.num for num in nums) else asked.nonzero()[:, 0]
-        return ChosenTiles(self.blocks, number, tiles, units, owners, sizes, index, nums)
+        index = None if sum(nums) == len(rows) else asked.nonzero()[:, 0]
+        return ChosenTiles(self.blocks, number, tiles, rows, units, index, nums)
 
-    def pool(self, values: Tensor) -> Tensor:
+    def find_units(self, tiles: "TileGrid", masked: bool) -> TileUnits:
+        device = self.jobs[0].device
+        every = torch.arange(tiles.num, device=device)
+        own = [masked_tiles_of(job, tiles) if masked and reads_others(job) else every for job in self.jobs]
+        members = [one for job, one in zip(self.jobs, own, strict=True) for _ in job.branches]
+        index = torch.cat([branch * tiles.num + one for branch, one in enumerate(members)])
+        sizes = tuple(len(job.branches) * len(one) for job, one in zip(self.jobs, own, strict=True))
+        return TileUnits(index if masked else None, index.div(tiles.num, rounding_mode="floor"), sizes)
+
+    def pool(self, values: Tensor, units: TileUnits) -> Tensor:
         if self.blocks.rule.side:
             return values
-        pictures = values.view(sum(self.num_branches), -1)
-        return pictures.amax(1, keepdim=True).expand_as(pictures).flatten()
+        pictures = values.new_full((sum(self.num_branches),), -math.inf)
+        return pictures.scatter_reduce(0, units.owners, values, "amax")[units.owners]
 
 
 @dataclass(frozen=True)
@@ -117,6 +166,17 @@ class TileGrid:
         return self.join(marked, 1).flatten().nonzero()[:, 0]
 
 
+def grid_of(job: Job, side: int, factor: int) -> TileGrid:
+    """The tiles of a job's picture where a token stands for `factor` by `factor` latents; with the side 0, those of a
+    picture that is reused as a whole."""
+    return TileGrid(side_at(side or TILE, factor), (job.grid[0] // factor, job.grid[1] // factor))
+
+
+def masked_tiles_of(job: Job, tiles: TileGrid) -> Tensor:
+    """The tiles of a job's picture that have any masked token [tiles], their numbers."""
+    return job.level(tiles.grid[0] * tiles.grid[1]).tiles(tiles.grid, tiles.side).active
+
+
 @dataclass(frozen=True, eq=False)
 class ChosenTiles:
     """The tiles that a block computes."""
@@ -124,11 +184,17 @@ class ChosenTiles:
     blocks: BlockPass
     number: int
     tiles: TileGrid
-    units: Tensor  # [tiles of all, side * side * channels], what goes into the block
-    owners: Tensor  # [tiles of all], their branches
-    sizes: tuple[int, ...]
-    index: Tensor | None  # [chosen tiles]; None: all
+    rows: Tensor  # [units, side * side * channels], what goes into the block
+    units: TileUnits
+    chosen: Tensor | None  # [chosen units], among the units; None: all
     nums: Sequence[int]  # chosen tiles per branch
+
+    @cached_property
+    def index(self) -> Tensor | None:
+        """The chosen tiles among those of all pictures [chosen tiles]; None: all units."""
+        return (
+            None if self.chosen is None else self.chosen if self.units.index is None else self.units.index[self.chosen]
+        )
 
     def middle(self, inner: Tensor | None, tiles: Tensor | None) -> Tensor:
         """The pictures between the two convolutions of a resnet, from all of them or from the chosen tiles."""
@@ -140,29 +206,29 @@ class ChosenTiles:
             assert self.index is not None
             rows, index = self.tiles.clip(tiles, self.index), self.index
         width = rows.shape[1]
-        none = rows.new_zeros(len(self.units), 1).expand(-1, width)
-        facts = self.units[:, :1]
-        whole = self.blocks.complete(key, facts, rows, index, self.owners, self.sizes, none)
+        none = rows.new_zeros(len(self.rows), 1).expand(-1, width)
+        facts = self.rows[:, :1]
+        whole = self.blocks.complete(key, facts, rows, index, self.units.owners, self.units.sizes, none)
         return inner if inner is not None else self.tiles.join(whole, width // self.tiles.side**2)
 
     def complete(self, out: Tensor, around: Tensor) -> Tensor:
-        """The pictures behind the block. With all tiles chosen `out` is those pictures, otherwise what the block adds
-        to the chosen tiles [tiles, channels, side, side] around it."""
-        beside, given = self.tiles.cut(around), (self.owners, self.sizes)
+        """The pictures behind the block, zero in tiles that are no units. With all units chosen `out` is those
+        pictures, otherwise what the block adds to the chosen tiles [tiles, channels, side, side] around it."""
+        every, given = self.tiles.cut(around), (self.units.owners, self.units.sizes)
+        beside = self.units.narrow(every)
         if self.index is None:
-            self.blocks.complete(self.number, self.units, self.tiles.cut(out), None, *given, beside)
+            self.blocks.complete(self.number, self.rows, self.units.narrow(self.tiles.cut(out)), None, *given, beside)
             return out
-        rows = beside[self.index] + self.tiles.clip(out, self.index)
-        whole = self.blocks.complete(self.number, self.units, rows, self.index, *given, beside)
-        return self.tiles.join(whole, around.shape[1])
+        rows = every[self.index] + self.tiles.clip(out, self.index)
+        whole = self.blocks.complete(self.number, self.rows, rows, self.chosen, *given, beside)
+        return self.tiles.join(self.units.widen(whole, len(every)), around.shape[1])
 
 
 def choices_of(unet: UNet2DConditionModel, jobs: Sequence[Job]) -> UnetChoices | None:
     """The choices of a pass of jobs whose blocks choose; None if they do not, or cannot."""
-    if not jobs or jobs[0].blocks is None or not count_blocks(unet):
+    if not jobs or not chooses(jobs[0]) or not count_blocks(unet):
         return None
-    blocks = BlockPass([block_units(job) for job in jobs], count_blocks(unet), jobs[0].device)
-    return UnetChoices(blocks, tuple(len(job.branches) for job in jobs), jobs[0].grid)
+    return UnetChoices(BlockPass([block_units(job) for job in jobs], count_blocks(unet), jobs[0].device), jobs)
 
 
 COUNTS: WeakKeyDictionary[UNet2DConditionModel, int] = WeakKeyDictionary()

@@ -140,15 +140,21 @@ def transformer_block(
 
 
 def chosen_block(
-    block: BasicTransformerBlock, tokens: Tensor, part: FlowPart, whole: LevelLayout, chosen: LevelLayout, number: int
+    block: BasicTransformerBlock,
+    tokens: Tensor,
+    index: Tensor,
+    part: FlowPart,
+    whole: LevelLayout,
+    chosen: LevelLayout,
+    number: int,
+    place: int,
 ) -> Tensor:
-    """The chosen tokens behind a block [chosen tokens, width], from all tokens that go into it. K and V of all of them
-    are projected."""
-    both = project_keys(block, norm_keys(block, tokens), whole.whole_owners)
-    k, v = (keys.view(whole.num_branches, whole.num_all, -1) for keys in both)
-    own = tokens[chosen.index]
+    """The chosen tokens behind a block [chosen tokens, width], those at the index of all computed tokens that go into
+    it. K and V of all of these are projected."""
+    keys = find_keys(block, tokens, norm_keys(block, tokens), [part], [whole], place)
+    own = tokens[index]
     inner = layer_norm(own, block.norm1, reads_fp8(block.attn1.to_q))
-    return attend_and_feed(block, own, inner, [(k, v)], [part], [chosen], number)
+    return attend_and_feed(block, own, inner, keys, [part], [chosen], number)
 
 
 def attend_and_feed(

@@ -30,10 +30,10 @@ from instgenie.models.layers.products import products
 from instgenie.models.layers.resnet import convolutions, is_plain
 from instgenie.models.layers.resnet import convolve as convolve_plain
 from instgenie.models.unet.batch import Positions, TransformerPosition, UnetBatch
-from instgenie.models.unet.choices import choices_of
+from instgenie.models.unet.choices import ChosenShape, choices_of, count_blocks
 from instgenie.models.unet.flow import FlowPart, Pass, Recorder, flow, make_whole
 from instgenie.models.unet.layout import LevelLayout
-from instgenie.models.unet.reused import attend_chosen, convolve_chosen
+from instgenie.models.unet.reused import convolve_chosen, flow_chosen
 
 UnetBlock: TypeAlias = Any  # one of diffusers' down, middle or up blocks
 Encoder: TypeAlias = Any  # diffusers' UNet, or a ControlNet, which has no up blocks
@@ -158,7 +158,7 @@ def convolve(resnet: ResnetBlock2D, x: Tensor, run: Pass) -> Tensor:
     loras = run.batch.loras
     if run.choices:
         column = linear(resnet.time_emb_proj, run.active, run.each_branch) if resnet.time_emb_proj is not None else None
-        return convolve_chosen(resnet, x, column, run.choices)
+        return convolve_chosen(resnet, x, column, run.choices, run.each_branch)
     if is_plain(resnet) and not (loras and any(map(loras.patches, convolutions(resnet)))):
         return convolve_plain(resnet, x, run.active, run.each_branch)
     return call(resnet, run.each_branch, x, run.time)
@@ -192,13 +192,12 @@ def transform(transformer: Transformer2DModel | None, x: Tensor, run: Pass) -> T
     num_branches, channels, *grid = x.shape
     num_all = x.shape[2] * x.shape[3]
     normed = enter(transformer.norm, x, batch.layout(position.block, num_all))
-    if run.choices:
-        tokens = linear(transformer.proj_in, normed, batch.layout(position.block, num_all).owners)
-        for number, block in enumerate(transformer.transformer_blocks, position.block):
-            tokens = attend_chosen(block, tokens, FlowPart(run, num_all), (x.shape[2], x.shape[3]), number)
-        leaving = linear(transformer.proj_out, tokens, batch.layout(position.block, num_all).owners)
-        return x + leaving.view(num_branches, *grid, channels).permute(0, 3, 1, 2)
-    leaving = flow(transformer, normed, [FlowPart(run, num_all)])
+    part = FlowPart(run, num_all)
+    leaving = (
+        flow_chosen(transformer, normed, part, (x.shape[2], x.shape[3]))
+        if run.choices
+        else flow(transformer, normed, [part])
+    )
     layout = batch.layout(position.block + position.num_blocks - 1, num_all)
     leaving = make_whole(layout, leaving, batch.rows, position.end)
     for branch in compress(range(num_branches), batch.kept_kinds):
@@ -240,6 +239,20 @@ def with_sides(unet: Encoder) -> Iterator[tuple[UnetBlock, int]]:
     ups = [(block, 2**level) for level, block in enumerate(reversed(getattr(unet, "up_blocks", ())))]
     middles = [(unet.mid_block, downs[-1][1])] if unet.mid_block is not None else []
     yield from (*downs, *middles, *reversed(ups))
+
+
+def chosen_shapes(unet: UNet2DConditionModel) -> list[ChosenShape]:
+    """The blocks that can choose what they compute; none in a UNet with resnets that are not plain."""
+    shapes = [shape for block, side in with_sides(unet) for shape in find_shapes(block, side)]
+    return shapes if count_blocks(unet) else []
+
+
+def find_shapes(block: UnetBlock, side: int) -> Iterator[ChosenShape]:
+    for resnet in block.resnets:
+        yield ChosenShape(side, resnet.conv1.in_channels, resnet.conv2.out_channels, resnet.conv1.out_channels)
+    for transformer in getattr(block, "attentions", None) or ():
+        for one in transformer.transformer_blocks:
+            yield ChosenShape(side, one.attn1.query_dim, one.attn1.query_dim)
 
 
 def describe_transformer(transformer: Transformer2DModel, side: int) -> list[BlockShape]:

@@ -16,13 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from instgenie.adapters.applied import BatchLoras
 from instgenie.errors import ModelError
 from instgenie.jobs.activations import Kind
-from instgenie.jobs.job import Branch, Job
+from instgenie.jobs.blocks import KeptUnits
+from instgenie.jobs.job import Branch, Job, chooses
 from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.models.model import KeptConvolutions, Model, TakeRows
 from instgenie.models.packed import PackedBatch
 from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
 from instgenie.models.unet.flow import Recorder
-from instgenie.models.unet.network import Encoded, cross, encode, find_positions, predict
+from instgenie.models.unet.network import Encoded, chosen_shapes, cross, encode, find_positions, predict
 from instgenie.models.unet.tiled import can_tile, predict_tiles
 from instgenie.models.unet.tiled_batch import TiledBatch, pack_tiles
 from instgenie.models.unet.tiling import Tiling
@@ -80,13 +81,16 @@ class UnetPasses(Model):
     def tiling(self) -> Tiling:
         return Tiling(self.unet, self.positions, self.convolutions, self.tile)
 
+    def kept_units(self, job: Job, side: int) -> list[KeptUnits]:
+        return [one for block in chosen_shapes(self.unet) for one in block.kept_units(job, side)]
+
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Jobs of one size, unless sizes are mixed, those that compute every token apart, so that few captured passes
         serve all batches."""
         groups: dict[Hashable, list[Job]] = {}
         for job in jobs:
-            chooses = job.blocks is not None and job.grid  # its blocks see pictures of one size
-            groups.setdefault((chooses, any(job.present_plan), *self.tiling.group(job)), []).append(job)
+            own_size = chooses(job) and job.grid  # its blocks see pictures of one size
+            groups.setdefault((own_size, any(job.present_plan), *self.tiling.group(job)), []).append(job)
         return list(groups.values())
 
     def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> UnetBatch | TiledBatch:
