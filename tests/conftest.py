@@ -121,7 +121,7 @@ def has_cuda() -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def small_matrices() -> Iterator[None]:
     """If any test module has imported torch: one thread, and products without oneDNN, which takes several times as long
-    for the small matrices of tests. Worker processes use it all the same."""
+    for the small matrices of tests. So do the processes that the fork server of the tests forks; others use it."""
     if "torch" not in sys.modules:
         yield
         return

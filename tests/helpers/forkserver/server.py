@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, get_args
 
 import fsspec
 import sitecustomize
+import torch
 
 from instgenie import cli
 from instgenie.bench import load_once
@@ -121,6 +122,7 @@ if __name__ == "__main__":
     gc.disable()  # nearly everything that is imported stays
     for role in get_args(Role):
         import_module(f"instgenie.workers.{role}")
+    torch.backends.mkldnn.enabled = False  # several times as long for the small matrices of tests
     gc.enable()
     gc.freeze()
     become(serve(socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(os.environ[PARENT]))))

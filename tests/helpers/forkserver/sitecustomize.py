@@ -19,6 +19,7 @@ COMMANDS = ("bench", "edit", "register")
 UNBOUND = '"parent":null'  # in the configuration of a worker's process
 # variables that something reads while it is imported: processes that differ in them have different fork servers
 EARLY = ("OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "HF_", "TRANSFORMERS_", "DIFFUSERS_")
+LATE = ("TORCHINDUCTOR_CACHE_DIR",)  # set by torch itself, in processes that have imported it
 # those that nurseries or commands set for themselves
 USUAL = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -78,7 +79,7 @@ def connect(folder):
     import socket
 
     environment = USUAL | os.environ
-    early = sorted(item for item in environment.items() if item[0].startswith(EARLY))
+    early = sorted(item for item in environment.items() if item[0].startswith(EARLY) and item[0] not in LATE)
     place = os.path.join(folder, hashlib.sha256(repr(early).encode()).hexdigest()[:16])
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with open(f"{place}.lock", "w") as lock:
