@@ -1,8 +1,8 @@
 """Shared fixtures: tiny pipelines as folders and as models, a server, an event loop.
 
-Tests run on a CPU in float32. The laws also run on a CUDA device where there is one, in float32 and in bfloat16
-(`pytest -m gpu` runs only those); `pytest --where cpu-bfloat16` runs the laws there alone. torch and diffusers are
-imported by the fixtures that need them, so that tests of plain numbers start at once.
+Tests run on a CPU in float32. The laws also run on a CUDA device, in float32 and in bfloat16 (`pytest -m gpu` runs only
+those); without one they are not collected for it. `pytest --where cpu-bfloat16` runs the laws there alone. torch and
+diffusers are imported by the fixtures that need them, so that tests of plain numbers start at once.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import tempfile
 import textwrap
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the nurseries that tests start be forked (`helpers/forkserver`). Processes of pytest-xdist share what the
-    first one has set."""
+    """Let the nurseries and commands that tests start be forked (`helpers/forkserver`). Processes of pytest-xdist share
+    what the first one has set."""
     if sys.platform != "linux" or FORK_FOLDER in os.environ:
         return
     folder = tempfile.TemporaryDirectory(prefix="instgenie-tests-")
@@ -72,6 +73,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(20_000, 20, 20)  # the laws take a twentieth less time
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -90,12 +92,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run everything on a CPU in float32, the laws also on a GPU."""
+    """Run everything on a CPU in float32, the laws also on a GPU if there is one: to skip thousands takes a while."""
     if "where" not in metafunc.fixturenames:
         return
     asked = metafunc.config.getoption("where")
     is_law = metafunc.function.__name__.startswith("test_law_")
-    names = ["cpu-float32", "cuda-float32", "cuda-bfloat16"] if is_law else ["cpu-float32"]
+    names = ["cpu-float32", "cuda-float32", "cuda-bfloat16"] if is_law and has_cuda() else ["cpu-float32"]
     chosen = [asked] if asked and is_law else names
     metafunc.parametrize("where", [make_where(name) for name in chosen], scope="session")
 
@@ -112,6 +114,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@cache
 def has_cuda() -> bool:
     import torch
 
@@ -121,7 +124,7 @@ def has_cuda() -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def small_matrices() -> Iterator[None]:
     """If any test module has imported torch: one thread, and products without oneDNN, which takes several times as long
-    for the small matrices of tests. Worker processes use it all the same."""
+    for the small matrices of tests. So do the processes that the fork server of the tests forks; others use it."""
     if "torch" not in sys.modules:
         yield
         return

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.cached import register_for
-from helpers.edits import make_edit
+from helpers.edits import make_edit, prepare
 from helpers.loras import applied, save_lora
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from instgenie.adapters.applied import AppliedLoras
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import reuse_own
-from instgenie.engine.prepare import prepare
 from instgenie.engine.register import reuse
 from instgenie.jobs.job import Job
 from instgenie.models.layers import linear
@@ -44,10 +43,10 @@ class Launches(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.seen: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(f"{func} {[tuple(one.shape) for one in args if isinstance(one, Tensor)]}")
+        self.seen.append((func, *(one.shape for one in args if isinstance(one, Tensor))))
         return func(*args, **(kwargs or {}))
 
 
@@ -65,7 +64,7 @@ def fill_caches(model: Model, jobs: Sequence[Job], num_steps: int = 3) -> None:
         engine.step()
 
 
-def launches(model: Model, jobs: Sequence[Job], num_steps: int = 3) -> list[list[str]]:
+def launches(model: Model, jobs: Sequence[Job], num_steps: int = 3) -> list[list[tuple[Any, ...]]]:
     """Of the first steps of jobs, each step by itself."""
     engine, steps = join_all(model, jobs), []
     for _ in range(num_steps):
@@ -114,7 +113,7 @@ def test_a_lora_adds_two_products_per_layer_and_edit(few: tuple[str, Model], tmp
         jobs = [replace(first, loras=loras), *others]
         fill_caches(model, jobs, num_steps=2)
         [*_, step] = launches(model, jobs, num_steps=2)
-        return Counter(one.split()[0] for one in step)
+        return Counter(str(func) for func, *_ in step)
 
     without, with_one = counted(None), counted(applied(model, (file, 0.5)))
     more = {op: num for op, num in (with_one - without).items() if op not in VIEWS + READING}

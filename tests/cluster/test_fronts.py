@@ -77,6 +77,7 @@ def test_a_router_sees_what_the_other_front_has_given_to_a_worker(run: Run, fron
     one, other = fronts
 
     async def play() -> None:
+        await until(lambda: all(front.workers[0].load.foreign == NO_LOAD for front in fronts))  # of the tests before
         collecting = asyncio.create_task(edit(one, *(make_order(seed, steps=40) for seed in range(3))))
         load = other.workers[0].load
         await until(lambda: load.foreign.num_edits == 3 and load.foreign.num_steps < 120)

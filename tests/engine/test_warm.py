@@ -1,5 +1,6 @@
 """Warming up runs each part of a model, with no more weights than the process of the part has."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,5 +79,6 @@ def test_a_process_starts_without_room_to_warm_up_but_not_with_a_part_that_canno
         warm.warm_up_steps(models["blend"], "model")
 
 
+@cache
 def load_part(folder: Path, parts: frozenset[PartKind], device: str = "cpu") -> Model:
     return load(str(folder), device, weights=parts)

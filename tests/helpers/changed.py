@@ -1,6 +1,7 @@
 """Jobs that reuse what hardly changes, whole steps or what blocks choose."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ def run_changed(
     return jobs
 
 
+@cache
 def lax(model: Model, way: Way) -> ReusePredictor:
     """Reuses, at the threshold 0.5, about the half whose last guesses were better, at most for two steps; of whole
     pictures those that are no worse than one was."""

@@ -12,11 +12,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 from openai import OpenAI
 from PIL import Image
 
@@ -57,6 +59,14 @@ class Running:
     def memory(self) -> int:
         """Return the resident bytes of the HTTP process."""
         return int(self.metric("process_resident_memory_bytes"))
+
+    @cached_property
+    def pid(self) -> int:
+        """The process that listens: a fork server may have forked it in the place of the one that was started."""
+        port = httpx.URL(self.url).port
+        listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        [pid] = {one.pid for one in listening if one.laddr.port == port}
+        return pid
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

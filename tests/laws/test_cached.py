@@ -162,16 +162,19 @@ def copy_from_peer(memory: Sequence[MemoryTier], key: Key) -> Found | None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_5_independent_of_the_tier(model: Model, kind: Kind, tmp_path: Path) -> None:
-    """Results are bit-identical, with several plans."""
+    """Rows and results are bit-identical, with several plans."""
     edit = make_edit(steps=3, true_guidance=2.0)
     activations = register_for(model, edit, kind)
     found = find_in_all_tiers(activations, model, tmp_path)
     assert set(found) >= {"host", "disk", "disk alone", "peer", "remote"}
     job = prepare(edit, model)
-    for plan in feasible(kind, activations.run_lengths)[:2]:
-        [expected] = run(model, [reuse(job, activations, plan)])
-        for one in found.values():
-            assert torch.equal(run(model, [reuse(job, one, plan)])[0], expected)
+    plans = feasible(kind, activations.run_lengths)[:2]
+    expected = [run(model, [reuse(job, activations, plan)])[0] for plan in plans]
+    for number, one in enumerate(found.values()):
+        assert all(map(torch.equal, one.rows, activations.rows))
+        assert torch.equal(one.time, activations.time)
+        plan = number % 2
+        assert torch.equal(run(model, [reuse(job, one, plans[plan])])[0], expected[plan])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -52,14 +52,14 @@ def told(connection: socket.socket) -> bytes:
 def num_open(server: Running) -> int:
     """Count the open sockets of the server."""
     num_sockets = 0
-    for place in Path(f"/proc/{server.process.pid}/fd").iterdir():
+    for place in Path(f"/proc/{server.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since it was listed
             num_sockets += str(place.readlink()).startswith("socket:")
     return num_sockets
 
 
 def num_threads(server: Running) -> int:
-    return len(list(Path(f"/proc/{server.process.pid}/task").iterdir()))
+    return len(list(Path(f"/proc/{server.pid}/task").iterdir()))
 
 
 def check_nothing_stays(server: Running, num_before: int) -> None:

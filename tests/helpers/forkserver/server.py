@@ -1,5 +1,6 @@
-"""The fork server of the tests: `server.py LISTENER`, started by `sitecustomize.py`. It imports what a nursery imports
-and forks a process for each connection, without threads. It ends with the tests, and its processes end with it."""
+"""The fork server of the tests: `server.py KIND LISTENER`, started by `sitecustomize.py`. It imports what a nursery
+imports, or what commands without a model import, and forks a process for each connection, without threads. It ends with
+the tests, and its processes end with it."""
 
 import gc
 import json
@@ -16,14 +17,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import fsspec
 import sitecustomize
 
 from instgenie import cli
-from instgenie.bench import load_once
 from instgenie.cluster.config import Role
-from instgenie.workers import __main__ as role_process
-from instgenie.workers import nursery
 
 PARENT = "TESTS_FORK_PARENT"  # the process id of the tests
 MAX_REQUEST_BYTES = 2**18
@@ -99,8 +96,10 @@ def become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None
-    fsspec.config.conf.clear()  # of variables that the server had when it was imported
-    fsspec.config.set_conf_env(fsspec.config.conf)
+    if fsspec := sys.modules.get("fsspec"):
+        fsspec.config.conf.clear()  # of variables that the server had when it was imported
+        fsspec.config.set_conf_env(fsspec.config.conf)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # what started the server had blocked some
     sys.orig_argv[:], sys.argv[:] = request["command"], request["command"][2:]
     os.getppid = partial(find_parent, os.getpid(), request["server"], request["pid"], os.getppid)
     sitecustomize.play_quirk()
@@ -117,16 +116,30 @@ def find_parent(own: int, server: int, asker: int, getppid: Callable[[], int]) -
         return 1
 
 
-if __name__ == "__main__":
-    gc.disable()  # nearly everything that is imported stays
+def import_models() -> None:
+    import torch
+
     for role in get_args(Role):
         import_module(f"instgenie.workers.{role}")
+    for name in ("instgenie.bench.load_once", "instgenie.workers.__main__", "instgenie.workers.nursery"):
+        import_module(name)
+    torch.backends.mkldnn.enabled = False  # several times as long for the small matrices of tests
+
+
+if __name__ == "__main__":
+    kind, listener = sys.argv[1:]
+    gc.disable()  # nearly everything that is imported stays
+    if kind == "models":
+        import_models()
+    else:
+        import_module("instgenie.server.serve")
     gc.enable()
     gc.freeze()
-    become(serve(socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(os.environ[PARENT]))))
-    if sys.argv[0] == "instgenie":
+    become(serve(socket.socket(fileno=int(listener)), os.pidfd_open(int(os.environ[PARENT]))))
+    name = sys.argv[0]
+    if name == "instgenie":
         sys.exit(cli.main())
-    if sys.argv[0] == "instgenie.bench.load_once":
-        load_once.main(*sys.argv[1:])
+    if name == "instgenie.bench.load_once":
+        import_module(name).main(*sys.argv[1:])
         sys.exit()
-    (role_process if sys.argv[0] == "instgenie.workers" else nursery).main()
+    import_module("instgenie.workers.__main__" if name == "instgenie.workers" else name).main()

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import diffusers
@@ -29,24 +28,33 @@ from instgenie.models.model import Model
 from instgenie.types import Quantization
 
 SHARING = """
-import json, re, sys
+import json, multiprocessing, re, sys
 from pathlib import Path
 from instgenie.models.loading.load import load
 
-folder, *kinds = sys.argv[1:]
-model = load(folder, "cpu", weights=frozenset(kinds))
-model.digest  # reads every weight
-print("loaded", flush=True)
-sys.stdin.readline()  # until all have loaded
-counts, part = {}, None
-for line in Path("/proc/self/smaps").read_text().splitlines():
-    if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-        part = Path(line.split()[-1]).parent.name if line.endswith(".safetensors") else None
-    elif part and (found := re.match(r"(Shared|Private|Anonymous)(_Clean|_Dirty)?: +([0-9]+) kB", line)):
-        name = f"{part} {found[1]}"
-        counts[name] = counts.get(name, 0) + 1024 * int(found[3])
-print(json.dumps(counts), flush=True)
-sys.stdin.readline()  # until all have told
+def tell(role, kinds):
+    model = load(folder, "cpu", weights=frozenset(kinds))
+    model.digest  # reads every weight
+    barrier.wait(60)  # until all have loaded
+    counts, part = {}, None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            part = Path(line.split()[-1]).parent.name if line.endswith(".safetensors") else None
+        elif part and (found := re.match(r"(Shared|Private|Anonymous)(_Clean|_Dirty)?: +([0-9]+) kB", line)):
+            name = f"{part} {found[1]}"
+            counts[name] = counts.get(name, 0) + 1024 * int(found[3])
+    barrier.wait(60)  # until all have counted
+    told.put((role, counts))
+
+folder, roles = sys.argv[1], json.loads(sys.argv[2])
+fork = multiprocessing.get_context("fork")
+barrier, told = fork.Barrier(len(roles)), fork.SimpleQueue()
+processes = [fork.Process(target=tell, args=item) for item in roles.items()]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+print(json.dumps(dict(told.get() for process in processes if process.exitcode == 0)))
 """
 
 
@@ -100,32 +108,16 @@ def test_weights_of_the_files_dtype_are_the_mapped_files(folders: dict[str, Path
 
 
 def test_processes_share_the_pages_of_weights(folders: dict[str, Path]) -> None:
-    """The processes of two workers on one machine: weights that several of them have are in memory once, no process has
-    changed a page, and none maps a part that it does not need."""
+    """The processes of two workers on one machine, forked before they load anything: weights that several of them have
+    are in memory once, no process has changed a page, and none maps a part that it does not need."""
     roles = {"prepare": ("vae", "text_encoder"), "denoise": ("network",), "finish": ("vae",), "another": ("network",)}
     sizes = {
         part: sum(path.stat().st_size for path in (folders["fill"] / part).glob("*.safetensors"))
         for part in ("transformer", "vae")
     }
-    with ExitStack() as stack:
-        processes = {}
-        for role, kinds in roles.items():
-            command = [sys.executable, "-c", SHARING, str(folders["fill"]), *kinds]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-            processes[role] = stack.enter_context(process)
-            stack.callback(process.kill)
-        told = {}
-        for expected in ("loaded", None):
-            for role, process in processes.items():
-                assert process.stdin
-                assert process.stdout
-                line = process.stdout.readline()
-                assert expected in (None, line.strip())
-                told[role] = line
-            for process in processes.values():
-                assert process.stdin
-                process.stdin.write("\n")
-    pages = {role: json.loads(line) for role, line in told.items()}
+    command = [sys.executable, "-c", SHARING, str(folders["fill"]), json.dumps(roles)]
+    pages = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    assert pages.keys() == roles.keys()
     for found in pages.values():
         assert not any(size for name, size in found.items() if name.endswith("Anonymous"))  # copies of changed pages
     for role, part in (("denoise", "transformer"), ("another", "transformer"), ("finish", "vae"), ("prepare", "vae")):
