@@ -2,6 +2,7 @@
 imports, or what commands without a model import, and forks a process for each connection, without threads. It ends with
 the tests, and its processes end with it."""
 
+import atexit
 import gc
 import json
 import os
@@ -10,12 +11,13 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, NoReturn, get_args
 
 import sitecustomize
 
@@ -126,6 +128,22 @@ def import_models() -> None:
     torch.backends.mkldnn.enabled = False  # several times as long for the small matrices of tests
 
 
+def leave(main: Callable[..., int | None], *arguments: str) -> NoReturn:
+    """Run a program and end as it does, but let the system take back what was imported: to do so takes Python longer
+    than most programs run."""
+    try:
+        code = main(*arguments)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            raise  # Python prints it
+        code = ended.code
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code or 0)
+
+
 if __name__ == "__main__":
     kind, listener = sys.argv[1:]
     gc.disable()  # nearly everything that is imported stays
@@ -138,8 +156,8 @@ if __name__ == "__main__":
     become(serve(socket.socket(fileno=int(listener)), os.pidfd_open(int(os.environ[PARENT]))))
     name = sys.argv[0]
     if name == "instgenie":
-        sys.exit(cli.main())
-    if name == "instgenie.bench.load_once":
-        import_module(name).main(*sys.argv[1:])
-        sys.exit()
-    import_module("instgenie.workers.__main__" if name == "instgenie.workers" else name).main()
+        leave(cli.main)
+    elif name == "instgenie.bench.load_once":
+        leave(import_module(name).main, *sys.argv[1:])
+    else:
+        leave(import_module("instgenie.workers.__main__" if name == "instgenie.workers" else name).main)
