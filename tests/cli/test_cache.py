@@ -167,9 +167,10 @@ def test_a_killed_registration_goes_on_and_comes_to_the_same(desk: Path, folders
 
 
 def start_alone(*arguments: str, **variables: str) -> subprocess.Popen[str]:
-    """Start our command in a process of its own, with one thread."""
+    """Start our command in a process of its own, with one thread. It is not forked: it is dead as soon as it is killed,
+    and all of them multiply with the same library."""
     command = [sys.executable, "-m", "instgenie", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TESTS_FORK_FOLDER": ""} | variables
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
@@ -182,7 +183,7 @@ def run_alone(*arguments: str) -> str:
 
 def kill_registration(*arguments: str) -> dict[Path, int]:
     """Kill the process when it has stored a few spans; return the files of that moment and their inodes."""
-    with start_alone(*arguments, TESTS_FORK_FOLDER="") as process:  # not forked: it is dead as soon as it is killed
+    with start_alone(*arguments) as process:
         while len(list(Path("killed").glob("*/*.safetensors"))) < 3:
             assert process.poll() is None
             time.sleep(0.001)
