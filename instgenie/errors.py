@@ -8,7 +8,8 @@ InstGenieError
 ├── CalibrationError  a latency file that is malformed or cannot be written
 ├── ModelError        unknown name, not a pipeline folder, weights that are not safetensors or compute no numbers
 ├── LoraError         a LoRA that is unknown, cannot be read or does not fit the model
-│   └── LoraNotFoundError  no LoRA of that name, for this tenant
+│   ├── LoraNotFoundError  no LoRA of that name, for this tenant
+│   └── LoraStoreError     the store of remote LoRAs does not answer
 ├── ControlError      a ControlNet that cannot be read or does not fit the model, or its image
 │   └── ControlNotFoundError  no ControlNet of that name
 ├── CacheError        a cache folder that cannot be used or has no room
@@ -55,6 +56,10 @@ class LoraError(InstGenieError):
 
 
 class LoraNotFoundError(LoraError):
+    pass
+
+
+class LoraStoreError(LoraError):
     pass
 
 

@@ -68,6 +68,8 @@ class LoraUse(NamedTuple):
     path: str = ""  # of its file, which whoever knows the names fills in
     version: str = ""  # of its file
     num_bytes: int = 0
+    url: str = ""  # from which its file is copied to that path; empty: it is there
+    num_file_bytes: int = 0
 
 
 class ControlUse(NamedTuple):

@@ -68,10 +68,16 @@ def open_weights(path: Path) -> Iterator[BinaryIO]:
 
 def read_raw(path: Path, file: BinaryIO) -> RawHeader:
     start, size = file.read(8), os.fstat(file.fileno()).st_size
+    length = header_length(path, start, size)
+    return RawHeader(path, file.read(length), size - 8 - length)
+
+
+def header_length(path: Path, start: bytes, size: int) -> int:
+    """The bytes of a header behind the first eight of a file of so many."""
     length = int.from_bytes(start, "little")
     if len(start) < 8 or size - 8 - length < 0 or length > MAX_HEADER_BYTES:
         raise LoraError(f"{path.name} is not a whole safetensors file: it has {size:,} bytes")
-    return RawHeader(path, file.read(length), size - 8 - length)
+    return length
 
 
 def parse_header(raw: RawHeader) -> WeightsHeader:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import RLock
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,16 +23,19 @@ from instgenie.adapters.header import open_weights, parse_header, read_raw
 from instgenie.adapters.layers import LayerTable
 from instgenie.adapters.lora import Lora, check_finite, read_lora
 from instgenie.adapters.plan import LoraPlan, make_plan
+from instgenie.adapters.remote import LoraDisk
 from instgenie.errors import LoraError
 from instgenie.machine.pages import lock_pages
 from instgenie.types import LoraUse
 
-LoraTier = Literal["gpu", "host", "disk"]  # where a LoRA was found
+LoraTier = Literal["gpu", "host", "disk", "remote"]  # where a LoRA was found
 
+DISK_BYTES = 20 * 2**30  # for copies of remote LoRAs
 NUM_THREADS = 2
 NUM_READERS = 4  # threads that wait for the disk
 MAX_PLANS = 32  # of files with other layouts
 PIECE_BYTES = 16 * 2**20  # that are copied to a GPU at once
+NOTHING = Lora(torch.empty(0), ())  # a LoRA that patches no layer
 
 
 class LoraFetch:
@@ -67,11 +70,14 @@ class LoraTiers:
         gpu_bytes: int = 0,
         wants: Callable[[Fitted], bool] = lambda fitted: True,
         wake: Callable[[], None] = lambda: None,
+        disk_bytes: int = DISK_BYTES,
     ) -> None:
-        """Keep the layers that are wanted of each LoRA, in so many bytes. `wake` is called when one has come."""
+        """Keep the layers that are wanted of each LoRA, in so many bytes, and copies of remote ones on the disk. `wake`
+        is called when one has come."""
+        self.disk = LoraDisk(disk_bytes)
         self.table, self.device, self.dtype, self.wants, self.wake = table, device, dtype, wants, wake
         self.limits: dict[LoraTier, int] = {"host": host_bytes, "gpu": gpu_bytes}
-        self.kept: dict[LoraTier, OrderedDict[str, Lora]] = {"host": OrderedDict(), "gpu": OrderedDict()}
+        self.kept: dict[LoraTier, OrderedDict[str, Lora]] = {"gpu": OrderedDict(), "host": OrderedDict()}
         self.pins: Counter[str] = Counter()  # by version
         self.loaded_seconds: list[tuple[LoraTier, int, float]] = []  # tier, bytes and seconds of loads not yet told
         self._loading: dict[str, Future[Lora]] = {}
@@ -98,11 +104,11 @@ class LoraTiers:
     def fetch(self, uses: Sequence[LoraUse]) -> LoraFetch:
         """Pin LoRAs, and begin to load those that are not near. Never waits."""
         with self._lock:
-            tiers = [self._where(use.version) for use in uses]
+            tiers = [self._where(use) for use in uses]
             for use in uses:
                 self.pins[use.version] += 1
             loads = [self._load(use) for use in uses]
-        return LoraFetch(uses, loads, max(tiers, key=("gpu", "host", "disk").index, default=self.near))
+        return LoraFetch(uses, loads, max(tiers, key=get_args(LoraTier).index, default=self.near))
 
     def warm(self, uses: Sequence[LoraUse]) -> None:
         """Begin to load LoRAs that an edit will ask for soon; none is pinned."""
@@ -123,8 +129,9 @@ class LoraTiers:
         for threads in (self._threads, self._readers):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _where(self, version: str) -> LoraTier:
-        return next((tier for tier in ("gpu", "host") if version in self.kept[tier]), "disk")
+    def _where(self, use: LoraUse) -> LoraTier:
+        file: LoraTier = "disk" if self.disk.has(use) else "remote"
+        return next((tier for tier, kept in self.kept.items() if use.version in kept), file)
 
     def _load(self, use: LoraUse) -> "Future[Lora]":
         near = self.kept[self.near].get(use.version)
@@ -148,15 +155,15 @@ class LoraTiers:
         """Load a LoRA into the tier that steps read. Runs in a thread."""
         start = time.perf_counter()
         with self._lock:
-            lora = self.kept["host"].get(use.version)
-        tier: LoraTier = "disk" if lora is None else "host"
+            lora, tier = self.kept["host"].get(use.version), self._where(use)
+        is_new = lora is None
         try:
-            lora = self._read(Path(use.path)) if lora is None else lora
+            lora = lora or (self._read(self.disk.bring(use)) if self._needs_file(use) else NOTHING)
             near, is_finite = self._bring_near(lora)
-            if tier == "disk" and not is_finite:
+            if is_new and not is_finite:
                 check_finite(locate(Path(use.path))[0])
         except LoraError as error:
-            raise LoraError(f"the LoRA {use.name!r} cannot be used: {error}") from None
+            raise type(error)(f"the LoRA {use.name!r} cannot be used: {error}") from None
         if self.near == "gpu":
             self._keep("host", use.version, lora)
         self._keep(self.near, use.version, near)
@@ -172,6 +179,12 @@ class LoraTiers:
             return self._copier.copy(lora, self.dtype)
         near = lora.to(self.dtype)
         return near, bool(near.memory.sum().isfinite())
+
+    def _needs_file(self, use: LoraUse) -> bool:
+        """Return whether any layer of a LoRA is wanted here. Of a remote one the header alone says it."""
+        if self.disk.has(use):
+            return True
+        return any(map(self.wants, fit(self.disk.look(use).header, self.table, {})))
 
     def _read(self, path: Path) -> Lora:
         """Read a LoRA into main memory. Where its tensors go is found once for all files of a layout."""

@@ -19,7 +19,6 @@ import zmq
 from rich.filesize import decimal
 from torch import Tensor
 
-from instgenie.cache.backoff import SLOWEST, Backoff, GoneError
 from instgenie.cache.format import DamagedError
 from instgenie.cache.pieces import (
     LAYOUT,
@@ -41,6 +40,7 @@ from instgenie.cache.pieces import (
     span_of,
 )
 from instgenie.jobs.activations import Key, Span
+from instgenie.machine.backoff import SLOWEST, Backoff, GoneError
 from instgenie.machine.curve import secure_client
 from instgenie.machine.pages import empty_pages
 from instgenie.types import TierName

@@ -29,7 +29,6 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from rich.filesize import decimal
 
-from instgenie.cache.backoff import Backoff, GoneError
 from instgenie.cache.format import (
     ASKED,
     HEAD_BYTES,
@@ -48,6 +47,7 @@ from instgenie.cache.format import (
 from instgenie.cache.tier import Spill, Stored, Usage, keep_nothing, total
 from instgenie.errors import CacheError
 from instgenie.jobs.activations import Key, Span
+from instgenie.machine.backoff import Backoff, GoneError
 from instgenie.machine.files import PARTIAL
 from instgenie.types import Pixels, TierName
 

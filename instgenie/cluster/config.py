@@ -57,6 +57,9 @@ class LoraConfig:
 
     modules: tuple[tuple[str, str], ...] = ()  # names and paths
     folder: str | None = None  # whose files edits may name; None: none
+    remote: str | None = None  # any fsspec URL whose files edits may name; None: none
+    disk_folder: str = ""  # for copies of remote files
+    disk_bytes: int = 20 * 2**30
     gpu_bytes: int = 2 * 2**30
     host_bytes: int = 4 * 2**30
     wait_share: float = 0.3  # of an edit's steps that it takes without its LoRAs while they load; then it waits
@@ -66,7 +69,7 @@ class LoraConfig:
 
     @property
     def is_on(self) -> bool:
-        return bool(self.modules or self.folder)
+        return bool(self.modules or self.folder or self.remote)
 
     def num_free_steps(self, num_steps: int) -> int:
         """Steps that an edit may take before its LoRAs are there: never all of them."""

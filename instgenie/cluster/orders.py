@@ -13,7 +13,9 @@ from instgenie.telemetry.logs import request_id
 from instgenie.types import Box, PixelMask, Pixels, ReuseFound, Source, TierName, Whole
 
 OutputFormat = Literal["png", "jpeg", "webp"]
-FailureKind = Literal["bad_input", "no_reuse", "out_of_memory", "crashed", "unavailable", "shutting_down", "internal"]
+FailureKind = Literal[
+    "bad_input", "no_reuse", "out_of_memory", "crashed", "unavailable", "lora_unavailable", "shutting_down", "internal"
+]
 TemplateState = Literal["queued", "registering", "ready", "failed"]
 
 
@@ -135,7 +137,7 @@ class LoraFacts:
     """How the LoRAs of an edit were applied."""
 
     step: int  # from which on
-    tier: str  # where the slowest of them was found: gpu, host or disk
+    tier: str  # where the slowest of them was found: gpu, host, disk or remote
     waited_seconds: float = 0.0  # that the edit stood still for them
 
 

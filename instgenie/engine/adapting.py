@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from instgenie.adapters.applied import AppliedLoras, PatchableLayers, apply_loras, batch_loras, hooked
 from instgenie.adapters.fitting import Fitted
 from instgenie.adapters.keys import NETWORK
-from instgenie.adapters.tiers import LoraFetch, LoraTiers
+from instgenie.adapters.tiers import DISK_BYTES, LoraFetch, LoraTiers
 from instgenie.jobs.job import Job
 from instgenie.models.families import FAMILIES
 from instgenie.models.model import Model
@@ -28,10 +28,16 @@ def is_of_prompts(fitted: Fitted, model: Model) -> bool:
 class PromptLoras:
     """The parts of LoRAs that change how a prompt is encoded. An edit waits for them: they are small."""
 
-    def __init__(self, model: Model, max_bytes: int = PROMPT_BYTES) -> None:
+    def __init__(self, model: Model, max_bytes: int = PROMPT_BYTES, disk_bytes: int = DISK_BYTES) -> None:
         self.model = model
         self.tiers = LoraTiers(
-            model.layer_table, model.device, model.dtype, max_bytes, max_bytes, lambda one: is_of_prompts(one, model)
+            model.layer_table,
+            model.device,
+            model.dtype,
+            max_bytes,
+            max_bytes,
+            wants=lambda one: is_of_prompts(one, model),
+            disk_bytes=disk_bytes,
         )
 
     @cached_property
@@ -89,8 +95,14 @@ class JobLoras:
         return applied
 
 
-def make_tiers(model: Model, host_bytes: int, gpu_bytes: int) -> LoraTiers:
+def make_tiers(model: Model, host_bytes: int, gpu_bytes: int, disk_bytes: int = DISK_BYTES) -> LoraTiers:
     """Tiers for the layers that steps apply."""
     return LoraTiers(
-        model.layer_table, model.device, model.dtype, host_bytes, gpu_bytes, lambda one: not is_of_prompts(one, model)
+        model.layer_table,
+        model.device,
+        model.dtype,
+        host_bytes,
+        gpu_bytes,
+        wants=lambda one: not is_of_prompts(one, model),
+        disk_bytes=disk_bytes,
     )

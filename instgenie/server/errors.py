@@ -18,6 +18,7 @@ from instgenie.errors import (
     InstGenieError,
     LoraError,
     LoraNotFoundError,
+    LoraStoreError,
     MaskError,
     PictureError,
 )
@@ -124,6 +125,8 @@ def from_lora_error(error: LoraError, param: str = "loras") -> ApiError:
     message = message[:1].upper() + message[1:] + "."
     if isinstance(error, LoraNotFoundError):
         return ApiError(404, message, "lora_not_found", param)
+    if isinstance(error, LoraStoreError):
+        return closed(message, SECONDS_TO_RECOVER, "lora_unavailable")
     return ApiError(400, message, "invalid_lora", param)
 
 
@@ -141,6 +144,8 @@ def from_failure(failed: Failed) -> ApiError:
             return ApiError(500, "The worker that ran the edit crashed.", "worker_crashed")
         case "unavailable":
             return closed("No worker can run the edit.", SECONDS_TO_RECOVER, "unavailable")
+        case "lora_unavailable":
+            return from_lora_error(LoraStoreError(failed.message))
         case "shutting_down":
             return closed("The server shut down before the edit was done.", SECONDS_TO_RECOVER, "shutting_down")
         case "internal":

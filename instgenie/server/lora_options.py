@@ -1,5 +1,6 @@
 """The server's options for LoRAs."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ LORA_OPTIONS = (
            "NAME=PATH", default_text="none", repeatable=True),
     Option("lora-dir", text, None, "folder of LoRAs: clients name its files, and give them names with POST /v1/loras",
            "FOLDER", default_text="none"),
+    Option("lora-remote", text, None, "any fsspec URL of LoRAs, such as s3://bucket/loras: clients name its files",
+           "URL", default_text="none"),
+    Option("lora-disk-dir", text, None, "folder for copies of remote LoRAs, on every machine", "FOLDER",
+           default_text="instgenie/loras in the user's cache folder"),
+    Option("lora-disk-gib", number(0, 65536), 20.0, "disk for copies of remote LoRAs, per machine", "GIB"),
     Option("lora-wait-steps", lora_wait, (0.3, None),
            "steps, or a share of them such as 30%, that an edit takes without its LoRAs while they load; then it waits",
            "STEPS", default_text="30%"),
@@ -52,6 +58,11 @@ LORA_OPTIONS = (
 )  # fmt: skip
 
 
+def usual_disk_folder() -> Path:
+    """For copies of remote LoRAs, as other programs keep what they can fetch again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instgenie" / "loras"
+
+
 def make_loras(values: Mapping[str, Any]) -> LoraConfig:
     """Check the files of the named LoRAs, and of those in the model's folder, before any process starts."""
     share, steps = values["lora_wait_steps"]
@@ -59,6 +70,9 @@ def make_loras(values: Mapping[str, Any]) -> LoraConfig:
     config = LoraConfig(
         modules=tuple((shipped_loras(values["model"]) | given).items()),
         folder=values["lora_dir"] and str(Path(values["lora_dir"]).resolve()),
+        remote=values["lora_remote"],
+        disk_folder=str(Path(values["lora_disk_dir"] or usual_disk_folder()).resolve()),
+        disk_bytes=round(values["lora_disk_gib"] * GIB),
         gpu_bytes=round(values["lora_gpu_gib"] * GIB),
         host_bytes=round(values["lora_host_gib"] * GIB),
         wait_share=share,
@@ -67,7 +81,7 @@ def make_loras(values: Mapping[str, Any]) -> LoraConfig:
         wait_steps=steps,
     )
     try:
-        LoraRegistry(dict(config.modules), config.folder)
+        LoraRegistry(dict(config.modules), config.folder, config.remote, config.disk_folder)
     except LoraError as error:
         raise ConfigError(str(error)) from None
     return config

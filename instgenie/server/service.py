@@ -58,7 +58,8 @@ class HttpService:
         self.admission = Admission(cluster, config.max_decoded_bytes, config.decode_threads)
         self.idempotency = Idempotency(cluster, config.keep_bytes, cluster.config.hold_seconds)
         self.metrics = Metrics(cluster)
-        self.loras = LoraRegistry(dict(cluster.config.loras.modules), cluster.config.loras.folder)
+        loras = cluster.config.loras
+        self.loras = LoraRegistry(dict(loras.modules), loras.folder, loras.remote, loras.disk_folder)
         self.controlnets = ControlNetRegistry(dict(cluster.config.controls.modules))
         self.warming = Warming(cluster, config.register_examples)
         self.vocabulary = read_vocabulary(cluster.config.model)

@@ -42,7 +42,7 @@ class LoraUser(Protocol):
 class LoraDesk:
     def __init__(self, model: Model, config: LoraConfig, line: Line) -> None:
         self.config, self.line = config, line
-        self.tiers = make_tiers(model, config.host_bytes, config.gpu_bytes)
+        self.tiers = make_tiers(model, config.host_bytes, config.gpu_bytes, config.disk_bytes)
         self.tiers.wake = line.wake
         self.job_loras = JobLoras(model, self.tiers)
 

@@ -6,6 +6,7 @@ It remembers recent encodings: templates by their picture, prompts by their text
 import time
 from dataclasses import replace
 
+from instgenie.adapters.tiers import DISK_BYTES
 from instgenie.cluster.config import ProcessConfig
 from instgenie.cluster.wire import Frame, Prepare, Prepared, PrepareTemplate, read_mask, read_picture
 from instgenie.engine.adapting import PromptLoras
@@ -25,11 +26,11 @@ PARTS: frozenset[PartKind] = frozenset({"vae", "text_encoder"})
 
 
 class Preparer:
-    def __init__(self, model: Model, line: Line) -> None:
+    def __init__(self, model: Model, line: Line, lora_disk_bytes: int = DISK_BYTES) -> None:
         self.model = model
         self.line = line
         self.encodings = Encodings()
-        self.prompt_loras = PromptLoras(model)
+        self.prompt_loras = PromptLoras(model, disk_bytes=lora_disk_bytes)
 
     def handle(self, message: Prepare | PrepareTemplate, frames: list[Frame]) -> bool:
         """Prepare an edit or a template, and send the job. Returns whether it succeeded."""
@@ -64,7 +65,7 @@ class Preparer:
 def serve(config: ProcessConfig, model: Model, line: Line) -> None:
     warm_up_preparing(model)
     say_ready(line, model)
-    run(Preparer(model, line), Inbox(line))
+    run(Preparer(model, line, config.loras.disk_bytes), Inbox(line))
 
 
 def run(preparer: Preparer, inbox: Inbox) -> None:

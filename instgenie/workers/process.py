@@ -21,6 +21,7 @@ from instgenie.errors import (
     EditError,
     InstGenieError,
     LoraError,
+    LoraStoreError,
     MaskError,
     ModelError,
     OutOfMemoryError,
@@ -146,6 +147,8 @@ def failure(work: Attempt, error: BaseException) -> JobFailed:
     if isinstance(error, OutOfMemoryError | CacheError) or is_out_of_memory(error):
         log.warning("out of memory", extra=names_of(work))
         return JobFailed(id, attempt, "out_of_memory", str(error).splitlines()[0])
+    if isinstance(error, LoraStoreError):
+        return JobFailed(id, attempt, "lora_unavailable", str(error))
     if isinstance(error, EditError | PictureError | MaskError | LoraError | ControlError):
         return JobFailed(id, attempt, "bad_input", str(error), PARAMS.get(type(error)))
     log.error("job failed", exc_info=error, extra=names_of(work))

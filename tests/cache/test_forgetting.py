@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from helpers.spans import GIB, KEY, SPANS, is_found, make_picture, make_spans, other_key, put
 
-from instgenie.cache.backoff import GoneError
 from instgenie.cache.disk import DiskTier
 from instgenie.cache.host import HostTier
 from instgenie.cache.remote import RemoteTier
 from instgenie.cache.store import Lookup, Store
+from instgenie.machine.backoff import GoneError
 
 OTHER = other_key(1)
 HOUR = 3600.0

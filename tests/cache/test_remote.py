@@ -10,11 +10,11 @@ import pytest
 from helpers.s3 import BUCKET, URL, Server
 from helpers.spans import GIB, KEY, SPANS, STEPS, check_pictures, equal, make_picture, make_span, other_key
 
-from instgenie.cache import backoff
 from instgenie.cache.format import encode
 from instgenie.cache.remote import RemoteTier, when
 from instgenie.errors import CacheError
 from instgenie.jobs.activations import Key
+from instgenie.machine import backoff
 
 NUM_BYTES = len(encode(KEY, make_span()))
 

@@ -235,3 +235,38 @@ def test_loras_on_the_page(visitor: "Visitor") -> None:
     page.click("#strip button")
     page.click("#again")  # the settings of the result
     expect(page.locator("#loras li")).to_have_text(["style0.5×", "one1×"])
+
+
+def test_loras_behind_a_url(folders: dict[str, Path], models: "dict[str, Model]", tmp_path: Path) -> None:
+    """They are copied to the disk while an edit takes steps, refused like others, and answer 503 while their store is
+    away."""
+    from helpers.loras import save_lora
+    from helpers.s3 import BUCKET, Server
+
+    style = save_lora(tmp_path / "style.safetensors", models["sd_fill"])
+    s3 = Server()
+    try:
+        s3.files().put_file(str(style), f"{BUCKET}/loras/style.safetensors")
+        s3.files().pipe_file(f"{BUCKET}/loras/cut.safetensors", style.read_bytes()[:-3])
+        variables = {f"FSSPEC_S3_{name.upper()}": value for name, value in s3.options.items()}
+        flags = ["--lora-remote", f"s3://{BUCKET}/loras", "--lora-disk-dir", str(tmp_path / "disk")]
+        with running_server(tmp_path, str(folders["sd_fill"]), *flags, "--api-key", ALICE, **variables) as server:
+            plain, answer = painted(server), edit(server, lora="style")
+            assert answer.json()["data"][0]["loras"]["tier"] == "remote"
+            assert not np.array_equal(plain, pixels_of(answer))
+            assert [one.suffix for one in sorted((tmp_path / "disk").iterdir())] == [".lock", ".safetensors"]
+            assert server.metric('instgenie:lora_loads_total{tier="remote"}') == 1
+            with server.http() as client:
+                names = {one["id"]: one["root"] for one in client.get("/v1/loras").json()["data"]}
+            assert names == {name: f"{name}.safetensors" for name in ("cut", "style")}
+            refused = edit(server, lora="cut")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_lora")
+            assert edit(server, lora="nobody").status_code == 404
+            s3.kill()
+            assert np.array_equal(pixels_of(answer), painted(server, lora="style"))
+            away = edit(server, lora="other")
+            assert (away.status_code, away.json()["error"]["code"]) == (503, "lora_unavailable")
+            assert "does not answer" in away.json()["error"]["message"]
+            assert int(away.headers["retry-after"]) > 0
+    finally:
+        s3.kill()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from helpers.workers import files, head_of, jobs, make_denoiser, memory_status, register_on_disk, registering
 
-from instgenie.cache.backoff import GoneError
 from instgenie.cache.remote import RemoteTier
 from instgenie.cluster import wire
+from instgenie.machine.backoff import GoneError
 from instgenie.models.model import Model
 from instgenie.workers.denoise import Denoiser
 

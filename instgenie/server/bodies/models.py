@@ -115,7 +115,7 @@ def describe_lora(lora: RegisteredLora, model: str) -> LoraAnswer:
         id=lora.name,
         object="lora",
         created=lora.created,
-        root=lora.path.name,
+        root=lora.root,
         parent=model,
         num_bytes=lora.num_bytes,
         shared=not lora.tenant,
