@@ -166,11 +166,11 @@ def test_a_killed_registration_goes_on_and_comes_to_the_same(desk: Path, folders
     assert {path.suffix for path in Path("killed").glob("*/*")} == {".safetensors", ""}
 
 
-def start_alone(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+def start_alone(*arguments: str) -> subprocess.Popen[str]:
     """Start our command in a process of its own, with one thread. It is not forked: it is dead as soon as it is killed,
     and all of them multiply with the same library."""
     command = [sys.executable, "-m", "instgenie", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TESTS_FORK_FOLDER": ""} | variables
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TESTS_FORK_FOLDER": ""}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
