@@ -8,6 +8,7 @@ go first.
 import fcntl
 import hashlib
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class RemoteLoras:
             raise LoraError(f"{url} cannot hold LoRAs: {error} (for s3: pip install 'instgenie[remote]')") from None
         self._root = root.rstrip("/")
         self._server = Backoff(self.url, PATIENCE)
+        self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[float, RemoteFile]] = OrderedDict()  # with the time at which it was told
 
     def find(self, name: str) -> RemoteFile | None:
@@ -69,7 +71,7 @@ class RemoteLoras:
         try:
             return self._remember(name, self._ask(lambda: self._files.info(self._path(name))))
         except FileNotFoundError:
-            self._known.pop(name, None)
+            self._forget(name)
             return None
         except LoraStoreError:
             if known:
@@ -103,7 +105,7 @@ class RemoteLoras:
                 self._ask(lambda: self._files.get_file(self._path(file.name), str(partial)), file.num_bytes)
             except FileNotFoundError:
                 raise LoraError(f"the file of the LoRA {file.name!r} is gone") from None
-            self._known.pop(file.name, None)
+            self._forget(file.name)
             present, num_bytes = self.find(file.name), partial.stat().st_size
             if present != file or num_bytes != file.num_bytes:
                 raise LoraError(f"the file of the LoRA {file.name!r} has changed: send the edit again")
@@ -121,11 +123,16 @@ class RemoteLoras:
         url, num_bytes = f"{self.url}/{name}{SUFFIX}", int(about["size"])
         facts = [url, num_bytes, *(str(about[change]) for change in CHANGES if change in about)]
         file = RemoteFile(url, num_bytes, hashlib.sha256(repr(facts).encode()).hexdigest()[:16])
-        self._known[name] = time.monotonic(), file
-        self._known.move_to_end(name)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        with self._lock:
+            self._known[name] = time.monotonic(), file
+            self._known.move_to_end(name)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
         return file
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._known.pop(name, None)
 
 
 class LoraDisk:
