@@ -93,8 +93,12 @@ class JobGroup:
         return self.jobs[0].is_preempted
 
     @property
+    def is_fetching(self) -> bool:
+        return any(job.fetching for job in self.jobs)
+
+    @property
     def is_ready(self) -> bool:
-        return self.has_own_room and not any(job.fetching for job in self.jobs)
+        return self.has_own_room and not self.is_fetching
 
     @property
     def is_overdue(self) -> bool:
@@ -297,10 +301,11 @@ class WaitingQueue:
             self.on_leave(tracked)
 
     def grant_own_room(self, running: Sequence[Job]) -> None:
-        """Let groups join for which there is room beside the running jobs."""
-        holding = [tracked.job for group in self.groups if group.is_preempted for tracked in group.jobs]
-        waiting = ([] if group.is_preempted else [tracked.job for tracked in group.jobs] for group in self.groups)
-        granting = self.own_room.grant(waiting, [*running, *holding])
+        """Let groups join for which there is room beside the running jobs. A group that waits for activations takes no
+        room: others, which have theirs, would wait for it and keep it from its own."""
+        preempted = [tracked.job for group in self.groups if group.is_preempted for tracked in group.jobs]
+        waiting = ([] if group.is_fetching else [tracked.job for tracked in group.jobs] for group in self.groups)
+        granting = self.own_room.grant(waiting, running, preempted)
         for group, granted in zip(self.groups, granting, strict=True):
             group.has_own_room = granted
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -52,6 +53,12 @@ def run_changed(
     while engine.jobs:
         engine.step()
     return jobs
+
+
+def choose_by_blocks(model: Model, patch: pytest.MonkeyPatch) -> Changed:
+    """Let blocks choose in the workers of a test, which reuse everything for as long as they may."""
+    patch.setattr("instgenie.engine.changed.find_predictor", lambda _: sure(blocks_of(model)))
+    return Changed(sure(blocks_of(model)), 0.6, model)
 
 
 @cache

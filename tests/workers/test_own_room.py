@@ -57,6 +57,16 @@ def test_jobs_wait_for_room_for_rows_of_blocks(model: Model) -> None:
     assert list(room.cut(jobs)) == [3]
 
 
+def test_preempted_jobs_wait_for_rows_of_blocks_alone(model: Model, job: Job) -> None:
+    """They hold what their dense steps left, so that a job which needs all of the room never goes before them."""
+    changed = Changed(ReusePredictor((0.0,) * len(BLOCK_FEATURES), 0.0, 0.05, 2, per_block=True, tile=4), 0.5, model)
+    changed.welcome(job)
+    room = OwnRoom(model, OwnRoom(model, 0, changed=changed).bytes_of(job), changed=changed)
+    other = replace(job)
+    assert list(room.grant([[other], [job]], running=[], preempted=[job])) == [False, True]
+    assert list(room.grant([[job]], running=[other], preempted=[job])) == [False]
+
+
 def test_a_request_for_many_pictures_is_cut_into_parts_that_fit(model: Model, job: Job) -> None:
     one = OwnRoom(model, 0).bytes_of(job)
     assert list(OwnRoom(model, 2 * one).cut([job] * 5)) == [2, 2, 1]
