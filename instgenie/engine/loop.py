@@ -179,13 +179,14 @@ class Engine:
     def hand_over(self) -> list[Job]:
         finished = [job for job in self.jobs if job.done]
         self.jobs = [job for job in self.jobs if not job.done]
+        forget_blocks(finished)
         if not self.jobs:
             self.max_jobs = self.full_size
         return finished
 
 
 def forget_blocks(jobs: Sequence[Job]) -> None:
-    """Let jobs that take no step, or have no room, begin anew with what they keep of blocks."""
+    """Let go of what jobs keep of blocks that take no step, or have no room: they begin anew, if they go on."""
     for job in jobs:
         if job.blocks:
             job.blocks.forget()

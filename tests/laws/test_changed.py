@@ -168,6 +168,21 @@ def test_caches_go_with_their_jobs(model: Model, blocks: Way) -> None:
     assert all(len(sizes) == 1 for sizes in left.sizes.values())
 
 
+def test_rows_of_blocks_go_when_their_job_is_done(models: dict[str, Model]) -> None:
+    """The loader knows the job for longer: a captured pass goes on, for which it has nothing to do."""
+    model = models["blend"]
+    changed = Changed(sure(blocks_of(model)), 0.6, model)
+    engine = Engine(model, graphs=Graphs(model), own=OwnActivations(model, changed=changed))
+    jobs = [prepare(whole(steps=2), model), prepare(whole(steps=4, reuse="off"), model)]
+    for job in jobs:
+        engine.join(job)
+    while not jobs[0].done:
+        engine.step()
+    assert engine.loader.described[0][0] is jobs[0]
+    assert jobs[0].blocks
+    assert jobs[0].blocks.packed is None
+
+
 @pytest.mark.parametrize("trust", [0.0, 0.8])
 def test_the_memory_of_rows_is_counted(model: Model, blocks: Way, trust: float) -> None:
     """To the byte: twice what a job keeps, because rows before a pass and behind it lie side by side."""
