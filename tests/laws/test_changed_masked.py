@@ -46,6 +46,15 @@ def test_law_masked_blocks_over_equal_inputs_read_padding(name: str, models: dic
     check_equal_inputs(models[name], job, tile=2)
 
 
+def test_law_masked_tiles_over_equal_inputs_differ_between_levels(models: dict[str, Model]) -> None:
+    """The two finest levels have 4 by 4 tiles, of 9 by 9 and of 4 by 4 tokens: the last rows and columns of the finest
+    reach over the edge, and other tiles have masked tokens."""
+    job = registered(models["sd"], "kv", share=0.28, size=(128, 128))
+    sides = ((32, 9), (16, 4))
+    assert len({tuple(job.level(side**2).tiles((side, side), tile).active.tolist()) for side, tile in sides}) == 2
+    check_equal_inputs(models["sd"], job, tile=9)
+
+
 def test_law_masked_blocks_over_equal_inputs_read_own_steps(model: Model) -> None:
     engine = Engine(model)
     engine.join(job := own(model, true_guidance=2.0))
