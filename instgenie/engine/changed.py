@@ -54,6 +54,7 @@ class Changed:
         self.bound = logit(threshold)
         self.weights = torch.tensor(predictor.weights, device=model.device)
         self._choices: WeakKeyDictionary[Job, StepChoice] = WeakKeyDictionary()  # for the next step
+        self._num_bytes: WeakKeyDictionary[Job, dict[bool, int]] = WeakKeyDictionary()  # see `count_bytes`
 
     @property
     def per_block(self) -> bool:
@@ -85,9 +86,14 @@ class Changed:
         return num_bytes if num_bytes <= self.max_bytes else 0
 
     def count_bytes(self, job: Job) -> int:
-        """The rows before a pass and those behind it exist side by side."""
-        own, item_bytes = self.predictor, self.model.dtype.itemsize
-        return 2 * sum(one.num_bytes(item_bytes, own.trust > 0) for one in self.model.kept_units(job, own.tile))
+        """The rows before a pass and those behind it exist side by side. They are counted once for a job that reads
+        activations, and once for a dense one: jobs that wait are asked for them before every step."""
+        counted, key = self._num_bytes.setdefault(job, {}), reads_others(job)
+        if key not in counted:
+            own, item_bytes = self.predictor, self.model.dtype.itemsize
+            units = self.model.kept_units(job, own.tile)
+            counted[key] = 2 * sum(one.num_bytes(item_bytes, own.trust > 0) for one in units)
+        return counted[key]
 
     @property
     def rule(self) -> BlockRule:

@@ -17,7 +17,8 @@ from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.reuse_predictor import DEFAULT_FILE, read_predictor
-from instgenie.jobs.blocks import BlockPass
+from instgenie.jobs.blocks import BlockPass, KeptUnits
+from instgenie.jobs.job import Job, reads_others
 from instgenie.models.model import Model
 from instgenie.models.qwen.model import QwenEditModel
 
@@ -199,6 +200,27 @@ def test_the_memory_of_rows_is_counted(model: Model, blocks: Way, trust: float) 
     small = Changed(changed.predictor, 0.5, model, max_bytes=expected - 1)
     small.welcome(other := prepare(job.edit, model))
     assert (other.blocks, other.reuses_changed, small.bytes_of(other)) == (None, False, 0)
+
+
+@pytest.mark.parametrize("name", ["blend", "sd"])
+def test_the_memory_of_rows_is_counted_once(
+    name: str, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, counted = models[name], list[bool]()
+    kept_units = type(model).kept_units
+
+    def note(model: Model, job: Job, side: int) -> list[KeptUnits]:
+        counted.append(reads_others(job))
+        return kept_units(model, job, side)
+
+    monkeypatch.setattr(type(model), "kept_units", note)
+    changed = Changed(sure(blocks_of(model)), 0.5, model)
+    dense = prepare(whole(share=0.5), model)
+    job = reuse_own(dense)
+    assert [changed.bytes_of(one) for one in (dense, job)] == [changed.bytes_of(one) for one in (dense, job)]
+    job.own_steps = None
+    assert changed.bytes_of(job) == changed.bytes_of(dense)
+    assert counted == [False, True, False]
 
 
 def test_a_job_with_a_template_guesses_between_its_steps(model: Model) -> None:
