@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from instgenie.cache.store import Found
 from instgenie.cluster.orders import GuidanceFacts
@@ -155,10 +156,8 @@ class WaitingQueue:
         """Add a group, and return its jobs. Jobs that cannot be read fail and are left out."""
         pairs = zip(message.jobs, split_frames(frames, message.jobs), strict=True)
         jobs = [tracked for tracked in (self.read(*pair) for pair in pairs) if tracked]
-        start = 0
-        for length in self.own_room.cut([tracked.job for tracked in jobs]):
-            self.groups.append(JobGroup(jobs[start : start + length]))
-            start += length
+        if jobs:
+            self.groups.append(JobGroup(jobs))
         return jobs
 
     def read(self, given: Denoising, frames: Sequence[Frame]) -> TrackedJob | None:
@@ -300,9 +299,19 @@ class WaitingQueue:
         if tracked.found is None:
             self.on_leave(tracked)
 
+    def cut(self, group: JobGroup) -> list[JobGroup]:
+        """The parts of a group that find room together. A group is whole while it waits for activations: what its jobs
+        keep depends on them."""
+        if group.num_jobs == 1 or group.is_fetching:
+            return [group]
+        lengths = list(self.own_room.cut([tracked.job for tracked in group.jobs]))
+        ends = accumulate(lengths)
+        return [replace(group, jobs=group.jobs[end - num : end]) for num, end in zip(lengths, ends, strict=True)]
+
     def grant_own_room(self, running: Sequence[Job]) -> None:
         """Let groups join for which there is room beside the running jobs. A group that waits for activations takes no
         room: others, which have theirs, would wait for it and keep it from its own."""
+        self.groups = deque(part for group in self.groups for part in self.cut(group))
         preempted = [tracked.job for group in self.groups if group.is_preempted for tracked in group.jobs]
         waiting = ([] if group.is_fetching else [tracked.job for tracked in group.jobs] for group in self.groups)
         granting = self.own_room.grant(waiting, running, preempted)
