@@ -68,9 +68,11 @@ class Engine:
         self.far = far or NoFarBranches()
         self.jobs: list[Job] = []
 
-    def join(self, job: Job) -> None:
-        """Take a job into the batch. This may wait for the device, no step does."""
-        self.own.welcome(job)
+    def join(self, job: Job, may_choose: bool = True) -> None:
+        """Take a job into the batch. This may wait for the device, no step does. Without room for what it would keep, a
+        job may not begin to reuse what hardly changes."""
+        if may_choose:
+            self.own.welcome(job)
         locate(job, self.sides, self.tiles)
         self.jobs.append(job)
 
