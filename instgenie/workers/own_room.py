@@ -16,7 +16,8 @@ class OwnRoom:
         self.network = model.describe()
 
     def bytes_of(self, job: Job) -> int:
-        return self.own_bytes(job) + (self.changed.bytes_of(job) if self.changed else 0)
+        own_bytes = self.own_bytes(job)
+        return own_bytes + (self.changed.bytes_of(job, own_bytes) if self.changed else 0)
 
     def own_bytes(self, job: Job) -> int:
         return room_bytes(job, self.model, self.network, num_text=self.num_text) if job.own_steps else 0
