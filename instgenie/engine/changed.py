@@ -65,7 +65,7 @@ class Changed:
         if job.reuses_changed or not self.can_reuse(job):
             return
         if self.per_block and self.bound > -math.inf:
-            if self.count_bytes(job) > self.max_bytes - own_bytes:
+            if not 0 < self.count_bytes(job) <= self.max_bytes - own_bytes:  # 0: no block can choose
                 return
             job.blocks = BlockMemory(self.rule)
         job.reuses_changed = True

@@ -1,6 +1,7 @@
 """The laws of reusing what hardly changes: whole steps on every family; tokens and tiles, which are chosen before each
 block, where blocks can."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,10 @@ from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.reuse_predictor import DEFAULT_FILE, read_predictor
 from instgenie.jobs.blocks import BlockPass, KeptUnits
-from instgenie.jobs.job import Job, reads_others
+from instgenie.jobs.job import Job, chooses, reads_others
 from instgenie.models.model import Model
 from instgenie.models.qwen.model import QwenEditModel
+from instgenie.models.unet.passes import UnetPasses
 
 
 @pytest.fixture(params=["steps", "blocks"])
@@ -221,6 +223,17 @@ def test_the_memory_of_rows_is_counted_once(
     job.own_steps = None
     assert changed.bytes_of(job) == changed.bytes_of(dense)
     assert counted == [False, True, False]
+
+
+def test_a_job_chooses_nothing_where_no_block_can(models: dict[str, Model]) -> None:
+    """A convolution of this UNet wraps around the edge of pictures, which its tiles do not know."""
+    model = models["sd"]
+    assert isinstance(model, UnetPasses)
+    model = replace(model, unet=copy.deepcopy(model.unet))
+    model.unet.mid_block.resnets[0].conv1.padding_mode = "circular"
+    changed = Changed(sure(blocks_of(model)), 0.6, model)
+    changed.welcome(job := prepare(whole(), model))
+    assert (job.blocks, job.reuses_changed, chooses(job), changed.bytes_of(job)) == (None, False, False, 0)
 
 
 def test_a_job_with_a_template_guesses_between_its_steps(model: Model) -> None:
