@@ -299,19 +299,10 @@ class WaitingQueue:
         if tracked.found is None:
             self.on_leave(tracked)
 
-    def cut(self, group: JobGroup) -> list[JobGroup]:
-        """The parts of a group that find room together. A group is whole while it waits for activations: what its jobs
-        keep depends on them."""
-        if group.num_jobs == 1 or group.is_fetching:
-            return [group]
-        lengths = list(self.own_room.cut([tracked.job for tracked in group.jobs]))
-        ends = accumulate(lengths)
-        return [replace(group, jobs=group.jobs[end - num : end]) for num, end in zip(lengths, ends, strict=True)]
-
     def grant_own_room(self, running: Sequence[Job]) -> None:
         """Let groups join for which there is room beside the running jobs. A group that waits for activations takes no
         room: others, which have theirs, would wait for it and keep it from its own."""
-        self.groups = deque(part for group in self.groups for part in self.cut(group))
+        self.groups = deque(part for group in self.groups for part in cut(group, self.own_room))
         preempted = [tracked.job for group in self.groups if group.is_preempted for tracked in group.jobs]
         waiting = ([] if group.is_fetching else [tracked.job for tracked in group.jobs] for group in self.groups)
         granting = self.own_room.grant(waiting, running, preempted)
@@ -338,6 +329,16 @@ class WaitingQueue:
 
     def drop_empty(self) -> None:
         self.groups = deque(group for group in self.groups if group.jobs)
+
+
+def cut(group: JobGroup, room: OwnRoom) -> list[JobGroup]:
+    """The parts of a group that find room together. A group is whole while it waits for activations: what its jobs keep
+    depends on them."""
+    if group.num_jobs == 1 or group.is_fetching:
+        return [group]
+    lengths = list(room.cut([tracked.job for tracked in group.jobs]))
+    ends = accumulate(lengths)
+    return [replace(group, jobs=group.jobs[end - num : end]) for num, end in zip(lengths, ends, strict=True)]
 
 
 def terms_of(given: Denoising) -> Terms:
