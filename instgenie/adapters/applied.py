@@ -91,8 +91,7 @@ def apply_loras(
     for lora, scale in loras:
         for name, low in lora.layers.items() if scale else ():
             if layer := patchable.by_name.get(name):
-                scaled = low if scale == 1 else LowRank(low.down, low.up, low.scale * scale)
-                layers[layer] = (*layers.get(layer, ()), scaled)
+                layers[layer] = (*layers.get(layer, ()), low.scaled(scale))
     return AppliedLoras(layers, patchable.numbers, names)
 
 

@@ -50,21 +50,22 @@ class Changed:
 
     def __init__(self, predictor: ReusePredictor, threshold: float, model: Model, max_bytes: int = sys.maxsize) -> None:
         self.predictor, self.model = predictor, model
-        self.max_bytes = max_bytes  # that rows of blocks may take; a job with more computes everything
+        self.max_bytes = max_bytes  # that a job may keep; blocks of one that would keep more compute everything
         self.bound = logit(threshold)
         self.weights = torch.tensor(predictor.weights, device=model.device)
         self._choices: WeakKeyDictionary[Job, StepChoice] = WeakKeyDictionary()  # for the next step
+        self._num_bytes: WeakKeyDictionary[Job, dict[bool, int]] = WeakKeyDictionary()  # see `count_bytes`
 
     @property
     def per_block(self) -> bool:
         return self.predictor.per_block
 
-    def welcome(self, job: Job) -> None:
-        """Let a job that joins reuse what hardly changes, if it may."""
+    def welcome(self, job: Job, own_bytes: int = 0) -> None:
+        """Let a job that joins reuse what hardly changes, if it may. So many bytes are kept beside rows of blocks."""
         if job.reuses_changed or not self.can_reuse(job):
             return
         if self.per_block and self.bound > -math.inf:
-            if self.count_bytes(job) > self.max_bytes:
+            if not 0 < self.count_bytes(job) <= self.max_bytes - own_bytes:  # 0: no block can choose
                 return
             job.blocks = BlockMemory(self.rule)
         job.reuses_changed = True
@@ -76,18 +77,23 @@ class Changed:
         has_branches = len(job.branches) > 1 or job.scale <= 1
         return may_choose and has_branches and job.edit.reuse != "off" and job.edit.dense_steps < job.num_steps
 
-    def bytes_of(self, job: Job) -> int:
-        """Bytes that the rows of blocks of a job take that has joined, or will join."""
+    def bytes_of(self, job: Job, own_bytes: int = 0) -> int:
+        """Bytes that the rows of blocks take of a job that has joined, or will join, and keeps so many beside them."""
         will_choose = not job.reuses_changed and self.can_reuse(job)
         if not self.per_block or self.bound == -math.inf or not (job.blocks or will_choose):
             return 0
         num_bytes = self.count_bytes(job)
-        return num_bytes if num_bytes <= self.max_bytes else 0
+        return num_bytes if num_bytes <= self.max_bytes - own_bytes else 0
 
     def count_bytes(self, job: Job) -> int:
-        """The rows before a pass and those behind it exist side by side."""
-        own, item_bytes = self.predictor, self.model.dtype.itemsize
-        return 2 * sum(one.num_bytes(item_bytes, own.trust > 0) for one in self.model.kept_units(job, own.tile))
+        """The rows before a pass and those behind it exist side by side. They are counted once for a job that reads
+        activations, and once for a dense one: jobs that wait are asked for them before every step."""
+        counted, key = self._num_bytes.setdefault(job, {}), reads_others(job)
+        if key not in counted:
+            own, item_bytes = self.predictor, self.model.dtype.itemsize
+            units = self.model.kept_units(job, own.tile)
+            counted[key] = 2 * sum(one.num_bytes(item_bytes, own.trust > 0) for one in units)
+        return counted[key]
 
     @property
     def rule(self) -> BlockRule:

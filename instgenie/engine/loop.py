@@ -68,9 +68,11 @@ class Engine:
         self.far = far or NoFarBranches()
         self.jobs: list[Job] = []
 
-    def join(self, job: Job) -> None:
-        """Take a job into the batch. This may wait for the device, no step does."""
-        self.own.welcome(job)
+    def join(self, job: Job, may_choose: bool = True) -> None:
+        """Take a job into the batch. This may wait for the device, no step does. Without room for what it would keep, a
+        job may not begin to reuse what hardly changes."""
+        if may_choose:
+            self.own.welcome(job)
         locate(job, self.sides, self.tiles)
         self.jobs.append(job)
 
@@ -179,13 +181,14 @@ class Engine:
     def hand_over(self) -> list[Job]:
         finished = [job for job in self.jobs if job.done]
         self.jobs = [job for job in self.jobs if not job.done]
+        forget_blocks(finished)
         if not self.jobs:
             self.max_jobs = self.full_size
         return finished
 
 
 def forget_blocks(jobs: Sequence[Job]) -> None:
-    """Let jobs that take no step, or have no room, begin anew with what they keep of blocks."""
+    """Let go of what jobs keep of blocks that take no step, or have no room: they begin anew, if they go on."""
     for job in jobs:
         if job.blocks:
             job.blocks.forget()

@@ -45,7 +45,8 @@ class OwnActivations:
     def welcome(self, job: Job) -> None:
         """Let a job that joins reuse what hardly changes, if it may."""
         if self.changed:
-            self.changed.welcome(job)
+            own_bytes = room_bytes(job, self.model, self.network, self.kind, self.num_text) if job.own_steps else 0
+            self.changed.welcome(job, own_bytes)
 
     def make_ready(self, jobs: Sequence[Job]) -> None:
         """Give the jobs whose present step keeps activations the room for them. A job for which memory has no room

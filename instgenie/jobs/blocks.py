@@ -135,9 +135,7 @@ class PackedHistories:
     sizes: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)  # by block: units of each job
     blocks: dict[Hashable, BlockHistory] = field(default_factory=dict)
 
-    def part(self, block: Hashable, job: int) -> BlockHistory | None:
-        if block not in self.blocks:
-            return None
+    def part(self, block: Hashable, job: int) -> BlockHistory:
         first = sum(self.sizes[block][:job])
         return self.blocks[block].part(slice(first, first + self.sizes[block][job]))
 
@@ -160,7 +158,7 @@ class BlockMemory:
         if shared is None or all(len(sizes) == 1 for sizes in shared.sizes.values()):
             return
         own = {block: shared.part(block, self.position) for block in shared.blocks}
-        rows = {block: BlockHistory(*(column.clone() for column in one.columns)) for block, one in own.items() if one}
+        rows = {block: BlockHistory(*(column.clone() for column in one.columns)) for block, one in own.items()}
         self.packed = PackedHistories({block: (len(one.steps),) for block, one in rows.items()}, rows)
         self.position = 0
 
@@ -208,7 +206,7 @@ class BlockPass:
         if self.old and self.old.sizes.get(block) == sizes:
             return self.old.blocks[block]
         new = inputs.split(sizes)
-        parts = [old.part(block, place) if old else None for old, place in self.olds]
+        parts = [old.part(block, place) if old and block in old.blocks else None for old, place in self.olds]
         width = next((part.added.shape[1] for part in parts if part), width)
         moves = self.rule.trust > 0
         known = [part or BlockHistory.unknown(own, width, moves) for part, own in zip(parts, new, strict=True)]

@@ -44,6 +44,14 @@ class LowRank:
         """Where the tensors are, and the rank."""
         return self.down.data_ptr(), self.up.data_ptr(), self.rank
 
+    def scaled(self, scale: float) -> "LowRank":
+        """The same product with another scale. Its tensors are where they were."""
+        if scale == 1:
+            return self
+        scaled = LowRank(self.down, self.up, self.scale * scale)
+        vars(scaled)["entry"] = self.entry
+        return scaled
+
     @property
     def delta(self) -> Tensor:
         """What is added to the weight, in float32 [outputs, inputs, ...]"""

@@ -216,7 +216,7 @@ def settle_branches(companion: Companion | None, running: dict[Job, SplitUserT],
             user.job.awaits_branch = False
             user.guidance = replace(user.guidance or GuidanceFacts(), is_alone=True)
             running[user.job] = user
-            engine.join(user.job)
+            engine.join(user.job, may_choose=False)  # it has waited for room with one branch
 
 
 def repeats_branch(companion: Companion | None, user: SplitUser, error: Exception, engine: Engine) -> bool:

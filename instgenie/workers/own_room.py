@@ -1,7 +1,7 @@
 """The memory in which running jobs keep what their own dense steps, or their blocks, leave behind. Jobs wait for it
 before they join the batch, so that it never runs out in the middle of a step."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from instgenie.engine.changed import Changed
 from instgenie.engine.own import can_reuse_own, reuse_own, room_bytes
@@ -16,7 +16,8 @@ class OwnRoom:
         self.network = model.describe()
 
     def bytes_of(self, job: Job) -> int:
-        return self.own_bytes(job) + (self.changed.bytes_of(job) if self.changed else 0)
+        own_bytes = self.own_bytes(job)
+        return own_bytes + (self.changed.bytes_of(job, own_bytes) if self.changed else 0)
 
     def own_bytes(self, job: Job) -> int:
         return room_bytes(job, self.model, self.network, num_text=self.num_text) if job.own_steps else 0
@@ -40,12 +41,19 @@ class OwnRoom:
         if num_jobs:
             yield num_jobs
 
-    def grant(self, groups: Iterable[Sequence[Job]], running: Iterable[Job]) -> Iterator[bool]:
+    def grant(
+        self, groups: Iterable[Sequence[Job]], running: Iterable[Job], preempted: Collection[Job] = ()
+    ) -> Iterator[bool]:
         """Say for each group, in the order of arrival, whether it finds room beside the running jobs and the groups
-        before it. Behind a group that does not, only groups that need no room may join."""
-        used, is_full = sum(map(self.bytes_of, running)), False
+        before it. Behind a group that does not, only groups that need no room may join, and those of preempted jobs:
+        these hold what their dense steps left until they end, and wait for the rows of their blocks alone."""
+        used = sum(map(self.bytes_of, running)) + sum(map(self.own_bytes, preempted))
+        is_full = False
         for jobs in groups:
-            needed = sum(map(self.bytes_of, jobs))
-            is_full = is_full or (needed > 0 and used > 0 and used + needed > self.max_bytes)
-            used += 0 if is_full else needed
-            yield needed == 0 or not is_full
+            goes_on = any(job in preempted for job in jobs)
+            needed = sum(self.bytes_of(job) - (self.own_bytes(job) if goes_on else 0) for job in jobs)
+            fits = not used or used + needed <= self.max_bytes
+            is_granted = needed == 0 or (fits and (goes_on or not is_full))
+            is_full |= not is_granted
+            used += needed if is_granted else 0
+            yield is_granted

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from instgenie.cache.store import Found
 from instgenie.cluster.orders import GuidanceFacts
@@ -93,8 +94,12 @@ class JobGroup:
         return self.jobs[0].is_preempted
 
     @property
+    def is_fetching(self) -> bool:
+        return any(job.fetching for job in self.jobs)
+
+    @property
     def is_ready(self) -> bool:
-        return self.has_own_room and not any(job.fetching for job in self.jobs)
+        return self.has_own_room and not self.is_fetching
 
     @property
     def is_overdue(self) -> bool:
@@ -151,10 +156,8 @@ class WaitingQueue:
         """Add a group, and return its jobs. Jobs that cannot be read fail and are left out."""
         pairs = zip(message.jobs, split_frames(frames, message.jobs), strict=True)
         jobs = [tracked for tracked in (self.read(*pair) for pair in pairs) if tracked]
-        start = 0
-        for length in self.own_room.cut([tracked.job for tracked in jobs]):
-            self.groups.append(JobGroup(jobs[start : start + length]))
-            start += length
+        if jobs:
+            self.groups.append(JobGroup(jobs))
         return jobs
 
     def read(self, given: Denoising, frames: Sequence[Frame]) -> TrackedJob | None:
@@ -297,10 +300,12 @@ class WaitingQueue:
             self.on_leave(tracked)
 
     def grant_own_room(self, running: Sequence[Job]) -> None:
-        """Let groups join for which there is room beside the running jobs."""
-        holding = [tracked.job for group in self.groups if group.is_preempted for tracked in group.jobs]
-        waiting = ([] if group.is_preempted else [tracked.job for tracked in group.jobs] for group in self.groups)
-        granting = self.own_room.grant(waiting, [*running, *holding])
+        """Let groups join for which there is room beside the running jobs. A group that waits for activations takes no
+        room: others, which have theirs, would wait for it and keep it from its own."""
+        self.groups = deque(part for group in self.groups for part in cut(group, self.own_room))
+        preempted = [tracked.job for group in self.groups if group.is_preempted for tracked in group.jobs]
+        waiting = ([] if group.is_fetching else [tracked.job for tracked in group.jobs] for group in self.groups)
+        granting = self.own_room.grant(waiting, running, preempted)
         for group, granted in zip(self.groups, granting, strict=True):
             group.has_own_room = granted
 
@@ -324,6 +329,16 @@ class WaitingQueue:
 
     def drop_empty(self) -> None:
         self.groups = deque(group for group in self.groups if group.jobs)
+
+
+def cut(group: JobGroup, room: OwnRoom) -> list[JobGroup]:
+    """The parts of a group that find room together. A group is whole while it waits for activations: what its jobs keep
+    depends on them."""
+    if group.num_jobs == 1 or group.is_fetching:
+        return [group]
+    lengths = list(room.cut([tracked.job for tracked in group.jobs]))
+    ends = accumulate(lengths)
+    return [replace(group, jobs=group.jobs[end - num : end]) for num, end in zip(lengths, ends, strict=True)]
 
 
 def terms_of(given: Denoising) -> Terms:

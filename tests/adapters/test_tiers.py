@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from instgenie.adapters import plan
 from instgenie.adapters import tiers as tiers_module
+from instgenie.adapters.applied import PatchableLayers, apply_loras
 from instgenie.adapters.fitting import Fitted, fit
 from instgenie.adapters.header import WeightsHeader
 from instgenie.adapters.keys import NETWORK
@@ -48,6 +49,16 @@ def tiers_for(model: Model, num_loras: int) -> LoraTiers:
 def uses(folder: Path, names: str) -> list[LoraUse]:
     registry = LoraRegistry(folder=str(folder))
     return [registry.resolve([LoraUse(name, 0.5)], "")[0] for name in names]
+
+
+def test_loras_of_any_scale_find_their_tensors_where_they_are_loaded(sd: Model, folder: Path) -> None:
+    """The step loop, which binds them, looks for none of them again."""
+    [(lora, scale)] = tiers_for(sd, 1).fetch(uses(folder, "a")).result()
+    [loaded] = lora.layers.values()
+    assert scale != 1
+    [[scaled]] = apply_loras(PatchableLayers({NETWORK: sd.network}), [(lora, scale)]).layers.values()
+    assert scaled.scale == scale * loaded.scale
+    assert vars(scaled)["entry"] is loaded.entry
 
 
 def test_the_least_recently_used_goes_first_and_those_in_use_stay(sd: Model, folder: Path) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -54,11 +55,20 @@ def run_changed(
     return jobs
 
 
+def choose_by_blocks(model: Model, patch: pytest.MonkeyPatch) -> Changed:
+    """Let blocks choose in the workers of a test, which reuse everything for as long as they may."""
+    patch.setattr("instgenie.engine.changed.find_predictor", lambda _: sure(blocks_of(model)))
+    return Changed(sure(blocks_of(model)), 0.6, model)
+
+
 @cache
 def lax(model: Model, way: Way) -> ReusePredictor:
     """Reuses, at the threshold 0.5, about the half whose last guesses were better, at most for two steps; of whole
     pictures those that are no worse than one was."""
-    [job] = run_changed(model, [prepare(whole(steps=4), model)], sure(way), 1e-6)
+    engine = Engine(model, own=OwnActivations(model, changed=Changed(sure(way), 1e-6, model)))
+    engine.join(job := prepare(whole(steps=5), model))
+    while job.step < 4:
+        engine.step()
     if way.per_block:
         assert job.blocks
         assert job.blocks.packed

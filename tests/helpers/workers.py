@@ -61,8 +61,12 @@ def make_config(max_batch_size: int = 2, batching: Batching = "continuous", **ca
 
 def make_denoiser(model: Model, batching: Batching = "continuous", **cache: Any) -> tuple[Denoiser, Tape]:
     """Two jobs are a batch."""
+    return denoiser_of(make_config(batching=batching, **cache), model)
+
+
+def denoiser_of(config: ProcessConfig, model: Model) -> tuple[Denoiser, Tape]:
     tape = Tape()
-    denoiser = Denoiser(make_config(batching=batching, **cache), model, tape)  # type: ignore[arg-type]
+    denoiser = Denoiser(config, model, tape)  # type: ignore[arg-type]
     tape.is_busy = lambda: denoiser.queue.groups or denoiser.registrar.pending
     return denoiser, tape
 
@@ -73,10 +77,14 @@ def head_of(name: str, tenant: str = "me", weights: str = "these", steps: int = 
 
 
 def jobs(
-    model: Model, *steps: tuple[str, int], template: wire.TemplateHead | None = None, is_sure: bool = True
+    model: Model,
+    *steps: tuple[str, int],
+    template: wire.TemplateHead | None = None,
+    is_sure: bool = True,
+    **fields: Any,
 ) -> tuple[wire.Message, list[wire.Frame]]:
     """One group of jobs, each a name and a number of steps."""
-    made = [(name, job_frames(prepare(make_edit(size=SIZE, steps=num), model))) for name, num in steps]
+    made = [(name, job_frames(prepare(make_edit(size=SIZE, steps=num, **fields), model))) for name, num in steps]
     message = wire.Denoise(tuple(wire.Denoising(name, 1, head, template, is_sure, 0) for name, (head, _) in made))
     return message, [frame for _, (_, frames) in made for frame in frames]
 

@@ -1,6 +1,7 @@
 """The laws of reusing what hardly changes: whole steps on every family; tokens and tiles, which are chosen before each
 block, where blocks can."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,11 @@ from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.reuse_predictor import DEFAULT_FILE, read_predictor
-from instgenie.jobs.blocks import BlockPass
+from instgenie.jobs.blocks import BlockPass, KeptUnits
+from instgenie.jobs.job import Job, chooses, reads_others
 from instgenie.models.model import Model
 from instgenie.models.qwen.model import QwenEditModel
+from instgenie.models.unet.passes import UnetPasses
 
 
 @pytest.fixture(params=["steps", "blocks"])
@@ -168,6 +171,21 @@ def test_caches_go_with_their_jobs(model: Model, blocks: Way) -> None:
     assert all(len(sizes) == 1 for sizes in left.sizes.values())
 
 
+def test_rows_of_blocks_go_when_their_job_is_done(models: dict[str, Model]) -> None:
+    """The loader knows the job for longer: a captured pass goes on, for which it has nothing to do."""
+    model = models["blend"]
+    changed = Changed(sure(blocks_of(model)), 0.6, model)
+    engine = Engine(model, graphs=Graphs(model), own=OwnActivations(model, changed=changed))
+    jobs = [prepare(whole(steps=2), model), prepare(whole(steps=4, reuse="off"), model)]
+    for job in jobs:
+        engine.join(job)
+    while not jobs[0].done:
+        engine.step()
+    assert engine.loader.described[0][0] is jobs[0]
+    assert jobs[0].blocks
+    assert jobs[0].blocks.packed is None
+
+
 @pytest.mark.parametrize("trust", [0.0, 0.8])
 def test_the_memory_of_rows_is_counted(model: Model, blocks: Way, trust: float) -> None:
     """To the byte: twice what a job keeps, because rows before a pass and behind it lie side by side."""
@@ -184,6 +202,38 @@ def test_the_memory_of_rows_is_counted(model: Model, blocks: Way, trust: float) 
     small = Changed(changed.predictor, 0.5, model, max_bytes=expected - 1)
     small.welcome(other := prepare(job.edit, model))
     assert (other.blocks, other.reuses_changed, small.bytes_of(other)) == (None, False, 0)
+
+
+@pytest.mark.parametrize("name", ["blend", "sd"])
+def test_the_memory_of_rows_is_counted_once(
+    name: str, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, counted = models[name], list[bool]()
+    kept_units = type(model).kept_units
+
+    def note(model: Model, job: Job, side: int) -> list[KeptUnits]:
+        counted.append(reads_others(job))
+        return kept_units(model, job, side)
+
+    monkeypatch.setattr(type(model), "kept_units", note)
+    changed = Changed(sure(blocks_of(model)), 0.5, model)
+    dense = prepare(whole(share=0.5), model)
+    job = reuse_own(dense)
+    assert [changed.bytes_of(one) for one in (dense, job)] == [changed.bytes_of(one) for one in (dense, job)]
+    job.own_steps = None
+    assert changed.bytes_of(job) == changed.bytes_of(dense)
+    assert counted == [False, True, False]
+
+
+def test_a_job_chooses_nothing_where_no_block_can(models: dict[str, Model]) -> None:
+    """A convolution of this UNet wraps around the edge of pictures, which its tiles do not know."""
+    model = models["sd"]
+    assert isinstance(model, UnetPasses)
+    model = replace(model, unet=copy.deepcopy(model.unet))
+    model.unet.mid_block.resnets[0].conv1.padding_mode = "circular"
+    changed = Changed(sure(blocks_of(model)), 0.6, model)
+    changed.welcome(job := prepare(whole(), model))
+    assert (job.blocks, job.reuses_changed, chooses(job), changed.bytes_of(job)) == (None, False, False, 0)
 
 
 def test_a_job_with_a_template_guesses_between_its_steps(model: Model) -> None:

@@ -46,6 +46,15 @@ def test_law_masked_blocks_over_equal_inputs_read_padding(name: str, models: dic
     check_equal_inputs(models[name], job, tile=2)
 
 
+def test_law_masked_tiles_over_equal_inputs_differ_between_levels(models: dict[str, Model]) -> None:
+    """The two finest levels have 4 by 4 tiles, of 9 by 9 and of 4 by 4 tokens: the last rows and columns of the finest
+    reach over the edge, and other tiles have masked tokens."""
+    job = registered(models["sd"], "kv", share=0.28, size=(128, 128))
+    sides = ((32, 9), (16, 4))
+    assert len({tuple(job.level(side**2).tiles((side, side), tile).active.tolist()) for side, tile in sides}) == 2
+    check_equal_inputs(models["sd"], job, tile=9)
+
+
 def test_law_masked_blocks_over_equal_inputs_read_own_steps(model: Model) -> None:
     engine = Engine(model)
     engine.join(job := own(model, true_guidance=2.0))
@@ -57,11 +66,14 @@ def test_masked_blocks_choose_between_dense_steps(model: Model) -> None:
     """Everything is computed at the dense steps 0 and 4, at the leading steps 1 and 2, and at step 5: what step 2
     computed is reused for two steps at most."""
     plain = own(model)
-    [job] = run_changed(model, [plain], sure(BLOCKS), 0.6)
-    assert job.blocks
+    engine = Engine(model, own=OwnActivations(model, changed=Changed(sure(BLOCKS), 0.6, model)))
+    engine.join(job := replace(plain))
+    while not job.done:
+        packed = job.blocks and job.blocks.packed
+        engine.step()
     assert job.num_taken_tokens == 2 * len(job.masked) + 3 * len(job.inside)
-    assert job.blocks.packed
-    kept = sum(column.nbytes for one in job.blocks.packed.blocks.values() for column in one.columns)
+    assert packed
+    kept = sum(column.nbytes for one in packed.blocks.values() for column in one.columns)
     assert Changed(sure(BLOCKS), 0.6, model).bytes_of(job) == 2 * kept
     [everything] = run_changed(model, [plain], sure(BLOCKS), 1e-6)
     assert everything.num_taken_tokens == 2 * len(job.masked) + 4 * len(job.inside)
@@ -82,7 +94,7 @@ def test_rows_of_blocks_are_apart_while_a_job_does_not_choose(name: str, models:
         engine.step()
         nums = [len(next(iter(job.blocks.packed.sizes.values()))) for job in joined if job.blocks and job.blocks.packed]
         step = joined[0].step
-        assert nums == ([1] if step == 1 else [1, 2, 2] if step == 5 else [3, 3, 3])
+        assert nums == ([1] if step == 1 else [1, 2, 2] if step == 5 else [] if step == 6 else [3, 3, 3])
     for job, other in zip(joined, jobs, strict=True):
         [alone] = run_changed(model, [other], sure(BLOCKS), 0.6)
         assert apart(job.latents, alone.latents) <= close(model)
@@ -129,7 +141,7 @@ def test_blocks_do_not_choose_where_a_plan_computes_any_in_full(models: dict[str
     job.plan = (False, *job.plan[1:])
     [found] = run_changed(model, [job], sure(blocks_of(model)), 0.6)
     assert found.blocks
-    assert found.blocks.packed is None
+    assert not found.blocks.num_computed
     assert torch.equal(found.latents, run(model, [job])[0])
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import zmq
 from helpers.cached import register_for
+from helpers.changed import blocks_of, sure
 from helpers.edits import apart, close, make_edit, run
 
 from instgenie.cluster.orders import GuidanceFacts
+from instgenie.engine.changed import Changed
 from instgenie.engine.guidance import can_split
 from instgenie.engine.loop import Engine
-from instgenie.engine.own import reuse_own
+from instgenie.engine.own import OwnActivations, reuse_own
 from instgenie.engine.prepare import prepare
 from instgenie.engine.register import reuse
 from instgenie.jobs.job import Job
@@ -178,7 +180,8 @@ def test_an_edit_without_a_companion_goes_on_alone(
     whole = reuse_own(prepare(make_edit(**GUIDED, share=0.3), model))
     tracked = Tracked(replace(whole))
     split_branches(companion, tracked)
-    engine = Engine(model, far=companion)
+    changed = Changed(sure(blocks_of(model)), 0.6, model)
+    engine = Engine(model, far=companion, own=OwnActivations(model, changed=changed))
     engine.join(tracked.job)
     running = {tracked.job: tracked}
     with turning(service):
@@ -199,6 +202,7 @@ def test_an_edit_without_a_companion_goes_on_alone(
     settle_branches(companion, running, engine)
     assert list(running) == engine.pick() == [tracked.job]
     assert len(tracked.job.branches) == 2
+    assert tracked.job.blocks is None  # nobody has asked for room
     assert tracked.guidance == GuidanceFacts(1 if why == "too long" else far_branches.MAX_REPEATS + 1, is_alone=True)
     while engine.jobs:
         engine.step()

@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers.changed import choose_by_blocks
 from helpers.edits import make_edit
 from helpers.workers import (
     SIZE,
     Tape,
     batches,
+    denoiser_of,
     found,
     head_of,
     jobs,
@@ -22,6 +24,7 @@ from helpers.workers import (
 
 from instgenie.cluster import wire
 from instgenie.engine.loop import Engine
+from instgenie.engine.own import reuse_own
 from instgenie.engine.prepare import prepare
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
@@ -32,12 +35,12 @@ from instgenie.workers.locker import Locker
 NUM_STEPS = 12
 
 
-def make_single(model: Model, scheduling: Scheduling = "preemptive", **cache: Any) -> tuple[Denoiser, Tape]:
+def make_single(
+    model: Model, scheduling: Scheduling = "preemptive", reuse_changed: float = 0.0, **cache: Any
+) -> tuple[Denoiser, Tape]:
     """A worker whose batch has room for one job."""
-    tape, config = Tape(), replace(make_config(max_batch_size=1, **cache), scheduling=scheduling)
-    denoiser = Denoiser(config, model, tape)  # type: ignore[arg-type]
-    tape.is_busy = lambda: denoiser.queue.groups or denoiser.registrar.pending
-    return denoiser, tape
+    options: dict[str, Any] = {"scheduling": scheduling, "reuse_changed": reuse_changed}
+    return denoiser_of(replace(make_config(max_batch_size=1, **cache), **options), model)
 
 
 def with_terms(group: tuple[wire.Message, list[wire.Frame]], **terms: Any) -> tuple[wire.Message, list[wire.Frame]]:
@@ -140,6 +143,35 @@ def test_a_preempted_job_lets_its_template_go_if_another_waits_for_the_room(
     quiet_tape.rounds.append([first])
     quiet.run()
     assert latents_of(tape, "t") == latents_of(quiet_tape, "t")
+
+
+def test_a_preempted_job_keeps_no_room_for_rows_of_blocks(
+    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory holds one template, and the rows of blocks of one job. The job of `t` is preempted, and has let go of both
+    when that of `u`, which is overdue, waits for them."""
+    monkeypatch.setattr("instgenie.workers.queue.MAX_OVERTAKEN", 0)
+    changed = choose_by_blocks(small, monkeypatch)
+    num_bytes = changed.bytes_of(reuse_own(prepare(make_edit(size=SIZE), small)))
+    register_on_disk(small, tmp_path, "t", "u")
+    [template_bytes] = {tier.num_bytes for tier in memory_status(small, tmp_path, "t", "u")}
+    denoiser, tape = make_single(
+        small, reuse_changed=0.6, disk=str(tmp_path), host_bytes=template_bytes, own_bytes=num_bytes
+    )
+    urgent = with_terms(jobs(small, ("u", 4), template=head_of("u")), priority=-1, number=1)
+    short = with_terms(jobs(small, ("s", 1), reuse="off"), priority=-2, number=2)
+    tape.rounds.append([jobs(small, ("t", 4), template=head_of("t"))])
+    send = tape.send
+
+    def send_and_feed(message: wire.Message, frames: Any = ()) -> None:
+        send(message, frames)
+        if isinstance(message, wire.BatchStepped) and (message.jobs[0].id, message.jobs[0].step) == ("t", 1):
+            tape.rounds.append([urgent, short])
+
+    tape.send = send_and_feed  # type: ignore[method-assign]
+    denoiser.run()
+    assert batches(tape) == ["t", "s", *"uuuu", *"ttt"]
+    assert None not in {found(tape)[name] for name in "tu"}
 
 
 def test_law_an_engine_that_a_job_leaves_and_joins_again_computes_the_same(model: Model) -> None:

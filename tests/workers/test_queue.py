@@ -2,14 +2,29 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.workers import SIZE, batches, found, head_of, jobs, make_denoiser, memory_status, register_on_disk
+from helpers.changed import choose_by_blocks
+from helpers.edits import make_edit, prepare
+from helpers.workers import (
+    SIZE,
+    batches,
+    denoiser_of,
+    found,
+    head_of,
+    jobs,
+    make_config,
+    make_denoiser,
+    memory_status,
+    register_on_disk,
+)
 
 from instgenie.cache.disk import DiskTier
 from instgenie.cluster import wire
+from instgenie.engine.own import reuse_own
 from instgenie.jobs.activations import Key, Span
 from instgenie.models.model import Model
 from instgenie.workers.queue import partial_steps
@@ -123,3 +138,19 @@ def test_a_job_that_fits_nowhere_is_computed_in_full(small: Model, tmp_path: Pat
     denoiser.run()
     assert found(tape) == {"a": None}
     assert len(tape.of(wire.Denoised)) == 1
+
+
+def test_jobs_are_cut_into_parts_that_fit_when_they_have_their_templates(
+    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for the rows of blocks of two jobs that read a template, and not for those of one without."""
+    changed = choose_by_blocks(small, monkeypatch)
+    dense = prepare(make_edit(size=SIZE, share=0.1), small)
+    own_bytes = 2 * changed.bytes_of(reuse_own(dense))
+    assert own_bytes < changed.bytes_of(dense)
+    register_on_disk(small, tmp_path, "t")
+    config = make_config(max_batch_size=4, disk=str(tmp_path), own_bytes=own_bytes)
+    denoiser, tape = denoiser_of(replace(config, reuse_changed=0.6), small)
+    tape.rounds.append([jobs(small, *((name, 4) for name in "abc"), template=head_of("t"), share=0.1)])
+    denoiser.run()
+    assert batches(tape) == ["ab"] * 4 + ["c"] * 4

@@ -2,16 +2,22 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.changed import choose_by_blocks
+from helpers.edits import make_edit, prepare
 from helpers.workers import (
     SHARED,
+    SIZE,
     Tape,
     batches,
+    denoiser_of,
     found,
     head_of,
     jobs,
+    make_config,
     make_denoiser,
     memory_status,
     register_on_disk,
@@ -99,6 +105,32 @@ def test_jobs_whose_templates_load_at_the_same_time_both_use_them(
     denoiser.run()
     assert found(tape) == {"t": "disk", "u": "disk"}
     assert len(tape.of(wire.Denoised)) == 2
+
+
+def test_a_job_that_waits_for_a_template_takes_no_room_of_its_own(
+    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory holds one template, and the rows of blocks of one job. While the first job of `t` runs, one of `u` waits
+    for memory, and behind it another one of `t` has its template and waits for room."""
+    changed = choose_by_blocks(small, monkeypatch)
+    register_on_disk(small, tmp_path, "t", "u")
+    [num_bytes] = {tier.num_bytes for tier in memory_status(small, tmp_path, "t", "u")}
+    own_bytes = changed.bytes_of(prepare(make_edit(size=SIZE), small))
+    config = make_config(disk=str(tmp_path), host_bytes=num_bytes, own_bytes=own_bytes)
+    denoiser, tape = denoiser_of(replace(config, reuse_changed=0.6), small)
+    tape.rounds.append([jobs(small, ("a", 4), template=head_of("t"))])
+    waiting = [jobs(small, ("b", 4), template=head_of("u")), jobs(small, ("c", 4), template=head_of("t"))]
+
+    def feed(message: wire.Message) -> None:
+        if isinstance(message, wire.Joined) and message.jobs[0].id == "a":
+            tape.rounds.append(waiting)
+        if isinstance(message, wire.BatchStepped):
+            denoiser.templates.fetcher._pinner.submit(lambda: None).result()
+
+    on_sent(tape, feed)
+    denoiser.run()
+    assert sorted(message.id for message in tape.of(wire.Denoised)) == ["a", "b", "c"]
+    assert None not in found(tape).values()
 
 
 def test_a_busy_worker_registers_too(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ class UnetChoices:
     blocks: BlockPass
     jobs: Sequence[Job]
     next_block: int = 0
-    units: dict[tuple[int, bool], TileUnits] = field(default_factory=dict)  # by the tiles of a picture; masked ones
+    units: "dict[tuple[TileGrid, bool], TileUnits]" = field(default_factory=dict)  # by tiles of a level; masked ones
 
     @property
     def num_branches(self) -> list[int]:
@@ -74,7 +74,7 @@ class UnetChoices:
         `masked` tokens alone, of the tiles that have any."""
         number, self.next_block = self.next_block, self.next_block + 1
         tiles = grid_of(self.jobs[0], self.blocks.rule.side, self.jobs[0].grid[0] // x.shape[2])
-        key = tiles.num, masked
+        key = tiles, masked
         if key not in self.units:
             self.units[key] = self.find_units(tiles, masked)
         units = self.units[key]

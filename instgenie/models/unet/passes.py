@@ -22,6 +22,7 @@ from instgenie.jobs.rows import OWN_ROWS, StepRows
 from instgenie.models.model import KeptConvolutions, Model, TakeRows
 from instgenie.models.packed import PackedBatch
 from instgenie.models.unet.batch import Cross, Positions, UnetBatch, pack
+from instgenie.models.unet.choices import ChosenShape
 from instgenie.models.unet.flow import Recorder
 from instgenie.models.unet.network import Encoded, chosen_shapes, cross, encode, find_positions, predict
 from instgenie.models.unet.tiled import can_tile, predict_tiles
@@ -81,8 +82,12 @@ class UnetPasses(Model):
     def tiling(self) -> Tiling:
         return Tiling(self.unet, self.positions, self.convolutions, self.tile)
 
+    @cached_property
+    def chosen_shapes(self) -> list[ChosenShape]:
+        return chosen_shapes(self.unet)
+
     def kept_units(self, job: Job, side: int) -> list[KeptUnits]:
-        return [one for block in chosen_shapes(self.unet) for one in block.kept_units(job, side)]
+        return [one for block in self.chosen_shapes for one in block.kept_units(job, side)]
 
     def passes(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Jobs of one size, unless sizes are mixed, those that compute every token apart, so that few captured passes
