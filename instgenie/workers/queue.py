@@ -337,6 +337,8 @@ def cut(group: JobGroup, room: OwnRoom) -> list[JobGroup]:
     if group.num_jobs == 1 or group.is_fetching:
         return [group]
     lengths = list(room.cut([tracked.job for tracked in group.jobs]))
+    if len(lengths) == 1:
+        return [group]
     ends = accumulate(lengths)
     return [replace(group, jobs=group.jobs[end - num : end]) for num, end in zip(lengths, ends, strict=True)]
 
