@@ -136,18 +136,23 @@ class LoraRegistry:
 
     def has(self, name: str, tenant: str) -> bool:
         """Return whether a name is known. Asks no server: a remote LoRA is known once it was named as one."""
-        if any((owner, name) in self._known for owner in (tenant, SHARED)):
-            return True
-        return self._file_of(name) is not None
+        try:
+            return self._find_here(name, tenant) is not None or (SHARED, name) in self._known
+        except LoraError:
+            return False
 
     def _find(self, name: str, tenant: str) -> RegisteredLora:
+        found = self._find_here(name, tenant) or self._find_remote(name)
+        if found is None:
+            raise LoraNotFoundError(f"the LoRA {name[:128]!r} does not exist")
+        return found
+
+    def _find_here(self, name: str, tenant: str) -> RegisteredLora | None:
+        """One whose file is on this machine; None: there is none, or a remote one."""
         known = self._known.get((tenant, name)) or self._known.get((SHARED, name))
         if known is None or known.remote:
-            if path := self._file_of(name):
-                return self._put(name, path, SHARED)
-            if remote := self._find_remote(name):
-                return remote
-            raise LoraNotFoundError(f"the LoRA {name[:128]!r} does not exist")
+            path = self._file_of(name)
+            return self._put(name, path, SHARED) if path else None
         if not known.path.exists():
             del self._known[known.tenant, name]
             raise LoraNotFoundError(f"the file of the LoRA {name!r} is gone")

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import fsspec
-
 from instgenie.adapters.files import LoraFile
 from instgenie.adapters.header import RawHeader, header_length, parse_header
 from instgenie.errors import LoraError, LoraStoreError
 from instgenie.machine.backoff import Backoff, GoneError
 from instgenie.machine.files import complete_file
+from instgenie.machine.stores import TIMES, StoreUrlError, open_store
 from instgenie.types import LoraUse
 
 SUFFIX = ".safetensors"
@@ -31,7 +30,7 @@ SECONDS_FRESH = 10.0  # for which what is known of a file is not asked again
 PATIENCE = 5.0  # seconds for an answer without data
 MAX_KNOWN = 10_000
 # names that protocols have for what changes with an object
-CHANGES = ("ETag", "etag", "LastModified", "mtime", "last_modified", "updated", "created")
+CHANGES = ("ETag", "etag", *TIMES)
 
 Answer = TypeVar("Answer")
 
@@ -55,10 +54,9 @@ class RemoteLoras:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         try:
-            self._files, root = fsspec.url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False)
-        except (ImportError, ValueError, OSError) as error:
-            raise LoraError(f"{url} cannot hold LoRAs: {error} (for s3: pip install 'instgenie[remote]')") from None
-        self._root = root.rstrip("/")
+            self._files, self._root = open_store(self.url)
+        except StoreUrlError as error:
+            raise LoraError(f"{url} cannot hold LoRAs: {error}") from None
         self._server = Backoff(self.url, PATIENCE)
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[float, RemoteFile]] = OrderedDict()  # with the time at which it was told

@@ -25,7 +25,6 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from rich.filesize import decimal
 
@@ -49,16 +48,10 @@ from instgenie.errors import CacheError
 from instgenie.jobs.activations import Key, Span
 from instgenie.machine.backoff import Backoff, GoneError
 from instgenie.machine.files import PARTIAL
+from instgenie.machine.stores import TIMES, StoreUrlError, open_store
 from instgenie.types import Pixels, TierName
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "memory"}  # protocols
-TIMES = (
-    "LastModified",
-    "mtime",
-    "last_modified",
-    "updated",
-    "created",
-)  # names that protocols have for an object's age
 
 Answer = TypeVar("Answer")
 
@@ -261,14 +254,14 @@ class RemoteTier:
 
 
 def open_url(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system and the path on it. Listings are not cached, because other machines write there, too."""
+    """The file system and the path on it."""
     try:
-        files, root = fsspec.url_to_fs(url, **options, skip_instance_cache=True, use_listings_cache=False)
-    except (ImportError, ValueError, OSError) as error:
-        raise CacheError(f"{url} cannot be a cache: {error} (for s3: pip install 'instgenie[remote]')") from None
+        files, root = open_store(url, **options)
+    except StoreUrlError as error:
+        raise CacheError(f"{url} cannot be a cache: {error}") from None
     if isinstance(files, LocalFileSystem):
         files.auto_mkdir = True
-    return files, root.rstrip("/")
+    return files, root
 
 
 def put(files: Any, path: str, data: bytes) -> None:

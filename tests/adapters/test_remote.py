@@ -113,6 +113,19 @@ def test_a_file_that_changes_is_another_lora(sd: Model, store: Path, registry: L
         registry.find("a", "")
 
 
+def test_a_name_is_known_without_asking_the_store(sd: Model, store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = save_lora(folder / "near.safetensors", sd, LAYERS)
+    registry = LoraRegistry(folder=str(folder), url=f"file://{store}", disk_folder=str(tmp_path / "disk"))
+    assert [registry.has(name, "") for name in ("near", "a", "nobody")] == [True, False, False]
+    registry.find("a", "")
+    path.write_bytes(path.read_bytes()[:-3])
+    assert [registry.has(name, "") for name in ("near", "a")] == [False, True]  # a damaged file is none
+    path.unlink()
+    assert not registry.has("near", "")
+
+
 def test_names_of_the_store_are_listed_and_stay_inside_it(store: Path, registry: LoraRegistry) -> None:
     (store / "notes.txt").write_text("no LoRA")
     (store.parent / "outside.safetensors").write_bytes((store / "a.safetensors").read_bytes())

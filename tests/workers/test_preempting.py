@@ -54,6 +54,18 @@ def latents_of(tape: Tape, name: str) -> bytes:
     return bytes(frame)
 
 
+def feed_after(tape: Tape, name: str, step: int, messages: list[Any]) -> None:
+    """Play messages once the job of this name has taken so many steps."""
+    send = tape.send
+
+    def send_and_feed(message: wire.Message, frames: Any = ()) -> None:
+        send(message, frames)
+        if isinstance(message, wire.BatchStepped) and (message.jobs[0].id, message.jobs[0].step) == (name, step):
+            tape.rounds.append(messages)
+
+    tape.send = send_and_feed  # type: ignore[method-assign]
+
+
 def urgent(model: Model, number: int) -> tuple[wire.Message, list[wire.Frame]]:
     return with_terms(jobs(model, (f"b{number}", 1)), priority=-1, number=number)
 
@@ -127,14 +139,7 @@ def test_a_preempted_job_lets_its_template_go_if_another_waits_for_the_room(
     second = with_terms(jobs(small, ("u", 4), template=head_of("u")), priority=-1, number=1)
     short = with_terms(jobs(small, ("s", 1)), priority=-2, number=2)
     tape.rounds.append([first])
-    send = tape.send
-
-    def send_and_feed(message: wire.Message, frames: Any = ()) -> None:
-        send(message, frames)
-        if isinstance(message, wire.BatchStepped) and (message.jobs[0].id, message.jobs[0].step) == ("t", 1):
-            tape.rounds.append([second, short])
-
-    tape.send = send_and_feed  # type: ignore[method-assign]
+    feed_after(tape, "t", 1, [second, short])
     denoiser.run()
     assert sorted(message.id for message in tape.of(wire.Denoised)) == ["s", "t", "u"]
     assert None not in {found(tape)[name] for name in "tu"}
@@ -161,14 +166,7 @@ def test_a_preempted_job_keeps_no_room_for_rows_of_blocks(
     urgent = with_terms(jobs(small, ("u", 4), template=head_of("u")), priority=-1, number=1)
     short = with_terms(jobs(small, ("s", 1), reuse="off"), priority=-2, number=2)
     tape.rounds.append([jobs(small, ("t", 4), template=head_of("t"))])
-    send = tape.send
-
-    def send_and_feed(message: wire.Message, frames: Any = ()) -> None:
-        send(message, frames)
-        if isinstance(message, wire.BatchStepped) and (message.jobs[0].id, message.jobs[0].step) == ("t", 1):
-            tape.rounds.append([urgent, short])
-
-    tape.send = send_and_feed  # type: ignore[method-assign]
+    feed_after(tape, "t", 1, [urgent, short])
     denoiser.run()
     assert batches(tape) == ["t", "s", *"uuuu", *"ttt"]
     assert None not in {found(tape)[name] for name in "tu"}

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from instgenie.cluster.cluster import has_asked_for
 from instgenie.cluster.ledger import KeyClaim
 from instgenie.cluster.orders import Order
+from instgenie.errors import LoraError
 from instgenie.pictures.cropping import Canvas, choose_box, describe_crop
 from instgenie.pictures.fitting import crop
 from instgenie.pictures.header import Header, crop_bytes, kept_bytes
@@ -43,6 +44,7 @@ from instgenie.server.bodies.schema import EARLIER, EDIT, GENERATION, MODEL, MOD
 from instgenie.server.errors import (
     JsonResponse,
     bad,
+    from_lora_error,
     not_found,
 )
 from instgenie.server.idempotency import digest, fingerprint_of, key_of, sent_fields
@@ -203,7 +205,10 @@ async def get_model(request: Request, model: str) -> Response:
     service, tenant = service_of(request), tenant_of(request)
     names = service.config.served_model_names
     if model not in names and service.loras.has(model, tenant):
-        lora = await service.decoder.run(service.loras.find, model, tenant)
+        try:
+            lora = await service.decoder.run(service.loras.find, model, tenant)
+        except LoraError as error:
+            raise from_lora_error(error, "model") from None
         return JsonResponse(describe_as_model(lora, names[0]).model_dump(exclude_none=True))
     if model not in names and service.controlnets.has(model):
         net = service.controlnets.find(model)
