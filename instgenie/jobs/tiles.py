@@ -13,8 +13,6 @@ from torch import Tensor
 from instgenie.cost.network import is_at_border
 from instgenie.machine.pages import to_device
 
-MIN_SIDE = 4  # of a tile in tokens of its level, unless tiles are smaller at the finest level
-
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
@@ -39,9 +37,9 @@ class Tiles:
 
 
 def side_at(tile: int, level_side: int) -> int:
-    """The side of a tile at a level at which a token stands for `level_side` by `level_side` of the finest: coarser
-    levels have smaller tiles, so that about the same share of a picture is active."""
-    return max(tile // level_side, min(tile, MIN_SIDE))
+    """The side of a tile at a level at which a token stands for `level_side` by `level_side` of the finest. Coarser
+    levels have smaller tiles, so that the same share of a picture is active: lists of tiles are padded to one share."""
+    return max(tile // level_side, 1)
 
 
 def covers_several(coarser_side: int, side: int) -> bool:
