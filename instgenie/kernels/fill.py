@@ -34,7 +34,8 @@ def fill_rows_reference(sources: RowSources, origin: Tensor, flowing: Sequence[T
 
 def fill_rows_fused(sources: RowSources, origin: Tensor, flowing: Sequence[Tensor], out: Tensor) -> None:
     num_parts, num_branches, num_tokens, width = out.shape
-    first, *others = (rows.contiguous() for rows in flowing)
+    first, *others = (rows if rows.stride(1) == 1 else rows.contiguous() for rows in flowing)
+    assert {rows.stride(0) for rows in others} <= {first.stride(0)}
     assert (len(others) + 1, origin.shape) == (num_parts, (num_branches, num_tokens))
     assert origin.is_contiguous()
     assert out.is_contiguous()
@@ -44,8 +45,8 @@ def fill_rows_fused(sources: RowSources, origin: Tensor, flowing: Sequence[Tenso
     def launch(source: Tensor, first_branch: int, num: int, by_address: bool, dtype: CacheDtype = "model") -> None:
         fill_kernel[(-(-num_tokens // rows_at_once), num)](
             source, origin, first, others[0] if others else first, out, first_branch, num_branches, num_tokens,
-            num_parts=num_parts, width=width, block=block, rows_at_once=rows_at_once, by_address=by_address,
-            packing=NUMBERS[dtype], is_aligned=row_size(width, dtype) % 16 == 0, num_warps=4,
+            stride=first.stride(0), num_parts=num_parts, width=width, block=block, rows_at_once=rows_at_once,
+            by_address=by_address, packing=NUMBERS[dtype], is_aligned=row_size(width, dtype) % 16 == 0, num_warps=4,
         )  # fmt: skip
 
     if isinstance(sources, Addresses):
@@ -68,7 +69,7 @@ def fill_rows_fused(sources: RowSources, origin: Tensor, flowing: Sequence[Tenso
 @triton.jit()
 def fill_kernel(  # type: ignore[no-untyped-def]
     source, origin, first, second, out, first_branch, num_branches, num_tokens,
-    num_parts: tl.constexpr, width: tl.constexpr, block: tl.constexpr, rows_at_once: tl.constexpr,
+    stride: tl.constexpr, num_parts: tl.constexpr, width: tl.constexpr, block: tl.constexpr, rows_at_once: tl.constexpr,
     by_address: tl.constexpr, packing: tl.constexpr, is_aligned: tl.constexpr,
 ):  # fmt: skip
     """One program per block of tokens of a branch, for all parts."""
@@ -87,7 +88,7 @@ def fill_kernel(  # type: ignore[no-untyped-def]
         rows = tl.multiple_of(tl.load(source + branch).to(out.dtype), 16)
     for part in tl.static_range(num_parts):
         flowing = first if part == 0 else second
-        value = tl.load(flowing + taken * width + channel, mask=inside & flows, other=0.0)
+        value = tl.load(flowing + taken * stride + channel, mask=inside & flows, other=0.0)
         at = part * num_tokens + token
         if packing:
             rest = load_packed(rows, at, channel, inside & (taken < 0), width, packing).to(out.dtype.element_ty)

@@ -11,6 +11,7 @@ from instgenie.jobs.sampler import Prediction
 from instgenie.models.family import ONE_ENCODER, TWO_ENCODERS, Family, LoadedPipeline
 from instgenie.models.recipe import CLIP_TOKENS, Recipe, clip_config, make_autoencoder, make_tokenizer
 from instgenie.models.unet.controlnet import load_unet_controlnet, load_union_controlnet
+from instgenie.models.unet.flow import join_projections
 from instgenie.models.unet.model import UnetModel, UnetXlModel
 
 PARTS, XL_PARTS = ("unet", *ONE_ENCODER), ("unet", *TWO_ENCODERS)
@@ -129,6 +130,7 @@ UNET = Family(
     },
     network_name=UnetModel.network_name,
     make=make_unet,
+    join_layers=join_projections,
     dummies={
         "sdxl-base-1.0": Recipe(
             "StableDiffusionXLPipeline",

@@ -15,7 +15,7 @@ import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from instgenie.jobs.activations import Kind
 from instgenie.jobs.rows import BatchRows
@@ -25,7 +25,7 @@ from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
 from instgenie.kernels.quantize import Rows
 from instgenie.models.layers.feed_forward import feed_forward, first_layer
 from instgenie.models.layers.fp8_linear import reads_fp8
-from instgenie.models.layers.linear import EACH_BRANCH, Owners, linear
+from instgenie.models.layers.linear import EACH_BRANCH, Owners, join, linear, linears
 from instgenie.models.unet.attention import attend
 from instgenie.models.unet.batch import Positions, UnetBatch
 from instgenie.models.unet.choices import UnetChoices
@@ -130,13 +130,18 @@ def transformer_block(
 ) -> Tensor:
     """[computed tokens, width]; plans count the block as `number`, activations as `place`."""
     inner = layer_norm(tokens, block.norm1, reads_fp8(block.attn1.to_q))
-    keys = find_keys(block, tokens, inner, parts, layouts, place)
+    owners = owners_of(layouts)
+    if reads_own_keys(parts, layouts):
+        queries, *own_keys = linears(projections(block), inner, owners)
+    else:
+        queries, own_keys = linear(block.attn1.to_q, inner, owners), [tokens, tokens]  # which are not read
+    keys = find_keys(block, tokens, own_keys, parts, layouts, place)
     for part, layout, own, (k, v) in zip(parts, layouts, split(tokens, layouts), keys, strict=True):
         for branch, kind in enumerate(part.run.batch.kept_kinds):
             if kind:
                 kept = [k[branch], v[branch]] if kind == "kv" else [rows_of(layout, own, branch)]
                 part.run.batch.rows.keep(place, branch, kept)
-    return attend_and_feed(block, tokens, inner, keys, parts, layouts, number)
+    return attend_and_feed(block, tokens, queries, keys, parts, layouts, number)
 
 
 def chosen_block(
@@ -151,28 +156,32 @@ def chosen_block(
 ) -> Tensor:
     """The chosen tokens behind a block [chosen tokens, width], those at the index of all computed tokens that go into
     it. K and V of all of these are projected."""
-    keys = find_keys(block, tokens, norm_keys(block, tokens), [part], [whole], place)
+    is_read = reads_own_keys([part], [whole])
+    own_keys = project_keys(block, norm_keys(block, tokens), whole.owners) if is_read else [tokens, tokens]
+    keys = find_keys(block, tokens, own_keys, [part], [whole], place)
     own = tokens[index]
     inner = layer_norm(own, block.norm1, reads_fp8(block.attn1.to_q))
-    return attend_and_feed(block, own, inner, keys, [part], [chosen], number)
+    queries = linear(block.attn1.to_q, inner, chosen.owners)
+    return attend_and_feed(block, own, queries, keys, [part], [chosen], number)
 
 
 def attend_and_feed(
     block: BasicTransformerBlock,
     tokens: Tensor,
-    inner: Rows,
+    queries: Tensor,
     keys: Sequence[tuple[Tensor, ...]],
     parts: Sequence[FlowPart],
     layouts: Sequence[LevelLayout],
     number: int,
 ) -> Tensor:
-    """The rest of a block, from what is normed and the keys of its first attention."""
-    attended = attend_heads(block.attn1, inner, keys, parts, layouts)
+    """The rest of a block, from the queries and the keys of its first attention."""
+    owners = owners_of(layouts)
+    attended = attend_heads(block.attn1, queries, keys, parts, layouts)
     tokens, inner = add_layer_norm(tokens, attended, block.norm2, reads_fp8(block.attn2.to_q))
     crossed = [part.run.batch.crossed[number].unbind() for part in parts]
-    attended = attend_heads(block.attn2, inner, crossed, parts, layouts)
+    attended = attend_heads(block.attn2, linear(block.attn2.to_q, inner, owners), crossed, parts, layouts)
     tokens, inner = add_layer_norm(tokens, attended, block.norm3, reads_fp8(first_layer(block.ff)))
-    return tokens + feed_forward(block.ff, inner, owners_of(layouts))
+    return tokens + feed_forward(block.ff, inner, owners)
 
 
 def rows_of(layout: LevelLayout, tokens: Tensor, branch: int) -> Tensor:
@@ -184,39 +193,40 @@ def rows_of(layout: LevelLayout, tokens: Tensor, branch: int) -> Tensor:
 
 def attend_heads(
     attn: Attention,
-    inner: Rows,
+    queries: Tensor,
     keys: Sequence[tuple[Tensor, ...]],
     parts: Sequence[FlowPart],
     layouts: Sequence[LevelLayout],
 ) -> Tensor:
     """Attend from packed tokens [computed tokens, width] to each branch's keys and values [branches, keys, width]."""
-    owners = owners_of(layouts)
-    queries = split(linear(attn.to_q, inner, owners), layouts)
     attended = []
-    for part, layout, query, (k, v) in zip(parts, layouts, queries, keys, strict=True):
+    for part, layout, query, (k, v) in zip(parts, layouts, split(queries, layouts), keys, strict=True):
         q, keys_there, values = (x.unflatten(-1, (attn.heads, -1)) for x in (query, k, v))
         attended.append(attend(layout, q, keys_there, values, part.run.batch.key_bounds.get(k.shape[1])).flatten(1))
-    return linear(attn.to_out[0], concat(attended), owners)
+    return linear(attn.to_out[0], concat(attended), owners_of(layouts))
 
 
 def find_keys(
     block: BasicTransformerBlock,
     tokens: Tensor,
-    inner: Rows,
+    own: Sequence[Tensor],
     parts: Sequence[FlowPart],
     layouts: Sequence[LevelLayout],
     place: int,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Per part, K and V of all tokens, each at its place [branches, all tokens, width]. Those of tokens that are not
-    computed are as the activations keep them, or projected from Y as at registration."""
-    both = zip(parts, layouts, strict=True)
-    needs_own = any(layout.origin is None or any(reads(part, layout, "kv")) for part, layout in both)
-    own = project_keys(block, inner, owners_of(layouts)) if needs_own else (tokens, tokens)  # which are not read
+    """Per part, K and V of all tokens, each at its place [branches, all tokens, width]: those of computed tokens are
+    their `own`, others are as the activations keep them, or projected from Y as at registration."""
     pairs = zip(*(split(one, layouts) for one in own), strict=True)
     return [
         complete_keys(block, some, pair, part, layout, place)
         for some, pair, part, layout in zip(split(tokens, layouts), pairs, parts, layouts, strict=True)
     ]
+
+
+def reads_own_keys(parts: Sequence[FlowPart], layouts: Sequence[LevelLayout]) -> bool:
+    """False if K and V of all tokens are projected from Y, in all parts."""
+    both = zip(parts, layouts, strict=True)
+    return any(layout.origin is None or any(reads(part, layout, "kv")) for part, layout in both)
 
 
 def reads(part: FlowPart, layout: LevelLayout, kind: Kind) -> list[bool]:
@@ -254,13 +264,25 @@ def complete_keys(
 
 def keep_block(block: BasicTransformerBlock, tokens: Tensor, kind: Kind, owners: Owners) -> Tensor:
     """What activations keep of a block [2 or 1, tokens, width], from the tokens that go into it."""
-    return tokens[None] if kind == "y" else torch.stack(project_keys(block, norm_keys(block, tokens), owners))
+    return tokens[None] if kind == "y" else torch.stack(list(project_keys(block, norm_keys(block, tokens), owners)))
 
 
 def norm_keys(block: BasicTransformerBlock, tokens: Tensor) -> Rows:
     return layer_norm(tokens, block.norm1, reads_fp8(block.attn1.to_k))
 
 
-def project_keys(block: BasicTransformerBlock, inner: Rows, owners: Owners | None) -> tuple[Tensor, Tensor]:
+def project_keys(block: BasicTransformerBlock, inner: Rows, owners: Owners | None) -> Sequence[Tensor]:
     """K and V of normed tokens, each [tokens, width]."""
-    return linear(block.attn1.to_k, inner, owners), linear(block.attn1.to_v, inner, owners)
+    return linears(projections(block)[1:], inner, owners)
+
+
+def projections(block: BasicTransformerBlock) -> list[nn.Module]:
+    """The layers of queries, keys and values of a block, which read the same rows."""
+    return [block.attn1.to_q, block.attn1.to_k, block.attn1.to_v]
+
+
+def join_projections(network: nn.Module) -> None:
+    """Make one product of the queries, keys and values of each block."""
+    for module in network.modules():
+        if isinstance(module, BasicTransformerBlock):
+            join(projections(module))

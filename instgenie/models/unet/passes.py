@@ -31,6 +31,8 @@ from instgenie.models.unet.tiling import Tiling
 from instgenie.types import Convolutions
 
 TILE = 8
+# With few tokens a GPU multiplies faster than it convolves, though all that tokens read is gathered for each of them.
+MAX_LISTED = 2048
 MAX_CROSSED = 4  # batches
 # cuDNN's attention clears a word of memory before every call. With few branches this costs more than cuDNN gains, and
 # several times more while activations are being copied to the device.
@@ -82,6 +84,11 @@ class UnetPasses(Model):
     def tiling(self) -> Tiling:
         return Tiling(self.unet, self.positions, self.convolutions, self.tile)
 
+    @property
+    def max_listed(self) -> int:
+        """Tokens of a level up to which a convolution of its tiles is a product."""
+        return MAX_LISTED if self.device.type == "cuda" else 0
+
     @cached_property
     def chosen_shapes(self) -> list[ChosenShape]:
         return chosen_shapes(self.unet)
@@ -101,7 +108,7 @@ class UnetPasses(Model):
     def pack(self, jobs: Sequence[Job], pads: bool = False, rows: StepRows = OWN_ROWS) -> UnetBatch | TiledBatch:
         facts = self.positions, self.cross, self.pixels_per_latent
         if self.tiling.needs_tiles(jobs):
-            return pack_tiles(jobs, *facts, self.tile, self.tiling.sides, pads, rows)
+            return pack_tiles(jobs, *facts, self.tile, self.tiling.sides, self.max_listed, pads, rows)
         return pack(jobs, *facts, pads, rows)
 
     def run(self, packed: PackedBatch) -> Tensor:
@@ -126,7 +133,7 @@ class UnetPasses(Model):
         assert not num_text  # it does not flow
         if with_convolutions:
             facts = self.positions, self.cross, self.pixels_per_latent, self.tile, self.tiling.sides
-            self.run(pack_tiles(jobs, *facts).recording(kind, keep))
+            self.run(pack_tiles(jobs, *facts, self.max_listed).recording(kind, keep))
             return
         packed = pack(jobs, self.positions, self.cross, self.pixels_per_latent)
         predict(self.unet, self.positions, packed, Recorder(kind, keep))

@@ -237,7 +237,7 @@ def convolve_level(
     conv: nn.Conv2d, x: Tensor, run: TiledPass, level: TileLevel, columns: Tensor, activates: bool = False
 ) -> Tensor:
     """A convolution of normed tiles, without its bias."""
-    return convolve_rows(conv, rows_of(x), run, level, level.owners, level.halo, columns, activates)
+    return convolve_rows(conv, rows_of(x), run, level, level, level.halo, columns, activates)
 
 
 def resample(
@@ -246,7 +246,7 @@ def resample(
     """A convolution that leads to another level."""
     assert index is not None
     is_whole = conv.stride == (2, 2) and covers_several(to.side, level.side)
-    out = convolve_rows(conv, rows_of(x), run, level, to.owners, index, keeps_all=is_whole)
+    out = convolve_rows(conv, rows_of(x), run, level, to, index, keeps_all=is_whole)
     return out if conv.bias is None else out + conv.bias[:, None, None]
 
 
@@ -255,18 +255,28 @@ def convolve_rows(
     rows: Tensor,
     run: TiledPass,
     level: TileLevel,
-    owners: Tensor,
+    to: TileLevel,
     index: Tensor,
     columns: Tensor | None = None,
     activates: bool = False,
     keeps_all: bool = False,
 ) -> Tensor:
+    """Convolve rows of a level into tiles of a level, maybe another one, without the bias."""
     for picture, row_of, border in kept_pictures(run, level):
         chosen = row_of if keeps_all else row_of[border]
         kept = take_rows(rows, chosen[None], level.pictures[picture, None], columns, activates)
         run.keep(conv, picture, kept[0])
-    gathered = take_rows(rows, index, owners, columns, activates, run.sources(conv))
-    return F.conv2d(squares(gathered), conv.weight, None, conv.stride)
+    gathered = take_rows(rows, index, to.list_owners, columns, activates, run.sources(conv))
+    return convolve_lists(conv, gathered, to.side)
+
+
+def convolve_lists(conv: nn.Conv2d, lists: Tensor, side: int) -> Tensor:
+    """Convolve squares of tokens [lists, entries, channels] into tiles [tiles, channels, side, side]. Where a list is
+    what one token reads, the convolution is a product."""
+    if lists.shape[1] == conv.kernel_size[0] * conv.kernel_size[1]:
+        out = F.linear(lists.flatten(1), conv.weight.permute(0, 2, 3, 1).flatten(1))
+        return squares(out.view(-1, side * side, out.shape[1]))
+    return F.conv2d(squares(lists), conv.weight, None, conv.stride)
 
 
 def kept_pictures(run: TiledPass, level: TileLevel) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -107,10 +107,12 @@ def pack_tiles(
     pixels_per_latent: int,
     tile: int,
     sides: Sequence[int],
+    max_listed: int,
     pads: bool = False,
     step_rows: StepRows = OWN_ROWS,
 ) -> TiledBatch:
-    """Pack jobs of any sizes. `tile` is the side of a tile at the finest level, `sides` those of the levels' tokens."""
+    """Pack jobs of any sizes. `tile` is the side of a tile at the finest level, `sides` those of the levels' tokens;
+    `max_listed` is as for `lay_out_tiles`."""
     sizes: dict[tuple[int, int], list[Job]] = {}
     for job in jobs:
         sizes.setdefault(job.grid, []).append(job)
@@ -130,7 +132,7 @@ def pack_tiles(
         loras=None,
         residuals=(),
         parts=parts,
-        levels=lay_out_tiles(levels, pads),
+        levels=lay_out_tiles(levels, pads, max_listed),
         reads=tuple(reads[job] for job, _ in members),
         keeps=tuple(keeps_convolutions(job) for job, _ in members),
     )

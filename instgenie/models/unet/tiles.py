@@ -6,6 +6,7 @@ after tile. Tokens of tiles that are not active have no row: convolutions read t
 edge of a picture is zero, as the network pads.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -62,18 +63,19 @@ class TileLevel:
     # picture; `NOTHING` within tiles that are not active
     borders: Column[tuple[Tensor, ...]]  # per part [tokens], those of a picture that lie between two tiles
     window: Column[Tensor]  # [tiles, (side + 2)²], like `tokens`, with a halo of one token
-    halo: Column[Tensor]  # [tiles, (side + 2)²], an index of this level's rows: what a convolution reads
+    list_owners: Column[Tensor]  # [lists], the picture of each list of what a convolution reads, see `list_tokens`
+    halo: Column[Tensor]  # [lists, (side + 2)² or 9], an index of this level's rows
     tile_of: Column[Tensor]  # [pictures, most tiles of a picture], an index of tiles
     counts: Column[Tensor]  # [pictures, most tiles of a picture], float32, tokens of each tile
     pictures: Column[Tensor]  # [pictures], their numbers
-    down: Column[Tensor | None] = None  # [tiles, (2 * side + 1)²], an index of the finer level's rows
-    up: Column[Tensor | None] = None  # [tiles, (side + 2)²], an index of the coarser level's rows
+    down: Column[Tensor | None] = None  # [lists, (2 * side + 1)² or 9], an index of the finer level's rows
+    up: Column[Tensor | None] = None  # [lists, (side + 2)² or 9], an index of the coarser level's rows
 
 
 @lru_cache(maxsize=16)  # jobs that stay together keep their layouts from step to step
-def lay_out_tiles(levels: tuple[TileParts, ...], pads: bool) -> tuple[TileLevel, ...]:
+def lay_out_tiles(levels: tuple[TileParts, ...], pads: bool, max_listed: int = 0) -> tuple[TileLevel, ...]:
     """Lay out the tiles of all levels, the finest first. With `pads`, each part has as many tiles as for many other
-    masks."""
+    masks. Levels with up to `max_listed` tokens list what convolutions read for each token, others for each tile."""
     shares = [part_share([parts[number] for parts in levels]) if pads else None for number in range(len(levels[0]))]
     drawn = [draw(parts, shares) for parts in levels]
     placed = [place(parts, one) for parts, one in zip(levels, drawn, strict=True)]
@@ -84,7 +86,25 @@ def lay_out_tiles(levels: tuple[TileParts, ...], pads: bool) -> tuple[TileLevel,
         row_of = find_all(levels[finer], drawn[finer]) if several else placed[finer].row_of
         placed[coarser] = replace(placed[coarser], down=find_rows(row_of, down))
         placed[finer] = replace(placed[finer], up=find_rows(placed[coarser].row_of, up))
-    return tuple(placed)
+    return tuple(list_tokens(level) if level.tokens.numel() <= max_listed else level for level in placed)
+
+
+def list_tokens(level: TileLevel) -> TileLevel:
+    """The level with a list per token, of the three by three tokens that a convolution reads for it."""
+    return replace(
+        level,
+        list_owners=level.owners.repeat_interleave(level.side**2),
+        halo=around_tokens(level.halo),
+        down=None if level.down is None else around_tokens(level.down, step=2),
+        up=None if level.up is None else around_tokens(level.up),
+    )
+
+
+def around_tokens(index: Tensor, step: int = 1) -> Tensor:
+    """From an index of squares around tiles to one of what lies around each token [tokens, 9]."""
+    side = math.isqrt(index.shape[1])
+    windows = index.view(-1, side, side).unfold(1, 3, step).unfold(2, 3, step)  # [tiles, rows, columns, 3, 3]
+    return windows.reshape(-1, 9)
 
 
 def part_share(levels: Sequence[Sequence[Tiles]]) -> int | None:
@@ -160,6 +180,7 @@ def place(parts: TileParts, drawn: Drawn) -> TileLevel:
         row_of=row_of,
         borders=tuple(border_tokens(part[0].grid, side, device) for part in parts),
         window=window,
+        list_owners=drawn.owners,
         halo=find_rows(row_of, window),
         tile_of=tile_of,
         counts=counts,

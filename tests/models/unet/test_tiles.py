@@ -3,19 +3,21 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from instgenie.cost.network import ConvolutionShape
 from instgenie.jobs.tiles import Tiles, border_tokens, covers_several, every_tile, masked_tiles, side_at
 from instgenie.kernels.take import FIRST_KEPT, NOTHING, take_rows_reference
-from instgenie.models.unet.tiled import rows_of, squares
+from instgenie.models.unet.tiled import convolve_lists, rows_of
 from instgenie.models.unet.tiles import TileLevel, lay_out_tiles
 
 GRIDS = [(16, 12), (16, 12), (6, 20), (2, 2)]  # two pictures of one size, and pictures that are no multiple of a tile
 CPU = torch.device("cpu")
 
 
-def lay_out(tile: int, actives: list[Tensor] | None = None, pads: bool = False) -> tuple[TileLevel, ...]:
+def lay_out(
+    tile: int, actives: list[Tensor] | None = None, pads: bool = False, max_listed: int = 0
+) -> tuple[TileLevel, ...]:
     """Two levels; `actives` are masks of the pictures."""
     levels = []
     for side in (1, 2):
@@ -28,7 +30,7 @@ def lay_out(tile: int, actives: list[Tensor] | None = None, pads: bool = False) 
             for grid, mask in zip(grids, actives or [None] * len(grids), strict=True)
         ]
         levels.append((tuple(tiles[:2]), (tiles[2],), (tiles[3],)))
-    return lay_out_tiles(tuple(levels), pads)
+    return lay_out_tiles(tuple(levels), pads, max_listed)
 
 
 def draw_pictures(side: int = 1) -> list[Tensor]:
@@ -51,9 +53,21 @@ def to_pictures(tiles: Tensor, level: TileLevel, side: int = 1) -> list[Tensor]:
     return [part.T.reshape(1, -1, *grid) for part, grid in zip(parts, grids, strict=True)]
 
 
-def take(tiles: Tensor, index: Tensor, owners: Tensor, kept: list[Tensor] | None = None) -> Tensor:
-    sources = [rows[None] for rows in kept] if kept else None
-    return squares(take_rows_reference(tiles, index, owners, None, False, sources))
+def convolve(
+    weight: Tensor,
+    rows: Tensor,
+    index: Tensor | None,
+    to: TileLevel,
+    kept: list[Tensor] | None = None,
+    side: int = 1,
+    stride: int = 1,
+) -> list[Tensor]:
+    """Whole pictures, of which a token stands for `side` by `side`, from rows of a level."""
+    assert index is not None
+    conv = nn.Conv2d(3, 4, 3, stride, bias=False)
+    conv.weight = nn.Parameter(weight, requires_grad=False)
+    lists = take_rows_reference(rows, index, to.list_owners, None, False, [own[None] for own in kept] if kept else None)
+    return to_pictures(convolve_lists(conv, lists, to.side), to, side)
 
 
 def between_tiles(pictures: list[Tensor], side: int) -> list[Tensor]:
@@ -61,17 +75,19 @@ def between_tiles(pictures: list[Tensor], side: int) -> list[Tensor]:
     return [rows_of(one)[border_tokens((one.shape[2], one.shape[3]), side, CPU)] for one in pictures]
 
 
-@pytest.mark.parametrize("tile", [2, 8, 16])
-def test_convolutions_of_all_tiles(tile: int) -> None:
-    fine, coarse = lay_out(tile)
+@pytest.mark.parametrize("max_listed", [0, 500, 1000])  # no level, the coarser one, both
+@pytest.mark.parametrize("tile", [1, 2, 8, 16])
+def test_convolutions_of_all_tiles(tile: int, max_listed: int) -> None:
+    fine, coarse = lay_out(tile, max_listed=max_listed)
+    assert (fine.halo.shape[1] == 9, coarse.halo.shape[1] == 9) == (
+        max_listed >= fine.tokens.numel() or tile == 1,
+        max_listed >= coarse.tokens.numel() or tile <= 2,
+    )
     pictures, weight = draw_pictures(), torch.randn(4, 3, 3, 3, dtype=torch.float64)
-    state = to_tiles(pictures, fine)
-    same = to_pictures(F.conv2d(take(state, fine.halo, fine.owners), weight), fine)
-    assert coarse.down is not None
-    down = to_pictures(F.conv2d(take(state, coarse.down, coarse.owners), weight, stride=2), coarse, side=2)
-    small = draw_pictures(side=2)
-    assert fine.up is not None
-    up = to_pictures(F.conv2d(take(to_tiles(small, coarse), fine.up, fine.owners), weight), fine)
+    state, small = to_tiles(pictures, fine), draw_pictures(side=2)
+    same = convolve(weight, state, fine.halo, fine)
+    down = convolve(weight, state, coarse.down, coarse, side=2, stride=2)
+    up = convolve(weight, to_tiles(small, coarse), fine.up, fine)
     for number, picture in enumerate(pictures):
         torch.testing.assert_close(same[number], F.conv2d(picture, weight, padding=1))
         torch.testing.assert_close(down[number], F.conv2d(picture, weight, padding=1, stride=2))
@@ -89,23 +105,19 @@ def corner_masks() -> list[Tensor]:
     return masks
 
 
-@pytest.mark.parametrize("pads", [False, True])
-@pytest.mark.parametrize("tile", [2, 8, 16])
-def test_convolutions_of_masked_tiles_read_the_others(tile: int, pads: bool) -> None:
-    fine, coarse = lay_out(tile, corner_masks(), pads)
+@pytest.mark.parametrize(("pads", "max_listed"), [(False, 0), (False, 1000), (True, 0)])
+@pytest.mark.parametrize("tile", [1, 2, 8, 16])
+def test_convolutions_of_masked_tiles_read_the_others(tile: int, pads: bool, max_listed: int) -> None:
+    fine, coarse = lay_out(tile, corner_masks(), pads, max_listed)
     pictures, weight = draw_pictures(), torch.randn(4, 3, 3, 3, dtype=torch.float64)
-    state = to_tiles(pictures, fine)
+    state, small = to_tiles(pictures, fine), draw_pictures(side=2)
     kept = between_tiles(pictures, fine.side)
-    same = to_pictures(F.conv2d(take(state, fine.halo, fine.owners, kept), weight), fine)
-    assert coarse.down is not None
+    same = convolve(weight, state, fine.halo, fine, kept)
     several = covers_several(coarse.side, fine.side)
-    assert several == (tile == 2)
-    down = take(state, coarse.down, coarse.owners, list(map(rows_of, pictures)) if several else kept)
-    halved = to_pictures(F.conv2d(down, weight, stride=2), coarse, side=2)
-    small = draw_pictures(side=2)
-    assert fine.up is not None
-    up = take(to_tiles(small, coarse), fine.up, fine.owners, between_tiles(small, coarse.side))
-    doubled = to_pictures(F.conv2d(up, weight), fine)
+    assert several == (tile == 1)
+    kept_below = list(map(rows_of, pictures)) if several else kept
+    halved = convolve(weight, state, coarse.down, coarse, kept_below, side=2, stride=2)
+    doubled = convolve(weight, to_tiles(small, coarse), fine.up, fine, between_tiles(small, coarse.side))
     for number, mask in enumerate(corner_masks()):
         whole = F.conv2d(pictures[number], weight, padding=1)
         assert not same[number][:, :, mask].isnan().any()
@@ -146,8 +158,9 @@ def test_rows_that_are_kept(tile: int, grid: tuple[int, int]) -> None:
 def test_padded_lists_have_one_length() -> None:
     """For masks of about the same number of tiles; what they read stays the same."""
     masks = corner_masks()
+    masks[0][-1, -4] = True
     wider = [mask.clone() for mask in masks]
-    wider[0][-1, -4] = True
+    wider[0][0, 0] = True
     shapes = [[len(level.owners) for level in lay_out(2, given, pads=True)] for given in (masks, wider)]
     assert shapes[0] == shapes[1]
     assert [len(level.owners) for level in lay_out(2, masks)] != [len(level.owners) for level in lay_out(2, wider)]
