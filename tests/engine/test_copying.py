@@ -84,7 +84,7 @@ def test_copies_are_what_merging_writes(named: tuple[str, Model], tmp_path: Path
     copied = {layer for patched in loras.layers for layer in joined.get(patched, ())}
     weights = copied_weights(found)
     assert weights.keys() == {loras.numbers[layer] for layer in copied}
-    assert len(copied) == (4 if name == "blend" else 1)  # Q, K and V are one product; a convolution sees pictures
+    assert len(copied) == (4 if name == "blend" else 3)  # Q, K and V are one product; a convolution sees pictures
     merging.merge(loras)
     for layer in copied:
         assert torch.equal(weights[loras.numbers[layer]], layer.get_parameter("weight").flatten(1))

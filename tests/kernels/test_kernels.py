@@ -291,6 +291,9 @@ def test_filling_is_exact(device: str, dtype: torch.dtype, width: int, num_parts
     without: list[Tensor | None] = [*sources[:2], None]
     fill_rows_fused(without, origin, flowing, addressed)
     assert torch.equal(addressed[:, :2], expected[:, :2])
+    columns = torch.cat([flowing[0], *flowing], dim=1).split(width, dim=1)[1:]  # of one product
+    fill_rows_fused(sources, origin, columns, addressed)
+    assert torch.equal(addressed, expected)
 
 
 @pytest.mark.gpu

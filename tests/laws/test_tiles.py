@@ -17,6 +17,7 @@ from instgenie.errors import ModelError
 from instgenie.jobs.job import Job
 from instgenie.models.model import Model
 from instgenie.models.unet.model import UnetModel
+from instgenie.models.unet.passes import UnetPasses
 from instgenie.models.unet.tiled_batch import TiledBatch
 from instgenie.types import CacheDtype, Convolutions, Edit, LoraUse
 
@@ -73,8 +74,12 @@ def first_step(model: UnetModel, edit: Edit) -> tuple[Job, Job]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("box", "tile"), [("corner", 8), ("pixel", 16)])
-def test_law_masked_tiles_with_kept_inputs_are_dense(unet: UnetModel, box: str, tile: int) -> None:
+@pytest.mark.parametrize(("box", "tile", "max_listed"), [("corner", 8, 0), ("pixel", 16, 10**6)])
+def test_law_masked_tiles_with_kept_inputs_are_dense(
+    unet: UnetModel, box: str, tile: int, max_listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles convolve, or multiply what each of their tokens reads."""
+    monkeypatch.setattr(UnetPasses, "max_listed", max_listed)
     model = tiled(unet, "reused", tile)
     before, job = first_step(model, masked_at(BOXES[box]))
     assert job.activations is not None

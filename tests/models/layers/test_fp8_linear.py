@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from diffusers.models.attention import BasicTransformerBlock
 from helpers.edits import make_edit
 from torch import nn
 
@@ -18,10 +19,12 @@ from instgenie.engine.register import register, reuse
 from instgenie.errors import ConfigError, ModelError
 from instgenie.kernels.quantize import Fp8Rows, quantize_rows
 from instgenie.models.families import FAMILIES
+from instgenie.models.joint.model import JointModel
 from instgenie.models.layers.fp8_linear import Fp8Linear, quantizable, quantize_layers
 from instgenie.models.layers.linear import as_one, join, linear, linears
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
+from instgenie.models.unet.flow import projections
 from instgenie.server.config import read_config
 
 STAYS = re.compile(  # embedders, modulation, the final projection, keys of the prompt: few rows, or quality
@@ -128,15 +131,23 @@ def test_joined_layers_are_one_product(is_low: bool, has_bias: bool) -> None:
     join(mixed)  # layers of two kinds stay as they are
 
 
+def first_projections(model: Model) -> list[nn.Module]:
+    """The layers of queries, keys and values of the first block."""
+    if isinstance(model, JointModel):
+        return list(model.joint_network.blocks[0].entries(is_text=False)[0].projections[:3])
+    return projections(next(one for one in model.network.modules() if isinstance(one, BasicTransformerBlock)))
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd3", "klein", "qwen", "zimage"])
+@pytest.mark.parametrize("family", ["blend_guided", "fill", "sd3", "klein", "qwen", "zimage", "sdxl"])
 @pytest.mark.parametrize("is_low", [False, True])
 def test_a_network_of_joined_layers_computes_the_same(models: dict[str, Model], family: str, is_low: bool) -> None:
     whole = quantized(models[family]) if is_low else models[family]
-    joined = replace(whole, transformer=copy.deepcopy(whole.network))
-    joined.joint_network.join_projections()
-    q, k, v, *_ = joined.joint_network.blocks[0].entries(is_text=False)[0].projections
-    assert as_one([q.weight, k.weight, v.weight]) is not None
+    joined = replace(whole, **{whole.network_name: copy.deepcopy(whole.network)})
+    join_layers = FAMILIES[whole.family].join_layers
+    assert join_layers is not None
+    join_layers(joined.network)
+    assert as_one([layer.weight for layer in first_projections(joined)]) is not None
     edits = [make_edit(size=(32, 32), steps=2, share=share, true_guidance=2.0) for share in (0.2, 0.5)]
     for kind in ("kv", "y"):
         found, expected = (

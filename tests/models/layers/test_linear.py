@@ -70,7 +70,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     )
     for module in (*joint, unet_network, unet_flow, feed_forward, resnet):
         monkeypatch.setattr(module, "linear", recording)
-    for module in (joint_block, flux_network, zimage_network):
+    for module in (joint_block, flux_network, zimage_network, unet_flow):
         monkeypatch.setattr(module, "linears", recording.several)
     return recording
 
