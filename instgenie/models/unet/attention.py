@@ -1,16 +1,22 @@
 """Attention over the packed tokens of a UNet's level. Knows layouts; knows no weights."""
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instgenie.models.unet.layout import LevelLayout
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 MIN_FLASH_CAPABILITY = (8, 0)
 FLASH_MULTIPLE, MAX_FLASH_CHANNELS = 8, 256  # of the channels of one head
+# cuDNN's attention clears a word of memory before every call. With few branches and few keys this costs more than cuDNN
+# gains, and several times more while activations are being copied to the device.
+MAX_SMALL_BRANCHES, MAX_SMALL_KEYS = 4, 512
+SMALL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend(layout: LevelLayout, q: Tensor, k: Tensor, v: Tensor, key_bounds: Tensor | None) -> Tensor:
@@ -28,8 +34,15 @@ def attend(layout: LevelLayout, q: Tensor, k: Tensor, v: Tensor, key_bounds: Ten
 
 
 def attend_even(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [branches, tokens, heads, head channels]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    with kernels_for(k):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def kernels_for(keys: Tensor) -> AbstractContextManager[object]:
+    """The kernels that suit these keys [branches, keys, heads, head channels]."""
+    is_small = len(keys) <= MAX_SMALL_BRANCHES and keys.shape[1] <= MAX_SMALL_KEYS
+    return sdpa_kernel(SMALL) if keys.is_cuda and is_small else nullcontext()
 
 
 def attend_apart(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from instgenie.models.layers.resnet import go_around
 from instgenie.models.unet.batch import Positions, UnetBatch, level_keys
 from instgenie.models.unet.layout import LevelLayout
 from instgenie.models.unet.network import cross_texts, encode, find_positions, transformers
-from instgenie.models.unet.passes import attention
 
 
 class GuidedUnets(GuidedFamily):
@@ -77,8 +76,7 @@ class UnetControlNet(ControlNet):
         facts = batch.facts
         packed = pack_branches(batch, self._positions)
         layers = (*self.network.controlnet_down_blocks, self.network.controlnet_mid_block)
-        with attention(packed):
-            encoded = encode(self.network, self._positions, packed, added=facts["hint"])
+        encoded = encode(self.network, self._positions, packed, added=facts["hint"])
         return [go_around(*pair) * facts["scales"] for pair in zip(layers, encoded.places, strict=True)]
 
     def call(self, batch: ControlBatch) -> list[Tensor]:

@@ -3,7 +3,6 @@ and no schedule."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
@@ -11,7 +10,6 @@ from typing import Self
 import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instgenie.adapters.applied import BatchLoras
 from instgenie.errors import ModelError
@@ -34,10 +32,6 @@ TILE = 8
 # With few tokens a GPU multiplies faster than it convolves, though all that tokens read is gathered for each of them.
 MAX_LISTED = 2048
 MAX_CROSSED = 4  # batches
-# cuDNN's attention clears a word of memory before every call. With few branches this costs more than cuDNN gains, and
-# several times more while activations are being copied to the device.
-MAX_FLASH = 4  # branches
-FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class CrossedPrompts:
@@ -113,15 +107,13 @@ class UnetPasses(Model):
 
     def run(self, packed: PackedBatch) -> Tensor:
         assert isinstance(packed, UnetBatch | TiledBatch)
-        with attention(packed):
-            if isinstance(packed, TiledBatch):
-                return predict_tiles(self.unet, self.positions, self.tiling.kept, packed)
-            return predict(self.unet, self.positions, packed)
+        if isinstance(packed, TiledBatch):
+            return predict_tiles(self.unet, self.positions, self.tiling.kept, packed)
+        return predict(self.unet, self.positions, packed)
 
-    def begin(self, packed: PackedBatch) -> "UnetHalf":
+    def begin(self, packed: PackedBatch) -> Encoded:
         assert isinstance(packed, UnetBatch)
-        with attention(packed):
-            return UnetHalf(packed, encode(self.unet, self.positions, packed))
+        return encode(self.unet, self.positions, packed)
 
     @property
     def kept_convolutions(self) -> KeptConvolutions:
@@ -140,26 +132,3 @@ class UnetPasses(Model):
 
     def observe_time(self, jobs: Sequence[Job]) -> Tensor:
         return torch.empty(len(jobs), 0, dtype=self.dtype, device=self.device)
-
-
-def attention(packed: UnetBatch | TiledBatch) -> AbstractContextManager[object]:
-    """The kernels of attention that suit a batch."""
-    samples = [part.sample for part in (packed.parts if isinstance(packed, TiledBatch) else (packed,))]
-    prefers_flash = samples[0].is_cuda and sum(map(len, samples)) <= MAX_FLASH
-    return sdpa_kernel(FLASH) if prefers_flash else nullcontext()
-
-
-@dataclass(frozen=True, eq=False)
-class UnetHalf:
-    """A pass after its encoder."""
-
-    packed: UnetBatch
-    encoded: Encoded
-
-    @property
-    def places(self) -> Sequence[Tensor]:
-        return self.encoded.places
-
-    def end(self) -> Tensor:
-        with attention(self.packed):
-            return self.encoded.end()
