@@ -285,8 +285,8 @@ class Editor:
         return job
 
     def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:
-        """Run the jobs to their end. Returns the seconds until each was handed over. A batch that finds no room in memory
-        goes on in smaller parts, as in a worker; the error of a job that cannot take a step by itself is raised."""
+        """Run the jobs to their end. Returns the seconds until each was handed over. A batch that does not fit into
+        memory goes on in smaller parts, as in a worker. The error of a job that cannot take a step alone is raised."""
         own = OwnActivations(self.model, keeps_text=self.keeps_text, changed=self._changed)
         engine, waiting = Engine(self.model, own=own, controls=self.controls), deque(map(SingleJob, jobs))
         seconds: dict[Job, float] = {}
