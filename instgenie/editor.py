@@ -285,15 +285,19 @@ class Editor:
         return job
 
     def _denoise(self, jobs: Sequence[Job], on_step: OnStep | None) -> dict[Job, float]:
-        """Run the jobs to their end. Returns the seconds until each was handed over."""
+        """Run the jobs to their end. Returns the seconds until each was handed over. A batch that does not fit into
+        memory goes on in smaller parts, as in a worker. The error of a job that cannot take a step alone is raised."""
         own = OwnActivations(self.model, keeps_text=self.keeps_text, changed=self._changed)
         engine, waiting = Engine(self.model, own=own, controls=self.controls), deque(map(SingleJob, jobs))
         seconds: dict[Job, float] = {}
         start = self._now()
         while waiting or engine.jobs:
             self._join(waiting, engine)
-            if finished := engine.step().finished:
-                seconds |= dict.fromkeys(finished, self._now() - start)
+            result = engine.step(isolate_failures=True)
+            for error in result.failed.values():
+                raise error
+            if result.finished:
+                seconds |= dict.fromkeys(result.finished, self._now() - start)
             if on_step:
                 on_step(sum(job.step for job in jobs), sum(job.num_steps for job in jobs))
         return seconds

@@ -6,12 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from helpers.changed import choose_by_blocks, whole
 from helpers.edits import make_edit
 
 from instgenie import Editor
 from instgenie.cache.host import HostTier
 from instgenie.cache.store import Store
-from instgenie.errors import EditError, MaskError, ModelError
+from instgenie.engine.loop import Engine
+from instgenie.errors import EditError, MaskError, ModelError, OutOfMemoryError
+from instgenie.jobs.blocks import BlockPass
 from instgenie.types import Result
 
 
@@ -71,6 +75,28 @@ def test_progress_counts_all_steps(editor: Editor) -> None:
 def test_more_edits_than_fit_a_batch(editor: Editor) -> None:
     edits = [make_edit(seed=seed, steps=1 + seed % 3) for seed in range(11)]
     assert [result.seed for result in editor.edit_many(edits)] == list(range(11))
+
+
+def test_edits_without_room_for_rows_of_blocks_compute_everything(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a worker. If there is no room for an edit by itself, that is an error."""
+    dense = Editor(model=str(folders["blend"]), device="cpu")
+    choose_by_blocks(dense.model, monkeypatch)
+    editor = Editor(model=str(folders["blend"]), device="cpu", reuse_changed=0.6)
+    edits = [whole(seed=seed, steps=4) for seed in (1, 2)]
+    assert all(result.num_computed_tokens < result.num_tokens for result in editor.edit_many(edits))
+    monkeypatch.setattr(BlockPass, "complete", run_out_of_memory)
+    for found, expected in zip(editor.edit_many(edits), dense.edit_many(edits), strict=True):
+        assert found.num_computed_tokens == found.num_tokens
+        assert np.abs(found.picture.astype(int) - expected.picture).max() <= 1
+    monkeypatch.setattr(Engine, "predict", run_out_of_memory)
+    with pytest.raises(OutOfMemoryError, match="a batch of 2 edits does not fit into memory"):
+        editor.edit_many(edits)
+
+
+def run_out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_nothing_to_do(editor: Editor) -> None:

@@ -80,9 +80,9 @@ class Engine:
         self.jobs.remove(job)
         if not job.done:
             forget_blocks([job])
+        self.loader.forget([job])
         if not self.jobs:
             self.max_jobs = self.full_size
-            self.loader.start(())
 
     def step(self, isolate_failures: bool = False) -> StepResult:
         """Pick jobs, plan, load, run the model, advance, hand over the finished.
@@ -182,6 +182,7 @@ class Engine:
         finished = [job for job in self.jobs if job.done]
         self.jobs = [job for job in self.jobs if not job.done]
         forget_blocks(finished)
+        self.loader.forget(finished)
         if not self.jobs:
             self.max_jobs = self.full_size
         return finished

@@ -92,6 +92,12 @@ class Fetcher:
     def unpin(self, key: Key) -> None:
         self._pinner.submit(self._unpin, key)
 
+    def drop(self, fetching: Fetching) -> None:
+        """Put off a fetch that has brought its template. Fetches that were refused meanwhile may now find room."""
+        fetching.put_off()
+        self._num_pinned += 1
+        self._pinner.submit(self._count_unpinned)
+
     # in threads
 
     def _note_tier(self, job: str, handle: Handle) -> None:

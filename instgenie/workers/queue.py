@@ -73,6 +73,11 @@ class TrackedJob:
         return [self, *self.followers]
 
     @property
+    def is_refused(self) -> bool:
+        """True while memory has no room for the activations that it waits for."""
+        return self.fetching is not None and self.fetching.outcome is FetchOutcome.REFUSED
+
+    @property
     def progress(self) -> list[JobStep]:
         return [JobStep(asker.id, asker.attempt, self.job.step) for asker in self.askers]
 
@@ -112,8 +117,7 @@ class JobGroup:
 
     def note_refusal(self) -> None:
         """Note whether memory has refused it for too long."""
-        is_refused = any(job.fetching and job.fetching.outcome is FetchOutcome.REFUSED for job in self.jobs)
-        self.needs_room |= self.is_overdue and is_refused
+        self.needs_room |= self.is_overdue and any(job.is_refused for job in self.jobs)
 
     @property
     def num_jobs(self) -> int:
@@ -246,6 +250,7 @@ class WaitingQueue:
                     self.settle_one(tracked, group)
             group.note_refusal()
             self.is_holding_back |= group.holds_others_back
+        self.groups = deque(part for group in self.groups for part in cut_off_refused(group))
         if self.is_holding_back:
             self.let_go_preempted()
         self.drop_empty()
@@ -261,7 +266,7 @@ class WaitingQueue:
     def hold_back(self, tracked: TrackedJob) -> None:
         assert tracked.fetching
         if isinstance(tracked.fetching.outcome, Found):
-            tracked.fetching.put_off()
+            self.templates.fetcher.drop(tracked.fetching)
 
     def settle_one(self, tracked: TrackedJob, group: JobGroup) -> None:
         assert tracked.fetching
@@ -329,6 +334,16 @@ class WaitingQueue:
 
     def drop_empty(self) -> None:
         self.groups = deque(group for group in self.groups if group.jobs)
+
+
+def cut_off_refused(group: JobGroup) -> list[JobGroup]:
+    """Jobs that have their activations do not wait for those of their group whose activations find no room: the room
+    may be their own."""
+    refused = [tracked for tracked in group.jobs if tracked.is_refused]
+    if not refused or not any(tracked.activations for tracked in group.jobs):
+        return [group]
+    others = [tracked for tracked in group.jobs if tracked not in refused]
+    return [replace(group, jobs=jobs) for jobs in (others, refused)]
 
 
 def cut(group: JobGroup, room: OwnRoom) -> list[JobGroup]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from helpers.edits import make_edit
 from instgenie.cluster import wire
 from instgenie.cluster.config import ProcessConfig, ResolvedCache
@@ -87,6 +89,13 @@ def jobs(
     made = [(name, job_frames(prepare(make_edit(size=SIZE, steps=num, **fields), model))) for name, num in steps]
     message = wire.Denoise(tuple(wire.Denoising(name, 1, head, template, is_sure, 0) for name, (head, _) in made))
     return message, [frame for _, (_, frames) in made for frame in frames]
+
+
+def with_terms(group: tuple[wire.Message, list[wire.Frame]], **terms: Any) -> tuple[wire.Message, list[wire.Frame]]:
+    """The jobs of a group with other fields of their messages."""
+    message, frames = group
+    assert isinstance(message, wire.Denoise)
+    return wire.Denoise(tuple(msgspec.structs.replace(job, **terms) for job in message.jobs)), frames
 
 
 def registering(model: Model, name: str, urgent: bool = False, steps: int = 4) -> tuple[wire.Message, list[wire.Frame]]:

@@ -2,6 +2,8 @@
 block, where blocks can."""
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -171,19 +173,29 @@ def test_caches_go_with_their_jobs(model: Model, blocks: Way) -> None:
     assert all(len(sizes) == 1 for sizes in left.sizes.values())
 
 
-def test_rows_of_blocks_go_when_their_job_is_done(models: dict[str, Model]) -> None:
-    """The loader knows the job for longer: a captured pass goes on, for which it has nothing to do."""
+@pytest.mark.parametrize("is_done", [True, False])
+def test_what_a_job_keeps_goes_with_it(models: dict[str, Model], is_done: bool) -> None:
+    """Though a captured pass goes on, for which the loader has nothing to do."""
     model = models["blend"]
     changed = Changed(sure(blocks_of(model)), 0.6, model)
     engine = Engine(model, graphs=Graphs(model), own=OwnActivations(model, changed=changed))
-    jobs = [prepare(whole(steps=2), model), prepare(whole(steps=4, reuse="off"), model)]
-    for job in jobs:
-        engine.join(job)
-    while not jobs[0].done:
+    job = reuse_own(prepare(whole(steps=4, share=0.5, own_steps=(0, 1)), model))
+    engine.join(job)
+    engine.join(prepare(whole(steps=6, reuse="off"), model))
+    while job.step < 3:
         engine.step()
-    assert engine.loader.described[0][0] is jobs[0]
-    assert jobs[0].blocks
-    assert jobs[0].blocks.packed is None
+    blocks, own = job.blocks, weakref.ref(job.activations)
+    assert blocks
+    assert blocks.packed
+    if is_done:
+        engine.step()
+    else:
+        engine.leave(job)
+        engine.step()
+    assert len(engine.jobs) == 1
+    del job
+    gc.collect()
+    assert (blocks.packed, own()) == (None, None)
 
 
 @pytest.mark.parametrize("trust", [0.0, 0.8])

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from helpers.changed import choose_by_blocks
@@ -20,6 +19,7 @@ from helpers.workers import (
     make_config,
     memory_status,
     register_on_disk,
+    with_terms,
 )
 
 from instgenie.cluster import wire
@@ -31,6 +31,7 @@ from instgenie.models.model import Model
 from instgenie.scheduling.names import Scheduling
 from instgenie.workers.denoise import Denoiser
 from instgenie.workers.locker import Locker
+from instgenie.workers.queue import MAX_OVERTAKEN
 
 NUM_STEPS = 12
 
@@ -41,12 +42,6 @@ def make_single(
     """A worker whose batch has room for one job."""
     options: dict[str, Any] = {"scheduling": scheduling, "reuse_changed": reuse_changed}
     return denoiser_of(replace(make_config(max_batch_size=1, **cache), **options), model)
-
-
-def with_terms(group: tuple[wire.Message, list[wire.Frame]], **terms: Any) -> tuple[wire.Message, list[wire.Frame]]:
-    message, frames = group
-    assert isinstance(message, wire.Denoise)
-    return wire.Denoise(tuple(msgspec.structs.replace(job, **terms) for job in message.jobs)), frames
 
 
 def latents_of(tape: Tape, name: str) -> bytes:
@@ -125,12 +120,13 @@ def test_jobs_wait_in_the_order_of_the_policy(small: Model) -> None:
         assert "".join(dict.fromkeys("".join(batches(tape)))) == "a" + expected
 
 
-def test_a_preempted_job_lets_its_template_go_if_another_waits_for_the_room(
-    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_overtaken", [0, MAX_OVERTAKEN])
+def test_a_preempted_job_lets_its_template_go_if_another_waits_too_long_for_the_room(
+    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_overtaken: int
 ) -> None:
-    """Memory holds one template. The job of `t` is preempted by one of `u`, which is overdue at once; without letting
-    go, it would wait for room until the job of `t` has ended, which waits for it."""
-    monkeypatch.setattr("instgenie.workers.queue.MAX_OVERTAKEN", 0)
+    """Memory holds one template. The job of `t` is preempted, and one of `u` waits for room, overdue at once or not. If
+    it is not, the job of `t` goes on first and makes room."""
+    monkeypatch.setattr("instgenie.workers.queue.MAX_OVERTAKEN", max_overtaken)
     register_on_disk(small, tmp_path, "t", "u")
     [num_bytes] = {tier.num_bytes for tier in memory_status(small, tmp_path, "t", "u")}
     denoiser, tape = make_single(small, disk=str(tmp_path), host_bytes=num_bytes)

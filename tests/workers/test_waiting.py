@@ -22,6 +22,7 @@ from helpers.workers import (
     memory_status,
     register_on_disk,
     registering,
+    with_terms,
 )
 
 from instgenie.cache.disk import DiskTier
@@ -74,10 +75,13 @@ def test_a_job_is_not_starved_of_memory_by_overlapping_jobs_of_another_template(
     assert len(tape.of(wire.Denoised)) == NUM_FED + 2
 
 
+@pytest.mark.parametrize("order", ["tu", "ut"])
 def test_jobs_whose_templates_load_at_the_same_time_both_use_them(
-    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
-    """The second template is refused while the first, which takes all the room, is still loading."""
+    """The template `u` is refused while `t`, which takes all the room, is still loading. If the job of `u` is first,
+    it is overdue at once and holds the other back, which has its template by then."""
+    monkeypatch.setattr("instgenie.workers.queue.MAX_OVERTAKEN", 0 if order == "ut" else MAX_OVERTAKEN)
     register_on_disk(small, tmp_path, "t", "u", steps=8)
     denoiser, tape = make_denoiser(small, disk=str(tmp_path))
     assert denoiser.templates.store.get(denoiser.templates.keys.find(head_of("t", steps=8)))
@@ -101,10 +105,45 @@ def test_jobs_whose_templates_load_at_the_same_time_both_use_them(
 
     monkeypatch.setattr(DiskTier, "load", slow_load)
     monkeypatch.setattr(Fetcher, "_why_not", note_refusal)
-    tape.rounds.append([jobs(small, (name, 8), template=head_of(name, steps=8)) for name in "tu"])
+    tape.rounds.append([jobs(small, (name, 8), template=head_of(name, steps=8)) for name in order])
     denoiser.run()
     assert found(tape) == {"t": "disk", "u": "disk"}
     assert len(tape.of(wire.Denoised)) == 2
+
+
+def together(*groups: tuple[wire.Message, list[wire.Frame]]) -> tuple[wire.Message, list[wire.Frame]]:
+    """One group of the jobs of several."""
+    denoising = [job for message, _ in groups if isinstance(message, wire.Denoise) for job in message.jobs]
+    return wire.Denoise(tuple(denoising)), [frame for _, frames in groups for frame in frames]
+
+
+@pytest.mark.parametrize(
+    ("steps", "fails_dense", "tier"),
+    [(4, False, "disk"), (8, False, None), (8, True, None)],
+    ids=["as large", "too large", "too large and needed"],
+)
+def test_jobs_of_a_group_whose_templates_find_no_room_together_run_apart(
+    small: Model, tmp_path: Path, steps: int, fails_dense: bool, tier: str | None
+) -> None:
+    """Memory holds one template of four steps. While a job of `t` runs, a group arrives: a job of `t`, which has its
+    template at once, and one of `u`, which waits for room, or for which there will never be any."""
+    register_on_disk(small, tmp_path, "t")
+    register_on_disk(small, tmp_path, "u", steps=steps)
+    [num_bytes] = [status.num_bytes for status in memory_status(small, tmp_path, "t")]
+    denoiser, tape = make_denoiser(small, disk=str(tmp_path), host_bytes=num_bytes)
+    tape.rounds.append([jobs(small, ("a", 4), template=head_of("t"))])
+    other = with_terms(jobs(small, ("c", steps), template=head_of("u", steps=steps)), fails_dense=fails_dense)
+    group = together(jobs(small, ("b", 4), template=head_of("t")), other)
+
+    def feed(message: wire.Message) -> None:
+        if isinstance(message, wire.Joined) and message.jobs[0].id == "a":
+            tape.rounds.append([group])
+
+    on_sent(tape, feed)
+    denoiser.run()
+    assert [message.id for message in tape.of(wire.Denoised)] == (["a", "b"] if fails_dense else ["a", "b", "c"])
+    assert [(message.id, message.kind) for message in tape.of(wire.JobFailed)] == [("c", "no_reuse")] * fails_dense
+    assert found(tape) == {"a": "disk", "b": "host"} | ({} if fails_dense else {"c": tier})
 
 
 def test_a_job_that_waits_for_a_template_takes_no_room_of_its_own(

@@ -6,7 +6,7 @@ the buffer of the previous one is free again, and the next transfers that are du
 first transfers of the next step are started, as far as the ring reaches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -65,6 +65,11 @@ class Loader:
             self.turn_to(make_route(self.model.passes(jobs)) if any(map(needs_loading, jobs)) else NOWHERE)
         self.described, self.step = described, step
         self.start_transfers()
+
+    def forget(self, jobs: Collection[Job]) -> None:
+        """Let go of jobs that have left: what they keep for themselves goes with them."""
+        if any(job in jobs for job, *_ in self.described):
+            self.start(())
 
     def turn_to(self, route: Route) -> None:
         forms = [[self.form(part) for part in parts] for parts in route.stops]
