@@ -2,7 +2,8 @@
 
 FOLDER is a trained pipeline with its adapters in `loras/` and `controlnets/`, and FIGURES the folder in which
 `training.evaluate` has compared it with the present built-in model. A folder that is too large, that lacks an adapter
-of the present model, that cannot edit with its adapters, or whose figures are of another model, changes nothing.
+of the present model, that cannot edit with its adapters, or whose figures are incomplete or of another model, changes
+nothing.
 """
 
 import argparse
@@ -20,12 +21,14 @@ from instgenie.editor import Editor
 from instgenie.errors import InstGenieError, ModelError
 from instgenie.machine.model_folders import BUILTIN
 from instgenie.models.loading.folder import check_index, read_index, stored_tensors
-from training.measure.bars import ROWS
+from training.measure.bars import GROUPS, ROWS
 from training.measure.cost import MIB, sizes
 from training.measure.report import NEW, FigureReport, digest, write_page
 
 ROOT = Path(__file__).parent.parent
 CARD = "MODEL_CARD.md"
+FIGURES = "figures.json"
+SHOWN = FIGURES, "samples.png", "blind.jpg"  # what the documentation shows of an evaluation
 PARTS = "<!-- parts -->", "<!-- end of parts -->"
 SHEETS = "<!-- random edits -->", "<!-- end of random edits -->"
 RANDOM_EDITS = "![Random edits, none picked: the earlier model and this one](docs/blind.jpg)\n"
@@ -34,13 +37,10 @@ RANDOM_EDITS = "![Random edits, none picked: the earlier model and this one](doc
 def ship(folder: Path, figures: Path, root: Path = ROOT, builtin: Path = BUILTIN) -> None:
     """`root` is the repository whose card and docs show the model, `builtin` the folder that is replaced."""
     check(folder, builtin)
-    report = FigureReport.load(figures / "figures.json")
-    if report.models[NEW].digest != digest(folder):
-        raise ModelError(f"the new model of {figures} is not the one in {folder}: measure it again")
+    report = read_figures(figures, folder)
     replace(builtin, folder)
-    shutil.copy(figures / "figures.json", root / "docs")
-    for sheet in ("samples.png", "blind.jpg"):
-        shutil.copy(figures / sheet, root / "docs")
+    for name in SHOWN:
+        shutil.copy(figures / name, root / "docs")
     write_page(report, root / CARD)
     write_parts(root / CARD, builtin)
     card = (root / CARD).read_text()
@@ -58,6 +58,18 @@ def check(folder: Path, builtin: Path) -> None:
         if value > limits[name]:
             raise ModelError(f"{folder} is too large: {name} {value:.1f}, and {limits[name]:g} is the most")
     try_adapters(str(folder))
+
+
+def read_figures(figures: Path, folder: Path) -> FigureReport:
+    if missing := [name for name in SHOWN if not (figures / name).is_file()]:
+        raise ModelError(f"{figures} lacks {', '.join(missing)}: training.evaluate writes them")
+    report = FigureReport.load(figures / FIGURES)
+    measured = report.models[NEW]
+    if measured.digest != digest(folder):
+        raise ModelError(f"the new model of {figures} is not the one in {folder}: measure it again")
+    if missing := [group for group in GROUPS if group not in measured.figures]:
+        raise ModelError(f"{figures} lacks the figures of {', '.join(missing)}: measure these parts")
+    return report
 
 
 def try_adapters(folder: str) -> None:

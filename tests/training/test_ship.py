@@ -8,11 +8,21 @@ from helpers.controlnets import save_controlnet
 from helpers.fill_pipelines import save_pipeline
 from helpers.loras import save_lora
 
+from instgenie.errors import InstGenieError
 from instgenie.machine.model_folders import BUILTIN
 from instgenie.models.loading.load import load
 from training import ship
+from training.measure.bars import GROUPS
 from training.measure.report import END, NEW, START, FigureReport, Measured, digest
 
+FAULTS = {
+    "adapter": "lacks the adapters pencil",
+    "fit": "edges",
+    "size": "112.5, and 112 is the most",
+    "sheet": "lacks blind.jpg",
+    "group": "lacks the figures of cost",
+    "other model": "measure it again",
+}
 MARKS = START, END, *ship.PARTS, *ship.SHEETS
 
 
@@ -32,10 +42,10 @@ def tree(tmp_path: Path) -> Path:
     save_model(tmp_path / "builtin", 2, 12)
     (tmp_path / "builtin" / "prompts.json").write_text("{}")
     (tmp_path / "figures").mkdir()
-    report = FigureReport({NEW: Measured(digest(new), {"autoencoder": {"PSNR, scenes": 31.25}})})
-    report.save(tmp_path / "figures" / "figures.json")
-    for sheet in ("samples.png", "blind.jpg"):
-        (tmp_path / "figures" / sheet).write_text("new")
+    for name in ship.SHOWN:
+        (tmp_path / "figures" / name).write_text("new")
+    figures = {group: {"PSNR, scenes": 31.25} for group in GROUPS}
+    FigureReport({NEW: Measured(digest(new), figures)}).save(tmp_path / "figures" / ship.FIGURES)
     (tmp_path / "docs").mkdir()
     (tmp_path / ship.CARD).write_text("# Model\n" + "\nold\n".join(MARKS) + "\nkept\n")
     return tmp_path
@@ -56,23 +66,28 @@ def test_a_model_takes_the_place_of_another(tree: Path) -> None:
     card = (tree / ship.CARD).read_text()
     for told in ("12 noisy latents", "3 channels", "20 tokens", "31.25", "docs/blind.jpg", "kept"):
         assert told in card
-    assert {path.name for path in (tree / "docs").iterdir()} == {"figures.json", "samples.png", "blind.jpg"}
+    assert {path.name for path in (tree / "docs").iterdir()} == set(ship.SHOWN)
 
 
-@pytest.mark.parametrize("fault", ["adapter", "fit", "figures", "size"])
+@pytest.mark.parametrize("fault", list(FAULTS))
 def test_what_cannot_ship_changes_nothing(tree: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     new = tree / "new"
     if fault == "adapter":
         (new / "loras" / "pencil.safetensors").unlink()
     elif fault == "fit":
         shutil.copytree(tree / "builtin" / "controlnets", new / "controlnets", dirs_exist_ok=True)
-    elif fault == "figures":
-        (new / "vae" / "more.txt").write_text("trained on")
-    else:
+    elif fault == "size":
         monkeypatch.setattr(ship, "sizes", lambda folder: {"package, MiB": 112.5})
+    elif fault == "sheet":
+        (tree / "figures" / "blind.jpg").unlink()
+    elif fault == "group":
+        report = FigureReport.load(tree / "figures" / ship.FIGURES)
+        del report.models[NEW].figures["cost"]
+        report.save(tree / "figures" / ship.FIGURES)
+    else:
+        (new / "vae" / "more.txt").write_text("trained on")
     before = files_of(tree)
-    messages = {"adapter": "lacks the adapters pencil", "fit": "edges", "figures": "measure it again", "size": "112.5"}
-    with pytest.raises(ship.InstGenieError, match=messages[fault]):
+    with pytest.raises(InstGenieError, match=FAULTS[fault]):
         ship_from(tree)
     assert files_of(tree) == before
 
