@@ -178,11 +178,12 @@ def test_bars() -> None:
 def test_the_card_shows_the_figures_of_its_file(tmp_path: Path) -> None:
     card = (ROOT / "MODEL_CARD.md").read_text()
     assert START in card
-    if f"{START}\n{END}" in card:
-        pytest.skip("the card has no generated tables yet")
+    figures = ROOT / "docs" / "figures.json"
+    if "models" not in json.loads(figures.read_text()):
+        pytest.skip("the model's figures are older than the tables")
     page = tmp_path / "card.md"
     page.write_text(card)
-    write_page(FigureReport.load(ROOT / "docs" / "figures.json"), page)
+    write_page(FigureReport.load(figures), page)
     assert page.read_text() == card
 
 

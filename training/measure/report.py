@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from instgenie.adapters.shipped import CONTROLNETS, LORAS
 from instgenie.bench.markdown import markdown_table, put_between
 from training.measure.bars import GROUPS, ROWS, Group, Row
 from training.measure.bench import Values
@@ -83,10 +84,13 @@ def plain(value: Any) -> Any:
 
 
 def digest(folder: Path) -> str:
-    """Of every file of a pipeline folder."""
+    """Of every file of a pipeline folder but its adapters, which may be fitted after it is measured."""
     hashed = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        hashed.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size}\n".encode())
+        place = path.relative_to(folder)
+        if place.parts[0] in (LORAS, CONTROLNETS):
+            continue
+        hashed.update(f"{place.as_posix()} {path.stat().st_size}\n".encode())
         hashed.update(path.read_bytes())
     return hashed.hexdigest()[:16]
 
