@@ -8,7 +8,7 @@ read of activations one part after the other.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from instgenie.jobs.tokens import concat
 from instgenie.kernels.fill import fill_rows
 from instgenie.kernels.layer_norm import add_layer_norm, layer_norm
 from instgenie.kernels.quantize import Rows
+from instgenie.kernels.streams import beside
 from instgenie.models.layers.feed_forward import feed_forward, first_layer
 from instgenie.models.layers.fp8_linear import reads_fp8
 from instgenie.models.layers.linear import EACH_BRANCH, Owners, join, linear, linears
@@ -198,12 +199,26 @@ def attend_heads(
     parts: Sequence[FlowPart],
     layouts: Sequence[LevelLayout],
 ) -> Tensor:
-    """Attend from packed tokens [computed tokens, width] to each branch's keys and values [branches, keys, width]."""
-    attended = []
-    for part, layout, query, (k, v) in zip(parts, layouts, split(queries, layouts), keys, strict=True):
-        q, keys_there, values = (x.unflatten(-1, (attn.heads, -1)) for x in (query, k, v))
-        attended.append(attend(layout, q, keys_there, values, part.run.batch.key_bounds.get(k.shape[1])).flatten(1))
+    """Attend from packed tokens [computed tokens, width] to each branch's keys and values [branches, keys, width]. The
+    part with the most pairs has work enough for a GPU, others may have little: they attend beside it."""
+    each = [
+        partial(attend_part, attn, part, layout, query, *there)
+        for part, layout, query, there in zip(parts, layouts, split(queries, layouts), keys, strict=True)
+    ]
+    if len(each) > 1:
+        nums = [layout.num_computed * k.shape[1] for layout, (k, _) in zip(layouts, keys, strict=True)]
+        largest = nums.index(max(nums))
+        others = each[:largest] + each[largest + 1 :]
+        attended, last = beside(lambda: [one() for one in others], each[largest], queries)
+        attended.insert(largest, last)
+    else:
+        attended = [each[0]()]
     return linear(attn.to_out[0], concat(attended), owners_of(layouts))
+
+
+def attend_part(attn: Attention, part: FlowPart, layout: LevelLayout, query: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, keys, values = (x.unflatten(-1, (attn.heads, -1)) for x in (query, k, v))
+    return attend(layout, q, keys, values, part.run.batch.key_bounds.get(k.shape[1])).flatten(1)
 
 
 def find_keys(
