@@ -167,10 +167,9 @@ def test_a_killed_registration_goes_on_and_comes_to_the_same(desk: Path, folders
 
 
 def start_alone(*arguments: str) -> subprocess.Popen[str]:
-    """Start our command in a process of its own, with one thread. It is not forked: it is dead as soon as it is killed,
-    and all of them multiply with the same library."""
+    """Start our command in a process of its own, with one thread."""
     command = [sys.executable, "-m", "instgenie", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TESTS_FORK_FOLDER": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
@@ -188,5 +187,6 @@ def kill_registration(*arguments: str) -> dict[Path, int]:
             assert process.poll() is None
             time.sleep(0.001)
         process.kill()
+        process.communicate()  # until nobody writes any more: what was forked in its place dies a moment later
     assert process.returncode == -signal.SIGKILL
     return {path: path.stat().st_ino for path in Path("killed").glob("*/*.safetensors")}

@@ -13,7 +13,7 @@ from helpers.rays import RayNodes
 from helpers.serving import MASK, PICTURE, Running, alike, pixels_of, running_server, wait_for
 
 NUM_EDITS = 6
-STEPS = 36
+STEPS = 24
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_a_killed_front_costs_no_edit_and_no_step(servers: tuple[Running, Runnin
     """Clients that retry with their key at the other front get their result, which was computed once. A client that
     does not send its request again gets it, too, by the request's id."""
     doomed, other = servers
-    long = {"seed": 100, "steps": 300}
+    long = {"seed": 100, "steps": 200}
 
     def patient() -> None:
         with suppress(httpx.TransportError):
