@@ -149,7 +149,7 @@ def test_jobs_join_and_leave_and_windows_open_and_close(model: Model, nets: list
 def test_what_depends_on_no_step_is_put_together_once(
     model: Model, nets: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = [make_job(model, nets, seed=seed, steps=4, **UNGUIDED) for seed in range(2)]
+    jobs = [make_job(model, nets, seed=seed, **UNGUIDED) for seed in range(2)]
     controls, graphs = captured_controls(model)
     net = controls.shelf.take(jobs[0].controls[0].use)
     calls, collect = [], net.collect

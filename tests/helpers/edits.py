@@ -44,7 +44,7 @@ def make_edit(
     picture = np.random.default_rng(picture_seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     mask = np.zeros(size, dtype=np.bool_)
     mask[: round(height * share**0.5), width - round(width * share**0.5) :] = True
-    return Edit(picture, mask, prompt, **({"size": size, "steps": 3} | fields))
+    return Edit(picture, mask, prompt, **({"size": size, "steps": 4} | fields))
 
 
 def prepare(edit: Edit, model: Model) -> Job:
@@ -57,10 +57,10 @@ def encodings_of(model: Model) -> preparing.Encodings:
 
 
 MIX: list[dict[str, Any]] = [
-    {"steps": 2, "share": 0.1, "seed": 1},
-    {"steps": 4, "share": 0.9, "size": (64, 32), "prompt": "a blue dog on grass", "seed": 2, "true_guidance": 3.0},
-    {"steps": 3, "share": 0.4, "picture_seed": 1, "guidance": 9.0},
-    {"steps": 2, "share": 1.0, "size": (32, 32), "negative_prompt": "sky", "true_guidance": 1.5, "prompt": ""},
+    {"steps": 3, "share": 0.1, "seed": 1},
+    {"steps": 5, "share": 0.9, "size": (64, 32), "prompt": "a blue dog on grass", "seed": 2, "true_guidance": 3.0},
+    {"steps": 4, "share": 0.4, "picture_seed": 1, "guidance": 9.0},
+    {"steps": 3, "share": 1.0, "size": (32, 32), "negative_prompt": "sky", "true_guidance": 1.5, "prompt": ""},
     {"steps": 6, "share": 0.3, "strength": 0.5, "seed": 3, "prompt": "flower"},
 ]
 

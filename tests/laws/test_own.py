@@ -38,10 +38,10 @@ def run_kind(model: Model, kind: Kind, job: Job) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_own_dense_at_every_step_is_dense(model: Model, kind: Kind) -> None:
-    edit = make_edit(true_guidance=2.0, own_steps=(0, 1, 2))
+    edit = make_edit(true_guidance=2.0, own_steps=(0, 1, 2, 3))
     [dense] = run(model, [prepare(edit, model)])
     assert torch.equal(run_kind(model, kind, make_own(model, edit)), dense)
-    kept_in_vain = replace(edit, own_steps=(0, 2))  # the first step's rows serve the second
+    kept_in_vain = replace(edit, own_steps=(0, 2, 3))  # the first step's rows serve the second
     assert apart(run_kind(model, kind, make_own(model, kept_in_vain)), dense) > 0
 
 

@@ -72,7 +72,7 @@ def test_law_4_padding_of_kv_is_that_of_y(flux: Model) -> None:
 def test_law_1_a_full_mask_and_a_dense_edit_compute_all_text(flux: Model) -> None:
     """A full mask leaves a model that sees the picture the tokens of that picture to read, and then it reads padding
     too: that one has the dense edit alone."""
-    full, all_dense = make_edit(prompt=SHORT, share=1.0), make_edit(prompt=SHORT, dense_steps=3)
+    full, all_dense = make_edit(prompt=SHORT, share=1.0), make_edit(prompt=SHORT, dense_steps=4)
     assert (make_job(flux, full, "kv").num_prompt < flux.num_flowing_text) == flux.sees_picture
     for edit in (all_dense,) if flux.sees_picture else (full, all_dense):
         job = make_job(flux, edit, "kv")

@@ -53,8 +53,9 @@ def test_those_on_other_devices_run_beside_the_encoder(models: dict[str, Model],
 def test_a_job_is_priced_by_the_steps_that_are_guided(models: dict[str, Model], nets: dict[str, str]) -> None:
     model = models["sd"]
     costs = costs_of(model, configured(nets, "cpu"))
-    edit = make_edit(steps=4)
-    plain, guided = (prepare(one, model) for one in (edit, controlled(edit, (Path(nets["edges"]), {"start": 0.5}))))
+    plain, guided = (
+        prepare(edit, model) for edit in (make_edit(), controlled(make_edit(), (Path(nets["edges"]), {"start": 0.5})))
+    )
     [seconds] = {costs.controls[control.use.version].seconds for control in guided.controls}
     seconds *= len(plain.masked) / costs.num_tokens
     added = [price_of(guided, costs).compute - price_of(plain, costs).compute]
