@@ -37,18 +37,19 @@ RANDOM_EDITS = "![Random edits, none picked: the earlier model and this one](doc
 def ship(folder: Path, figures: Path, root: Path = ROOT, builtin: Path = BUILTIN) -> None:
     """`root` is the repository whose card and docs show the model, `builtin` the folder that is replaced."""
     check(folder, builtin)
-    report = read_figures(figures, folder)
+    report, parts = read_figures(figures, folder, root), describe(folder)
     replace(builtin, folder)
     for name in SHOWN:
         shutil.copy(figures / name, root / "docs")
     write_page(report, root / CARD)
-    write_parts(root / CARD, builtin)
-    card = (root / CARD).read_text()
+    card = put_between((root / CARD).read_text(), parts, *PARTS)
     (root / CARD).write_text(put_between(card, RANDOM_EDITS, *SHEETS))
 
 
 def check(folder: Path, builtin: Path) -> None:
     """Raise unless the folder can take the place of the built-in model."""
+    if builtin.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise ModelError(f"{folder} is the built-in model, or lies in it: another folder is expected")
     check_index(folder)
     for found in (shipped_loras, shipped_controlnets):
         if missing := found(str(builtin)).keys() - found(str(folder)).keys():
@@ -60,9 +61,11 @@ def check(folder: Path, builtin: Path) -> None:
     try_adapters(str(folder))
 
 
-def read_figures(figures: Path, folder: Path) -> FigureReport:
+def read_figures(figures: Path, folder: Path, root: Path) -> FigureReport:
     if missing := [name for name in SHOWN if not (figures / name).is_file()]:
         raise ModelError(f"{figures} lacks {', '.join(missing)}: training.evaluate writes them")
+    if figures.resolve() == (root / "docs").resolve():
+        raise ModelError(f"{figures} is where the figures go: those of the new model are expected beside it")
     report = FigureReport.load(figures / FIGURES)
     measured = report.models[NEW]
     if measured.digest != digest(folder):
@@ -81,15 +84,21 @@ def try_adapters(folder: str) -> None:
 
 
 def replace(builtin: Path, folder: Path) -> None:
-    """Put a model in the place of another; suggested prompts stay unless the new one brings its own."""
-    for part in builtin.iterdir():
-        if part.is_dir():
-            shutil.rmtree(part)
-    shutil.copytree(folder, builtin, dirs_exist_ok=True)
-
-
-def write_parts(page: Path, folder: Path) -> None:
-    page.write_text(put_between(page.read_text(), describe(folder), *PARTS))
+    """Put a model in the place of another; single files that the new one lacks stay, as the suggested prompts. The old
+    one stays until the new one is there in full."""
+    coming, going = (builtin.with_name(f"{builtin.name}.{name}") for name in ("coming", "going"))
+    shutil.rmtree(coming, ignore_errors=True)
+    try:
+        coming.mkdir()
+        for path in builtin.iterdir():
+            if path.is_file():
+                shutil.copy2(path, coming)
+        shutil.copytree(folder, coming, dirs_exist_ok=True)
+        builtin.rename(going)
+        coming.rename(builtin)
+    finally:
+        shutil.rmtree(coming, ignore_errors=True)
+    shutil.rmtree(going)
 
 
 def describe(folder: Path) -> str:

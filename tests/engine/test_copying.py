@@ -93,7 +93,7 @@ def test_copies_are_what_merging_writes(named: tuple[str, Model], tmp_path: Path
         assert linear.as_one([weights[loras.numbers[layer]] for layer in group]) is not None
 
 
-@pytest.mark.parametrize("name", ["blend", "sd3", "qwen_edit", "zimage"])
+@pytest.mark.parametrize("name", ["blend", "sdxl", "sd3", "qwen_edit", "zimage"])
 def test_law_lora_joined_layers_are_one_product(name: str, models: dict[str, Model], tmp_path: Path) -> None:
     """LoRAs that patch some of them, and others of them."""
     model = joined_twin(models[name])

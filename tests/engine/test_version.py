@@ -15,10 +15,13 @@ from instgenie.engine.register import register
 from instgenie.models.identity import NUMBERS_VERSION, code_version
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
+from instgenie.models.unet.model import UnetModel
 
 # by version: the mean size of the rows of a double and a single block, of a model whose weights never change
 # 2: a stride keeps other steps; 3: coarser levels of a UNet have smaller tiles
 SIZES = dict.fromkeys((1, 2, 3), (0.9838, 0.8708))
+# by version: the values that a UNet keeps for the convolutions of a picture of 64 by 64 latents
+NUM_VALUES = {3: 602_688}
 
 
 def test_other_numbers_have_another_version(tmp_path: Path) -> None:
@@ -30,6 +33,14 @@ def test_other_numbers_have_another_version(tmp_path: Path) -> None:
     assert max(SIZES) == NUMBERS_VERSION
     assert found.key.code == code_version()
     assert found.key.code.startswith(f"{NUMBERS_VERSION}, diffusers ")
+
+
+def test_other_tiles_have_another_version(models: dict[str, Model]) -> None:
+    """If this fails, rows of convolutions lie elsewhere: raise NUMBERS_VERSION, and add the new number here."""
+    model = models["sd"].with_convolutions("reused")
+    assert isinstance(model, UnetModel)
+    num_values = sum(shape.num_rows((64, 64)) * shape.width for shape in model.tiling.shapes)
+    assert num_values == NUM_VALUES[NUMBERS_VERSION]
 
 
 def of_another_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:

@@ -1,5 +1,6 @@
 """Shipping a model: it replaces the built-in one and the card tells of it; what cannot ship changes nothing."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from helpers.controlnets import save_controlnet
 from helpers.fill_pipelines import save_pipeline
 from helpers.loras import save_lora
 
+from instgenie.bench.markdown import put_between
 from instgenie.errors import InstGenieError
 from instgenie.machine.model_folders import BUILTIN
 from instgenie.models.loading.load import load
@@ -92,8 +94,34 @@ def test_what_cannot_ship_changes_nothing(tree: Path, fault: str, monkeypatch: p
     assert files_of(tree) == before
 
 
-def test_the_card_tells_what_the_built_in_model_consists_of(tmp_path: Path) -> None:
-    page = tmp_path / "card.md"
-    page.write_text((ship.ROOT / ship.CARD).read_text())
-    ship.write_parts(page, BUILTIN)
-    assert page.read_text() == (ship.ROOT / ship.CARD).read_text()
+def test_the_built_in_model_stays_until_the_new_one_is_there(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = files_of(tree)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copytree", copy_until_the_disk_is_full)
+        with pytest.raises(OSError, match="No space left"):
+            ship_from(tree)
+    assert files_of(tree) == before
+    ship_from(tree)
+    assert sorted(path.name for path in tree.iterdir() if path.name.startswith("builtin")) == ["builtin"]
+
+
+def copy_until_the_disk_is_full(folder: Path, to: Path, **options: object) -> None:
+    shutil.copy(folder / "model_index.json", to)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_built_in_model_does_not_replace_itself(tree: Path) -> None:
+    before = files_of(tree)
+    with pytest.raises(InstGenieError, match="is the built-in model"):
+        ship.ship(tree / "builtin", tree / "figures", tree, tree / "builtin")
+    (tree / "docs").rmdir()
+    (tree / "docs").symlink_to(tree / "figures")
+    with pytest.raises(InstGenieError, match="is where the figures go"):
+        ship_from(tree)
+    (tree / "docs").unlink()
+    assert files_of(tree) == before
+
+
+def test_the_card_tells_what_the_built_in_model_consists_of() -> None:
+    card = (ship.ROOT / ship.CARD).read_text()
+    assert put_between(card, ship.describe(BUILTIN), *ship.PARTS) == card

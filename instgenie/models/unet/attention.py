@@ -8,13 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from instgenie.cost.network import NUM_BUCKETS
 from instgenie.models.unet.layout import LevelLayout
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 MIN_FLASH_CAPABILITY = (8, 0)
 FLASH_MULTIPLE, MAX_FLASH_CHANNELS = 8, 256  # of the channels of one head
 # cuDNN's attention clears a word of memory before every call. With few branches and few keys this costs more than cuDNN
-# gains, and several times more while activations are being copied to the device.
+# gains, and several times more while activations are being copied to the device. For each new shape it makes a plan,
+# which takes longer than many steps: lists that are not padded have a new shape with every mask.
 MAX_SMALL_BRANCHES, MAX_SMALL_KEYS = 4, 512
 SMALL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -34,15 +36,20 @@ def attend(layout: LevelLayout, q: Tensor, k: Tensor, v: Tensor, key_bounds: Ten
 
 
 def attend_even(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [branches, tokens, heads, head channels]
-    with kernels_for(k):
+    with kernels_for(q, k):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def kernels_for(keys: Tensor) -> AbstractContextManager[object]:
-    """The kernels that suit these keys [branches, keys, heads, head channels]."""
-    is_small = len(keys) <= MAX_SMALL_BRANCHES and keys.shape[1] <= MAX_SMALL_KEYS
+def kernels_for(queries: Tensor, keys: Tensor) -> AbstractContextManager[object]:
+    """The kernels that suit these tensors [branches, tokens, heads, head channels]."""
+    is_small = suits_small(len(keys), keys.shape[1], queries.shape[1])
     return sdpa_kernel(SMALL) if keys.is_cuda and is_small else nullcontext()
+
+
+def suits_small(num_branches: int, num_keys: int, num_queries: int) -> bool:
+    is_padded = num_queries * NUM_BUCKETS % num_keys == 0
+    return num_branches <= MAX_SMALL_BRANCHES and (num_keys <= MAX_SMALL_KEYS or not is_padded)
 
 
 def attend_apart(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ compute; knows no convolution.
 
 A cached block computes only the masked tokens of its level: attention reads keys of all tokens, each at its own place.
 Tokens of several sizes lie one part after the other: products and norms see all of them at once, attention and what is
-read of activations one part after the other.
+read of activations each part apart.
 """
 
 from collections.abc import Callable, Sequence

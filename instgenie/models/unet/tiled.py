@@ -2,7 +2,7 @@
 
 Convolutions see the tiles of all pictures in one list, each with what lies around it: tokens of other tiles,
 activations where tiles are not computed, zeros over the edge. Norms have the statistics of whole pictures. Transformers
-see the pictures of one size after the other.
+see the pictures of each size apart.
 """
 
 import math

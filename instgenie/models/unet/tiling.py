@@ -30,6 +30,9 @@ class Tiling:
     how: Convolutions
     tile: int  # side of a tile at the finest level
 
+    def __post_init__(self) -> None:
+        assert self.tile.bit_count() == 1  # a power of two: each tile lies in one tile of the finer level
+
     @cached_property
     def kept(self) -> KeptPlaces:
         """Numbers of what activations keep for convolutions, behind what they keep for transformers."""

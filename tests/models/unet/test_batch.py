@@ -17,7 +17,7 @@ from instgenie.jobs.tokens import Level
 from instgenie.models.model import Model
 from instgenie.models.packed import walk, with_columns
 from instgenie.models.unet import attention
-from instgenie.models.unet.attention import attend, attend_apart, attend_whole, runs_flash
+from instgenie.models.unet.attention import attend, attend_apart, attend_whole, runs_flash, suits_small
 from instgenie.models.unet.layout import LevelLayout, bounds_of_keys, lay_out
 from instgenie.models.unet.model import UnetModel
 
@@ -176,3 +176,11 @@ def test_one_launch_for_all_branches(channels: int, num_keys: int) -> None:
         graph.replay()
         expected = attend_plainly(whole, k, v)[layout.origin >= 0]
         torch.testing.assert_close(read(layout, out).double(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_few_branches_take_cudnn_where_lists_are_padded_and_keys_many() -> None:
+    assert suits_small(2, 77, 896)
+    assert suits_small(2, 4096, 851)  # a list that is not padded: one shape of many
+    assert not suits_small(2, 4096, 896)
+    assert not suits_small(2, 4096, 4096)
+    assert not suits_small(6, 77, 851)
