@@ -19,7 +19,7 @@ QUICK := tests/architecture tests/cost tests/pictures tests/scheduling tests/sim
 
 help:
 	@echo "make check   check format, lint, types and layers, run the quick tests (under 2 minutes; for every save)"
-	@echo "make test    the same with all tests (about 21 minutes on 2 cores with the installation)"
+	@echo "make test    the same with all tests (about 20 minutes on 2 cores with the installation)"
 	@echo "make demo    edit photographs into out/demo.png, with the time of every way (under a minute on 2 cores)"
 	@echo "make serve   serve the built-in model on http://127.0.0.1:8000 (FLAGS='--port 9000' adds flags)"
 	@echo "make serve-ray  the same with workers on the nodes of a Ray cluster, all on this machine"

@@ -22,23 +22,8 @@ VALUE_BYTES: dict[CacheDtype, float] = {  # per value of packed rows; four bits,
 }
 # what is kept for a convolution or a norm has a row per token at the border of a tile, per token, or per tile (float32)
 KeptRows = Literal["border", "all", "tiles"]
-SHARES = (
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    10,
-    12,
-    14,
-    16,
-    20,
-    24,
-    28,
-    32,
-)  # the multiples to which the lists of a whole batch are padded
+# the multiples to which the lists of a whole batch are padded
+SHARES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 
 
 @dataclass(frozen=True)
