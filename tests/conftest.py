@@ -138,6 +138,15 @@ def small_matrices() -> Iterator[None]:
     torch.backends.mkldnn.enabled = before[1]
 
 
+@pytest.fixture(autouse=True)
+def no_tf32() -> None:
+    """Before each test: float32 products on a GPU are exact, whatever another test or a library has set."""
+    if "torch" in sys.modules and has_cuda():
+        import torch
+
+        torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache folder for the tests: none of them reads or writes the user's."""
@@ -175,15 +184,11 @@ def huge_folder(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def models(folders: dict[str, Path], where: Where) -> "dict[str, Model]":
-    import torch
     from helpers.families import shorten
 
     from instgenie.models.flux.model import is_flux
     from instgenie.models.loading.load import load
 
-    if where.device == "cuda":
-        torch.backends.cudnn.conv.fp32_precision = "ieee"  # no TF32: float32 is the truth here
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
     names = {family: str(folder) for family, folder in folders.items()} | {"builtin": "builtin"}
     loaded = {family: load(name, where.device, where.dtype) for family, name in names.items()}
     builtin = loaded["builtin"]

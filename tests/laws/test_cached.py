@@ -160,6 +160,11 @@ def copy_from_peer(memory: Sequence[MemoryTier], key: Key) -> Found | None:
     return found
 
 
+def same_numbers(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal, wherever they lie: some tiers keep their rows in main memory."""
+    return torch.equal(found.to(expected.device), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_5_independent_of_the_tier(model: Model, kind: Kind, tmp_path: Path) -> None:
     """Rows and results are bit-identical, with several plans."""
@@ -171,8 +176,7 @@ def test_law_5_independent_of_the_tier(model: Model, kind: Kind, tmp_path: Path)
     plans = feasible(kind, activations.run_lengths)[:2]
     expected = [run(model, [reuse(job, activations, plan)])[0] for plan in plans]
     for number, one in enumerate(found.values()):
-        assert all(map(torch.equal, one.rows, activations.rows))
-        assert torch.equal(one.time, activations.time)
+        assert all(map(same_numbers, (*one.rows, one.time), (*activations.rows, activations.time)))
         plan = number % 2
         assert torch.equal(run(model, [reuse(job, one, plans[plan])])[0], expected[plan])
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.changed import blocks_of, check_equal_inputs, lax, run_changed, whole
+import torch
+from helpers.changed import blocks_of, check_equal_inputs, lax, run_changed, sure, whole
 from helpers.controlnets import controlled, save_controlnet
 from helpers.edits import apart, far, prepare
 from helpers.loras import applied, save_lora, tolerance
@@ -43,9 +44,11 @@ def test_law_blocks_with_adapters_in_a_batch_are_alone(name: str, models: dict[s
     jobs = [prepare(whole(steps=5, seed=1), model), with_lora(model, tmp_path, steps=5, seed=1)]
     jobs += [with_controlnet(model, tmp_path, steps=5, seed=1, true_guidance=2.0)]
     jobs += [with_lora(model, tmp_path, steps=3, reuse="off")]
-    predictor = lax(model, blocks_of(model))
-    together = run_changed(model, jobs, predictor, 0.5)
-    alone = [run_changed(model, [job], predictor, 0.5)[0].latents for job in jobs]
+    way = blocks_of(model)
+    # in bfloat16 rounding turns choices near their threshold, so a batch would choose other tokens than a job alone
+    predictor, threshold = (lax(model, way), 0.5) if model.dtype == torch.float32 else (sure(way), 0.6)
+    together = run_changed(model, jobs, predictor, threshold)
+    alone = [run_changed(model, [job], predictor, threshold)[0].latents for job in jobs]
     assert max(apart(job.latents, latents) for job, latents in zip(together, alone, strict=True)) <= tolerance(model)
     assert min(apart(alone[0], alone[1]), apart(alone[0], alone[2])) > far(model)
     assert all(job.num_taken_tokens < 5 * len(job.masked) for job in together[:3])

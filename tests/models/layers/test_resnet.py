@@ -41,7 +41,6 @@ def test_as_diffusers_does(monkeypatch: pytest.MonkeyPatch, has_time: bool, num_
 @pytest.mark.parametrize("num_out", [32, 64])
 @pytest.mark.parametrize("has_time", [False, True])
 def test_as_diffusers_does_with_kernels(has_time: bool, num_out: int, num_pictures: int) -> None:
-    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     block = make_block(num_out, has_time).cuda().to(memory_format=torch.channels_last)
     x = torch.randn(num_pictures, 32, 6, 5, device="cuda")
     for own in (x, x.contiguous(memory_format=torch.channels_last)):
