@@ -9,6 +9,7 @@ from torch import Tensor
 from instgenie.bench.photos import Photos
 from training import masks
 from training.colours import ORANGE, PETALS, WHITE, YELLOW, colour_names
+from training.garments import find_garments
 from training.views import Draw, outline_view, view
 
 
@@ -28,11 +29,12 @@ class Cutouts:
         self.outlines = photos.outlines.clone()
         flowers, clothing = (_rows(photos, name, device) for name in ("flower", "clothing"))
         pets = photos.outlines.flatten(1).any(1).nonzero()[:, 0]
-        for rows, find in ((clothing, garments), (flowers, petals)):
-            for part in rows.split(256):
-                self.outlines[part] = tidy(find(self.pictures[part].float() / 127.5 - 1))
-        self.pets, self.garments, self.flowers = (self._whole(rows) for rows in (pets, clothing, flowers))
-        self.shapes = torch.cat([pets, self.garments])  # photographs with an outline, cut by the frame or not
+        self.outlines[clothing] = find_garments(self.pictures[clothing])
+        for part in flowers.split(256):
+            self.outlines[part] = tidy(petals(self.pictures[part].float() / 127.5 - 1))
+        self.clothing = clothing[self.outlines[clothing].flatten(1).any(1)]
+        self.pets, self.garments, self.flowers = (self._whole(rows) for rows in (pets, self.clothing, flowers))
+        self.shapes = torch.cat([pets, self.clothing])  # photographs with an outline, cut by the frame or not
         self.objects = torch.cat([self.pets, self.garments])
 
     def paste(self, pictures: Tensor, rows: Tensor, low: float, high: float) -> Pasted:
@@ -40,7 +42,7 @@ class Cutouts:
         num, _, height, width = pictures.shape
         theta = self.draw.placement(num, low, high)
         shapes = outline_view(self.outlines[rows], theta, height, width)
-        alpha = F.avg_pool2d(masks.erode(shapes, 2)[:, None].float(), 3, 1, 1)
+        alpha = soft(masks.erode(shapes, 2))
         pasted = view(self.pictures[rows], theta, height, width)
         return Pasted(pictures * (1 - alpha) + pasted * alpha, shapes, rows)
 
@@ -62,6 +64,11 @@ class Cutouts:
         return rows[(touching < 100) & (area > 0.06) & (area < 0.7)]
 
 
+def soft(shapes: Tensor) -> Tensor:
+    """[B, H, W] bool -> [B, 1, H, W]: the share of a shape in each pixel, with a soft edge."""
+    return F.avg_pool2d(shapes[:, None].float(), 3, 1, 1)
+
+
 def tidy(found: Tensor) -> Tensor:
     """[B, H, W] bool without specks and small holes, with a smooth edge."""
     closed = masks.erode(masks.dilate(found, 6), 6)
@@ -69,7 +76,7 @@ def tidy(found: Tensor) -> Tensor:
     return F.avg_pool2d(opened[:, None].float(), 7, 1, 3)[:, 0] > 0.5
 
 
-def garments(pictures: Tensor) -> Tensor:
+def differs_from_edges(pictures: Tensor) -> Tensor:
     """[B, H, W] bool: pixels that differ from the left and right edges of the picture."""
     edges = torch.cat([pictures[..., :8], pictures[..., -8:]], -1).flatten(2).median(2).values
     return (pictures - edges[:, :, None, None]).abs().mean(1) > 0.2

@@ -27,6 +27,7 @@ BACKGROUND_CAPTIONS = (
 )  # fmt: skip
 BEHIND = ("on a {} background", "with a {} background", "in front of a {} background", "{} background")
 NUM_VARIANTS = 16
+NUM_PLACELESS = 14  # the first of them: these say nothing of the background
 
 
 def caption_variants(caption: str, label: str, species: str, colour: str = "", behind: str = "") -> list[str]:
@@ -66,8 +67,10 @@ def coloured(phrase: str, colour: str) -> str:
 
 
 def recoloured(caption: str, colour: str, new: str) -> str:
-    """`a photo of a red hat` -> `a photo of an orange hat`."""
-    return with_articles(re.sub(rf"\b{colour}\b", new, caption))
+    """`a photo of a red hat` -> `a photo of an orange hat`; without a colour, the new one is put in."""
+    prefix, of, phrase = caption.rpartition("a photo of ")
+    changed = re.sub(rf"\b{colour}\b", new, phrase) if colour else coloured(phrase, new)
+    return with_articles(prefix + of + changed)
 
 
 def with_articles(text: str) -> str:

@@ -15,12 +15,14 @@ from torch import Generator, Tensor
 from instgenie.bench.photos import Photos
 from training import masks
 from training.colours import COLOURS, photo_colours
-from training.cutouts import Cutouts, Pasted, garments
-from training.data import BACKGROUND_CAPTIONS, NUM_VARIANTS, caption_variants, recoloured
+from training.cutouts import Cutouts, Pasted, differs_from_edges, soft
+from training.data import BACKGROUND_CAPTIONS, NUM_PLACELESS, NUM_VARIANTS, caption_variants, recoloured
 from training.views import Draw, outline_view, view
 
-PARTS = {"recoloured": 0.07, "pets": 0.08, "flowers": 0.08, "garments": 0.08, "removal": 0.12}  # the rest is plain
+SHARES = {"pet": 0.5, "flower": 0.17, "clothing": 0.18, "scene": 0.15}  # of the photographs that are drawn
+PARTS = {"recoloured": 0.07, "pets": 0.08, "flowers": 0.08, "garments": 0.1, "removal": 0.12}  # the rest is plain
 PASTED = {"pets": (0.4, 1.0), "flowers": (0.4, 1.0), "garments": (0.5, 1.1)}  # smallest and largest size
+LEAST_RECOLOURED = 0.15  # share of a garment that a mask must cover if the garment is to have another colour there
 CAPTION_DROPOUT, FULL_CAPTION_DROPOUT = 0.06, 0.1
 KINDS = ("full", "box", "ellipse", "outline", "shape", "stroke", "thin", "scattered", "none", "background")
 KIND_SHARES = (0.26, 0.12, 0.07, 0.17, 0.05, 0.1, 0.05, 0.05, 0.02, 0.11)
@@ -52,18 +54,21 @@ class Captions:
         subjects, behind = photo_colours(photos)
         variants, colours = [], []
         for i, (caption, label, species) in enumerate(zip(photos.captions, photos.labels, photos.species, strict=True)):
+            new = [0] * 2 * len(COLOURS)
             if species == "scene":
                 variants.append(background)
-                colours.append([0] * len(COLOURS))
-                continue
-            texts = caption_variants(caption, label, species, subjects[i], behind[i])
-            variants.append([rows.setdefault(text, len(rows)) for text in texts])
-            given = photos.colours[i]
-            new = [recoloured(texts[0], given, colour) if given else texts[0] for colour in COLOURS]
-            colours.append([rows.setdefault(text, len(rows)) for text in new])
+            else:
+                texts = caption_variants(caption, label, species, subjects[i], behind[i])
+                variants.append([rows.setdefault(text, len(rows)) for text in texts])
+            if species == "clothing":
+                whole = [recoloured(caption, photos.colours[i], colour) for colour in COLOURS]
+                new = [
+                    rows.setdefault(t, len(rows)) for text in whole for t in (text, text.removeprefix("a photo of "))
+                ]
+            colours.append(new)
         self.texts = list(rows)
         self.variants = torch.tensor(variants)  # [N, 16]
-        self.colours = torch.tensor(colours)  # [N, 11]
+        self.colours = torch.tensor(colours).view(-1, len(COLOURS), 2)  # [N, 11, 2]: of garments, two wordings each
 
 
 class ExampleSource:
@@ -73,13 +78,19 @@ class ExampleSource:
         self.generator = generator
         self.cutouts = Cutouts(self.photos, self.draw_of)
         self.variants, self.colours = captions.variants.to(device), captions.colours.to(device)
-        self.is_pet = photos.outlines.flatten(1).any(1)
-        self.is_clothing, self.is_scene = (
-            torch.tensor([s == name for s in photos.species], device=device) for name in ("clothing", "scene")
+        is_pet = photos.outlines.flatten(1).any(1)
+        is_flower, self.is_clothing, self.is_scene = (
+            torch.tensor([s == name for s in photos.species], device=device) for name in ("flower", "clothing", "scene")
+        )
+        groups = (is_pet, is_flower, self.is_clothing, self.is_scene)
+        self.weights = sum(
+            group * (share / group.sum().clamp(min=1)) for group, share in zip(groups, SHARES.values(), strict=True)
         )
         scenes, cuts = self.is_scene.nonzero()[:, 0], self.cutouts
+        self.has_outline = torch.zeros_like(is_pet)  # a pet's own, or a garment's
+        self.has_outline[cuts.shapes] = True
         self.sources = {  # the photographs that each part takes
-            "recoloured": torch.tensor([i for i, c in enumerate(photos.colours) if c], device=device, dtype=torch.long),
+            "recoloured": cuts.clothing,
             "pets": cuts.pets,
             "flowers": cuts.flowers,
             "garments": cuts.garments,
@@ -89,17 +100,19 @@ class ExampleSource:
 
     def draw(self, num: int, height: int, width: int) -> Examples:
         draw, parts = self.draw_of, self._parts(num)
-        rows = draw.integers(len(self.photos), num)
+        rows = torch.multinomial(self.weights, num, replacement=True, generator=self.generator)
         for name in ("recoloured", "removal"):
             if rows[parts[name]].numel():
                 rows[parts[name]] = draw.pick(self.sources[name], len(rows[parts[name]]))
         theta = draw.crop(num, height, width)
         pictures = draw.light(view(self.photos.pictures[rows], theta, height, width))
-        mask, texts = self._plain(pictures, rows, outline_view(self.photos.outlines[rows], theta, height, width))
+        outlines = outline_view(self.cutouts.outlines[rows], theta, height, width)
+        outlines &= self.has_outline[rows][:, None, None]
+        mask, texts = self._plain(pictures, rows, outlines)
         # Content that contradicts its surroundings keeps its caption: an empty one means to continue them.
         for name, part in parts.items():
             if rows[part].numel():
-                changed = self._change(name, pictures[part], mask[part], rows[part])
+                changed = self._change(name, pictures[part], mask[part], rows[part], outlines[part])
                 pictures[part], mask[part], texts[part] = changed
         untouched = torch.arange(num, device=rows.device) >= parts["removal"].stop
         return Examples(pictures, mask, texts, rows, theta, untouched)
@@ -115,13 +128,14 @@ class ExampleSource:
     def _plain(self, pictures: Tensor, rows: Tensor, outlines: Tensor) -> tuple[Tensor, Tensor]:
         """Masks of random kinds and their captions."""
         draw, num = self.draw_of, len(rows)
-        things = torch.where(self.is_clothing[rows][:, None, None], garments(pictures), outlines)
+        is_unknown = self.is_clothing[rows] & ~self.has_outline[rows]
+        things = torch.where(is_unknown[:, None, None], differs_from_edges(pictures), outlines)
         mask, kind = self._masks(outlines, things, rows)
         texts = self.variants[rows, draw.integers(NUM_VARIANTS, num)]
-        # Without a caption, a pet-shaped hole means to continue the surroundings: true outlines keep their caption.
+        # Without a caption, a hole of a thing's shape means to continue the surroundings: outlines keep their caption.
         is_full = kind == KINDS.index("full")
         dropped = torch.where(is_full, draw.chance(num, FULL_CAPTION_DROPOUT), draw.chance(num, CAPTION_DROPOUT))
-        is_outline = (kind == KINDS.index("outline")) & self.is_pet[rows]
+        is_outline = (kind == KINDS.index("outline")) & self.has_outline[rows]
         texts = torch.where(dropped & ~is_outline, 0, texts)
         return mask, torch.where(kind == KINDS.index("background"), self._background_texts(num), texts)
 
@@ -132,15 +146,15 @@ class ExampleSource:
         kind = torch.multinomial(shares, num, replacement=True, generator=self.generator)
         is_whole_scene = self.is_scene[rows] & (kind == KINDS.index("full")) & draw.chance(num, 0.8)
         kind = torch.where(is_whole_scene, KINDS.index("shape"), kind)
-        is_pet = self.is_pet[rows][:, None, None]
+        has_outline = self.has_outline[rows][:, None, None]
         foreign = self.cutouts.foreign(num, height, width)
         stroke = masks.strokes(num, height, width, (0.03, 0.15), self.generator)
-        shape = foreign | (stroke & ~is_pet)
+        shape = foreign | (stroke & ~has_outline)
         made = {
             "full": torch.ones_like(outlines),
             "box": masks.boxes(num, height, width, self.generator),
             "ellipse": masks.inner_ellipses(masks.boxes(num, height, width, self.generator)),
-            "outline": torch.where(is_pet, masks.dilate(outlines, draw.integer(0, 17)), shape),
+            "outline": torch.where(has_outline, masks.dilate(outlines, draw.integer(0, 17)), shape),
             "shape": shape,
             "stroke": stroke,
             "thin": masks.strokes(num, height, width, (0.008, 0.03), self.generator),
@@ -158,35 +172,39 @@ class ExampleSource:
         named = 1 + self.draw_of.integers(self.captions.num_background, num)
         return torch.where(self.draw_of.chance(num, 0.5), 0, named)
 
-    def _change(self, name: str, pictures: Tensor, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _change(
+        self, name: str, pictures: Tensor, mask: Tensor, rows: Tensor, outlines: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if name == "recoloured":
-            return self._recolour(pictures, mask, rows)
+            return self._recolour(pictures, mask, rows, outlines)
         if name == "removal":
             return self._remove(pictures)
         objects = self.draw_of.pick(self.sources[name], len(pictures))
         return self._put(self.cutouts.paste(pictures, objects, *PASTED[name]))
 
-    def _recolour(self, pictures: Tensor, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give a garment another colour inside the mask, which is the whole garment half of the time.
+    def _recolour(self, pictures: Tensor, mask: Tensor, rows: Tensor, garment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give a garment another colour inside the mask, which is the whole garment at least half of the time.
 
         The garment's shading is kept, and made stronger where the cloth was pale.
         """
         draw, num = self.draw_of, len(rows)
-        garment = garments(pictures)
-        mask = torch.where(draw.chance(num, 0.5)[:, None, None], masks.dilate(garment, draw.integer(2, 8)), mask)
-        where = mask & garment
+        covered = (mask & garment).sum((1, 2)) / garment.sum((1, 2)).clamp(min=1)
+        is_whole = draw.chance(num, 0.5) | (covered < LEAST_RECOLOURED)
+        mask = torch.where(is_whole[:, None, None], masks.dilate(garment, draw.integer(2, 8)), mask)
+        where = mask & masks.erode(garment, 1)
         colour = draw.integers(len(COLOURS), num)
-        value = self.palette[colour] + draw.uniform((num, 3), -0.07, 0.07)
+        value = self.palette[colour] + draw.uniform((num, 1), -0.07, 0.07) + draw.uniform((num, 3), -0.02, 0.02)
         light = (pictures.mean(1) + 1) / 2
         mean = (light * where).sum((1, 2)) / where.sum((1, 2)).clamp(min=1)
         shading = light / mean[:, None, None].clamp(min=0.05)
         shading = (1 + (1 + mean[:, None, None]) * (shading - 1)).clamp(0.2, 1.8)
         tinted = (value[:, :, None, None] * shading[:, None]).clamp(0, 1) * 2 - 1
-        return torch.where(where[:, None], tinted, pictures), mask, self.colours[rows, colour]
+        share = soft(where) * mask[:, None]
+        return torch.lerp(pictures, tinted, share), mask, self.colours[rows, colour, draw.integers(2, num)]
 
     def _put(self, pasted: Pasted) -> tuple[Tensor, Tensor, Tensor]:
         """An object that appears: its mask has its shape, a box, an ellipse or a scribble, with room around it."""
-        texts = self.variants[pasted.rows, self.draw_of.integers(NUM_VARIANTS, len(pasted.rows))]
+        texts = self.variants[pasted.rows, self.draw_of.integers(NUM_PLACELESS, len(pasted.rows))]
         return pasted.pictures, self._around(pasted.shapes, (2, 12), (12, 36)), texts
 
     def _remove(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:

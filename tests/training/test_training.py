@@ -13,8 +13,9 @@ from training.attention import MaskedAttention
 from training.colours import COLOURS, colour_names, photo_colours
 from training.cutouts import Cutouts
 from training.data import BACKGROUND_CAPTIONS, NUM_VARIANTS, caption_variants, recoloured, vocabulary
-from training.examples import Captions, Examples, ExampleSource
+from training.examples import SHARES, Captions, Examples, ExampleSource
 from training.feed import LONGEST_REUSE, Encoded, Feed, attention_mask, pad_tokens, reused_tokens
+from training.garments import find_garments
 from training.optim import Average, Clock, Muon, load_checkpoint, orthogonalise, save_checkpoint
 from training.pipeline import NUM_TEXT_TOKENS, build_tokenizers, token_ids
 from training.scenes import with_scenes
@@ -42,6 +43,8 @@ def test_recoloured_captions_keep_their_grammar() -> None:
     assert recoloured("a photo of a red hat", "red", "orange") == "a photo of an orange hat"
     assert recoloured("a photo of an orange hat", "orange", "red") == "a photo of a red hat"
     assert recoloured("a photo of a pair of blue pants", "blue", "grey") == "a photo of a pair of grey pants"
+    assert recoloured("a photo of a hat", "", "orange") == "a photo of an orange hat"
+    assert recoloured("a photo of a pair of pants", "", "grey") == "a photo of a pair of grey pants"
 
 
 def test_every_caption_is_made_of_known_words(photos: Photos) -> None:
@@ -72,11 +75,73 @@ def test_examples_hold_together(photos: Photos, size: tuple[int, int]) -> None:
 def test_background_captions_never_stand_for_pets(photos: Photos) -> None:
     captions = Captions(photos)
     source = ExampleSource(photos, captions, Generator().manual_seed(1))
-    drawn = [source.draw(48, 256, 256) for _ in range(6)]
+    drawn = [source.draw(96, 64, 64) for _ in range(6)]
     rows = torch.cat([examples.rows[examples.untouched] for examples in drawn])
     texts = torch.cat([examples.texts[examples.untouched] for examples in drawn])
     is_background = (texts > 0) & (texts <= captions.num_background)
     assert {photos.species[row] for row in rows[is_background]} == {"cat", "flower", "clothing"}
+
+
+@pytest.fixture
+def shirt() -> torch.Tensor:
+    """A red shirt with a white print on a grey floor, [3, 256, 256], and noise over all of it."""
+    picture = torch.full((3, 256, 256), 120.0)
+    picture[:, 60:200, 90:170] = picture[:, 60:110, 40:220] = torch.tensor([180.0, 40, 50])[:, None, None]
+    picture[:, 100:112, 110:150] = 240
+    noise = torch.randn(picture.shape, generator=Generator().manual_seed(0))
+    return (picture + 6 * noise).clamp(0, 255).byte()
+
+
+def shirt_shape() -> torch.Tensor:
+    shape = torch.zeros(256, 256, dtype=torch.bool)
+    shape[60:200, 90:170] = shape[60:110, 40:220] = True
+    return shape
+
+
+def test_a_garment_is_found_with_its_print_and_noise_is_none(shirt: torch.Tensor, photos: Photos) -> None:
+    pale = shirt.float().mean(0, keepdim=True).expand(3, -1, -1) * 0.02 + 118  # hardly differs from the floor
+    found, nothing, noise = find_garments(torch.stack([shirt, pale.byte(), photos.pictures[6]]))
+    both = (found & shirt_shape()).sum() / (found | shirt_shape()).sum()
+    assert both > 0.97
+    assert not nothing.any()
+    assert not noise.any()
+    assert find_garments(photos.pictures[:0]).shape == (0, 256, 256)
+
+
+def test_a_garment_has_another_colour_inside_itself_and_the_mask_alone(photos: Photos, shirt: torch.Tensor) -> None:
+    photos.pictures[6:], photos.colours[6:], photos.captions[6:] = (
+        shirt,
+        ["", "red"],
+        ["a photo of a hat", "a photo of a red hat"],
+    )
+    source = ExampleSource(photos, captions := Captions(photos), Generator().manual_seed(1))
+    assert source.sources["recoloured"].tolist() == [6, 7]
+    rows, before = torch.tensor([6, 7] * 8), (shirt.float() / 127.5 - 1).expand(16, -1, -1, -1)
+    given = torch.zeros(16, 256, 256, dtype=torch.bool)
+    given[:, :, :128] = True
+    after, mask, texts = source._recolour(before, given, rows, shirt_shape().expand(16, -1, -1))
+    changed = ((after - before).abs() > 0.01).any(1)
+    assert changed.flatten(1).any(1).all()
+    assert not (changed & ~mask).any()
+    assert not (changed & ~shirt_shape()).any()
+    assert {tuple(m.any(0).nonzero()[[0, -1], 0].tolist()) for m in mask} > {(0, 127)}  # some are the whole garment
+    assert all(set(captions.texts[text].split()) & set(COLOURS) for text in texts)
+
+
+def test_what_is_pasted_is_called_by_its_name_and_not_by_its_background(photos: Photos) -> None:
+    photos.pictures[:4] = torch.where(photos.outlines[:4, None], photos.pictures[:4], 20)  # behind the pets it is black
+    source = ExampleSource(photos, captions := Captions(photos), Generator().manual_seed(1))
+    assert any("black background" in captions.texts[text] for text in captions.variants[0].tolist())
+    pasted = source.cutouts.paste(torch.zeros(64, 3, 256, 256), torch.zeros(64, dtype=torch.long), 0.5, 0.9)
+    assert not any("background" in captions.texts[text] for text in source._put(pasted)[2].tolist())
+
+
+def test_half_of_the_photographs_are_pets(photos: Photos) -> None:
+    both = with_scenes(photos, torch.full((40, 3, 256, 256), 20, dtype=torch.uint8))
+    source = ExampleSource(both, Captions(both), Generator().manual_seed(1))
+    drawn = torch.multinomial(source.weights, 2000, replacement=True, generator=source.generator)
+    share = sum(both.species[row] == "cat" for row in drawn.tolist()) / 2000
+    assert abs(share - SHARES["pet"]) < 0.05
 
 
 def test_a_small_batch_may_hold_plain_examples_only(photos: Photos) -> None:
