@@ -53,7 +53,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """The photograph that a crop was cut out of, and where."""
+    """A photograph, and the part of it that is edited."""
 
     pixels: OwnPixels  # of the whole photograph, in the colours of its file
     source: Source | None  # the photograph's file; None: the pixels are all there is

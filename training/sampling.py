@@ -49,7 +49,7 @@ def fill(
     seed: int = 0,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Edited pictures [B, 3, H, W], unchanged outside the mask. A full mask is text-to-image."""
+    """Edited pictures [B, 3, H, W] as they are decoded, unmasked pixels too. A full mask is text-to-image."""
     height, width = pictures.shape[-2:]
     clean = encode(pipe.vae, pictures * 2 - 1)  # [B, N, 4C]
     greyed = encode(pipe.vae, (pictures * 2 - 1) * ~masks[:, None])
@@ -63,7 +63,7 @@ def fill(
     for sigma, sigma_next in pairwise(sigmas):
         x = x + (sigma_next - sigma) * velocity(x, sigma)
         x = torch.where(masked[..., None], x, (1 - sigma_next) * clean + sigma_next * noise)
-    return torch.where(masks[:, None], decode(pipe.vae, x, height, width), pictures)
+    return decode(pipe.vae, x, height, width)
 
 
 def velocity_of(pipe, known: Tensor, prompts: list[str], guidance: float | Tensor, height: int, width: int):

@@ -16,7 +16,7 @@ from instgenie.jobs.tokens import concat
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.vae.autoencoder import decode_latents
 from instgenie.models.vae.region import can_decode_boxes, decode_box
-from instgenie.pictures.compositing import composited, paint, paint_crop
+from instgenie.pictures.compositing import composited, paint, whole_picture
 from instgenie.pictures.matching import RING
 from instgenie.types import Edit, OwnPixels, PixelMask, Pixels
 
@@ -31,34 +31,27 @@ def finish(job: Job, model: Model) -> OwnPixels:
 def finish_many(jobs: Sequence[Job], model: Model) -> list[OwnPixels]:
     """Finish jobs that share one grid."""
     edits = [job.edit for job in jobs]
-    rings = [RING if edit.whole else 0 for edit in edits]
-    decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model, rings)
+    decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model)
     return [paint_edit(*pair) for pair in zip(edits, decoded, strict=True)]
 
 
 def paint_edit(edit: Edit, decoded: Pixels) -> OwnPixels:
-    if edit.whole:
-        return paint_crop(edit.whole, decoded, edit.mask, edit.feather, edit.seed)
-    return paint(edit.picture, edit.source, decoded, edit.mask, edit.feather)
+    whole = edit.whole or whole_picture(edit.picture, edit.source)
+    return paint(whole, decoded, edit.mask, edit.feather, edit.seed)
 
 
 def decode(
-    latents: Sequence[Tensor],
-    masks: Sequence[PixelMask],
-    grid: tuple[int, int],
-    model: Model,
-    rings: Sequence[int] | None = None,
+    latents: Sequence[Tensor], masks: Sequence[PixelMask], grid: tuple[int, int], model: Model
 ) -> NDArray[np.uint8]:
-    """Decode latents at the model's size [pictures, height, width, 3]. Pixels that compositing under a picture's mask
-    does not read may be black; it reads a ring of so many pixels around the mask, by default none."""
-    rings = rings or [0] * len(masks)
+    """Decode latents at the model's size [pictures, height, width, 3]. Pixels that painting does not read, because they
+    are far from a picture's mask, may be black."""
     unpacked = concat([unpack_latents(model.denormalized(one), grid, model.latents_per_token) for one in latents])
     if not can_decode_boxes(model.vae):
         return to_pixels(decode_latents(model.vae, unpacked.to(model.dtype)))
     height, width = (side * model.patch for side in grid)
     pictures = np.zeros((len(latents), height, width, 3), np.uint8)
-    for picture, one, mask, ring in zip(pictures, unpacked.to(model.dtype).split(1), masks, rings, strict=True):
-        box = composited(mask, (height, width), ring)
+    for picture, one, mask in zip(pictures, unpacked.to(model.dtype).split(1), masks, strict=True):
+        box = composited(mask, (height, width), RING)
         [pixels] = to_pixels(decode_box(model.vae, one, box))
         picture[box.rows.start : box.rows.stop, box.cols.start : box.cols.stop] = pixels
     return pictures

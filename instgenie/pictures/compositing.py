@@ -20,15 +20,15 @@ EXACT_DISTANCE = 16  # up to this many pixels from its edge, distances in a mask
 POINTS_PER_DISTANCE = 32  # farther in, the largest distance spans this many points, and lines join them
 
 
-def paint(picture: Pixels, source: Source | None, edited: Pixels, mask: PixelMask, feather: int = 0) -> OwnPixels:
-    """Put an edited picture into its original, which has the colours and the alpha of its file, if there is one."""
+def whole_picture(picture: Pixels, source: Source | None) -> Whole:
+    """A picture that is edited as a whole. It has the colours and the alpha of its file, if there is one."""
     own = picture if source is None or source.pixels is None else source.pixels
-    return composite(own, in_colours_of(source, edited), mask, feather)
+    return Whole(own, source, Box(*(range(length) for length in own.shape[:2])))
 
 
-def paint_crop(whole: Whole, edited: Pixels, mask: PixelMask, feather: int, seed: int) -> OwnPixels:
-    """Put an edited crop into the photograph that it was cut out of, with tones and grain of what is around it. `mask`
-    is the crop's; the seed draws the grain."""
+def paint(whole: Whole, edited: Pixels, mask: PixelMask, feather: int, seed: int) -> OwnPixels:
+    """Put what was edited into its photograph, with tones and grain of what is around the mask. `mask` is that of the
+    edited part; the seed draws the grain."""
     result = whole.pixels.copy()
     rows, cols = (slice(side.start, side.stop) for side in whole.box)
     part = whole.pixels[rows, cols]

@@ -1,5 +1,5 @@
-"""Makes what was painted into a crop look like the photograph around it: its tones where it meets the photograph, and
-the photograph's grain where the crop was painted at a lower resolution. Changes masked pixels only; knows no model.
+"""Makes what was painted look like the photograph around it: its tones where it meets the photograph, and the
+photograph's grain where it was painted at a lower resolution. Changes masked pixels only; knows no model.
 
 Both are measured on the ring, the unmasked pixels around the mask. Tones: the difference between the photograph and
 what the model makes of the same pixels is blurred and goes on into the mask, where it fades. Grain: the photograph's
@@ -14,48 +14,62 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from instgenie.pictures.fitting import crop
-from instgenie.pictures.resizing import resize_mask, resize_picture
+from instgenie.pictures.resizing import resize_mask, resize_part, resize_picture
 from instgenie.types import Box, OwnPixels, PixelMask
 
 RING = 16  # pixels of the model around the mask that are compared with the photograph
-TONE_RADIUS = 6  # pixels of the model; three box filters of it are nearly a Gaussian of twice the width
-FULL_TONE = 0.35  # share of unmasked pixels nearby from which on the tones are matched in full
-NATIVE = 1.05  # pixels of the photograph per pixel of the model up to which a crop has the photograph's own grain
+TONE_STEP = 2  # pixels of the model between the points at which tones are compared
+TONE_RADIUS = 2  # points; three box filters of it are nearly a Gaussian of twice the width
+FULL_TONE = 0.3  # share of unmasked pixels nearby from which on the tones are matched in full
+NATIVE = 1.05  # pixels of the photograph per pixel of the model up to which the model paints the photograph's own grain
 MAX_BANDS = 3  # of grain; each is half as fine as the one before
+MAX_GRAINY = 2**20  # pixels of the photograph around the mask; in more, grain takes seconds
 QUIET = 0.3  # share of the ring, its quietest part, that shows the grain
 
 Values = NDArray[np.float32]  # [height, width, channels]
 
 
 def match(photo: OwnPixels, edited: OwnPixels, mask: PixelMask, read: Box, seed: int) -> OwnPixels:
-    """What was painted, at the size of the photograph's crop. `read` is the part of `edited` that was decoded."""
+    """What was painted, at the photograph's size. `read` is the part of `edited` that was decoded."""
     size = mask.shape
-    colours = photo[..., : edited.shape[2]]
-    is_opaque = photo[..., -1] == 255 if photo.shape[2] in (2, 4) else np.ones(size, np.bool_)
-    painted = resize_picture(edited, size).astype(np.float32)
-    painted += resized(tones(colours, edited, resize_mask(mask | ~is_opaque, edited.shape[:2]), read), size)
+    kept = ~mask & (photo[..., -1] == 255) if photo.shape[2] in (2, 4) else ~mask
+    painted = resize_picture(edited, size).copy()
+    if not kept.any():
+        return painted
+    colours = np.ascontiguousarray(photo[..., : edited.shape[2]])
     scale = math.sqrt(mask.size / (edited.shape[0] * edited.shape[1]))
-    if scale > NATIVE:
-        near = around(mask, round(RING * scale))
-        rows, cols = (slice(side.start, side.stop) for side in near)
-        ring = crop(~mask & is_opaque, near)
-        inside = painted[rows, cols]
+    near = around(mask, round(RING * scale))
+    inside = crop(painted, near).astype(np.float32)
+    inside += tones(colours, edited, resize_mask(~kept, edited.shape[:2]), read, near)
+    if scale > NATIVE and inside[..., 0].size <= MAX_GRAINY:
+        ring = crop(kept, near)
         inside += grain(crop(colours, near).astype(np.float32), inside, crop(mask, near), ring, scale, seed)
-    return np.rint(np.clip(painted, 0, 255)).astype(np.uint8)
+    rows, cols = (slice(side.start, side.stop) for side in near)
+    painted[rows, cols] = np.rint(np.clip(inside, 0, 255))
+    return painted
 
 
-def tones(photo: OwnPixels, edited: OwnPixels, mask: PixelMask, read: Box) -> Values:
-    """What to add to `edited`, at its size, so that its tones go on from the photograph's into the mask."""
-    offset = np.zeros(edited.shape, np.float32)
+def tones(photo: OwnPixels, edited: OwnPixels, mask: PixelMask, read: Box, near: Box) -> Values:
+    """What to add to the part `near` of the photograph, so that tones go on from its own into the mask. `mask` has the
+    size of `edited`."""
     ring = crop(~mask, read)[..., None].astype(np.float32)
-    if not ring.any():
-        return offset
-    small = resize_picture(np.ascontiguousarray(photo), edited.shape[:2])
-    difference = (crop(small, read).astype(np.float32) - crop(edited, read)) * ring
-    share = blurred(ring, TONE_RADIUS, 3)
-    rows, cols = (slice(side.start, side.stop) for side in read)
-    offset[rows, cols] = blurred(difference, TONE_RADIUS, 3) / np.maximum(share, FULL_TONE)
-    return offset
+    difference = (resize_part(photo, mask.shape, read).astype(np.float32) - crop(edited, read)) * ring
+    smooth = blurred(thinned(np.concatenate([difference, ring], axis=2), TONE_STEP), TONE_RADIUS, 3)
+    offset = smooth[..., :-1] / np.maximum(smooth[..., -1:], np.float32(FULL_TONE))
+    scales = [length / own for length, own in zip(mask.shape, photo.shape, strict=False)]
+    lines = [  # where `near` lies among the points of the offset
+        (max((side.start * scale - part.start) / TONE_STEP, 0), min((side.stop * scale - part.start) / TONE_STEP, most))
+        for side, part, scale, most in zip(near, read, scales, offset.shape, strict=False)
+    ]
+    return stretched(offset, lines, near.size)
+
+
+def thinned(values: Values, step: int) -> Values:
+    """The means over squares of `step` pixels; values beyond the border are those at it."""
+    height, width, channels = values.shape
+    padded = np.pad(values, [(0, -height % step), (0, -width % step), (0, 0)], mode="edge")
+    means: Values = padded.reshape(-(-height // step), step, -(-width // step), step, channels).mean(axis=(1, 3))
+    return means
 
 
 def grain(
@@ -114,13 +128,12 @@ def blurred(values: Values, radius: int, times: int) -> Values:
     return values
 
 
-def resized(values: Values, size: tuple[int, int]) -> Values:
-    """Values at another size, interpolated."""
-    height, width = size
-    if values.shape[:2] == size:
-        return values
-    channels = [Image.fromarray(values[..., each]) for each in range(values.shape[2])]
-    return np.stack([np.asarray(one.resize((width, height), Image.Resampling.BILINEAR)) for one in channels], axis=2)
+def stretched(values: NDArray[np.floating], lines: list[tuple[float, float]], size: tuple[int, int]) -> Values:
+    """The values between two rows and two columns, which need not be whole numbers, interpolated to `size`."""
+    (top, bottom), (left, right) = lines
+    channels = [Image.fromarray(np.ascontiguousarray(values[..., each])) for each in range(values.shape[2])]
+    new, box = (size[1], size[0]), (left, top, right, bottom)
+    return np.stack([np.asarray(one.resize(new, Image.Resampling.BILINEAR, box=box)) for one in channels], axis=2)
 
 
 def around(mask: PixelMask, margin: int) -> Box:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 from PIL import Image
 
-from instgenie.types import OwnPixels, PixelMask
+from instgenie.types import Box, OwnPixels, PixelMask
 
 
 def working_size(height: int, width: int, patch: int, own_size: int) -> tuple[int, int]:
@@ -34,6 +34,17 @@ def resize_picture(picture: OwnPixels, size: tuple[int, int]) -> OwnPixels:
         return picture
     height, width = size
     return as_array(as_image(picture).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def resize_part(picture: OwnPixels, size: tuple[int, int], part: Box) -> OwnPixels:
+    """A part of what `resize_picture` returns; of a picture that becomes smaller, without the work for the rest."""
+    image = as_image(picture)
+    across, down = image.width / size[1], image.height / size[0]
+    if min(across, down) < 1:  # Pillow reads nothing around a part that it enlarges
+        rows, cols = (slice(side.start, side.stop) for side in part)
+        return resize_picture(picture, size)[rows, cols]
+    box = part.cols.start * across, part.rows.start * down, part.cols.stop * across, part.rows.stop * down
+    return as_array(image.resize((len(part.cols), len(part.rows)), Image.Resampling.LANCZOS, box=box))
 
 
 def as_image(picture: OwnPixels) -> Image.Image:

@@ -21,8 +21,7 @@ from instgenie.engine.finish import decode
 from instgenie.engine.warm import warm_up_finishing
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
-from instgenie.pictures.compositing import paint, paint_crop
-from instgenie.pictures.matching import RING
+from instgenie.pictures.compositing import paint, whole_picture
 from instgenie.pictures.picture import encode_picture
 from instgenie.telemetry import traces
 from instgenie.types import Box, PixelMask, Source, Whole
@@ -56,8 +55,7 @@ class Finisher:
     def decode(self, message: Finish, frames: list[Frame]) -> Encode:
         """Decode a picture. Returns the rest of the work, which any thread can do."""
         latents = read_tensor(message.latents, frames[0]).to(self.model.device)
-        mask, rings = read_edit_mask(message, frames[2]), [RING if message.crop else 0]
-        [decoded] = decode([latents], [mask], message.grid, self.model, rings)
+        [decoded] = decode([latents], [read_edit_mask(message, frames[2])], message.grid, self.model)
         return partial(encode, message, frames, decoded)
 
     def send(self, message: Finish, encoded: bytes, seconds: float, thread_seconds: float = 0.0) -> None:
@@ -139,10 +137,9 @@ def encode(message: Finish, frames: list[Frame], decoded: NDArray[np.uint8]) -> 
     start = time.perf_counter()
     picture, mask = read_picture(frames[1], message.size, message.num_channels), read_edit_mask(message, frames[2])
     source = Source(picture if message.is_own else None, message.profile, message.exif)
-    if box := box_of(message):
-        edited = paint_crop(Whole(picture, source, box), decoded, mask, message.feather, message.seed)
-    else:
-        edited = paint(picture, source, decoded, mask, message.feather)
+    box = box_of(message)
+    whole = Whole(picture, source, box) if box else whole_picture(picture, source)
+    edited = paint(whole, decoded, mask, message.feather, message.seed)
     encoded = encode_picture(edited, message.output_format, message.output_compression, is_quick=True, source=source)
     return encoded, time.perf_counter() - start
 

@@ -1,10 +1,10 @@
-"""Crops put back into photographs: nothing outside the mask changes; tones and grain go on inside."""
+"""Edits put back into photographs: nothing outside the mask changes; tones and grain go on inside."""
 
 import numpy as np
 import pytest
 from helpers.profiles import wide_profile
 
-from instgenie.pictures.compositing import paint_crop
+from instgenie.pictures.compositing import paint, whole_picture
 from instgenie.pictures.mask import box_mask
 from instgenie.pictures.matching import blurred
 from instgenie.types import Box, OwnPixels, PixelMask, Source, Whole
@@ -21,7 +21,7 @@ def grainy(level: int, sigma: float, channels: int = 3, seed: int = 0) -> OwnPix
 
 def painted(photo: OwnPixels, level: int, side: int, seed: int = 5, feather: int = 0) -> OwnPixels:
     """A photograph after an edit that painted everything in one grey."""
-    return paint_crop(Whole(photo, None, BOX), np.full((side, side, 3), level, np.uint8), MASK, feather, seed)
+    return paint(Whole(photo, None, BOX), np.full((side, side, 3), level, np.uint8), MASK, feather, seed)
 
 
 def fine(pixels: OwnPixels) -> float:
@@ -37,7 +37,7 @@ def test_outside_the_mask_every_bit_stays(channels: int, profile: bytes, feather
     own = np.random.default_rng(channels).integers(0, 256, (*SIZE, channels), np.uint8)
     source = Source(own, profile)
     edited = np.random.default_rng(9).integers(0, 256, (64, 64, 3), np.uint8)
-    result = paint_crop(Whole(own, source, BOX), edited, MASK, feather, 3)
+    result = paint(Whole(own, source, BOX), edited, MASK, feather, 3)
     masked = np.zeros(SIZE, np.bool_)
     masked[WHERE] = MASK
     assert np.array_equal(result[~masked], own[~masked])
@@ -82,10 +82,35 @@ def test_tones_meet_at_the_edge_and_fade_inside() -> None:
     assert steps.max() <= 2
 
 
+@pytest.mark.parametrize("size", [(300, 400), (192, 256), (90, 130)])
+def test_a_whole_photograph_is_matched_as_a_crop_is(size: tuple[int, int]) -> None:
+    """Larger than the model's size, as large, and smaller."""
+    photo, mask = np.full((*size, 3), 120, np.uint8), np.zeros(size, np.bool_)
+    mask[size[0] // 4 : size[0] // 2, size[1] // 3 : 2 * size[1] // 3] = True
+    result = paint(whole_picture(photo, None), np.full((192, 256, 3), 100, np.uint8), mask, 0, 1).astype(int)
+    assert np.array_equal(result[~mask], photo[~mask])
+    edge, middle = result[size[0] // 4, size[1] // 2, 0], result[3 * size[0] // 8, size[1] // 2, 0]
+    assert abs(edge - 120) <= 5
+    assert middle < edge - 8
+
+
+def test_what_the_model_paints_as_it_is_stays_as_it_paints_it() -> None:
+    photo = grainy(120, 30)
+    mask = np.zeros(SIZE, np.bool_)
+    mask[100:150, 90:170] = True
+    edited = np.where(mask[..., None], np.uint8(30), photo)
+    assert np.array_equal(paint(whole_picture(photo, None), edited, mask, 0, 1), edited)
+
+
+def test_without_anything_around_it_an_edit_stays_as_it_is_painted() -> None:
+    edited, everything = grainy(120, 30, seed=1), np.ones(SIZE, np.bool_)
+    assert np.array_equal(paint(whole_picture(grainy(60, 5), None), edited, everything, 0, 1), edited)
+
+
 def test_transparent_pixels_have_no_say() -> None:
     own = np.dstack([grainy(120, 0), np.full(SIZE, 255, np.uint8)])
     own[:, :100] = 0  # transparent, and black below
-    result = paint_crop(Whole(own, Source(own), BOX), np.full((192, 192, 3), 120, np.uint8), MASK, 0, 1)
+    result = paint(Whole(own, Source(own), BOX), np.full((192, 192, 3), 120, np.uint8), MASK, 0, 1)
     masked = np.zeros(SIZE, np.bool_)
     masked[WHERE] = MASK
     assert np.abs(result[masked][:, :3].astype(int) - 120).max() <= 1

@@ -1,12 +1,13 @@
 """Sizes to work at, and pictures and masks that are resized, against plain arithmetic."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from instgenie.pictures.resizing import resize_mask, resize_picture, working_size
-from instgenie.types import PixelMask
+from instgenie.pictures.resizing import resize_mask, resize_part, resize_picture, working_size
+from instgenie.types import Box, PixelMask
 
 sides = st.integers(16, 20000)
 
@@ -34,6 +35,14 @@ def test_common_working_sizes() -> None:
     assert working_size(4000, 3000, 16, 256) == (288, 224)
     assert working_size(16, 60000, 16, 256) == (32, 2048)
     assert working_size(60000, 16, 16, 256) == (2048, 32)
+
+
+@pytest.mark.parametrize("size", [(32, 48), (90, 61), (200, 333)])
+def test_a_resized_part_is_part_of_the_resized_picture(size: tuple[int, int]) -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)
+    part = Box(range(5, 30), range(11, size[1] - 2))
+    whole = resize_picture(picture, size)[5:30, 11 : size[1] - 2]
+    assert np.abs(resize_part(picture, size, part).astype(int) - whole).max() <= 1
 
 
 def test_resize_picture_has_the_size_and_the_colour() -> None:

@@ -2,6 +2,7 @@
 them; masks are bool [N, 256, 256], True = edit."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from rich.console import Console
 from torch import Generator, Tensor, nn
 
 from instgenie.bench.metrics import Features, Lpips, Probe, crop_to_masks, kid
+from instgenie.pictures.compositing import paint, whole_picture
+from instgenie.types import PixelMask, Pixels
 from training.sampling import fill, load_pipeline
 
 SIZE = 256
@@ -89,20 +92,37 @@ class Bench:
     def edit(
         self, candidate: Candidate, pictures: Tensor, masks: Tensor, prompts: Sequence[str], salt: int
     ) -> Tensor:  # like pictures
-        """The noise of a picture depends on the seed, the salt and its place alone."""
+        """Edits as the engine paints them. The noise of a picture depends on the seed, the salt and its place alone."""
         results = []
         for start in range(0, len(prompts), self.batch):
             rows = slice(start, start + self.batch)
             seed = (self.seed * 1000 + salt) * 100_000 + start
             chunk, mask = as_input(pictures[rows].to(self.device)), masks[rows].to(self.device)
             options = {"guidance": self.guidance, "steps": self.steps, "seed": seed}
-            results.append(as_pixels(fill(candidate.pipe, chunk, mask, list(prompts[rows]), **options)))
+            decoded = as_pixels(fill(candidate.pipe, chunk, mask, list(prompts[rows]), **options))
+            results.append(painted(pictures[rows], decoded, masks[rows]))
         return torch.cat(results)
 
     def generate(self, candidate: Candidate, prompts: Sequence[str], salt: int) -> Tensor:
         blank = torch.full((1, 3, SIZE, SIZE), 128, dtype=torch.uint8).expand(len(prompts), -1, -1, -1)
         full = torch.ones(1, SIZE, SIZE, dtype=torch.bool).expand(len(prompts), -1, -1)
         return self.edit(candidate, blank, full, prompts, salt)
+
+
+def painted(pictures: Tensor, decoded: Tensor, masks: Tensor) -> Tensor:
+    """Pictures [B, 3, H, W] uint8 with what was decoded inside their masks, as the engine finishes edits."""
+
+    def paint_one(picture: Pixels, made: Pixels, mask: PixelMask) -> Tensor:
+        return torch.from_numpy(paint(whole_picture(picture, None), made, mask, feather=0, seed=0))
+
+    rows = [as_pictures(pictures), as_pictures(decoded), masks.cpu().numpy()]
+    with ThreadPoolExecutor() as pool:
+        done = list(pool.map(paint_one, *rows))
+    return torch.stack(done).permute(0, 3, 1, 2).contiguous().to(pictures.device)
+
+
+def as_pictures(pixels: Tensor) -> Pixels:
+    return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()  # [B, H, W, 3]
 
 
 def as_input(tensor: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from instgenie.engine.finish import finish, finish_many, to_pixels
 from instgenie.engine.prepare import prepare
 from instgenie.models.model import Model, unpack_latents
 from instgenie.models.vae.region import can_decode_boxes, decode_box
-from instgenie.pictures.compositing import composite, composited
+from instgenie.pictures import compositing
+from instgenie.pictures.compositing import composited
 from instgenie.types import Box, Edit, Pixels
 
 BOXES = {
@@ -66,7 +67,8 @@ def whole_picture(edit: Edit, model: Model) -> Pixels:
     config = model.vae.config
     latents = unpack_latents(job.latents, job.grid, model.latents_per_token) / config.scaling_factor
     [pixels] = to_pixels(model.vae.decode(latents + (config.shift_factor or 0)).sample)
-    return composite(edit.picture, pixels, edit.mask, edit.feather)
+    whole = compositing.whole_picture(edit.picture, None)
+    return compositing.paint(whole, pixels, edit.mask, edit.feather, edit.seed)
 
 
 def off(found: Pixels, truth: Pixels) -> int:
