@@ -59,6 +59,10 @@ class Whole:
     source: Source | None  # the photograph's file; None: the pixels are all there is
     box: Box
 
+    @property
+    def is_cropped(self) -> bool:
+        return self.box.size != self.pixels.shape[:2]
+
 
 class LoraUse(NamedTuple):
     """A LoRA that an edit asks for."""

@@ -78,16 +78,15 @@ class ExampleSource:
         self.generator = generator
         self.cutouts = Cutouts(self.photos, self.draw_of)
         self.variants, self.colours = captions.variants.to(device), captions.colours.to(device)
-        is_pet = photos.outlines.flatten(1).any(1)
         is_flower, self.is_clothing, self.is_scene = (
             torch.tensor([s == name for s in photos.species], device=device) for name in ("flower", "clothing", "scene")
         )
-        groups = (is_pet, is_flower, self.is_clothing, self.is_scene)
+        groups = (~(is_flower | self.is_clothing | self.is_scene), is_flower, self.is_clothing, self.is_scene)
         self.weights = sum(
             group * (share / group.sum().clamp(min=1)) for group, share in zip(groups, SHARES.values(), strict=True)
         )
         scenes, cuts = self.is_scene.nonzero()[:, 0], self.cutouts
-        self.has_outline = torch.zeros_like(is_pet)  # a pet's own, or a garment's
+        self.has_outline = torch.zeros_like(is_flower)  # a pet's own, or a garment's
         self.has_outline[cuts.shapes] = True
         self.sources = {  # the photographs that each part takes
             "recoloured": cuts.clothing,

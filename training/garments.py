@@ -46,13 +46,14 @@ def coarse_shape(colours: Tensor) -> Tensor:
     inner, outer = middle, frame  # what is surely the garment, and what is surely not
     for _ in range(NUM_ROUNDS):
         near, apart = (
-            torch.cdist(pixels, typical_colours(pixels, where.flatten(1))).square().amin(2).view(num, 1, side, side)
+            distances(pixels, typical_colours(pixels, where.flatten(1))).square().amin(2).view(num, 1, side, side)
             for where in (inner, outer)
         )
         found = connected(middle, smooth(apart - near, 1)[:, 0] > 0)
         closed = masks.erode(masks.dilate(found, 1), 1) & (found | ~frame)  # nothing is joined to the picture's edge
         shape = masks.dilate(masks.erode(closed, 1), 1)
         inner, outer = masks.erode(shape, 1), ~masks.dilate(shape, 1)
+        inner |= middle & ~inner.any(2, keepdim=True).any(1, keepdim=True)  # a shape that is lost begins anew
     return shape | small_holes(shape, frame)
 
 
@@ -68,10 +69,10 @@ def typical_colours(pixels: Tensor, where: Tensor) -> Tensor:
     total = weight.sum(1).clamp(min=1)[:, None]
     centres = ((pixels * weight[..., None]).sum(1) / total)[:, None]
     for _ in range(NUM_COLOURS - 1):
-        farthest = (torch.cdist(pixels, centres).amin(2) * weight).argmax(1)
+        farthest = (distances(pixels, centres).amin(2) * weight).argmax(1)
         centres = torch.cat([centres, pixels[rows, farthest][:, None]], 1)
     for _ in range(NUM_COLOURS):
-        nearest = F.one_hot(torch.cdist(pixels, centres).argmin(2), NUM_COLOURS) * weight[..., None]
+        nearest = F.one_hot(distances(pixels, centres).argmin(2), NUM_COLOURS) * weight[..., None]
         counts = nearest.sum(1)[..., None]  # [N, K, 1]
         centres = torch.where(counts > 0, nearest.transpose(1, 2) @ pixels / counts.clamp(min=1), centres)
     return centres
@@ -127,4 +128,11 @@ def opponents(pictures: Tensor) -> Tensor:
 
 def smooth(x: Tensor, radius: int) -> Tensor:
     """The mean over squares; at the edge of the picture over what there is."""
-    return F.avg_pool2d(x, 2 * radius + 1, 1, radius, count_include_pad=False)
+    for size, pad in (((2 * radius + 1, 1), (radius, 0)), ((1, 2 * radius + 1), (0, radius))):
+        x = F.avg_pool2d(x, size, 1, pad, count_include_pad=False)
+    return x
+
+
+def distances(pixels: Tensor, centres: Tensor) -> Tensor:
+    """[N, P, 3], [N, K, 3] -> [N, P, K], computed without products, which a GPU may round to TF32."""
+    return torch.cdist(pixels, centres, compute_mode="donot_use_mm_for_euclid_dist")

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from instgenie.bench.baselines import StepSkipping, crop, drop_unmasked, find_threshold, put_back, side_of_cost
 from instgenie.bench.cost import job_flops
-from instgenie.engine.finish import finish_many
+from instgenie.engine.finish import decode
 from instgenie.engine.graphs import Graphs
 from instgenie.engine.loop import Engine
 from instgenie.engine.own import OwnActivations, reuse_own
@@ -20,6 +20,7 @@ from instgenie.jobs.job import Job
 from instgenie.jobs.quality import SETTINGS, Quality
 from instgenie.machine.clock import now
 from instgenie.models.flux.model import FluxModel
+from instgenie.pictures.compositing import composite
 from instgenie.types import Edit, Pixels
 
 DENSE, NAIVE, SKIPPING, SMALL_CROP = "dense", "naive", "step skipping", "crop, equal cost"
@@ -204,11 +205,15 @@ class Runner:
         return now(self.model.device) - start
 
     def finish(self, jobs: Sequence[Job]) -> list[Pixels]:
-        """Decode the jobs, those of one grid together, and return pictures in the order of the jobs."""
+        """Decode the jobs, those of one grid together, and return pictures in the order of the jobs. Tones at the edge
+        of a mask are not matched: that would hide what a way of reuse does there."""
         pictures: dict[Job, Pixels] = {}
         for grid in dict.fromkeys(job.grid for job in jobs):
             same = [job for job in jobs if job.grid == grid]
-            pictures |= zip(same, finish_many(same, self.model), strict=True)
+            edits = [job.edit for job in same]
+            decoded = decode([job.latents for job in same], [edit.mask for edit in edits], grid, self.model)
+            painted = [composite(edit.picture, made, edit.mask) for edit, made in zip(edits, decoded, strict=True)]
+            pictures |= zip(same, painted, strict=True)
         return [pictures[job] for job in jobs]
 
 

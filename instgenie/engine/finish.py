@@ -17,7 +17,7 @@ from instgenie.models.model import Model, unpack_latents
 from instgenie.models.vae.autoencoder import decode_latents
 from instgenie.models.vae.region import can_decode_boxes, decode_box
 from instgenie.pictures.compositing import composited, paint, whole_picture
-from instgenie.pictures.matching import RING
+from instgenie.pictures.matching import ring_width
 from instgenie.types import Edit, OwnPixels, PixelMask, Pixels
 
 
@@ -31,7 +31,8 @@ def finish(job: Job, model: Model) -> OwnPixels:
 def finish_many(jobs: Sequence[Job], model: Model) -> list[OwnPixels]:
     """Finish jobs that share one grid."""
     edits = [job.edit for job in jobs]
-    decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model)
+    rings = [ring_width(edit.whole is not None) for edit in edits]
+    decoded = decode([job.latents for job in jobs], [edit.mask for edit in edits], jobs[0].grid, model, rings)
     return [paint_edit(*pair) for pair in zip(edits, decoded, strict=True)]
 
 
@@ -41,17 +42,22 @@ def paint_edit(edit: Edit, decoded: Pixels) -> OwnPixels:
 
 
 def decode(
-    latents: Sequence[Tensor], masks: Sequence[PixelMask], grid: tuple[int, int], model: Model
+    latents: Sequence[Tensor],
+    masks: Sequence[PixelMask],
+    grid: tuple[int, int],
+    model: Model,
+    rings: Sequence[int] | None = None,
 ) -> NDArray[np.uint8]:
-    """Decode latents at the model's size [pictures, height, width, 3]. Pixels that painting does not read, because they
-    are far from a picture's mask, may be black."""
+    """Decode latents at the model's size [pictures, height, width, 3]. Pixels that compositing under a picture's mask
+    does not read may be black; it reads a ring of so many pixels around the mask, by default none."""
+    rings = rings or [0] * len(masks)
     unpacked = concat([unpack_latents(model.denormalized(one), grid, model.latents_per_token) for one in latents])
     if not can_decode_boxes(model.vae):
         return to_pixels(decode_latents(model.vae, unpacked.to(model.dtype)))
     height, width = (side * model.patch for side in grid)
     pictures = np.zeros((len(latents), height, width, 3), np.uint8)
-    for picture, one, mask in zip(pictures, unpacked.to(model.dtype).split(1), masks, strict=True):
-        box = composited(mask, (height, width), RING)
+    for picture, one, mask, ring in zip(pictures, unpacked.to(model.dtype).split(1), masks, rings, strict=True):
+        box = composited(mask, (height, width), ring)
         [pixels] = to_pixels(decode_box(model.vae, one, box))
         picture[box.rows.start : box.rows.stop, box.cols.start : box.cols.stop] = pixels
     return pictures

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from instgenie.pictures.matching import RING, match
+from instgenie.pictures.matching import match_grain, match_tones, ring_width
 from instgenie.pictures.profiles import from_srgb
 from instgenie.pictures.resizing import as_array, as_image, resize_picture
 from instgenie.types import Box, OwnPixels, PixelMask, Pixels, Source, Whole
@@ -27,13 +27,16 @@ def whole_picture(picture: Pixels, source: Source | None) -> Whole:
 
 
 def paint(whole: Whole, edited: Pixels, mask: PixelMask, feather: int, seed: int) -> OwnPixels:
-    """Put what was edited into its photograph, with tones and grain of what is around the mask. `mask` is that of the
-    edited part; the seed draws the grain."""
+    """Put what was edited into its photograph, with tones of what is around the mask. A crop also gets its grain, which
+    the seed draws. `mask` is that of the edited part."""
     result = whole.pixels.copy()
     rows, cols = (slice(side.start, side.stop) for side in whole.box)
     part = whole.pixels[rows, cols]
-    read = composited(mask, edited.shape[:2], RING)
-    matched = match(part, in_colours_of(whole.source, edited), mask, read, seed)
+    read = composited(mask, edited.shape[:2], ring_width(whole.is_cropped))
+    matched = match_tones(part, in_colours_of(whole.source, edited), mask, read)
+    if whole.is_cropped:
+        scale = math.sqrt(mask.size / (edited.shape[0] * edited.shape[1]))
+        matched = match_grain(part, matched, mask, scale, seed)
     result[rows, cols] = composite(part, matched, mask, feather)
     return result
 

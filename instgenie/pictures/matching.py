@@ -1,67 +1,90 @@
-"""Makes what was painted look like the photograph around it: its tones where it meets the photograph, and the
-photograph's grain where it was painted at a lower resolution. Changes masked pixels only; knows no model.
+"""Makes what was painted look like the photograph around it: its tones where it meets the photograph and, for crops
+that were painted at a lower resolution, the photograph's grain. Changes masked pixels only; knows no model.
 
 Both are measured on the ring, the unmasked pixels around the mask. Tones: the difference between the photograph and
-what the model makes of the same pixels is blurred and goes on into the mask, where it fades. Grain: the photograph's
-finest bands are measured where they are quietest, because there they are grain and not texture; noise of the same
-strength and the same colours fills what the painted part lacks.
+what the model makes of the same pixels is blurred and goes on into the mask, where it fades. Where the two differ much,
+the model has painted something, and that is no tone: a model may paint up to a token beyond the mask. Grain: the
+photograph's finest bands are measured where they are quietest, because there they are grain and not texture; noise of
+the same strength and the same colours fills what the painted part lacks.
 """
 
 import math
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageChops
 
 from instgenie.pictures.fitting import crop
-from instgenie.pictures.resizing import resize_mask, resize_part, resize_picture
+from instgenie.pictures.resizing import as_array, as_image, resize_mask, resize_part, resize_picture
 from instgenie.types import Box, OwnPixels, PixelMask
 
-RING = 16  # pixels of the model around the mask that are compared with the photograph
+TONE_RING = 8  # pixels of the model around the mask that are compared with the photograph
+GRAIN_RING = 16  # the same around the mask of a crop, where the photograph's grain is measured
+CONTENT = 64  # levels of 255: pixels that differ so much have no say in the tones, and those that differ less have less
 TONE_STEP = 2  # pixels of the model between the points at which tones are compared
 TONE_RADIUS = 2  # points; three box filters of it are nearly a Gaussian of twice the width
-FULL_TONE = 0.3  # share of unmasked pixels nearby from which on the tones are matched in full
-NATIVE = 1.05  # pixels of the photograph per pixel of the model up to which the model paints the photograph's own grain
+FULL_TONE = 0.3  # share of pixels nearby that have a say, from which on the tones are matched in full
+GREY = 128  # stands for no change of tone
+NATIVE = 1.05  # pixels of the photograph per pixel of the model up to which a crop has the photograph's own grain
 MAX_BANDS = 3  # of grain; each is half as fine as the one before
-MAX_GRAINY = 2**20  # pixels of the photograph around the mask; in more, grain takes seconds
 QUIET = 0.3  # share of the ring, its quietest part, that shows the grain
 
 Values = NDArray[np.float32]  # [height, width, channels]
 
 
-def match(photo: OwnPixels, edited: OwnPixels, mask: PixelMask, read: Box, seed: int) -> OwnPixels:
-    """What was painted, at the photograph's size. `read` is the part of `edited` that was decoded."""
-    size = mask.shape
-    kept = ~mask & (photo[..., -1] == 255) if photo.shape[2] in (2, 4) else ~mask
-    painted = resize_picture(edited, size).copy()
+def ring_width(is_cropped: bool) -> int:
+    return GRAIN_RING if is_cropped else TONE_RING
+
+
+def match_tones(photo: OwnPixels, edited: OwnPixels, mask: PixelMask, read: Box) -> OwnPixels:
+    """What was painted, at the photograph's size, with tones that go on from the photograph's own into the mask. `read`
+    is the part of `edited` that was decoded."""
+    painted, size = resize_picture(edited, mask.shape), edited.shape[:2]
+    kept = unmasked(photo, mask)
     if not kept.any():
         return painted
-    colours = np.ascontiguousarray(photo[..., : edited.shape[2]])
-    scale = math.sqrt(mask.size / (edited.shape[0] * edited.shape[1]))
-    near = around(mask, round(RING * scale))
-    inside = crop(painted, near).astype(np.float32)
-    inside += tones(colours, edited, resize_mask(~kept, edited.shape[:2]), read, near)
-    if scale > NATIVE and inside[..., 0].size <= MAX_GRAINY:
-        ring = crop(kept, near)
-        inside += grain(crop(colours, near).astype(np.float32), inside, crop(mask, near), ring, scale, seed)
+    ring = crop(~resize_mask(~kept, size), read)[..., None].astype(np.float32)
+    seen = resize_part(colours(photo, edited), size, read).astype(np.float32)
+    difference = seen - crop(edited, read)
+    ring *= np.clip(1 - np.abs(difference).max(axis=2, keepdims=True) / CONTENT, 0, 1)
+    sums = blurred(thinned(np.concatenate([difference * ring, ring], axis=2), TONE_STEP), TONE_RADIUS, 3)
+    offset = sums[..., :-1] / np.maximum(sums[..., -1:], np.float32(FULL_TONE))
+
+    sides, lines = [], []  # the same part of the photograph, and where that lies among the points of the offset
+    for part, length, own, most in zip(read, size, mask.shape, offset.shape, strict=False):
+        side = range(math.ceil(part.start * own / length), math.floor(part.stop * own / length))
+        first, last = ((end * length / own - part.start) / TONE_STEP for end in (side.start, side.stop))
+        sides.append(side)
+        lines.append((max(first, 0.0), min(last, float(most))))
+    near = Box(*sides)
     rows, cols = (slice(side.start, side.stop) for side in near)
-    painted[rows, cols] = np.rint(np.clip(inside, 0, 255))
-    return painted
+    result = painted.copy()
+    result[rows, cols] = shifted(crop(painted, near), offset, lines)
+    return result
 
 
-def tones(photo: OwnPixels, edited: OwnPixels, mask: PixelMask, read: Box, near: Box) -> Values:
-    """What to add to the part `near` of the photograph, so that tones go on from its own into the mask. `mask` has the
-    size of `edited`."""
-    ring = crop(~mask, read)[..., None].astype(np.float32)
-    difference = (resize_part(photo, mask.shape, read).astype(np.float32) - crop(edited, read)) * ring
-    smooth = blurred(thinned(np.concatenate([difference, ring], axis=2), TONE_STEP), TONE_RADIUS, 3)
-    offset = smooth[..., :-1] / np.maximum(smooth[..., -1:], np.float32(FULL_TONE))
-    scales = [length / own for length, own in zip(mask.shape, photo.shape, strict=False)]
-    lines = [  # where `near` lies among the points of the offset
-        (max((side.start * scale - part.start) / TONE_STEP, 0), min((side.stop * scale - part.start) / TONE_STEP, most))
-        for side, part, scale, most in zip(near, read, scales, offset.shape, strict=False)
-    ]
-    return stretched(offset, lines, near.size)
+def match_grain(photo: OwnPixels, painted: OwnPixels, mask: PixelMask, scale: float, seed: int) -> OwnPixels:
+    """What was painted, with grain of the photograph. A pixel of the model covers `scale` of it along each side."""
+    kept = unmasked(photo, mask)
+    if scale <= NATIVE or not kept.any():
+        return painted
+    near = around(mask, round(GRAIN_RING * scale))
+    rows, cols = (slice(side.start, side.stop) for side in near)
+    inside, outside = (crop(pixels, near).astype(np.float32) for pixels in (painted, colours(photo, painted)))
+    inside += grain(outside, inside, crop(mask, near), crop(kept, near), scale, seed)
+    result = painted.copy()
+    result[rows, cols] = np.rint(np.clip(inside, 0, 255))
+    return result
+
+
+def unmasked(photo: OwnPixels, mask: PixelMask) -> PixelMask:
+    """The pixels around the mask that can be seen."""
+    return ~mask & (photo[..., -1] == 255) if photo.shape[2] in (2, 4) else ~mask
+
+
+def colours(photo: OwnPixels, painted: OwnPixels) -> OwnPixels:
+    """A photograph without its alpha."""
+    return np.ascontiguousarray(photo[..., : painted.shape[2]])
 
 
 def thinned(values: Values, step: int) -> Values:
@@ -70,6 +93,15 @@ def thinned(values: Values, step: int) -> Values:
     padded = np.pad(values, [(0, -height % step), (0, -width % step), (0, 0)], mode="edge")
     means: Values = padded.reshape(-(-height // step), step, -(-width // step), step, channels).mean(axis=(1, 3))
     return means
+
+
+def shifted(pixels: OwnPixels, offset: NDArray[np.floating], lines: list[tuple[float, float]]) -> OwnPixels:
+    """Pixels with an offset added: the part of it between two rows and two columns, which need not be whole numbers."""
+    (top, bottom), (left, right) = lines
+    around_grey = as_image(np.rint(np.clip(GREY + offset, 0, 255)).astype(np.uint8))
+    size = pixels.shape[1], pixels.shape[0]
+    tones = around_grey.resize(size, Image.Resampling.BILINEAR, box=(left, top, right, bottom))
+    return as_array(ImageChops.add(as_image(pixels), tones, 1, -GREY))
 
 
 def grain(
@@ -126,14 +158,6 @@ def blurred(values: Values, radius: int, times: int) -> Values:
             lower = sums[:-width] if axis == 0 else sums[:, :-width]
             values = ((upper - lower) / width).astype(np.float32)
     return values
-
-
-def stretched(values: NDArray[np.floating], lines: list[tuple[float, float]], size: tuple[int, int]) -> Values:
-    """The values between two rows and two columns, which need not be whole numbers, interpolated to `size`."""
-    (top, bottom), (left, right) = lines
-    channels = [Image.fromarray(np.ascontiguousarray(values[..., each])) for each in range(values.shape[2])]
-    new, box = (size[1], size[0]), (left, top, right, bottom)
-    return np.stack([np.asarray(one.resize(new, Image.Resampling.BILINEAR, box=box)) for one in channels], axis=2)
 
 
 def around(mask: PixelMask, margin: int) -> Box:

@@ -22,6 +22,7 @@ from instgenie.engine.warm import warm_up_finishing
 from instgenie.models.family import PartKind
 from instgenie.models.model import Model
 from instgenie.pictures.compositing import paint, whole_picture
+from instgenie.pictures.matching import ring_width
 from instgenie.pictures.picture import encode_picture
 from instgenie.telemetry import traces
 from instgenie.types import Box, PixelMask, Source, Whole
@@ -55,7 +56,8 @@ class Finisher:
     def decode(self, message: Finish, frames: list[Frame]) -> Encode:
         """Decode a picture. Returns the rest of the work, which any thread can do."""
         latents = read_tensor(message.latents, frames[0]).to(self.model.device)
-        [decoded] = decode([latents], [read_edit_mask(message, frames[2])], message.grid, self.model)
+        mask, rings = read_edit_mask(message, frames[2]), [ring_width(message.crop is not None)]
+        [decoded] = decode([latents], [mask], message.grid, self.model, rings)
         return partial(encode, message, frames, decoded)
 
     def send(self, message: Finish, encoded: bytes, seconds: float, thread_seconds: float = 0.0) -> None:

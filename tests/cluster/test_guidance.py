@@ -78,7 +78,8 @@ def test_a_companion_that_dies_costs_a_step_and_not_the_edit(
     assert before == after  # the worker did not have to start again
     facts = [event.facts.guidance for event in events if isinstance(event, Finished)]
     assert facts[1] is None
-    assert all(one and not one.is_alone for one in (facts[0], facts[2]))
+    assert facts[0] is not None  # it has begun with a companion; the last edit may have joined while there was none
+    assert not any(one.is_alone for one in facts if one)
     assert sum(one.num_repeats for one in facts if one) >= 1
     assert all(event.facts.num_attempts == 1 for event in events if isinstance(event, Finished))
 

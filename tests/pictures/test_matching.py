@@ -84,7 +84,7 @@ def test_tones_meet_at_the_edge_and_fade_inside() -> None:
 
 @pytest.mark.parametrize("size", [(300, 400), (192, 256), (90, 130)])
 def test_a_whole_photograph_is_matched_as_a_crop_is(size: tuple[int, int]) -> None:
-    """Larger than the model's size, as large, and smaller."""
+    """Larger than the model's size, as large, and smaller; grain is for crops alone."""
     photo, mask = np.full((*size, 3), 120, np.uint8), np.zeros(size, np.bool_)
     mask[size[0] // 4 : size[0] // 2, size[1] // 3 : 2 * size[1] // 3] = True
     result = paint(whole_picture(photo, None), np.full((192, 256, 3), 100, np.uint8), mask, 0, 1).astype(int)
@@ -92,6 +92,48 @@ def test_a_whole_photograph_is_matched_as_a_crop_is(size: tuple[int, int]) -> No
     edge, middle = result[size[0] // 4, size[1] // 2, 0], result[3 * size[0] // 8, size[1] // 2, 0]
     assert abs(edge - 120) <= 5
     assert middle < edge - 8
+
+
+@pytest.mark.parametrize("size", [(20, 500), (57, 58), (60, 49), (200, 800), (1, 40), (3, 5)])
+def test_a_shift_of_all_tones_is_found_again_along_the_edge(size: tuple[int, int]) -> None:
+    """Sides that are scaled differently, and small photographs."""
+    mask = np.zeros(size, np.bool_)
+    mask[size[0] // 3 : -(-2 * size[0] // 3), size[1] // 3 : 2 * size[1] // 3] = True
+    result = paint(
+        whole_picture(np.full((*size, 3), 120, np.uint8), None), np.full((96, 96, 3), 110, np.uint8), mask, 0, 1
+    ).astype(int)
+    rows, cols = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    middle_row, middle_col = rows[len(rows) // 2], cols[len(cols) // 2]
+    left, right = result[middle_row, cols[[0, -1]], 0]
+    assert abs(left - right) <= 2
+    if rows[0] > 0 and rows[-1] < size[0] - 1:
+        top, bottom = result[rows[[0, -1]], middle_col, 0]
+        assert abs(top - bottom) <= 2
+    assert (result >= 110).all()
+    assert (result <= 120).all()
+
+
+def test_what_is_painted_beyond_the_mask_is_no_tone() -> None:
+    """A model paints whole tokens: red fills those of the mask, and must not fade at the mask's edge."""
+    photo, mask = np.full((256, 256, 3), 120, np.uint8), box_mask((104, 104, 48, 48), (256, 256))
+    edited = photo.copy()
+    edited[96:160, 96:160] = (220, 30, 30)
+    result = paint(whole_picture(photo, None), edited, mask, 0, 1)
+    assert np.array_equal(result[mask], edited[mask])
+
+
+CORNERS = [(0, 0, 20, 20), (236, 0, 20, 9), (100, 0, 20, 256), (31, 50, 1, 1), (0, 0, 256, 255)]
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@pytest.mark.parametrize("box", CORNERS)
+def test_masks_at_edges_of_a_pixel_and_of_nearly_everything(box: tuple[int, int, int, int], channels: int) -> None:
+    random = np.random.default_rng(channels)
+    own, mask = random.integers(0, 256, (256, 256, channels), np.uint8), box_mask(box, (256, 256))
+    edited = random.integers(0, 256, (64, 64, 1 if channels < 3 else 3), np.uint8)
+    result = paint(Whole(own, None, Box(range(256), range(256))), edited, mask, 2, 1)
+    assert np.array_equal(result[~mask], own[~mask])
+    assert result.shape == own.shape
 
 
 def test_what_the_model_paints_as_it_is_stays_as_it_paints_it() -> None:
