@@ -39,8 +39,8 @@ def coarse_shape(colours: Tensor) -> Tensor:
     """[N, 3, S, S] colours -> [N, S, S] bool: the shape in the middle, without small holes."""
     num, _, side, _ = colours.shape
     pixels = colours.flatten(2).transpose(1, 2)  # [N, S * S, 3]
-    frame, middle = (torch.zeros(num, side, side, dtype=torch.bool, device=colours.device) for _ in range(2))
-    frame[:] = True
+    frame = torch.ones(num, side, side, dtype=torch.bool, device=colours.device)
+    middle = torch.zeros_like(frame)
     frame[:, side // 20 : -(side // 20), side // 20 : -(side // 20)] = False
     middle[:, side // 3 : -(side // 3), side // 3 : -(side // 3)] = True
     inner, outer = middle, frame  # what is surely the garment, and what is surely not

@@ -210,10 +210,9 @@ class Runner:
         pictures: dict[Job, Pixels] = {}
         for grid in dict.fromkeys(job.grid for job in jobs):
             same = [job for job in jobs if job.grid == grid]
-            edits = [job.edit for job in same]
-            decoded = decode([job.latents for job in same], [edit.mask for edit in edits], grid, self.model)
-            painted = [composite(edit.picture, made, edit.mask) for edit, made in zip(edits, decoded, strict=True)]
-            pictures |= zip(same, painted, strict=True)
+            decoded = decode([job.latents for job in same], [job.edit.mask for job in same], grid, self.model)
+            for job, made in zip(same, decoded, strict=True):
+                pictures[job] = composite(job.edit.picture, made, job.edit.mask, job.edit.feather)
         return [pictures[job] for job in jobs]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from instgenie.pictures.fitting import crop
 from instgenie.pictures.matching import match_grain, match_tones, ring_width
 from instgenie.pictures.profiles import from_srgb
 from instgenie.pictures.resizing import as_array, as_image, resize_picture
@@ -29,15 +30,14 @@ def whole_picture(picture: Pixels, source: Source | None) -> Whole:
 def paint(whole: Whole, edited: Pixels, mask: PixelMask, feather: int, seed: int) -> OwnPixels:
     """Put what was edited into its photograph, with tones of what is around the mask. A crop also gets its grain, which
     the seed draws. `mask` is that of the edited part."""
-    result = whole.pixels.copy()
-    rows, cols = (slice(side.start, side.stop) for side in whole.box)
-    part = whole.pixels[rows, cols]
+    part = crop(whole.pixels, whole.box)
     read = composited(mask, edited.shape[:2], ring_width(whole.is_cropped))
     matched = match_tones(part, in_colours_of(whole.source, edited), mask, read)
-    if whole.is_cropped:
-        scale = math.sqrt(mask.size / (edited.shape[0] * edited.shape[1]))
-        matched = match_grain(part, matched, mask, scale, seed)
-    result[rows, cols] = composite(part, matched, mask, feather)
+    if not whole.is_cropped:
+        return composite(part, matched, mask, feather)
+    scale = math.sqrt(mask.size / (edited.shape[0] * edited.shape[1]))
+    result = whole.pixels.copy()
+    crop(result, whole.box)[:] = composite(part, match_grain(part, matched, mask, scale, seed), mask, feather)
     return result
 
 

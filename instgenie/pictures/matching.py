@@ -57,9 +57,8 @@ def match_tones(photo: OwnPixels, edited: OwnPixels, mask: PixelMask, read: Box)
         sides.append(side)
         lines.append((max(first, 0.0), min(last, float(most))))
     near = Box(*sides)
-    rows, cols = (slice(side.start, side.stop) for side in near)
     result = painted.copy()
-    result[rows, cols] = shifted(crop(painted, near), offset, lines)
+    crop(result, near)[:] = shifted(crop(painted, near), offset, lines)
     return result
 
 
@@ -69,11 +68,10 @@ def match_grain(photo: OwnPixels, painted: OwnPixels, mask: PixelMask, scale: fl
     if scale <= NATIVE or not kept.any():
         return painted
     near = around(mask, round(GRAIN_RING * scale))
-    rows, cols = (slice(side.start, side.stop) for side in near)
     inside, outside = (crop(pixels, near).astype(np.float32) for pixels in (painted, colours(photo, painted)))
     inside += grain(outside, inside, crop(mask, near), crop(kept, near), scale, seed)
     result = painted.copy()
-    result[rows, cols] = np.rint(np.clip(inside, 0, 255))
+    crop(result, near)[:] = np.rint(np.clip(inside, 0, 255))
     return result
 
 
