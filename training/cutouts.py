@@ -20,6 +20,7 @@ class Pasted:
     pictures: Tensor  # [B, 3, H, W]
     shapes: Tensor  # [B, H, W] bool
     rows: Tensor  # [B] the object's photograph
+    theta: Tensor  # [B, 2, 3] how that photograph was placed
 
 
 class Cutouts:
@@ -44,14 +45,15 @@ class Cutouts:
         shapes = outline_view(self.outlines[rows], theta, height, width)
         alpha = soft(masks.erode(shapes, 2))
         pasted = view(self.pictures[rows], theta, height, width)
-        return Pasted(pictures * (1 - alpha) + pasted * alpha, shapes, rows)
+        return Pasted(pictures * (1 - alpha) + pasted * alpha, shapes, rows, theta)
 
-    def foreign(self, num: int, height: int, width: int) -> Tensor:
-        """[num, height, width] bool: outlines of any objects, put anywhere."""
+    def foreign(self, num: int, height: int, width: int, theta: Tensor | None = None) -> Tensor:
+        """[num, height, width] bool: outlines of any objects, put anywhere or where `theta` [num, 2, 3] says."""
         if not len(self.shapes):
             return torch.zeros(num, height, width, dtype=torch.bool, device=self.pictures.device)
         rows = self.draw.pick(self.shapes, num)
-        return outline_view(self.outlines[rows], self.draw.placement(num, 0.35, 1.1), height, width)
+        theta = self.draw.placement(num, 0.35, 1.1) if theta is None else theta
+        return outline_view(self.outlines[rows], theta, height, width)
 
     def _whole(self, rows: Tensor) -> Tensor:
         """Those rows whose object has a sensible size and is not cut by the frame."""

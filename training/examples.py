@@ -22,6 +22,8 @@ from training.views import Draw, outline_view, view
 SHARES = {"pet": 0.5, "flower": 0.17, "clothing": 0.18, "scene": 0.15}  # of the photographs that are drawn
 PARTS = {"recoloured": 0.07, "pets": 0.08, "flowers": 0.08, "garments": 0.1, "removal": 0.12}  # the rest is plain
 PASTED = {"pets": (0.4, 1.0), "flowers": (0.4, 1.0), "garments": (0.5, 1.1)}  # smallest and largest size
+RIVAL_SHARE = 0.5  # flowers and garments that are pasted into photographs of their own kind, which say something else
+FOREIGN_SHARE = 0.25  # masks around what is pasted that have another object's outline, too: a shape is no promise
 LEAST_RECOLOURED = 0.15  # share of a garment that a mask must cover if the garment is to have another colour there
 CAPTION_DROPOUT, FULL_CAPTION_DROPOUT = 0.06, 0.1
 KINDS = ("full", "box", "ellipse", "outline", "shape", "stroke", "thin", "scattered", "none", "background")
@@ -95,14 +97,21 @@ class ExampleSource:
             "garments": cuts.garments,
             "removal": scenes if len(cuts.objects) else scenes[:0],
         }
+        rivals = {"flowers": is_flower, "garments": self.is_clothing}
+        self.grounds = {  # the photographs that a part changes, and how often it takes them instead of any
+            "recoloured": (cuts.clothing, 1.0),
+            "removal": (scenes, 1.0),
+            **{name: (kind.nonzero()[:, 0], RIVAL_SHARE) for name, kind in rivals.items()},
+        }
         self.palette = torch.tensor(COLOUR_VALUES, device=device)
 
     def draw(self, num: int, height: int, width: int) -> Examples:
         draw, parts = self.draw_of, self._parts(num)
         rows = torch.multinomial(self.weights, num, replacement=True, generator=self.generator)
-        for name in ("recoloured", "removal"):
-            if rows[parts[name]].numel():
-                rows[parts[name]] = draw.pick(self.sources[name], len(rows[parts[name]]))
+        for name, (grounds, share) in self.grounds.items():
+            if num_part := rows[parts[name]].numel():
+                taken = draw.chance(num_part, share)
+                rows[parts[name]] = torch.where(taken, draw.pick(grounds, num_part), rows[parts[name]])
         theta = draw.crop(num, height, width)
         pictures = draw.light(view(self.photos.pictures[rows], theta, height, width))
         outlines = outline_view(self.cutouts.outlines[rows], theta, height, width)
@@ -202,9 +211,13 @@ class ExampleSource:
         return torch.lerp(pictures, tinted, share), mask, self.colours[rows, colour, draw.integers(2, num)]
 
     def _put(self, pasted: Pasted) -> tuple[Tensor, Tensor, Tensor]:
-        """An object that appears: its mask has its shape, a box, an ellipse or a scribble, with room around it."""
-        texts = self.variants[pasted.rows, self.draw_of.integers(NUM_PLACELESS, len(pasted.rows))]
-        return pasted.pictures, self._around(pasted.shapes, (2, 12), (12, 36)), texts
+        """An object that appears: its mask has its shape, a box, an ellipse or a scribble, with room around it. Some
+        shapes are larger by the outline of another object at the same place."""
+        draw, num = self.draw_of, len(pasted.rows)
+        texts = self.variants[pasted.rows, draw.integers(NUM_PLACELESS, num)]
+        others = self.cutouts.foreign(*pasted.shapes.shape, pasted.theta)
+        shapes = pasted.shapes | (others & draw.chance(num, FOREIGN_SHARE)[:, None, None])
+        return pasted.pictures, self._around(shapes, (2, 12), (12, 36)), texts
 
     def _remove(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """An object that goes: inside the mask the scene as it was, outside what sticks out of a tight mask."""

@@ -117,7 +117,8 @@ class Distillation:
             picture = inputs.noisy - inputs.times[:, None, None] * said
             change = across(said - unsaid, picture, inputs.masked)
             target = said + (guidance[:, None, None] - 1) * change
-        return weighted_error(student(inputs, inputs.texts, guidance), target, inputs)
+            spread = (1 + (guidance - 1).square()).sqrt()[:, None, None]  # so that every scale counts alike
+        return weighted_error(student(inputs, inputs.texts, guidance) / spread, target / spread, inputs)
 
 
 def across(change: Tensor, picture: Tensor, masked: Tensor) -> Tensor:

@@ -11,15 +11,15 @@ from instgenie.bench.photos import Photos
 from training import latents, masks
 from training.attention import MaskedAttention
 from training.colours import COLOURS, colour_names, photo_colours
-from training.cutouts import Cutouts
+from training.cutouts import Cutouts, Pasted
 from training.data import BACKGROUND_CAPTIONS, NUM_VARIANTS, caption_variants, recoloured, vocabulary
 from training.examples import SHARES, Captions, Examples, ExampleSource
-from training.feed import LONGEST_REUSE, Encoded, Feed, attention_mask, pad_tokens, reused_tokens
+from training.feed import LONGEST_REUSE, Encoded, Feed, Inputs, attention_mask, pad_tokens, reused_tokens
 from training.garments import find_garments
 from training.optim import Average, Clock, Muon, load_checkpoint, orthogonalise, save_checkpoint
 from training.pipeline import NUM_TEXT_TOKENS, build_tokenizers, token_ids
 from training.scenes import with_scenes
-from training.train_transformer import across
+from training.train_transformer import Distillation, across
 from training.views import Draw
 
 
@@ -134,6 +134,27 @@ def test_what_is_pasted_is_called_by_its_name_and_not_by_its_background(photos: 
     assert any("black background" in captions.texts[text] for text in captions.variants[0].tolist())
     pasted = source.cutouts.paste(torch.zeros(64, 3, 256, 256), torch.zeros(64, dtype=torch.long), 0.5, 0.9)
     assert not any("background" in captions.texts[text] for text in source._put(pasted)[2].tolist())
+
+
+def test_flowers_and_garments_are_often_pasted_into_photographs_of_their_own_kind(photos: Photos) -> None:
+    source = ExampleSource(photos, Captions(photos), Generator().manual_seed(1))
+    source.sources |= {"flowers": torch.tensor([4, 5]), "garments": torch.tensor([6, 7])}
+    for name, species in (("flowers", "flower"), ("garments", "clothing")):
+        part = source._parts(96)[name]
+        below = torch.cat([source.draw(96, 64, 64).rows[part] for _ in range(12)])
+        share = sum(photos.species[row] == species for row in below.tolist()) / len(below)
+        assert 0.45 < share < 0.85
+
+
+def test_some_masks_around_what_is_pasted_have_another_outline(photos: Photos) -> None:
+    photos.outlines[1:4] = False
+    photos.outlines[1:4, 10:240, 110:140] = True
+    source = ExampleSource(photos, Captions(photos), Generator().manual_seed(1))
+    theta = torch.eye(3)[:2].expand(400, -1, -1)
+    shapes = photos.outlines[:1].expand(400, -1, -1)
+    mask = source._put(Pasted(torch.zeros(400, 3, 256, 256), shapes, torch.zeros(400, dtype=torch.long), theta))[1]
+    assert (mask | ~shapes).float().mean() > 0.999
+    assert 0.1 < mask[:, 20, 125].float().mean() < 0.4
 
 
 def test_half_of_the_photographs_are_pets(photos: Photos) -> None:
@@ -272,6 +293,33 @@ def test_every_encoded_batch_is_used_twice_and_not_in_a_row(photos: Photos) -> N
     for number in range(10):
         first, second = (step for step, served in enumerate(order) if served == number)
         assert second - first > 8
+
+
+class Teacher(nn.Module):
+    """Says 0 without a caption, and with one what guidance is to make stronger."""
+
+    def forward(self, inputs: Inputs, texts: torch.Tensor, guidance: torch.Tensor) -> torch.Tensor:
+        wave = torch.tensor([1.0, -1.0]).repeat(inputs.clean.shape[1] // 2)[:, None]
+        return wave * (texts > 0)[:, None, None] * torch.ones_like(inputs.clean)
+
+
+def test_large_guidance_counts_no_more_than_small_guidance(photos: Photos) -> None:
+    num = 100
+    feed = Feed(ExampleSource(photos, Captions(photos), Generator().manual_seed(1)), None, 2 * num)
+    texts = torch.ones(num, dtype=torch.long)
+    clean, masked = torch.ones(num, 256, 4), torch.ones(num, 256, dtype=torch.bool)
+    encoded = Encoded(Examples(texts, texts, texts, texts, texts, texts), clean, clean, masked, clean[0], 256)
+    inputs = feed.noised(encoded)
+    inputs.noisy, inputs.times = torch.ones_like(inputs.noisy), torch.zeros_like(inputs.times)
+    teacher = Teacher()
+    loss = Distillation(teacher, Generator().manual_seed(0)).loss
+    assert 0.7 < loss(teacher, inputs, 0.0) < 1  # without guidance: (w - 1)^2 / (1 + (w - 1)^2), w of 1 to 7
+
+    class Guided(Teacher):
+        def forward(self, inputs: Inputs, texts: torch.Tensor, guidance: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs, texts, guidance) * guidance[:, None, None]
+
+    assert loss(Guided(), inputs, 0.0) < 1e-10
 
 
 def test_guidance_changes_no_prediction_along_itself() -> None:
