@@ -5,11 +5,17 @@ template is registered. In a reusing example the keys and values of unmasked tok
 the batch, the same picture at an earlier step, has just computed: that is how an edit reuses its own dense steps.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+CHOICES = {SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.CUDNN_ATTENTION: "cuDNN"}
+TOLERANCE = 0.02  # of outputs and gradients in bfloat16, relative to float32
 
 
 class MaskedAttention:
@@ -54,3 +60,61 @@ def _heads(attn: FluxAttention, x: Tensor) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def choose_kernel(batch: int, length: int, heads: int, channels: int) -> str:
+    """Let masked attention of a training step on a GPU use the quickest kernel that computes it right, forwards and
+    backwards, from here on. Returns its name with the milliseconds of each."""
+    shape = batch, length, heads, channels
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    mask = torch.rand(batch, 1, length, length, device="cuda") < 0.7
+    mask |= torch.eye(length, device="cuda", dtype=torch.bool)  # no query sees nothing
+    times = {}
+    for backend in CHOICES:
+        with sdpa_kernel(backend):
+            try:
+                if is_right(run := compiled_step(inputs, mask), [x[:4] for x in inputs], mask[:4]):
+                    times[backend] = milliseconds(run)
+            except RuntimeError:  # this GPU or this build has no such kernel
+                continue
+    torch.compiler.reset()
+    if not times:
+        return "the default"
+    best = min(times, key=lambda backend: times[backend])
+    torch.backends.cuda.enable_mem_efficient_sdp(best is SDPBackend.EFFICIENT_ATTENTION)
+    torch.backends.cuda.enable_cudnn_sdp(best is SDPBackend.CUDNN_ATTENTION)
+    return f"{CHOICES[best]} of " + ", ".join(f"{CHOICES[b]} {time:.2f} ms" for b, time in times.items())
+
+
+def compiled_step(inputs: list[Tensor], mask: Tensor) -> Callable[[], list[Tensor]]:
+    """A function that attends and returns outputs and gradients, compiled as in training."""
+    torch.compiler.reset()
+    attend = torch.compile(_attend, fullgraph=True, dynamic=False)
+
+    def run() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = attend(*leaves, mask)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    return run
+
+
+def is_right(run: Callable[[], list[Tensor]], inputs: list[Tensor], mask: Tensor) -> bool:
+    """True if the first examples' outputs and gradients are those of float32."""
+    leaves = [x.float().requires_grad_() for x in inputs]
+    with sdpa_kernel(SDPBackend.MATH):
+        out = _attend(*leaves, mask)
+    expected = [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+    errors = [(a[: len(b)] - b).norm() / b.norm() for a, b in zip(run(), expected, strict=True)]
+    return bool(torch.stack(errors).max() < TOLERANCE)
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 20) -> float:
+    run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats

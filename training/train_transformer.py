@@ -19,10 +19,10 @@ from torch import Generator, Tensor, nn
 
 from instgenie.bench.photos import Photos, PhotoSplit, load_photos
 from training.alignment import Alignment
-from training.attention import MaskedAttention
+from training.attention import MaskedAttention, choose_kernel
 from training.data import vocabulary
 from training.examples import Captions, ExampleSource
-from training.feed import SIZES, Feed, Inputs
+from training.feed import MAX_TOKENS, SIZES, Feed, Inputs
 from training.optim import Average, Clock, Muon, block_matrices, load_checkpoint, save_checkpoint, set_rate
 from training.pipeline import (
     NUM_TEXT_TOKENS,
@@ -139,6 +139,10 @@ def main() -> None:
     vae = load_vae(args)
     fast_vae = FastEncoder(load_vae(args), args.compile) if args.device == "cuda" else vae
     model, tokenizers = build(photos, captions, args)
+    if args.device == "cuda":
+        config = model.transformer.config
+        shape = NUM_TEXT_TOKENS + MAX_TOKENS, config.num_attention_heads, config.attention_head_dim
+        print(f"attention: {choose_kernel(args.batch, *shape)}")
     feed = Feed(ExampleSource(photos, captions, generator), fast_vae, args.batch)
     if args.stage == "flow":
         judged = held_out_inputs(held_out, captions, vae, args.batch, args.device)

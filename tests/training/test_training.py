@@ -1,5 +1,6 @@
 """The parts of the training code whose mistakes would go unnoticed: captions, masks, attention, resuming."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Generator, nn
 
 from instgenie.bench.photos import Photos
 from training import latents, masks
-from training.attention import MaskedAttention
+from training.attention import MaskedAttention, _attend, choose_kernel, is_right
 from training.colours import COLOURS, colour_names, photo_colours
 from training.cutouts import Cutouts, Pasted
 from training.data import BACKGROUND_CAPTIONS, NUM_VARIANTS, caption_variants, recoloured, vocabulary
@@ -254,6 +255,35 @@ def test_a_reusing_example_reads_the_keys_of_its_earlier_step(transformer: FluxT
     other = torch.where(masked[..., None], later, torch.randn(later.shape, generator=generator))
     again = run(transformer, torch.cat([earlier, other]), visible, source=source, reused=reused)
     torch.testing.assert_close(again[1][masked[0]], found[1][masked[0]], atol=1e-5, rtol=1e-4)
+
+
+def test_attention_that_forgets_who_sees_whom_is_found_out() -> None:
+    inputs = [torch.randn(2, 6, 2, 8, generator=Generator().manual_seed(i)) for i in range(3)]
+    mask = torch.eye(6, dtype=torch.bool).expand(2, 1, -1, -1)
+
+    def attending(mask: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        def run() -> list[torch.Tensor]:
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            out = _attend(*leaves, mask)
+            return [out, *torch.autograd.grad(out.sum(), leaves)]
+
+        return run
+
+    assert torch.allclose(attending(mask)()[0], inputs[2].flatten(2), atol=1e-6)
+    everything = torch.ones_like(mask)
+    assert is_right(attending(everything), inputs, everything)
+    assert not is_right(attending(mask), inputs, everything)
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_chosen_for_attention() -> None:
+    before = torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    chosen = choose_kernel(16, 320, 6, 64)
+    enabled = torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_mem_efficient_sdp(before[0])
+    torch.backends.cuda.enable_cudnn_sdp(before[1])
+    assert sum(enabled) == 1
+    assert chosen.startswith(("efficient", "cuDNN"))
 
 
 def test_a_reusing_pair_shares_its_noise_and_the_earlier_step_is_noisier(photos: Photos) -> None:
