@@ -302,6 +302,7 @@ def test_a_reusing_pair_shares_its_noise_and_the_earlier_step_is_noisier(photos:
     same = (inputs.noise[:num] == inputs.noise[num:]).flatten(1).all(1)
     assert torch.equal(same, reusing)
     assert torch.equal(inputs.source[num:], torch.arange(num))
+    assert 0.1 < (inputs.times > 0.85).float().mean() < 0.35
 
 
 class NumberedFeed(Feed):
@@ -350,6 +351,8 @@ def test_large_guidance_counts_no_more_than_small_guidance(photos: Photos) -> No
             return super().forward(inputs, texts, guidance) * guidance[:, None, None]
 
     assert loss(Guided(), inputs, 0.0) < 1e-10
+    inputs.times[:] = 0.96
+    assert loss(teacher, inputs, 0.0) < 1e-10  # near pure noise, guidance changes nothing
 
 
 def test_guidance_changes_no_prediction_along_itself() -> None:
