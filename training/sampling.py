@@ -5,6 +5,7 @@ Masked tokens see the picture with the hole greyed and the mask; unmasked tokens
 and mask 0, and their noisy latents are a fact of the picture and its noise, never of the prompt.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -13,7 +14,10 @@ from torch import Generator, Tensor
 
 from instgenie.jobs.sampler import flow_schedule
 from instgenie.models.loading.load import quiet
+from training.guidance import Guidance
 from training.latents import condition, decode, encode, image_ids, token_masks
+
+Velocity = Callable[[Tensor, float], Tensor]  # of noisy latents [B, N, 4C] at a time
 
 
 def load_pipeline(folder: str, device: str | torch.device, dtype: torch.dtype) -> FluxFillPipeline:
@@ -48,15 +52,23 @@ def fill(
     steps: int = 28,
     seed: int = 0,
     generator: Generator | None = None,
+    rule: Guidance | None = None,
 ) -> Tensor:
-    """Edited pictures [B, 3, H, W] as they are decoded, unmasked pixels too. A full mask is text-to-image."""
+    """Edited pictures [B, 3, H, W] as they are decoded, unmasked pixels too. A full mask is text-to-image.
+
+    A model into which no guidance is distilled is guided by a rule, in two branches.
+    """
     height, width = pictures.shape[-2:]
     clean = encode(pipe.vae, pictures * 2 - 1)  # [B, N, 4C]
     greyed = encode(pipe.vae, (pictures * 2 - 1) * ~masks[:, None])
     masked = token_masks(masks)
     known = condition(clean, greyed, masks, masked)
     noise = draw_noise(clean, seed, generator)
-    velocity = velocity_of(pipe, known, prompts, guidance, height, width)
+    velocity = velocity_of(pipe, known, prompts, 1.0 if rule else guidance, height, width)
+    if rule:
+        velocity = guided(
+            velocity, velocity_of(pipe, known, [""] * len(prompts), 1.0, height, width), masked, guidance, rule
+        )
 
     sigmas = flow_schedule(pipe.scheduler, steps, clean.shape[1]).sigmas
     x = noise
@@ -66,7 +78,21 @@ def fill(
     return decode(pipe.vae, x, height, width)
 
 
-def velocity_of(pipe, known: Tensor, prompts: list[str], guidance: float | Tensor, height: int, width: int):
+def guided(said: Velocity, unsaid: Velocity, masked: Tensor, scale: float | Tensor, rule: Guidance) -> Velocity:
+    """The velocity that a rule makes of two branches."""
+
+    def velocity(x: Tensor, sigma: float) -> Tensor:
+        times = x.new_full((len(x),), sigma)
+        with_caption = said(x, sigma)
+        if not rule.share(times).any():
+            return with_caption
+        change = rule.change(with_caption, unsaid(x, sigma), x, times, masked)
+        return with_caption + (torch.as_tensor(scale, device=x.device) - 1).view(-1, 1, 1) * change
+
+    return velocity
+
+
+def velocity_of(pipe, known: Tensor, prompts: list[str], guidance: float | Tensor, height: int, width: int) -> Velocity:
     """The transformer as a function of (x, sigma) alone."""
     transformer, device = pipe.transformer, known.device
     dtype, batch = transformer.dtype, len(known)

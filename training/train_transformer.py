@@ -23,6 +23,7 @@ from training.attention import MaskedAttention, choose_kernel
 from training.data import vocabulary
 from training.examples import Captions, ExampleSource
 from training.feed import MAX_TOKENS, SIZES, Feed, Inputs
+from training.guidance import Guidance
 from training.optim import Average, Clock, Muon, block_matrices, load_checkpoint, save_checkpoint, set_rate
 from training.pipeline import (
     NUM_TEXT_TOKENS,
@@ -40,8 +41,6 @@ from training.scenes import load_scenes, with_scenes
 
 UNMASKED_WEIGHT = 0.3
 MAX_GUIDANCE = 7.0
-UNGUIDED = 0.95  # times with more noise have no guidance,
-GUIDED = 0.85  # those with less have all of it
 
 
 class Model(nn.Module):
@@ -100,12 +99,7 @@ def weighted_error(prediction: Tensor, target: Tensor, inputs: Inputs) -> Tensor
 
 
 class Distillation:
-    """Distillation loss: the target is the teacher's guided prediction, for a guidance scale drawn per example.
-
-    What guidance adds along the prediction itself makes colours burn and is left out (adaptive projected guidance), and
-    so is all guidance near pure noise: what the teacher says there is little more than a colour for the whole mask, and
-    guidance makes it a wrong one.
-    """
+    """Distillation loss: the target is the teacher's guided prediction, for a guidance scale drawn per example."""
 
     def __init__(self, teacher: Model, generator: Generator) -> None:
         self.teacher, self.generator = teacher.requires_grad_(False).eval(), generator
@@ -118,23 +112,10 @@ class Distillation:
             said, unsaid = (
                 self.teacher(inputs, t, one).float() for t in (inputs.texts, torch.zeros_like(inputs.texts))
             )
-            picture = inputs.noisy - inputs.times[:, None, None] * said
-            change = across(said - unsaid, picture, inputs.masked) * guided_share(inputs.times)[:, None, None]
+            change = Guidance().change(said, unsaid, inputs.noisy, inputs.times, inputs.masked)
             target = said + (guidance[:, None, None] - 1) * change
             spread = (1 + (guidance - 1).square()).sqrt()[:, None, None]  # so that every scale counts alike
         return weighted_error(student(inputs, inputs.texts, guidance) / spread, target / spread, inputs)
-
-
-def guided_share(times: Tensor) -> Tensor:
-    """The share of guidance that is left at each time, from 0 near pure noise to 1."""
-    return ((UNGUIDED - times) / (UNGUIDED - GUIDED)).clamp(0, 1)
-
-
-def across(change: Tensor, picture: Tensor, masked: Tensor) -> Tensor:
-    """The part of a change of the velocity that does not scale the predicted picture, judged over masked tokens."""
-    inside = picture * masked[..., None]
-    along = (change * inside).sum((1, 2)) / inside.square().sum((1, 2)).clamp(min=1e-6)
-    return change - along[:, None, None] * picture
 
 
 def main() -> None:

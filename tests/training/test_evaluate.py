@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from instgenie.bench.metrics import Probe
 from instgenie.bench.photos import is_validation, load_photos
 from training import evaluate
+from training.measure import guidance
 from training.measure.bars import GROUPS, ROWS, Bar, Row
 from training.measure.bench import Bench, Candidate
 from training.measure.edits import contradict
@@ -69,6 +70,15 @@ def run(photos: Path, out: Path, new: Path, *options: str) -> FigureReport:
     return evaluate.main(
         ["--photos", str(photos), "--pipeline", str(new), "--out", str(out), "--quick", *options], bench
     )
+
+
+def test_rules_of_guidance_are_compared_by_one_command(photos: Path, tmp_path: Path) -> None:
+    bench = Bench("cpu", 2, 3.5, 0, SmallFeatures(), SmallDistance())
+    options = ["--photos", str(photos), "--pipeline", str(save_pipeline(tmp_path / "new", 3, 20)), "--rules"]
+    figures = guidance.main([*options, "at all times", "below .8"], bench)
+    assert list(figures) == ["at all times", "below .8"]
+    assert all(set(guidance.COLUMNS) <= set(values) for values in figures.values())
+    assert figures["at all times"]["saturation"] != figures["below .8"]["saturation"]
 
 
 def test_every_figure_of_two_models_by_one_command(photos: Path, tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from training.data import BACKGROUND_CAPTIONS, NUM_VARIANTS, caption_variants, r
 from training.examples import SHARES, Captions, Examples, ExampleSource
 from training.feed import LONGEST_REUSE, Encoded, Feed, Inputs, attention_mask, pad_tokens, reused_tokens
 from training.garments import find_garments
+from training.guidance import Guidance, across
 from training.optim import Average, Clock, Muon, load_checkpoint, orthogonalise, save_checkpoint
 from training.pipeline import NUM_TEXT_TOKENS, build_tokenizers, token_ids
+from training.sampling import guided
 from training.scenes import with_scenes
-from training.train_transformer import Distillation, across
+from training.train_transformer import Distillation
 from training.views import Draw
 
 
@@ -361,6 +363,35 @@ def test_guidance_changes_no_prediction_along_itself() -> None:
     left = across(change, picture, masked)
     assert (left * picture).sum((1, 2)).abs().max() < 1e-4
     assert across(2.5 * picture, picture, masked).abs().max() < 1e-4
+
+
+def test_guidance_is_left_out_near_pure_noise() -> None:
+    times = torch.tensor([1.0, 0.96, 0.9, 0.85, 0.3])
+    assert torch.allclose(Guidance().share(times), torch.tensor([0, 0, 0.5, 1, 1]), atol=1e-5)
+    assert Guidance(0.9, 0.9).share(times).tolist() == [0, 0, 1, 1, 1]
+    said, unsaid, noisy = (torch.randn(5, 8, 4, generator=Generator().manual_seed(i)) for i in range(3))
+    masked = torch.ones(5, 8, dtype=torch.bool)
+    change = Guidance(is_projected=False).change(said, unsaid, noisy, times, masked)
+    assert not change[:2].any()
+    assert torch.allclose(change[3:], (said - unsaid)[3:])
+    picture = noisy - times[:, None, None] * said
+    projected = Guidance().change(said, unsaid, noisy, times, masked)
+    assert (projected * picture).sum((1, 2)).abs().max() < 1e-4
+
+
+def test_two_branches_are_one_at_scale_1_and_near_pure_noise() -> None:
+    def said(x: torch.Tensor, sigma: float) -> torch.Tensor:
+        return x + 1
+
+    def unsaid(x: torch.Tensor, sigma: float) -> torch.Tensor:
+        assert sigma < 0.95, "the second branch is computed where it counts for nothing"
+        return x * 0.5
+
+    x, masked = torch.randn(2, 8, 4), torch.ones(2, 8, dtype=torch.bool)
+    assert torch.equal(guided(said, unsaid, masked, 3.5, Guidance())(x, 0.97), said(x, 0.97))
+    assert torch.equal(guided(said, unsaid, masked, 1.0, Guidance())(x, 0.5), said(x, 0.5))
+    plain = guided(said, unsaid, masked, 3.0, Guidance(is_projected=False))(x, 0.5)
+    assert torch.allclose(plain, unsaid(x, 0.5) + 3 * (said(x, 0.5) - unsaid(x, 0.5)), atol=1e-5)
 
 
 def test_colours_are_named_where_one_wins(photos: Photos) -> None:

@@ -14,6 +14,7 @@ from torch import Generator, Tensor, nn
 from instgenie.bench.metrics import Features, Lpips, Probe, crop_to_masks, kid
 from instgenie.pictures.compositing import paint, whole_picture
 from instgenie.types import PixelMask, Pixels
+from training.guidance import Guidance
 from training.sampling import fill, load_pipeline
 
 SIZE = 256
@@ -33,6 +34,7 @@ class Candidate:
     name: str  # its column in the tables
     folder: Path
     pipe: Any
+    rule: Guidance | None = None  # by which it is guided in two branches; None if guidance is distilled into it
 
     @classmethod
     def load(cls, name: str, folder: str | Path, device: str) -> "Candidate":
@@ -98,8 +100,8 @@ class Bench:
             rows = slice(start, start + self.batch)
             seed = (self.seed * 1000 + salt) * 100_000 + start
             chunk, mask = as_input(pictures[rows].to(self.device)), masks[rows].to(self.device)
-            options = {"guidance": self.guidance, "steps": self.steps, "seed": seed}
-            decoded = as_pixels(fill(candidate.pipe, chunk, mask, list(prompts[rows]), **options))
+            settings = self.guidance, self.steps, seed
+            decoded = as_pixels(fill(candidate.pipe, chunk, mask, list(prompts[rows]), *settings, rule=candidate.rule))
             results.append(painted(pictures[rows], decoded, masks[rows]))
         return torch.cat(results)
 
