@@ -73,11 +73,10 @@ def choose_kernel(batch: int, length: int, heads: int, channels: int) -> str:
     for backend in CHOICES:
         with sdpa_kernel(backend):
             try:
-                if is_right(run := compiled_step(inputs, mask), [x[:4] for x in inputs], mask[:4]):
+                if is_right(run := step(inputs, mask), [x[:4] for x in inputs], mask[:4]):
                     times[backend] = milliseconds(run)
             except RuntimeError:  # this GPU or this build has no such kernel
                 continue
-    torch.compiler.reset()
     if not times:
         return "the default"
     best = min(times, key=lambda backend: times[backend])
@@ -86,14 +85,12 @@ def choose_kernel(batch: int, length: int, heads: int, channels: int) -> str:
     return f"{CHOICES[best]} of " + ", ".join(f"{CHOICES[b]} {time:.2f} ms" for b, time in times.items())
 
 
-def compiled_step(inputs: list[Tensor], mask: Tensor) -> Callable[[], list[Tensor]]:
-    """A function that attends and returns outputs and gradients, compiled as in training."""
-    torch.compiler.reset()
-    attend = torch.compile(_attend, fullgraph=True, dynamic=False)
+def step(inputs: list[Tensor], mask: Tensor) -> Callable[[], list[Tensor]]:
+    """A function that attends and returns outputs and gradients."""
 
     def run() -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in inputs]
-        out = attend(*leaves, mask)
+        out = _attend(*leaves, mask)
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
     return run
@@ -101,10 +98,8 @@ def compiled_step(inputs: list[Tensor], mask: Tensor) -> Callable[[], list[Tenso
 
 def is_right(run: Callable[[], list[Tensor]], inputs: list[Tensor], mask: Tensor) -> bool:
     """True if the first examples' outputs and gradients are those of float32."""
-    leaves = [x.float().requires_grad_() for x in inputs]
     with sdpa_kernel(SDPBackend.MATH):
-        out = _attend(*leaves, mask)
-    expected = [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+        expected = step([x.float() for x in inputs], mask)()
     errors = [(a[: len(b)] - b).norm() / b.norm() for a, b in zip(run(), expected, strict=True)]
     return bool(torch.stack(errors).max() < TOLERANCE)
 

@@ -1,6 +1,5 @@
 """The parts of the training code whose mistakes would go unnoticed: captions, masks, attention, resuming."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ from torch import Generator, nn
 
 from instgenie.bench.photos import Photos
 from training import latents, masks
-from training.attention import MaskedAttention, _attend, choose_kernel, is_right
+from training.attention import MaskedAttention, choose_kernel, is_right
+from training.attention import step as attention_step
 from training.colours import COLOURS, colour_names, photo_colours
 from training.cutouts import Cutouts, Pasted
 from training.data import BACKGROUND_CAPTIONS, NUM_VARIANTS, caption_variants, recoloured, vocabulary
@@ -262,19 +262,10 @@ def test_a_reusing_example_reads_the_keys_of_its_earlier_step(transformer: FluxT
 def test_attention_that_forgets_who_sees_whom_is_found_out() -> None:
     inputs = [torch.randn(2, 6, 2, 8, generator=Generator().manual_seed(i)) for i in range(3)]
     mask = torch.eye(6, dtype=torch.bool).expand(2, 1, -1, -1)
-
-    def attending(mask: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        def run() -> list[torch.Tensor]:
-            leaves = [x.clone().requires_grad_() for x in inputs]
-            out = _attend(*leaves, mask)
-            return [out, *torch.autograd.grad(out.sum(), leaves)]
-
-        return run
-
-    assert torch.allclose(attending(mask)()[0], inputs[2].flatten(2), atol=1e-6)
+    assert torch.allclose(attention_step(inputs, mask)()[0], inputs[2].flatten(2), atol=1e-6)
     everything = torch.ones_like(mask)
-    assert is_right(attending(everything), inputs, everything)
-    assert not is_right(attending(mask), inputs, everything)
+    assert is_right(attention_step(inputs, everything), inputs, everything)
+    assert not is_right(attention_step(inputs, mask), inputs, everything)
 
 
 @pytest.mark.gpu
