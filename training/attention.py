@@ -64,7 +64,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def choose_kernel(batch: int, length: int, heads: int, channels: int) -> str:
     """Let masked attention of a training step on a GPU use the quickest kernel that computes it right, forwards and
-    backwards, from here on. Returns its name with the milliseconds of each."""
+    backwards, from here on. Returns its name with the milliseconds of each.
+
+    cuDNN's gradients are known to fail where all scores of a query are far below zero; normed heads keep them small.
+    """
     shape = batch, length, heads, channels
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     mask = torch.rand(batch, 1, length, length, device="cuda") < 0.7
@@ -73,7 +76,7 @@ def choose_kernel(batch: int, length: int, heads: int, channels: int) -> str:
     for backend in CHOICES:
         with sdpa_kernel(backend):
             try:
-                if is_right(run := step(inputs, mask), [x[:4] for x in inputs], mask[:4]):
+                if is_right(run := attention_step(inputs, mask), [x[:4] for x in inputs], mask[:4]):
                     times[backend] = milliseconds(run)
             except RuntimeError:  # this GPU or this build has no such kernel
                 continue
@@ -82,16 +85,17 @@ def choose_kernel(batch: int, length: int, heads: int, channels: int) -> str:
     best = min(times, key=lambda backend: times[backend])
     torch.backends.cuda.enable_mem_efficient_sdp(best is SDPBackend.EFFICIENT_ATTENTION)
     torch.backends.cuda.enable_cudnn_sdp(best is SDPBackend.CUDNN_ATTENTION)
+    torch.compiler.config.cache_key_tag = CHOICES[best]  # graphs on disk may hold the other kernel
     return f"{CHOICES[best]} of " + ", ".join(f"{CHOICES[b]} {time:.2f} ms" for b, time in times.items())
 
 
-def step(inputs: list[Tensor], mask: Tensor) -> Callable[[], list[Tensor]]:
+def attention_step(inputs: list[Tensor], mask: Tensor) -> Callable[[], list[Tensor]]:
     """A function that attends and returns outputs and gradients."""
 
     def run() -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in inputs]
         out = _attend(*leaves, mask)
-        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+        return [out, *torch.autograd.grad(out, leaves, inputs[0].flatten(2))]
 
     return run
 
@@ -99,7 +103,7 @@ def step(inputs: list[Tensor], mask: Tensor) -> Callable[[], list[Tensor]]:
 def is_right(run: Callable[[], list[Tensor]], inputs: list[Tensor], mask: Tensor) -> bool:
     """True if the first examples' outputs and gradients are those of float32."""
     with sdpa_kernel(SDPBackend.MATH):
-        expected = step([x.float() for x in inputs], mask)()
+        expected = attention_step([x.float() for x in inputs], mask)()
     errors = [(a[: len(b)] - b).norm() / b.norm() for a, b in zip(run(), expected, strict=True)]
     return bool(torch.stack(errors).max() < TOLERANCE)
 

@@ -22,7 +22,7 @@ from training.views import Draw, outline_view, view
 SHARES = {"pet": 0.5, "flower": 0.17, "clothing": 0.18, "scene": 0.15}  # of the photographs that are drawn
 PARTS = {"recoloured": 0.07, "pets": 0.08, "flowers": 0.08, "garments": 0.1, "removal": 0.12}  # the rest is plain
 PASTED = {"pets": (0.4, 1.0), "flowers": (0.4, 1.0), "garments": (0.5, 1.1)}  # smallest and largest size
-RIVAL_SHARE = 0.5  # flowers and garments that are pasted into photographs of their own kind, which say something else
+RIVAL_SHARE = 0.5  # flowers and garments that are pasted into photographs of their own kind
 FOREIGN_SHARE = 0.25  # masks around what is pasted that have another object's outline, too: a shape is no promise
 LEAST_RECOLOURED = 0.15  # share of a garment that a mask must cover if the garment is to have another colour there
 CAPTION_DROPOUT, FULL_CAPTION_DROPOUT = 0.06, 0.1
@@ -98,7 +98,7 @@ class ExampleSource:
             "removal": scenes if len(cuts.objects) else scenes[:0],
         }
         rivals = {"flowers": is_flower, "garments": self.is_clothing}
-        self.grounds = {  # the photographs that a part changes, and how often it takes them instead of any
+        self.below = {  # the photographs that a part changes, and how often it takes them instead of any
             "recoloured": (cuts.clothing, 1.0),
             "removal": (scenes, 1.0),
             **{name: (kind.nonzero()[:, 0], RIVAL_SHARE) for name, kind in rivals.items()},
@@ -108,10 +108,10 @@ class ExampleSource:
     def draw(self, num: int, height: int, width: int) -> Examples:
         draw, parts = self.draw_of, self._parts(num)
         rows = torch.multinomial(self.weights, num, replacement=True, generator=self.generator)
-        for name, (grounds, share) in self.grounds.items():
+        for name, (below, share) in self.below.items():
             if num_part := rows[parts[name]].numel():
                 taken = draw.chance(num_part, share)
-                rows[parts[name]] = torch.where(taken, draw.pick(grounds, num_part), rows[parts[name]])
+                rows[parts[name]] = torch.where(taken, draw.pick(below, num_part), rows[parts[name]])
         theta = draw.crop(num, height, width)
         pictures = draw.light(view(self.photos.pictures[rows], theta, height, width))
         outlines = outline_view(self.cutouts.outlines[rows], theta, height, width)

@@ -15,7 +15,7 @@ from training.examples import Captions, ExampleSource
 from training.feed import Feed, Inputs
 from training.optim import Average, Clock, set_rate
 from training.pipeline import load_text
-from training.train_transformer import Model, half_precision, held_out_inputs, load_pictures
+from training.train_transformer import Model, half_precision, held_out_inputs, load_pictures, prepare_attention
 
 REPORT_EVERY = 50  # steps
 
@@ -50,6 +50,7 @@ class Ground:
         self.vae = AutoencoderTiny.from_pretrained(Path(args.pipeline) / "vae", dtype=torch.float32)
         self.vae.to(args.device).requires_grad_(False)
         self.model = load_frozen(Path(args.pipeline), captions).to(args.device)
+        prepare_attention(self.model, args.batch, args.device)
         num_text = self.model.t5_ids.shape[1]
         generator = Generator(args.device).manual_seed(args.seed)
         self.feed = Feed(source(photos, captions, generator), self.vae, args.batch, num_text)

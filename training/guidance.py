@@ -7,14 +7,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance that is left out near pure noise, and where it only scales the predicted picture.
+    """Classifier-free guidance inside the mask. It is left out near pure noise, and where it only scales the picture.
 
     Near pure noise a model says little more than a colour for the whole mask, and guidance makes it a wrong one. What
     guidance adds along the prediction itself makes colours burn (adaptive projected guidance).
     """
 
-    unguided: float = 0.95  # times with more noise have no guidance,
-    guided: float = 0.85  # those with less have all of it
+    none_above: float = 0.95  # the time: there is more noise, and no guidance
+    full_below: float = 0.85
     is_projected: bool = True
 
     def change(self, said: Tensor, unsaid: Tensor, noisy: Tensor, times: Tensor, masked: Tensor) -> Tensor:
@@ -22,17 +22,17 @@ class Guidance:
         change = said - unsaid
         if self.is_projected:
             change = across(change, noisy - times[:, None, None] * said, masked)
-        return change * self.share(times)[:, None, None]
+        return change * masked[..., None] * self.share(times)[:, None, None]
 
     def share(self, times: Tensor) -> Tensor:
         """The share of guidance that is left at each time, from 0 near pure noise to 1."""
-        if self.unguided == self.guided:
-            return (times <= self.guided).float()
-        return ((self.unguided - times) / (self.unguided - self.guided)).clamp(0, 1)
+        if self.none_above == self.full_below:
+            return (times <= self.full_below).float()
+        return ((self.none_above - times) / (self.none_above - self.full_below)).clamp(0, 1)
 
 
 def across(change: Tensor, picture: Tensor, masked: Tensor) -> Tensor:
-    """The part of a change of the velocity that does not scale the predicted picture, judged over masked tokens."""
+    """The part of a change of the velocity that does not scale the predicted picture, in masked tokens."""
     inside = picture * masked[..., None]
     along = (change * inside).sum((1, 2)) / inside.square().sum((1, 2)).clamp(min=1e-6)
-    return change - along[:, None, None] * picture
+    return change - along[:, None, None] * inside

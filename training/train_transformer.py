@@ -105,8 +105,7 @@ class Distillation:
         self.teacher, self.generator = teacher.requires_grad_(False).eval(), generator
 
     def loss(self, student: Model, inputs: Inputs, share: float) -> Tensor:
-        num = len(inputs.times)
-        guidance = 1 + (MAX_GUIDANCE - 1) * torch.rand(num, generator=self.generator, device=inputs.times.device)
+        guidance = self.scales(inputs)
         with torch.no_grad():
             one = torch.ones_like(guidance)
             said, unsaid = (
@@ -114,8 +113,16 @@ class Distillation:
             )
             change = Guidance().change(said, unsaid, inputs.noisy, inputs.times, inputs.masked)
             target = said + (guidance[:, None, None] - 1) * change
-            spread = (1 + (guidance - 1).square()).sqrt()[:, None, None]  # so that every scale counts alike
+            spread = guidance.sqrt()[
+                :, None, None
+            ]  # else errors in proportion to the scale count most where it is large
         return weighted_error(student(inputs, inputs.texts, guidance) / spread, target / spread, inputs)
+
+    def scales(self, inputs: Inputs) -> Tensor:
+        """A guidance scale per example, most often in the middle; the two steps of a reusing pair share theirs."""
+        draws = torch.rand(2, len(inputs.times), generator=self.generator, device=inputs.times.device).mean(0)
+        scales = 1 + (MAX_GUIDANCE - 1) * draws
+        return torch.where(inputs.reused.any(1), scales[inputs.source], scales)
 
 
 def main() -> None:
@@ -129,10 +136,7 @@ def main() -> None:
     vae = load_vae(args)
     fast_vae = FastEncoder(load_vae(args), args.compile) if args.device == "cuda" else vae
     model, tokenizers = build(photos, captions, args)
-    if args.device == "cuda":
-        config = model.transformer.config
-        shape = NUM_TEXT_TOKENS + MAX_TOKENS, config.num_attention_heads, config.attention_head_dim
-        print(f"attention: {choose_kernel(args.batch, *shape)}")
+    prepare_attention(model, args.batch, args.device)
     feed = Feed(ExampleSource(photos, captions, generator), fast_vae, args.batch)
     if args.stage == "flow":
         judged = held_out_inputs(held_out, captions, vae, args.batch, args.device)
@@ -194,6 +198,14 @@ def build(photos: Photos, captions: Captions, args: argparse.Namespace) -> tuple
 def half_precision(device: torch.device) -> torch.autocast:
     """bfloat16 products on a GPU; a CPU may have none."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def prepare_attention(model: Model, batch: int, device: str) -> None:
+    """On a GPU, choose the kernel of attention for batches of so many examples."""
+    if device == "cuda":
+        config, length = model.transformer.config, model.t5_ids.shape[1] + MAX_TOKENS
+        kernel = choose_kernel(batch, length, config.num_attention_heads, config.attention_head_dim)
+        print(f"attention: {kernel}", flush=True)
 
 
 class Trainer:

@@ -75,10 +75,10 @@ def run(photos: Path, out: Path, new: Path, *options: str) -> FigureReport:
 def test_rules_of_guidance_are_compared_by_one_command(photos: Path, tmp_path: Path) -> None:
     bench = Bench("cpu", 2, 3.5, 0, SmallFeatures(), SmallDistance())
     options = ["--photos", str(photos), "--pipeline", str(save_pipeline(tmp_path / "new", 3, 20)), "--rules"]
-    figures = guidance.main([*options, "at all times", "below .8"], bench)
-    assert list(figures) == ["at all times", "below .8"]
+    figures = guidance.main([*options, "all", "below-.8"], bench)
+    assert list(figures) == ["all", "below-.8"]
     assert all(set(guidance.COLUMNS) <= set(values) for values in figures.values())
-    assert figures["at all times"]["saturation"] != figures["below .8"]["saturation"]
+    assert figures["all"]["saturation"] != figures["below-.8"]["saturation"]
 
 
 def test_every_figure_of_two_models_by_one_command(photos: Path, tmp_path: Path) -> None:

@@ -18,14 +18,15 @@ from training.measure.bench import Bench, Candidate, Values
 from training.measure.edits import contradict, ratio, saturations, text_figures
 from training.measure.photographs import Holdout, prepare
 
-RULES = {
-    "at all times": Guidance(1.0, 1.0),
-    "at all times, not projected": Guidance(1.0, 1.0, is_projected=False),
-    "below .95": Guidance(0.95, 0.95),
-    "below .9": Guidance(0.9, 0.9),
-    "below .9, not projected": Guidance(0.9, 0.9, is_projected=False),
-    "below .8": Guidance(0.8, 0.8),
-    "from .95 to .85": Guidance(),
+RULES = {  # the times at which guidance acts
+    "none": Guidance(0.0, 0.0),
+    "all": Guidance(1.0, 1.0),
+    "all-unprojected": Guidance(1.0, 1.0, is_projected=False),
+    "below-.95": Guidance(0.95, 0.95),
+    "below-.9": Guidance(0.9, 0.9),
+    "below-.9-unprojected": Guidance(0.9, 0.9, is_projected=False),
+    "below-.8": Guidance(0.8, 0.8),
+    "distilled": Guidance(),
 }
 COLUMNS = ("KID", "probe accuracy", "saturation", "another breed", "still the original")
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, bench: Bench | None = None) -> 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photos", required=True, type=Path, help="folder with captions.csv and the shards")
     parser.add_argument("--pipeline", required=True, type=Path, help="the model, trained with guidance 1 alone")
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), metavar="RULE", help="these alone")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), help="these alone")
     parser.add_argument("--guidance", type=float, default=3.5)
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--seed", type=int, default=0)
