@@ -101,8 +101,8 @@ def weighted_error(prediction: Tensor, target: Tensor, inputs: Inputs) -> Tensor
 class Distillation:
     """Distillation loss: the target is the teacher's guided prediction, for a guidance scale drawn per example."""
 
-    def __init__(self, teacher: Model, generator: Generator) -> None:
-        self.teacher, self.generator = teacher.requires_grad_(False).eval(), generator
+    def __init__(self, teacher: Model, rule: Guidance, generator: Generator) -> None:
+        self.teacher, self.rule, self.generator = teacher.requires_grad_(False).eval(), rule, generator
 
     def loss(self, student: Model, inputs: Inputs, share: float) -> Tensor:
         guidance = self.scales(inputs)
@@ -111,7 +111,7 @@ class Distillation:
             said, unsaid = (
                 self.teacher(inputs, t, one).float() for t in (inputs.texts, torch.zeros_like(inputs.texts))
             )
-            change = Guidance().change(said, unsaid, inputs.noisy, inputs.times, inputs.masked)
+            change = self.rule.change(said, unsaid, inputs.noisy, inputs.times, inputs.masked)
             target = said + (guidance[:, None, None] - 1) * change
             spread = guidance.sqrt()[
                 :, None, None
@@ -151,7 +151,8 @@ def main() -> None:
         teacher, _ = build(photos, captions, args)
         model.clip.requires_grad_(False)
         model.t5.requires_grad_(False)
-        Trainer(model, Distillation(teacher, generator).loss, feed, [], args).run()
+        rule = Guidance(args.none_above, args.full_below)
+        Trainer(model, Distillation(teacher, rule, generator).loss, feed, [], args).run()
     save_pipeline(Path(args.out) / "pipeline", vae, model.transformer, (model.clip, model.t5), tokenizers)
 
 
@@ -323,6 +324,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scenes", help="folder of scenes.csv and its tar shards: backgrounds without captions")
     parser.add_argument("--init", help="pipeline folder to start from; the teacher of stage distil")
     parser.add_argument("--inherit", help="pipeline folder of another shape whose matching weights a fresh model takes")
+    rule = Guidance()
+    parser.add_argument("--none-above", type=float, default=rule.none_above, help="time above which no guidance acts")
+    parser.add_argument("--full-below", type=float, default=rule.full_below, help="time below which all of it acts")
     parser.add_argument("--out", default="runs/transformer")
     parser.add_argument("--minutes", type=float, default=16)
     parser.add_argument("--batch", type=int, default=384)

@@ -336,7 +336,7 @@ def test_what_is_distilled_is_guidance_inside_the_mask(photos: Photos) -> None:
     inputs = feed.noised(encoded)
     inputs.noisy, inputs.times = torch.ones_like(inputs.noisy), torch.zeros_like(inputs.times)
     teacher = Teacher()
-    loss = Distillation(teacher, Generator().manual_seed(0)).loss
+    loss = Distillation(teacher, Guidance(), Generator().manual_seed(0)).loss
     masked_share = 192 / (192 + 0.3 * 64)
     # the mean of (w - 1)^2 / w, where w has a triangular distribution over 1 to 7
     assert abs(loss(teacher, inputs, 0.0) / masked_share - 2.29) < 0.25
@@ -358,7 +358,7 @@ def test_steps_of_a_reusing_pair_share_their_guidance(photos: Photos) -> None:
     masked = torch.zeros(num, 256, dtype=torch.bool)
     examples = Examples(texts, texts, texts, texts, texts, texts)
     inputs = feed.noised(Encoded(examples, clean, clean, masked, clean[0], 256))
-    first, second = Distillation(Teacher(), Generator().manual_seed(0)).scales(inputs).chunk(2)
+    first, second = Distillation(Teacher(), Guidance(), Generator().manual_seed(0)).scales(inputs).chunk(2)
     assert torch.equal(first == second, inputs.reused[num:].any(1))
 
 
