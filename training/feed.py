@@ -21,7 +21,8 @@ MAX_TOKENS = 256
 ISOLATED_SHARE = 0.3  # examples whose unmasked tokens see unmasked tokens only, as cached activations do
 REUSING_SHARE = 0.25  # pairs whose later step reuses keys and values of the earlier one
 LONGEST_REUSE = 0.55  # of the schedule, between the step that computes keys and values and the one that reuses them
-NOISY_SHARE, NOISY_FROM = 0.12, 0.85  # examples near pure noise, where the colours of a whole mask are settled
+TIME_MEAN = 0.3  # of the logit of the time: structure and colours of a mask are settled in the noisier half
+NOISY_SHARE, NOISY_FROM = 0.12, 0.85  # of the times are drawn evenly from here to 1 instead
 NUM_KEPT = 8  # encoded batches that wait for their second use
 STOCK_SHARE = 0.4  # examples conditioned as FluxFillPipeline does it: greyed latents for unmasked tokens too
 
@@ -125,7 +126,7 @@ class Feed:
         spread = torch.randn(shape, generator=self.generator, device=device)
         near_noise = 1 - (1 - NOISY_FROM) * torch.rand(shape, generator=self.generator, device=device)
         is_noisy = torch.rand(shape, generator=self.generator, device=device) < NOISY_SHARE
-        one, two = torch.where(is_noisy, near_noise, torch.sigmoid(spread + 0.1))
+        one, two = torch.where(is_noisy, near_noise, torch.sigmoid(spread + TIME_MEAN))
         later = torch.minimum(one, two)
         reach = torch.rand(len(reusing), generator=self.generator, device=device) * LONGEST_REUSE
         earlier = torch.minimum(later + reach, torch.ones_like(later))

@@ -230,6 +230,8 @@ class Trainer:
         path.parent.mkdir(parents=True, exist_ok=True)
         with Progress(*columns) as progress, open(path, "a", encoding="utf-8") as curve:
             task = progress.add_task(self.args.stage, total=1.0, note="")
+            if self.judged:  # the loss to begin from: examples, and with them losses, change from version to version
+                progress.console.print(self.judge(curve))
             while not self.clock.done:
                 self.learn(self.feed.next())
                 if self.step % 100 == 0:
