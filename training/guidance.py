@@ -7,14 +7,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance inside the mask. It is left out near pure noise, and where it only scales the picture.
+    """Classifier-free guidance inside the mask. It fades out towards pure noise, and where it only scales the picture.
 
     Near pure noise a model says little more than a colour for the whole mask, and guidance makes it a wrong one. What
     guidance adds along the prediction itself makes colours burn (adaptive projected guidance).
     """
 
-    none_above: float = 0.95  # the time: there is more noise, and no guidance
-    full_below: float = 0.85
+    none_above: float = 1.0  # the time: there is more noise, and no guidance
+    full_below: float = 0.92
     is_projected: bool = True
 
     def change(self, said: Tensor, unsaid: Tensor, noisy: Tensor, times: Tensor, masked: Tensor) -> Tensor:

@@ -347,7 +347,7 @@ def test_what_is_distilled_is_guidance_inside_the_mask(photos: Photos) -> None:
             return super().forward(inputs, texts, guidance) * scale[:, :, None]
 
     assert loss(Guided(), inputs, 0.0) < 1e-10
-    inputs.times[:] = 0.96
+    inputs.times[:] = 1
     assert loss(teacher, inputs, 0.0) < 1e-10  # near pure noise, guidance changes nothing
 
 
@@ -376,18 +376,20 @@ def test_guidance_changes_no_prediction_along_itself() -> None:
 
 def test_guidance_is_left_out_near_pure_noise() -> None:
     times = torch.tensor([1.0, 0.96, 0.9, 0.85, 0.3])
-    assert torch.allclose(Guidance().share(times), torch.tensor([0, 0, 0.5, 1, 1]), atol=1e-5)
+    rule = Guidance(0.95, 0.85)
+    assert torch.allclose(rule.share(times), torch.tensor([0, 0, 0.5, 1, 1]), atol=1e-5)
+    assert Guidance().share(times[:1]) == 0
     assert Guidance(0.9, 0.9).share(times).tolist() == [0, 0, 1, 1, 1]
     said, unsaid, noisy = (torch.randn(5, 8, 4, generator=Generator().manual_seed(i)) for i in range(3))
     masked = torch.ones(5, 8, dtype=torch.bool)
-    change = Guidance(is_projected=False).change(said, unsaid, noisy, times, masked)
+    change = Guidance(0.95, 0.85, is_projected=False).change(said, unsaid, noisy, times, masked)
     assert not change[:2].any()
     assert torch.allclose(change[3:], (said - unsaid)[3:])
     picture = noisy - times[:, None, None] * said
-    projected = Guidance().change(said, unsaid, noisy, times, masked)
+    projected = rule.change(said, unsaid, noisy, times, masked)
     assert (projected * picture).sum((1, 2)).abs().max() < 1e-4
     masked[:, 4:] = False
-    assert not Guidance().change(said, unsaid, noisy, times, masked)[:, 4:].any()
+    assert not rule.change(said, unsaid, noisy, times, masked)[:, 4:].any()
 
 
 def test_two_branches_are_one_at_scale_1_and_near_pure_noise() -> None:
@@ -395,11 +397,11 @@ def test_two_branches_are_one_at_scale_1_and_near_pure_noise() -> None:
         return x + 1
 
     def unsaid(x: torch.Tensor, sigma: float) -> torch.Tensor:
-        assert sigma < 0.95, "the second branch is computed where it counts for nothing"
+        assert sigma < 1, "the second branch is computed where it counts for nothing"
         return x * 0.5
 
     x, masked = torch.randn(2, 8, 4), torch.ones(2, 8, dtype=torch.bool)
-    assert torch.equal(guided(said, unsaid, masked, 3.5, Guidance())(x, 0.97), said(x, 0.97))
+    assert torch.equal(guided(said, unsaid, masked, 3.5, Guidance())(x, 1.0), said(x, 1.0))
     assert torch.equal(guided(said, unsaid, masked, 1.0, Guidance())(x, 0.5), said(x, 0.5))
     plain = guided(said, unsaid, masked, 3.0, Guidance(is_projected=False))(x, 0.5)
     assert torch.allclose(plain, unsaid(x, 0.5) + 3 * (said(x, 0.5) - unsaid(x, 0.5)), atol=1e-5)
