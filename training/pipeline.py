@@ -14,6 +14,7 @@ Tokenizers = tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]
 
 NUM_TEXT_TOKENS = 64
 LATENT_CHANNELS = 16
+SHIFT = 2.0  # of the schedule towards noise, where structure and contrast are settled
 
 
 def build_autoencoder(latent_channels: int = LATENT_CHANNELS) -> AutoencoderTiny:
@@ -115,7 +116,7 @@ def save_pipeline(
 ) -> None:
     """A FluxFillPipeline folder in float16, in shards small enough to keep in a repository."""
     pipeline = FluxFillPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT, use_dynamic_shifting=False),
         vae=vae,
         text_encoder=text_encoders[0],
         text_encoder_2=text_encoders[1],
