@@ -123,9 +123,10 @@ def test_a_forked_process_is_like_one_that_was_started_anew(
         return [forked, await facts("anew", OMP_NUM_THREADS="3")]
 
     forked, anew = run(play())
-    assert forked.pop("num_threads") == [3, 1]
-    assert anew.pop("num_threads")[0] == 3  # the others are numpy's, which has no use for them here
-    assert forked.pop("num_computing") == 3
+    num_threads = anew.pop("num_threads")[0]  # the others are numpy's, which has no use for them here
+    assert num_threads > 1  # 3, or as many as there are cores: some libraries of products take no more
+    assert forked.pop("num_threads") == [num_threads, 1]
+    assert forked.pop("num_computing") == num_threads
     anew.pop("num_computing")
     assert forked == anew
     assert (forked["input"], forked["name"]) == ("a word", "genie-finish\n")
