@@ -113,9 +113,8 @@ class Distillation:
             )
             change = self.rule.change(said, unsaid, inputs.noisy, inputs.times, inputs.masked)
             target = said + (guidance[:, None, None] - 1) * change
-            spread = guidance.sqrt()[
-                :, None, None
-            ]  # else errors in proportion to the scale count most where it is large
+            # errors in proportion to the scale would count most where it is large
+            spread = guidance.sqrt()[:, None, None]
         return weighted_error(student(inputs, inputs.texts, guidance) / spread, target / spread, inputs)
 
     def scales(self, inputs: Inputs) -> Tensor:

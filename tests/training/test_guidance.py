@@ -19,13 +19,16 @@ class Teacher(nn.Module):
         return wave * (texts > 0)[:, None, None] * torch.ones_like(inputs.clean)
 
 
-def test_what_is_distilled_is_guidance_inside_the_mask(photos: Photos) -> None:
-    num = 100
+def noised(photos: Photos, num: int, num_masked: int) -> Inputs:
+    """Two noisy versions each of so many pictures whose first tokens are masked."""
     feed = Feed(ExampleSource(photos, Captions(photos), Generator().manual_seed(1)), None, 2 * num)
-    texts = torch.ones(num, dtype=torch.long)
-    clean, masked = torch.ones(num, 256, 4), torch.arange(256).expand(num, -1) < 192
-    encoded = Encoded(Examples(texts, texts, texts, texts, texts, texts), clean, clean, masked, clean[0], 256)
-    inputs = feed.noised(encoded)
+    texts, clean = torch.ones(num, dtype=torch.long), torch.ones(num, 256, 4)
+    masked = torch.arange(256).expand(num, -1) < num_masked
+    return feed.noised(Encoded(Examples(*[texts] * 6), clean, clean, masked, clean[0], 256))
+
+
+def test_what_is_distilled_is_guidance_inside_the_mask(photos: Photos) -> None:
+    inputs = noised(photos, 100, 192)
     inputs.noisy, inputs.times = torch.ones_like(inputs.noisy), torch.zeros_like(inputs.times)
     teacher = Teacher()
     loss = Distillation(teacher, Guidance(), Generator().manual_seed(0)).loss
@@ -44,14 +47,9 @@ def test_what_is_distilled_is_guidance_inside_the_mask(photos: Photos) -> None:
 
 
 def test_steps_of_a_reusing_pair_share_their_guidance(photos: Photos) -> None:
-    num = 100
-    feed = Feed(ExampleSource(photos, Captions(photos), Generator().manual_seed(1)), None, 2 * num)
-    texts, clean = torch.ones(num, dtype=torch.long), torch.ones(num, 256, 4)
-    masked = torch.zeros(num, 256, dtype=torch.bool)
-    examples = Examples(texts, texts, texts, texts, texts, texts)
-    inputs = feed.noised(Encoded(examples, clean, clean, masked, clean[0], 256))
+    inputs = noised(photos, 100, 0)
     first, second = Distillation(Teacher(), Guidance(), Generator().manual_seed(0)).scales(inputs).chunk(2)
-    assert torch.equal(first == second, inputs.reused[num:].any(1))
+    assert torch.equal(first == second, inputs.reused[100:].any(1))
 
 
 def test_guidance_changes_no_prediction_along_itself() -> None:

@@ -84,19 +84,16 @@ def test_a_step_is_close_to_that_of_whole_products(models: dict[str, Model], fam
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["fill", "sdxl", "zimage"])
 def test_jobs_of_low_precision_do_not_depend_on_each_other(models: dict[str, Model], family: str) -> None:
-    """Every row has a scale of its own, so a batch computes what its jobs compute alone.
-
-    A value may round to its neighbour. Where it does so early, with some processors' products, a whole branch is a
-    little further off, by less than what eight bits change.
-    """
+    """Every row has a scale of its own, so a batch computes what its jobs compute alone."""
     model = quantized(models[family])
-    edits = [make_edit(size=(32, 32), steps=2, share=share, seed=seed) for seed, share in enumerate((0.2, 0.6))]
+    edits = [
+        make_edit(size=(32, 32), steps=2, share=share, seed=seed) for seed, share in enumerate((0.2, 0.6), start=2)
+    ]
     alone = [model.predict([prepare(edit, model)])[0] for edit in edits]
     together = model.predict([prepare(edit, model) for edit in edits])
-    pairs = [pair for both in zip(together, alone, strict=True) for pair in zip(*both, strict=True)]
-    further = [pair for pair in pairs if not torch.allclose(*pair, rtol=0.05, atol=0.02)]
-    assert len(further) <= len(pairs) // 4
-    assert all((found - expected).norm() / expected.norm() < 0.04 for found, expected in further)
+    for one, other in zip(alone, together, strict=True):
+        for found, expected in zip(other, one, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)  # a value may round to its neighbour
 
 
 @torch.inference_mode()
