@@ -23,7 +23,8 @@ REUSING_SHARE = 0.25  # pairs whose later step reuses keys and values of the ear
 LONGEST_REUSE = 0.55  # of the schedule, between the step that computes keys and values and the one that reuses them
 TIME_MEAN = 0.3  # of the logit of the time: structure and colours of a mask are settled in the noisier half
 NOISY_SHARE, NOISY_FROM = 0.12, 0.85  # of the times are drawn evenly from here to 1 instead
-NUM_KEPT = 8  # encoded batches that wait for their second use
+NUM_USES = 3  # of every encoded batch
+NUM_KEPT = 8  # encoded batches that wait for another use
 STOCK_SHARE = 0.4  # examples conditioned as FluxFillPipeline does it: greyed latents for unmasked tokens too
 
 
@@ -61,8 +62,8 @@ class Encoded:
 class Feed:
     """Turns examples into inputs of the transformer.
 
-    Drawing and encoding pictures costs a good part of a step, so every encoded batch is used twice, with other noise at
-    other times, and several steps apart.
+    Drawing and encoding pictures costs a good part of a step, so every encoded batch is used more than once, with other
+    noise at other times, and several steps apart.
     """
 
     def __init__(
@@ -71,14 +72,17 @@ class Feed:
         self.source, self.vae, self.num, self.generator = source, vae, batch // 2, source.generator
         self.num_text = num_text
         self.shares = torch.tensor(SIZE_SHARES)
-        self.kept = deque[Encoded]()
+        self.kept = deque[tuple[Encoded, int]]()  # with the number of their uses
 
     def next(self) -> Inputs:
-        if len(self.kept) > NUM_KEPT:
-            return self.noised(self.kept.popleft())
+        encoded, num_uses = self.kept.popleft() if len(self.kept) > NUM_KEPT else (self._drawn(), 0)
+        if num_uses + 1 < NUM_USES:
+            self.kept.append((encoded, num_uses + 1))
+        return self.noised(encoded)
+
+    def _drawn(self) -> Encoded:
         height, width = SIZES[int(torch.multinomial(self.shares, 1))]
-        self.kept.append(self.encode(self.source.draw(self.num, height, width)))
-        return self.noised(self.kept[-1])
+        return self.encode(self.source.draw(self.num, height, width))
 
     @torch.no_grad()
     def encode(self, examples: Examples) -> Encoded:

@@ -55,8 +55,13 @@ class Model(nn.Module):
             self.register_buffer(name, token_ids(tokenizer, captions.texts), persistent=False)
 
     def read(self, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """What the two text encoders say of captions: [B, T, channels] and [B, channels]."""
-        return self.t5(self.t5_ids[texts]).last_hidden_state, self.clip(self.clip_ids[texts]).pooler_output
+        """What the two text encoders say of captions: [B, T, channels] and [B, channels].
+
+        The two noisy versions of a picture have one caption, which is read once.
+        """
+        texts = texts[: len(texts) // 2]
+        sequence, pooled = self.t5(self.t5_ids[texts]).last_hidden_state, self.clip(self.clip_ids[texts]).pooler_output
+        return torch.cat([sequence] * 2), torch.cat([pooled] * 2)
 
     def forward(self, inputs: Inputs, texts: Tensor, guidance: Tensor, residuals: Tensor | None = None) -> Tensor:
         """The velocity; residuals [B, N, width] of a ControlNet are added behind the double blocks."""
@@ -214,7 +219,7 @@ class Trainer:
     def __init__(self, model: Model, loss_of: Loss, feed: Feed, judged: list[Inputs], args: argparse.Namespace) -> None:
         self.model, self.loss_of, self.feed, self.judged, self.args = model, loss_of, feed, judged, args
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimisers = make_optimisers(model, self.parameters, 0.4 if args.stage == "distil" else 1.0)
+        self.optimisers = make_optimisers(model, self.parameters, 0.8 if args.stage == "distil" else 1.0)
         self.average = Average(self.parameters, 0.9995 if args.stage == "flow" else 0.998)
         self.clock, self.step, self.losses = Clock(args.minutes), 0, list[float]()
         self.checkpoint = Path(args.out) / "checkpoint.safetensors"

@@ -292,12 +292,13 @@ class NumberedFeed(Feed):
         return encoded
 
 
-def test_every_encoded_batch_is_used_twice_and_not_in_a_row(photos: Photos) -> None:
+def test_every_encoded_batch_is_used_three_times_and_not_in_a_row(photos: Photos) -> None:
     feed = NumberedFeed(ExampleSource(photos, Captions(photos), Generator().manual_seed(1)), None, 2)
-    order = [feed.next() for _ in range(40)]
+    order = [feed.next() for _ in range(60)]
     for number in range(10):
-        first, second = (step for step, served in enumerate(order) if served == number)
+        first, second, third = (step for step, served in enumerate(order) if served == number)
         assert second - first > 8
+        assert third - second > 8
 
 
 def test_colours_are_named_where_one_wins(photos: Photos) -> None:
