@@ -29,6 +29,7 @@ from training.measure.pasting import KINDS, Removals, load_removals
 from training.measure.photographs import Holdout, prepare, where
 from training.measure.report import NEW, OLD, FigureReport, Measured, digest, markdown, terminal_table, write_page
 from training.measure.sheets import compared_sheet, random_edits, sample_sheet
+from training.pipeline import wait_for
 from training.scenes import load_scenes
 
 EXAMPLES = Path(instgenie.__file__).parent / "examples"
@@ -41,14 +42,17 @@ NUM_SHOWN = 24  # edits of a sheet
 class Evaluation:
     """Measures the parts one after the other, each with all models, so that photographs and probes are made once."""
 
-    def __init__(self, bench: Bench, candidates: Sequence[Candidate], args: argparse.Namespace) -> None:
-        self.bench, self.candidates, self.args = bench, candidates, args
-        self.report = FigureReport({one.name: Measured(digest(one.folder)) for one in candidates})
+    def __init__(self, bench: Bench, args: argparse.Namespace) -> None:
+        self.bench, self.args, self.path = bench, args, args.out / "figures.json"
         self.num_shown = args.num_scenes if args.quick else NUM_SHOWN
+        self.candidates: list[Candidate] = []
+        self.report = FigureReport()
 
     def run(self) -> FigureReport:
         parts = set(self.args.parts)
-        if parts != {"cost"}:
+        if parts == {"cost"}:
+            self.load()
+        else:
             holdout = prepare(self.bench, self.args.photos, self.args.num_train, self.args.num_val)
             self.log(f"{len(holdout.train)} training and {len(holdout.val)} validation photographs are embedded")
             self.pictures(holdout, parts)
@@ -58,16 +62,29 @@ class Evaluation:
                 self.keep("cost", candidate, costs[candidate.name])
         return self.report
 
+    def load(self) -> None:
+        """Load the models, once the new one is there."""
+        if self.args.wait:
+            wait_for(self.args.pipeline)
+        folders = {NEW: self.args.pipeline, OLD: self.args.against}
+        self.candidates = [Candidate.load(name, at, self.bench.device) for name, at in folders.items() if at]
+        self.report.models = {one.name: Measured(digest(one.folder)) for one in self.candidates}
+        if self.path.exists():
+            self.report.keep_from(FigureReport.load(self.path))
+
     def pictures(self, holdout: Holdout, parts: set[str]) -> None:
         bench, scenes = self.bench, self.args.scenes
+        if "removal" in parts:
+            removals = load_removals(holdout.val, scenes, "val", self.args.num_scenes)
+            probe = removal.fit_probe(bench, holdout, scenes, self.args.num_scenes)
+        self.load()
         self.report.real["edits"] = holdout.ceilings
         if "autoencoder" in parts:
             crops = load_scenes(scenes, "val", self.args.num_scenes)
             for candidate in self.candidates:
                 self.keep("autoencoder", candidate, autoencoder_figures(bench, holdout, crops, candidate))
         if "removal" in parts:
-            removals = load_removals(holdout.val, scenes, "val", self.args.num_scenes)
-            self.removals(removals, removal.fit_probe(bench, holdout, scenes, self.args.num_scenes))
+            self.removals(removals, probe)
         if "text to image" in parts:
             for candidate in self.candidates:
                 self.keep("text to image", candidate, text_figures(bench, holdout, candidate))
@@ -113,6 +130,7 @@ class Evaluation:
             "guidance": self.bench.guidance,
             "seed": self.bench.seed,
         }
+        self.report.save(self.path)  # an evaluation that is interrupted leaves the figures it has
         self.log(f"{group} of the {candidate.name} model")
 
     def log(self, line: str) -> None:
@@ -137,6 +155,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--photos", required=True, type=Path, help="folder with captions.csv and the shards")
     parser.add_argument("--scenes", type=Path, help="folder with scenes.csv and the shards (default: PHOTOS/scenes)")
     parser.add_argument("--pipeline", type=Path, default=BUILTIN, help="the new model (default: the built-in one)")
+    parser.add_argument("--wait", action="store_true", help="read the photographs first, then wait for --pipeline")
     parser.add_argument("--against", type=Path, help="the old model, to compare with")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these alone")
@@ -153,7 +172,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args.scenes = args.scenes or args.photos / "scenes"
     if {"autoencoder", "removal"} & set(args.parts) and not (args.scenes / "scenes.csv").is_file():
         parser.error(f"{args.scenes} holds no scenes.csv: pass --scenes, or --parts without autoencoder and removal")
-    for folder in filter(None, (args.pipeline, args.against)):
+    for folder in filter(None, (None if args.wait else args.pipeline, args.against)):
         if not (folder / "model_index.json").is_file():
             parser.error(f"{folder} holds no model_index.json: a pipeline folder is expected")
     if args.quick:
@@ -169,13 +188,7 @@ def main(arguments: Sequence[str] | None = None, bench: Bench | None = None) -> 
     start = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     bench = bench or Bench.load(args.device, args.steps, args.guidance, args.seed)
-    folders = {NEW: args.pipeline, OLD: args.against}
-    candidates = [Candidate.load(name, folder, args.device) for name, folder in folders.items() if folder]
-    report = Evaluation(bench, candidates, args).run()
-    path = args.out / "figures.json"
-    if path.exists():
-        report.keep_from(FigureReport.load(path))
-    report.save(path)
+    report = Evaluation(bench, args).run()
     (args.out / "figures.md").write_text(markdown(report))
     if args.card:
         write_page(report, args.card)

@@ -166,7 +166,7 @@ class ExampleSource:
             "shape": shape,
             "stroke": stroke,
             "thin": masks.strokes(num, height, width, (0.008, 0.03), self.generator),
-            "scattered": masks.scattered(num, height, width, self.generator),
+            "scattered": masks.scattered(num, height, width, 2 ** draw.integer(3, 6), self.generator),
             "none": torch.zeros_like(outlines),
             "background": (foreign | (stroke & draw.chance(num, 0.3)[:, None, None])) & ~masks.dilate(things, 6),
         }

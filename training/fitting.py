@@ -14,7 +14,7 @@ from training.attention import MaskedAttention
 from training.examples import Captions, ExampleSource
 from training.feed import Feed, Inputs
 from training.optim import Average, Clock, set_rate
-from training.pipeline import load_text
+from training.pipeline import load_text, wait_for
 from training.train_transformer import Model, half_precision, held_out_inputs, load_pictures, prepare_attention
 
 REPORT_EVERY = 50  # steps
@@ -47,13 +47,15 @@ class Ground:
         torch.set_float32_matmul_precision("high")
         photos, held_out = (load_pictures(args, split) for split in ("train", "val"))
         captions = Captions(photos)
+        examples = source(photos, captions, Generator(args.device).manual_seed(args.seed))
+        if args.wait:
+            wait_for(Path(args.pipeline))
         self.vae = AutoencoderTiny.from_pretrained(Path(args.pipeline) / "vae", dtype=torch.float32)
         self.vae.to(args.device).requires_grad_(False)
         self.model = load_frozen(Path(args.pipeline), captions).to(args.device)
         prepare_attention(self.model, args.batch, args.device)
         num_text = self.model.t5_ids.shape[1]
-        generator = Generator(args.device).manual_seed(args.seed)
-        self.feed = Feed(source(photos, captions, generator), self.vae, args.batch, num_text)
+        self.feed = Feed(examples, self.vae, args.batch, num_text)
         self.judged = held_out_inputs(held_out, captions, self.vae, args.batch, args.device, num_text, source)
 
     def fit(self, parameters: Sequence[nn.Parameter], loss_of: AdapterLoss, rate: float) -> tuple[float, float]:
@@ -108,6 +110,7 @@ def adapter_arguments(description: str | None, out: str) -> argparse.ArgumentPar
     parser.add_argument("--photos", required=True, help="folder of captions.csv and its tar shards")
     parser.add_argument("--scenes", help="folder of scenes.csv and its tar shards: backgrounds without captions")
     parser.add_argument("--pipeline", default=str(BUILTIN), help="the model that the adapter is for (the built-in one)")
+    parser.add_argument("--wait", action="store_true", help="read the photographs first, then wait for --pipeline")
     parser.add_argument("--out", required=True, type=Path, help=out)
     parser.add_argument("--minutes", type=float, default=1.5)
     parser.add_argument("--steps", type=int, help="stop after this many steps")

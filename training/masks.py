@@ -47,10 +47,9 @@ def distance_to_segment(place: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (offset - share.clamp(0, 1)[..., None] * along).norm(dim=-1)
 
 
-def scattered(num: int, height: int, width: int, generator: Generator) -> Tensor:
-    """[num, height, width] bool: patches of 8 to 32 px, each masked with a probability of its own."""
+def scattered(num: int, height: int, width: int, size: int, generator: Generator) -> Tensor:
+    """[num, height, width] bool: patches of `size` pixels, masked with a probability of each picture's own."""
     rate = uniform((num, 1, 1, 1), 0.05, 0.5, generator)
-    size = 2 ** int(torch.randint(3, 6, (), generator=generator, device=generator.device))
     coarse = uniform((num, 1, -(-height // size), -(-width // size)), 0, 1, generator) < rate
     return F.interpolate(coarse.float(), scale_factor=size)[:, 0, :height, :width] > 0.5
 

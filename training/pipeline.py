@@ -1,6 +1,8 @@
 """The parts of the built-in model and the diffusers folder they are saved as."""
 
 import json
+import shutil
+import time
 from pathlib import Path
 
 import torch
@@ -114,7 +116,8 @@ def save_pipeline(
     text_encoders: Encoders,
     tokenizers: Tokenizers,
 ) -> None:
-    """A FluxFillPipeline folder in float16, in shards small enough to keep in a repository."""
+    """A FluxFillPipeline folder in float16, in shards small enough to keep in a repository. It appears all at once, so
+    that `wait_for` may wait for it."""
     pipeline = FluxFillPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT, use_dynamic_shifting=False),
         vae=vae,
@@ -124,9 +127,18 @@ def save_pipeline(
         tokenizer_2=tokenizers[1],
         transformer=transformer,
     ).to(torch.float16)
-    pipeline.save_pretrained(folder, max_shard_size="15MB")
-    for config in folder.glob("**/*.json"):
+    partial = folder.with_name(f"{folder.name}.partial")
+    pipeline.save_pretrained(partial, max_shard_size="15MB")
+    for config in partial.glob("**/*.json"):
         _tidy(config)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def wait_for(folder: Path) -> None:
+    """Return when another process has saved its pipeline there."""
+    while not folder.exists():
+        time.sleep(0.5)
 
 
 def _tidy(config: Path) -> None:

@@ -36,6 +36,7 @@ from training.pipeline import (
     load_text,
     save_pipeline,
     token_ids,
+    wait_for,
 )
 from training.scenes import load_scenes, with_scenes
 
@@ -139,9 +140,11 @@ def main() -> None:
     captions = Captions(photos)
     vae = load_vae(args)
     fast_vae = FastEncoder(load_vae(args), args.compile) if args.device == "cuda" else vae
+    feed = Feed(ExampleSource(photos, captions, generator), fast_vae, args.batch)
+    if args.wait:
+        wait_for(Path(args.init))
     model, tokenizers = build(photos, captions, args)
     prepare_attention(model, args.batch, args.device)
-    feed = Feed(ExampleSource(photos, captions, generator), fast_vae, args.batch)
     if args.stage == "flow":
         judged = held_out_inputs(held_out, captions, vae, args.batch, args.device)
         alignment = None if args.init or args.inherit else Alignment(model, photos.pictures)  # helps only at the start
@@ -329,6 +332,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage", choices=("flow", "distil"), default="flow")
     parser.add_argument("--scenes", help="folder of scenes.csv and its tar shards: backgrounds without captions")
     parser.add_argument("--init", help="pipeline folder to start from; the teacher of stage distil")
+    parser.add_argument("--wait", action="store_true", help="read the photographs first, then wait for --init")
     parser.add_argument("--inherit", help="pipeline folder of another shape whose matching weights a fresh model takes")
     rule = Guidance()
     parser.add_argument("--none-above", type=float, default=rule.none_above, help="time above which no guidance acts")
@@ -343,7 +347,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.wait and not args.init:
+        parser.error("--wait waits for the folder of --init, which is not given")
+    return args
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Trainings of adapters: edges on the device, looks, and files that the engine and diffusers read as trained."""
 
 import json
+import shutil
+import threading
 from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxControlNetModel, FluxPipeline
+from diffusers import FluxControlNetModel, FluxFillPipeline, FluxPipeline
 from helpers.controlnets import quiet_flux
 from helpers.fill_pipelines import save_pipeline
 from helpers.loras import load_lora
@@ -15,6 +17,7 @@ from helpers.photos import write_photos
 from PIL import Image
 from torch import Generator
 
+import training.pipeline
 from instgenie.adapters.controlnets import ControlNetRegistry
 from instgenie.bench.photos import load_photos
 from instgenie.models.loading.load import load
@@ -121,6 +124,7 @@ def test_a_trained_lora_is_what_the_engine_and_diffusers_read(photos: Path, pipe
 def ground(photos: Path, pipeline: Path) -> Ground:
     return Ground(Namespace(
         photos=photos, pipeline=pipeline, scenes=None, limit=None, batch=4, device="cpu", seed=0, minutes=30, steps=1,
+        wait=False,
     ))  # fmt: skip
 
 
@@ -154,3 +158,25 @@ def test_a_trained_controlnet_fits_the_model(photos: Path, pipeline: Path, tmp_p
     assert net.controlnet_blocks[0].weight.abs().max() > 0
     save_controlnet(tmp_path / "again", net)
     assert (tmp_path / "again" / "config.json").read_text() == (out / "config.json").read_text()
+
+
+def test_a_training_waits_for_its_model(photos: Path, pipeline: Path, tmp_path: Path) -> None:
+    later, out = tmp_path / "pipeline", tmp_path / "pencil.safetensors"
+    shutil.copytree(pipeline, partial := tmp_path / "pipeline.partial")
+    saving = threading.Timer(1.0, partial.rename, [later])
+    saving.start()
+    train_lora.main(arguments(photos, later, out, "--style", "pencil", "--steps", "1", "--minutes", "30", "--wait"))
+    saving.join()
+    assert out.is_file()
+
+
+def test_a_pipeline_appears_at_once_and_nothing_of_another_stays(pipeline: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pipeline"
+    (folder / "loras").mkdir(parents=True)
+    pipe = FluxFillPipeline.from_pretrained(pipeline)
+    encoders, tokenizers = (pipe.text_encoder, pipe.text_encoder_2), (pipe.tokenizer, pipe.tokenizer_2)
+    training.pipeline.save_pipeline(folder, pipe.vae, pipe.transformer, encoders, tokenizers)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipeline"]
+    assert not (folder / "loras").exists()
+    training.pipeline.wait_for(folder)
+    assert FluxFillPipeline.from_pretrained(folder).scheduler.config.shift == training.pipeline.SHIFT
