@@ -29,6 +29,7 @@ from instgenie.errors import CacheError, EditError
 from instgenie.jobs.activations import NUM_PARTS, CacheDtype, Key, Kind
 from instgenie.jobs.job import Job
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
+from instgenie.jobs.strength import open_strength
 from instgenie.machine.device_memory import memory_guard
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
@@ -159,17 +160,25 @@ class Editor:
 
     def edit(self, picture: Pixels, mask: PixelMask, prompt: str, quality: Quality = DEFAULT, **options: Any) -> Result:
         """Edit one picture. Options are the other fields of `Edit`; steps and guidance default to those of the model,
-        dense steps and halo to those of the quality."""
-        suited = {"steps": self.model.steps, "guidance": self.model.guidance}
+        dense steps and halo to those of the quality, and the strength to 1, or less if the edit starts from the
+        surroundings of its mask."""
         uses: dict[str, Any] = {"loras": read_uses(options["loras"])} if "loras" in options else {}
         if "controls" in options:
             controls, images = read_controls(options["controls"], picture)
             uses |= {"controls": controls, "control_images": images}
-        edit = Edit(picture, mask, prompt, **(suited | options | uses))
+        edit = Edit(picture, mask, prompt, **(self.suited(options) | uses))
         check_edit(edit)
         own = {name: options[name] for name in ("dense_steps", "halo", "own_steps", "max_change") if name in options}
         [result] = self.edit_many([replace(with_quality(edit, quality), **own)])
         return result
+
+    def suited(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of an edit with those that the model chooses."""
+        chosen: dict[str, Any] = {"steps": self.model.steps, "guidance": self.model.guidance, **options}
+        if chosen.get("masked_content") == "surroundings" and "strength" not in chosen:
+            strength, steps = open_strength(self.model.whole_strength, chosen["steps"], has_subject=False)
+            chosen |= {"strength": strength, "steps": steps}
+        return chosen
 
     def register(
         self,

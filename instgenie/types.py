@@ -22,6 +22,7 @@ WeightsDtype = Literal["fp8"]  # of large weights, in e4m3: a byte each, whether
 Reuse = Literal["auto", "own", "template", "off"]  # of activations: see `Edit.reuse`
 ReuseFound = Literal["template", "own", "none"]  # whose activations an edit has read
 CropMode = Literal["auto", "off", "masked"]  # what is edited: a crop around the mask if it helps, all, a crop
+MaskedContent = Literal["original", "surroundings"]  # what a masked part starts from, under noise
 PlanPolicy = Literal["exact", "greedy", "cached", "naive", "dense"]  # how blocks are planned; see `cost.planner`
 Notes = list[str]  # plain sentences for the user about how a request was read; readers append to it
 NUM_PARTS: dict[Kind, int] = {"kv": 2, "y": 1}  # K and V; or Y
@@ -112,6 +113,7 @@ class Edit:
     true_guidance: float = 1.0  # > 1: classifier-free guidance against the negative prompt, two branches
     negative_prompt: str = ""
     strength: float = 1.0  # share of the trajectory that is run; < 1 keeps traces of the original
+    masked_content: MaskedContent = "original"  # what the masked part starts from, under the noise of a strength < 1
     feather: int = 0  # width in pixels of the soft edge, inside the mask
     size: tuple[int, int] | None = None  # (height, width) the model works at; None = the model's own
     dense_steps: int = 0  # leading steps that compute every token even if the template has activations

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.changed import choose_by_blocks, whole
-from helpers.edits import make_edit
+from helpers.edits import make_edit, prepare
 
 from instgenie import Editor
 from instgenie.cache.host import HostTier
@@ -16,7 +16,7 @@ from instgenie.cache.store import Store
 from instgenie.engine.loop import Engine
 from instgenie.errors import EditError, MaskError, ModelError, OutOfMemoryError
 from instgenie.jobs.blocks import BlockPass
-from instgenie.types import Result
+from instgenie.types import Edit, Result
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,33 @@ def test_steps_and_guidance_suit_the_model(editor: Editor, monkeypatch: pytest.M
     editor.edit(edit.picture, edit.mask, "sky")
     editor.edit(edit.picture, edit.mask, "sky", steps=3, guidance=2.0)
     assert [(edit.steps, edit.guidance) for edit in seen] == [(50, 30.0), (3, 2.0)]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 28])
+def test_an_edit_that_starts_from_surroundings_leaves_out_a_step(
+    editor: Editor, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a strength of 1 it would start from noise, and so it would with fewer steps than leave one out."""
+    seen: list[Edit] = []
+    monkeypatch.setattr(Editor, "edit_many", lambda self, edits: seen.extend(edits) or edits)
+    edit = make_edit()
+    for options in ({}, {"strength": 0.4}):
+        editor.edit(edit.picture, edit.mask, "", steps=steps, masked_content="surroundings", **options)
+    [chosen, given] = seen
+    assert given.strength == 0.4
+    num_run = editor.model.schedule(chosen, 24).num_steps
+    assert 1 <= num_run < chosen.steps == max(steps, 2)
+
+
+def test_what_a_mask_hides_has_no_say_if_an_edit_starts_from_surroundings(editor: Editor) -> None:
+    edit = make_edit(strength=0.5, masked_content="surroundings")
+    hidden = np.where(edit.mask[..., None], np.uint8(255), edit.picture)
+    for content, is_same in (("surroundings", True), ("original", False)):
+        starts = []
+        for picture in (edit.picture, hidden):
+            job = prepare(replace(edit, picture=picture, masked_content=content), editor.model)
+            starts.append(job.latents[job.masked[:, 0]])
+        assert torch.equal(*starts) == is_same
 
 
 def test_templates_without_rows_for_convolutions_serve(folders: dict[str, Path]) -> None:

@@ -33,7 +33,7 @@ from instgenie.pictures.mask import MaskMode, box_mask, read_mask
 from instgenie.pictures.photo import Metadata, Photo, open_photo
 from instgenie.pictures.picture import check_edit, check_target, open_picture, save_picture
 from instgenie.telemetry.progress import Progress, show_loading, show_status
-from instgenie.types import CropMode, Edit, Notes, PixelMask, Pixels, RegisterResult, Result, Reuse
+from instgenie.types import CropMode, Edit, MaskedContent, Notes, PixelMask, Pixels, RegisterResult, Result, Reuse
 
 if TYPE_CHECKING:
     from instgenie.cache.store import Store
@@ -79,6 +79,11 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add("--true-guidance", float, "classifier-free guidance against the negative prompt (default 1: off)")
     add("--negative-prompt", str, "what true guidance steers away from")
     add("--strength", float, "share of the steps to run; below 1 the edit keeps traces of the original (default 1)")
+    about_content = (
+        "what the masked part starts from, under the noise of a strength below 1: what is there (original, the "
+        "default), or the colours around it (surroundings), with a strength to remove things by"
+    )
+    parser.add_argument("--masked-content", choices=get_args(MaskedContent), default="original", help=about_content)
     add("--feather", int, "width in pixels of a soft edge inside the mask (default 0)")
     about_quality = (
         "closeness to the dense edit: fast, balanced (the default), exact (dense); adaptive finds the dense steps of "
@@ -146,8 +151,7 @@ def run_edit(options: argparse.Namespace) -> None:
     console = Console(stderr=True)
     start = time.perf_counter()
     editor = make_editor(options, folder, console)
-    suited = {"steps": editor.model.steps, "guidance": editor.model.guidance}
-    edit = with_quality(Edit(**suited | given), options.quality)
+    edit = with_quality(Edit(**editor.suited(given)), options.quality)
     with Progress(console) as progress:
         [result] = editor.edit_many([edit], progress.add("editing").update)
     save_picture(result.picture, output, photo.source)

@@ -4,7 +4,7 @@ knows no model."""
 from dataclasses import dataclass
 
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
-from instgenie.types import ControlUse, Edit, LoraUse, PixelMask, Pixels, Reuse
+from instgenie.types import ControlUse, Edit, LoraUse, MaskedContent, PixelMask, Pixels, Reuse
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Wish:
     guidance: float | None = None
     true_guidance: float = 1.0
     strength: float = 1.0
+    masked_content: MaskedContent = "original"
     feather: int = 0
     quality: Quality = DEFAULT
     reuse: Reuse = "auto"
@@ -44,6 +45,7 @@ class Wish:
             true_guidance=self.true_guidance,
             negative_prompt=self.negative_prompt,
             strength=self.strength,
+            masked_content=self.masked_content,
             feather=self.feather,
             reuse=self.reuse,
             loras=self.loras,

@@ -16,7 +16,7 @@ from instgenie.pictures.mask import check_mask
 from instgenie.pictures.photo import on_white, open_photo
 from instgenie.pictures.profiles import to_srgb
 from instgenie.pictures.resizing import as_image
-from instgenie.types import CropMode, Edit, OwnPixels, Pixels, Reuse, Source
+from instgenie.types import CropMode, Edit, MaskedContent, OwnPixels, Pixels, Reuse, Source
 
 MAX_STEPS = 1000
 MAX_GUIDANCE = 100.0
@@ -80,6 +80,9 @@ def check_edit(edit: Edit) -> None:
         _check_whole("crop padding", edit.crop_padding, 0, MAX_CROP_PADDING)
     if edit.strength == 0:
         raise EditError("the strength is 0: more than 0 and at most 1 is expected")
+    if edit.masked_content not in get_args(MaskedContent):
+        names = ", ".join(get_args(MaskedContent))
+        raise EditError(f"the masked content is {edit.masked_content!r}: one of {names} is expected")
     if edit.size is not None:
         _check_working_size(edit.size)
     if len(edit.loras) > MAX_LORAS:

@@ -65,6 +65,16 @@ def test_no_mask_is_the_whole_picture(desk: Path, folders: dict[str, Path], caps
     assert "100%" in capsys.readouterr().out
 
 
+def test_a_thing_is_removed(desk: Path, folders: dict[str, Path]) -> None:
+    model = ["--model", str(folders["fill"]), "--no-cache", "--box", "20,10,40,30"]
+    for content in ("original", "surroundings"):
+        assert edit_here(*model, "--masked-content", content, "-o", f"{content}.png") == 0
+    kept, gone, photo = (open_picture(f"{name}") for name in ("original.png", "surroundings.png", "photo.jpg"))
+    mask = box_mask((20, 10, 40, 30), (60, 100))
+    assert np.array_equal(gone[~mask], photo[~mask])
+    assert not np.array_equal(gone, kept)
+
+
 def test_an_interrupt_ends_with_130(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(path: Path, **options: str) -> None:
         raise KeyboardInterrupt

@@ -61,7 +61,7 @@ MIX: list[dict[str, Any]] = [
     {"steps": 5, "share": 0.9, "size": (64, 32), "prompt": "a blue dog on grass", "seed": 2, "true_guidance": 3.0},
     {"steps": 4, "share": 0.4, "picture_seed": 1, "guidance": 9.0},
     {"steps": 3, "share": 1.0, "size": (32, 32), "negative_prompt": "sky", "true_guidance": 1.5, "prompt": ""},
-    {"steps": 6, "share": 0.3, "strength": 0.5, "seed": 3, "prompt": "flower"},
+    {"steps": 6, "share": 0.3, "strength": 0.5, "seed": 3, "prompt": "flower", "masked_content": "surroundings"},
 ]
 
 

@@ -23,6 +23,7 @@ from instgenie.engine.prepare import draw_noise, template_seed
 from instgenie.jobs.job import Job
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.model import Model, unpack_latents
+from instgenie.pictures.surroundings import continued
 from instgenie.types import Edit, Result
 
 
@@ -53,13 +54,16 @@ def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
     def pack(latents: Tensor) -> Tensor:
         return pipeline._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * cols)
 
+    def encode(pixels: Tensor) -> Tensor:
+        encoded = model.vae.encode(pixels)
+        latents = encoded.latents if hasattr(encoded, "latents") else encoded.latent_dist.mode()
+        return pack((latents - model.vae.config.shift_factor) * model.vae.config.scaling_factor)
+
     here = {"device": model.device, "dtype": model.dtype}
     picture = pipeline.image_processor.preprocess(Image.fromarray(edit.picture)).to(**here)
     mask = torch.tensor(edit.mask)[None, None].to(**here)
     inside = torch.nn.functional.max_pool2d(mask, model.patch).view(1, -1, 1) > 0
-    encoded = model.vae.encode(picture)
-    clean = encoded.latents if hasattr(encoded, "latents") else encoded.latent_dist.mode()
-    clean = pack((clean - model.vae.config.shift_factor) * model.vae.config.scaling_factor)
+    clean = encode(picture)
     noise = draw_noise(template_seed(edit.picture, (height, width)), (rows, cols), model)[None].to(**here)
 
     beside, further = clean[..., :0], [clean] if model.sees_picture else []
@@ -77,7 +81,11 @@ def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
     scheduler.set_begin_index(skipped)
     sigmas = scheduler.sigmas[skipped:].tolist()
     drawn = draw_noise(edit.seed, (rows, cols), model)[None].to(**here)
-    x = sigmas[0] * torch.where(inside, drawn, noise) + (1 - sigmas[0]) * clean
+    content = clean
+    if edit.masked_content == "surroundings":
+        shown = continued(edit.picture, edit.mask)  # the working size is the picture's own
+        content = encode(pipeline.image_processor.preprocess(Image.fromarray(shown)).to(**here))
+    x = sigmas[0] * torch.where(inside, drawn, noise) + (1 - sigmas[0]) * torch.where(inside, content, clean)
 
     prompts = [edit.prompt, edit.negative_prompt] if edit.true_guidance > 1 else [edit.prompt]
     texts = [pipeline.encode_prompt(text, text, max_sequence_length=model.num_text_tokens) for text in prompts]
@@ -129,11 +137,14 @@ def test_law_1_full_mask_is_the_stock_pipeline(models: dict[str, Model], family:
     assert apart(latents, stock_latents(model, dataclasses.replace(edit, prompt="a blue dog on grass"))) > far(model)
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.6])
+@pytest.mark.parametrize(("strength", "content"), [(1.0, "original"), (0.6, "original"), (0.6, "surroundings")])
 @pytest.mark.parametrize("true_guidance", [1.0, 2.5])
-def test_law_1_partial_mask_is_a_plain_loop(flux: FluxModel, true_guidance: float, strength: float) -> None:
+def test_law_1_partial_mask_is_a_plain_loop(
+    flux: FluxModel, true_guidance: float, strength: float, content: str
+) -> None:
     model = flux
     fields = {"true_guidance": true_guidance, "negative_prompt": "nothing blue", "strength": strength}
+    fields["masked_content"] = content
     edit = own_edit(model, divided_by=2, steps=5, **fields)
     [latents] = run(model, [edit])
     assert apart(latents, plain_loop(model, edit)) <= close(model)

@@ -127,6 +127,19 @@ def test_every_extension_is_accepted(server: Running) -> None:
     assert np.array_equal(pixels(answer)[outside], picture()[outside])
 
 
+def test_an_edit_starts_from_the_surroundings_of_its_mask(server: Running) -> None:
+    """What is masked has no say, whatever it is; with a strength of 1 it never has."""
+    kept, gone = ({"masked_content": content, "seed": 3} for content in ("original", "surroundings"))
+    plain, one = (edit(server, extra_body=QUICK | extra) for extra in (kept, gone))
+    few = edit(server, extra_body=gone | {"num_inference_steps": 1})
+    for answer in (plain, one, few):
+        assert np.array_equal(pixels(answer)[~mask()], picture()[~mask()])
+    assert not np.array_equal(pixels(one), pixels(plain))
+    assert np.array_equal(pixels(one), pixels(edit(server, extra_body=QUICK | gone)))
+    from_noise = edit(server, extra_body=QUICK | gone | {"strength": 1})
+    assert np.array_equal(pixels(from_noise), pixels(plain))
+
+
 def test_a_stream_shows_partial_pictures_and_ends_with_the_same_one(server: Running) -> None:
     four_steps = {"num_inference_steps": 4}
     register(server, PICTURE, num_inference_steps="4")

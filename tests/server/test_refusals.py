@@ -36,6 +36,12 @@ BAD_EDITS: dict[str, tuple[dict[str, Any], str, str]] = {
     "steps": ({"extra_body": {"num_inference_steps": 1001}}, "num_inference_steps", "invalid_value"),
     "guidance": ({"extra_body": {"guidance_scale": "nan"}}, "guidance_scale", "invalid_value"),
     "strength": ({"extra_body": {"strength": 0}}, "strength", "invalid_value"),
+    "masked content": ({"extra_body": {"masked_content": "fill"}}, "masked_content", "invalid_value"),
+    "no surroundings": (
+        {"mask": alpha_png(np.ones(SIZE, np.bool_)), "extra_body": {"masked_content": "surroundings"}},
+        "masked_content",
+        "invalid_value",
+    ),
     "mask mode": ({"extra_body": {"mask_mode": "red"}}, "mask_mode", "invalid_value"),
     "feather": ({"extra_body": {"feather": 257}}, "feather", "invalid_value"),
     "misspelt": ({"extra_body": {"num_inference_step": 3}}, "num_inference_step", "unknown_parameter"),

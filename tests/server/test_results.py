@@ -94,6 +94,7 @@ def test_removing_needs_no_prompt(visitor: Visitor) -> None:
     expect(page.locator("#result")).to_be_visible(timeout=WAIT)
     [form] = sent_forms(page)
     assert form["prompt"] == b"an empty background"
+    assert form["masked_content"] == b"surroundings"
 
 
 def test_each_result_begins_with_the_same_split(visitor: Visitor) -> None:

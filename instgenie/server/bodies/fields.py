@@ -6,7 +6,6 @@ values are OpenAI's; extensions are flat, because OpenAI's clients send them as 
 refused, so that a misspelt field is never silently ignored.
 """
 
-import math
 import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -17,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from instgenie.cluster.wire import ModelFacts
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import Quality
+from instgenie.jobs.strength import open_strength
 from instgenie.pictures.decode import MIN_SIDE
 from instgenie.pictures.fitting import Fit
 from instgenie.pictures.mask import MaskMode
@@ -27,7 +27,7 @@ from instgenie.server.bodies.controls import ControlList
 from instgenie.server.bodies.loras import LoraList, LoraName, LoraScale, asked_loras
 from instgenie.server.bodies.names import hint
 from instgenie.server.errors import ApiError, bad, echo
-from instgenie.types import CropMode, Notes, Reuse, Source
+from instgenie.types import CropMode, MaskedContent, Notes, Reuse, Source
 
 MAX_EDITS = 10
 MAX_ANSWER_SIDE = 16_383  # of a WebP
@@ -35,7 +35,6 @@ MAX_DEADLINE_MS = 3_600_000
 MAX_KEY = 255  # characters of an idempotency key
 RANDOM_SEED = -1  # what other servers call a seed that is drawn
 SIZE = r"^(auto|[1-9][0-9]{0,4}[xX×][1-9][0-9]{0,4})$"
-UNPROMPTED = 0.85  # share of a strength that is left without a prompt, which alone gives the result a subject
 TRUE_GUIDANCE = 2.0  # of a request that gives only a negative prompt, to models that need true guidance for it
 
 QualityName = Literal[
@@ -256,6 +255,12 @@ class EditFields(ImageFields):
         "its own dense steps leave behind; own always the latter; template registers the picture first if need be, and "
         "fails if that is impossible; off computes every token.",
     )
+    masked_content: Annotated[MaskedContent, AnyCase] = Field(
+        "original",
+        description="What the masked part starts from, under the noise of a strength below 1. original: what is there; "
+        "surroundings: the colours around the mask, as if nothing had been there, with a lower strength if none is "
+        "given: what it takes to remove something.",
+    )
     fit: Fit = Field(
         "contain",
         description="How a picture of another shape fits 'size'. contain: all of it, with painted borders; "
@@ -294,26 +299,32 @@ class EditFields(ImageFields):
             notes.append("A JPEG has no transparency: transparent parts of the picture are white.")
 
     def edit_settings(self, seed: int) -> Wish:
-        return replace(super().edit_settings(seed), feather=self.feather, reuse=self.reuse)
+        wish = super().edit_settings(seed)
+        return replace(wish, masked_content=self.masked_content, feather=self.feather, reuse=self.reuse)
 
     def for_whole_picture(self, model: ModelFacts, notes: Notes) -> Self:
-        """Return the fields of an edit without a mask: its result depends on the picture, unless a strength is given.
-
-        A schedule leaves out whole steps. It begins with pure noise unless it leaves out one, so that few steps need a
-        lower strength."""
+        """Return the fields of an edit without a mask: unless a strength is given, its result shows the picture."""
         if self.strength is not None:
             return self
         if model.sees_picture:
             notes.append("There is no mask, so the whole picture was edited: a mask keeps what is outside.")
             return self
-        steps = max(self.num_inference_steps or model.steps, 2)
-        own = model.whole_strength if self.prompt.strip() else round(UNPROMPTED * model.whole_strength, 2)
-        strength = min(own, (1000 - math.ceil(1000 / steps)) / 1000)
+        steps = self.num_inference_steps or model.steps
+        strength, steps = open_strength(model.whole_strength, steps, has_subject=bool(self.prompt.strip()))
         notes.append(
             f"There is no mask, so the whole picture was edited with a strength of {strength:g}: "
             "a higher 'strength' changes more of it, and a mask keeps what is outside."
         )
-        return self.model_copy(update={"strength": strength, "num_inference_steps": steps})  # of 2, one is run
+        return self.model_copy(update={"strength": strength, "num_inference_steps": steps})
+
+    def for_surroundings(self, model: ModelFacts) -> Self:
+        """Return the fields of an edit that starts from the surroundings of its mask, with a strength that keeps
+        their colours unless one is given."""
+        if self.strength is not None:
+            return self
+        steps = self.num_inference_steps or model.steps
+        strength, steps = open_strength(model.whole_strength, steps, has_subject=False)
+        return self.model_copy(update={"strength": strength, "num_inference_steps": steps})
 
 
 class VariationFields(EditFields):

@@ -30,6 +30,7 @@ OTHER_NAMES = {
     "lora": "lora_name lora_path adapter adapter_name lora_id",
     "lora_scale": "lora_weight lora_strength adapter_weight",
     "controls": "controlnet controlnets control controlnet_units control_strength control_net",
+    "masked_content": "inpainting_fill inpaint_fill fill_mode",
     "template": "template_id image_id file_id",
     "crop": "inpaint_full_res only_masked hd_strategy use_croper crop_mode",
     "crop_padding": "inpaint_full_res_padding padding_mask_crop only_masked_padding mask_padding "
@@ -40,8 +41,6 @@ NO_COUNTERPART = {
     "scheduler_name sample_method sampling_method use_karras_sigmas eta s_churn s_noise s_tmin s_tmax sigmas timesteps "
     "flow_shift",
     "the size of the answer is given by 'size', and its borders are painted": "use_extender",
-    "what is masked starts from noise, or with a strength below 1 from its former content": "inpainting_fill "
-    "masked_content",
     "masks always mark what to edit, by alpha 0 or by white": "inpainting_mask_invert invert_mask mask_invert",
     "'size' alone gives the size of the answer": "resize_mode aspect_ratio upscale enable_hr hr_scale enable_upscaling "
     "upscaling_scale",

@@ -114,7 +114,11 @@ async def run_edit(
         opening = open_edit(service, tenant_of(request), edit, admitted)
         photo, mask = await unless_gone(request, in_time(deadline_of(request, fields), opening))
         references = await open_references(service, edit, admitted)
-    if edit.mask is None and mask.all():
+    if fields.masked_content == "surroundings":
+        if mask.all():
+            raise bad("masked_content", "The mask covers the whole picture: there are no surroundings to start from.")
+        fields = fields.for_surroundings(service.model_facts)
+    elif edit.mask is None and mask.all():
         fields = fields.for_whole_picture(service.model_facts, edit.notes)
     notes = edit.notes
     del edit  # its encoded pictures no longer count towards the intake's limit

@@ -233,11 +233,12 @@ function later(act) {
 
 // the run
 
-async function run() {
+// Runs an edit with the settings, some of which may be given.
+async function run(given = {}) {
   find("error").textContent = "";
   say("");
   const { picture, mask } = board;
-  const values = settings.read();
+  const values = { ...settings.read(), ...given };
   const mistake = findMistake(values);
   if (mistake) return complain(...mistake);
   const count = Number(values.n ?? 1);
@@ -287,7 +288,7 @@ async function run() {
 function remove() {
   find("prompt").value = facts?.prompts.remove?.[0] ?? REMOVAL;
   prompts.check();
-  run();
+  run({ masked_content: "surroundings" });
 }
 
 // Returns a message, and the field to correct if there is one; undefined if everything is fine.

@@ -43,6 +43,11 @@ export const FIELDS = [
     help: "How much of what is under the mask is replaced. Below 1, its shapes and colours shine through.",
   },
   {
+    name: "masked_content", id: "content", label: "Starts from", kind: "choice", place: "more", first: "original",
+    choices: { original: "What is there", surroundings: "What is around" },
+    help: "What the masked part begins with, unless the strength is 1. What is around it makes what is there disappear: Remove begins like that.",
+  },
+  {
     name: "reuse", id: "reads", label: "Reuse", kind: "choice", place: "more", first: "auto",
     choices: { auto: "Whatever is there", own: "Of this edit alone", template: "Of the registered picture", off: "None" },
     help: "What the engine reads in the place of what is not masked: what it has registered of the picture, or else what a few whole steps of this edit left behind. All but the first give the same result before and after a registration.",

@@ -25,7 +25,7 @@ def refusal(name: str, kind: type = EditFields) -> str:
         "sd_steps": "num_inference_steps", "sample_steps": "num_inference_steps", "denoise": "strength",
         "CFG": "guidance_scale", "mask-blur": "feather", "noise_seed": "seed", "image_size": "size",
         "inpaint_full_res": "crop", "padding_mask_crop": "crop_padding", "hd_strategy_crop_margin": "crop_padding",
-        "controlnet": "controls",
+        "controlnet": "controls", "inpainting_fill": "masked_content",
     }.items(),
 )  # fmt: skip
 def test_names_of_other_servers(theirs: str, ours: str) -> None:

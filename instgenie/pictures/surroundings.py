@@ -1,0 +1,80 @@
+"""Continues the colours around a mask into it: what an edit starts from if something is to disappear. Knows pixels;
+knows no model.
+
+The colours are smooth, and no texture is made up: a model paints over them with noise that leaves only what is coarse.
+"""
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from instgenie.errors import MaskError
+from instgenie.pictures.resizing import resize_mask, resize_picture
+from instgenie.types import PixelMask, Pixels
+
+SIDE = 256  # longest side of the copy of a picture in which this is done, in pixels: what is smooth needs no more
+RIM = 4  # pixels of the copy around the mask that are not believed: things seldom end where their masks do
+
+Values = NDArray[np.float64]  # [height, width, channels]
+
+
+def continued(picture: Pixels, mask: PixelMask) -> Pixels:
+    """The picture with its masked pixels made up from the colours around them."""
+    if mask.all():
+        raise MaskError("the mask covers the whole picture: there are no surroundings to start from")
+    small = shrunk(mask.shape, SIDE)
+    hole = resize_mask(mask, small)
+    if hole.all():  # a copy so small shows nothing of what is unmasked
+        return fill(picture, mask)
+    made = fill(resize_picture(picture, small), hole)
+    return np.where(mask[..., None], resize_picture(made, mask.shape), picture)
+
+
+def shrunk(size: tuple[int, ...], side: int) -> tuple[int, int]:
+    """The size (height, width), made smaller so that its longer side is at most `side`."""
+    scale = min(side / max(size), 1)
+    height, width = (max(round(length * scale), 1) for length in size)
+    return height, width
+
+
+def fill(picture: Pixels, hole: PixelMask) -> Pixels:
+    """The same at the picture's own size. If a hole leaves little, all of that is believed."""
+    believed = ~grown(hole, RIM)
+    known = believed if believed.any() else ~hole
+    weights = known[..., None].astype(np.float64)
+    made = flowed(picture * weights, weights).round().clip(0, 255).astype(np.uint8)
+    return np.where(hole[..., None], made, picture)
+
+
+def grown(mask: PixelMask, reach: int) -> PixelMask:
+    windows = sliding_window_view(np.pad(mask, reach), (2 * reach + 1,) * 2)
+    return np.asarray(windows.any(axis=(2, 3)))
+
+
+def flowed(sums: Values, weights: Values) -> Values:
+    """Colours for all pixels, from sums of known colours and their weights from 0 to 1: the less weight a pixel has,
+    the more it takes from the square that it lies in, and this from the larger square around it."""
+    height, width, _ = weights.shape
+    if height == width == 1:
+        return sums / weights
+    coarse, weight = halved(sums), halved(weights)
+    most = np.maximum(weight, 1)
+    return sums + (1 - weights) * doubled(flowed(coarse / most, weight / most))[:height, :width]
+
+
+def halved(values: Values) -> Values:
+    """Sums of two by two pixels."""
+    height, width, _ = values.shape
+    even = np.pad(values, ((0, height % 2), (0, width % 2), (0, 0)))
+    rows = even[::2] + even[1::2]
+    return np.asarray(rows[:, ::2] + rows[:, 1::2])
+
+
+def doubled(values: Values) -> Values:
+    """Four pixels for each, between which the values change evenly."""
+    for axis in (0, 1):
+        padded = np.moveaxis(np.pad(values, [(int(i == axis),) * 2 for i in range(3)], mode="edge"), axis, 0)
+        before, own, after = padded[:-2], padded[1:-1], padded[2:]
+        pairs = np.stack([0.25 * before + 0.75 * own, 0.75 * own + 0.25 * after], 1)
+        values = np.moveaxis(pairs.reshape(-1, *own.shape[1:]), 0, axis)
+    return values

@@ -1,0 +1,97 @@
+"""What surrounds a mask goes on into it; the mask's own content has no say."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instgenie.errors import MaskError
+from instgenie.pictures.mask import box_mask
+from instgenie.pictures.surroundings import RIM, continued, flowed
+from instgenie.types import PixelMask, Pixels
+
+SIZE = (60, 90)
+MASK: PixelMask = box_mask((30, 20, 25, 20), SIZE)
+
+
+def slope(axis: int) -> Pixels:
+    """Rows or columns that become lighter one by one."""
+    levels = np.arange(SIZE[axis], dtype=np.uint8) * 2
+    picture = np.broadcast_to(levels[:, None] if axis == 0 else levels, SIZE)
+    return np.repeat(picture[..., None], 3, axis=2)
+
+
+def noisy(seed: int, size: tuple[int, int] = SIZE) -> Pixels:
+    return np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+
+
+def test_what_a_mask_hides_has_no_say() -> None:
+    photo, other = noisy(0), noisy(0)
+    other[MASK] = 255
+    other[20 - RIM : 40 + RIM, 30 - RIM : 55 + RIM] = 255  # nor has what sticks out of it a little
+    assert np.array_equal(continued(photo, MASK)[MASK], continued(other, MASK)[MASK])
+    assert np.array_equal(continued(photo, MASK)[~MASK], photo[~MASK])
+
+
+def test_one_colour_goes_on() -> None:
+    plain = np.full((*SIZE, 3), (200, 30, 90), np.uint8)
+    holed = np.where(MASK[..., None], noisy(1), plain)
+    assert np.array_equal(continued(holed, MASK), plain)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_slope_goes_on_as_a_slope(axis: int) -> None:
+    photo = slope(axis)
+    made = continued(photo, MASK).astype(int)
+    assert np.abs(made - photo)[MASK].mean() < 6  # of levels that differ by 40 to 50 across the mask
+    levels = made[..., 0][MASK].reshape(20, 25).mean(1 - axis)
+    assert (np.diff(levels) >= 0).all()
+
+
+def test_two_sides_keep_their_colours() -> None:
+    photo = np.zeros((*SIZE, 3), np.uint8)
+    photo[:, 45:] = 240
+    made = continued(photo, MASK)[..., 0]
+    assert made[30, 31] < 60
+    assert made[30, 53] > 180
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_colours_lie_between_those_that_are_seen(height: int, width: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    mask: PixelMask = random.random((height, width)) < random.random()
+    photo = noisy(seed, (height, width))
+    if mask.all():
+        with pytest.raises(MaskError, match="whole picture"):
+            continued(photo, mask)
+        return
+    made, seen = continued(photo, mask), photo[~mask]
+    assert np.array_equal(made[~mask], seen)
+    assert (made[mask] >= seen.min(0)).all()
+    assert (made[mask] <= seen.max(0)).all()
+
+
+def test_known_pixels_stay_and_means_count_each_once() -> None:
+    weights = np.zeros((4, 4, 1))
+    weights[0, 0], weights[3, 3] = 1, 1
+    values = np.zeros_like(weights)
+    values[0, 0], values[3, 3] = 10, 30
+    made = flowed(values, weights)
+    assert (made[0, 0, 0], made[3, 3, 0]) == (10, 30)
+    assert np.isclose(made[0, 3, 0], 20)
+
+
+def test_a_single_unmasked_pixel_of_a_large_picture_is_found() -> None:
+    mask: PixelMask = np.ones((600, 900), np.bool_)
+    mask[300, 500] = False
+    photo = noisy(3, (600, 900))
+    assert (continued(photo, mask)[mask] == photo[300, 500]).all()
+
+
+def test_a_large_picture_is_continued_in_a_small_copy() -> None:
+    photo = np.repeat(np.repeat(slope(1), 10, 0), 10, 1)
+    mask = np.repeat(np.repeat(MASK, 10, 0), 10, 1)
+    made = continued(photo, mask)
+    assert np.array_equal(made[~mask], photo[~mask])
+    assert np.abs(made.astype(int) - photo)[mask].mean() < 6
