@@ -103,9 +103,14 @@ class Evaluation:
         cases = [(i, KINDS[i % 3], removal.CAPTIONS[i // 3 % 3]) for i in rows]  # each mask with each caption
         shown = {}
         for candidate in self.candidates:
-            filled = removal.fill_all(self.bench, removals, candidate)
-            self.keep("removal", candidate, removal.removal_figures(self.bench, removals, probe, filled))
-            shown[candidate.name] = torch.stack([filled[kind, caption][i] for i, kind, caption in cases])
+            figures: Values = {}
+            for start in removal.STARTS:
+                filled = removal.fill_all(self.bench, removals, candidate, start)
+                found = removal.removal_figures(self.bench, removals, probe, filled)
+                figures |= {f"{name}{start}": value for name, value in found.items()}
+                filled_cases = [filled[kind, caption][i] for i, kind, caption in cases]
+                shown[f"{candidate.name}{start}"] = torch.stack(filled_cases)
+            self.keep("removal", candidate, figures)
         masks = torch.stack([removals.masks[kind][i] for i, kind, _ in cases])
         captions = [caption for _, _, caption in cases]
         made = compared_sheet(removals.pasted[: len(cases)], masks, captions, shown)

@@ -1,7 +1,8 @@
-"""Continues the colours around a mask into it: what an edit starts from if something is to disappear. Knows pixels;
-knows no model.
+"""Makes up what a picture may show in the place of its masked part, from what is around it: what an edit starts from if
+something is to disappear. Knows pixels; knows no model.
 
-The colours are smooth, and no texture is made up: a model paints over them with noise that leaves only what is coarse.
+Colours flow in from the mask's edge, and then texture is copied. Both are done in a small copy of the picture, because
+a model paints over it with noise that leaves only what is coarse.
 """
 
 import numpy as np
@@ -9,24 +10,24 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from instgenie.errors import MaskError
+from instgenie.pictures.patches import textured
 from instgenie.pictures.resizing import resize_mask, resize_picture
 from instgenie.types import PixelMask, Pixels
 
-SIDE = 256  # longest side of the copy of a picture in which this is done, in pixels: what is smooth needs no more
-RIM = 4  # pixels of the copy around the mask that are not believed: things seldom end where their masks do
+SIDE = 128  # longest side of the copy, in pixels
+RIM = 2  # pixels of the copy around the mask that are made up, too: things seldom end where their masks do
 
 Values = NDArray[np.float64]  # [height, width, channels]
 
 
 def continued(picture: Pixels, mask: PixelMask) -> Pixels:
-    """The picture with its masked pixels made up from the colours around them."""
+    """The picture with its masked pixels made up from the others. The same picture and mask give the same pixels."""
     if mask.all():
         raise MaskError("the mask covers the whole picture: there are no surroundings to start from")
     small = shrunk(mask.shape, SIDE)
-    hole = resize_mask(mask, small)
-    if hole.all():  # a copy so small shows nothing of what is unmasked
-        return fill(picture, mask)
-    made = fill(resize_picture(picture, small), hole)
+    if resize_mask(mask, small).all():  # a copy so small shows nothing of what is unmasked
+        small = mask.shape
+    made = fill(resize_picture(picture, small), resize_mask(mask, small))
     return np.where(mask[..., None], resize_picture(made, mask.shape), picture)
 
 
@@ -38,17 +39,20 @@ def shrunk(size: tuple[int, ...], side: int) -> tuple[int, int]:
 
 
 def fill(picture: Pixels, hole: PixelMask) -> Pixels:
-    """The same at the picture's own size. If a hole leaves little, all of that is believed."""
-    believed = ~grown(hole, RIM)
-    known = believed if believed.any() else ~hole
-    weights = known[..., None].astype(np.float64)
-    made = flowed(picture * weights, weights).round().clip(0, 255).astype(np.uint8)
-    return np.where(hole[..., None], made, picture)
+    wider = grown(hole, RIM)
+    return textured(coloured(picture, wider), wider) if not wider.all() else coloured(picture, hole)
 
 
 def grown(mask: PixelMask, reach: int) -> PixelMask:
     windows = sliding_window_view(np.pad(mask, reach), (2 * reach + 1,) * 2)
     return np.asarray(windows.any(axis=(2, 3)))
+
+
+def coloured(picture: Pixels, hole: PixelMask) -> Pixels:
+    """The picture with smooth colours in its hole."""
+    weights = (~hole[..., None]).astype(np.float64)
+    made = flowed(picture * weights, weights).round().clip(0, 255).astype(np.uint8)
+    return np.where(hole[..., None], made, picture)
 
 
 def flowed(sums: Values, weights: Values) -> Values:

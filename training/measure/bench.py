@@ -92,7 +92,13 @@ class Bench:
         return torch.cat([self.lpips(*row) for row in zip(a.split(LPIPS_BATCH), b.split(LPIPS_BATCH), strict=True)])
 
     def edit(
-        self, candidate: Candidate, pictures: Tensor, masks: Tensor, prompts: Sequence[str], salt: int
+        self,
+        candidate: Candidate,
+        pictures: Tensor,
+        masks: Tensor,
+        prompts: Sequence[str],
+        salt: int,
+        from_surroundings: bool = False,
     ) -> Tensor:  # like pictures
         """Edits as the engine paints them. The noise of a picture depends on the seed, the salt and its place alone."""
         results = []
@@ -100,8 +106,8 @@ class Bench:
             rows = slice(start, start + self.batch)
             seed = (self.seed * 1000 + salt) * 100_000 + start
             chunk, mask = as_input(pictures[rows].to(self.device)), masks[rows].to(self.device)
-            settings = self.guidance, self.steps, seed
-            decoded = as_pixels(fill(candidate.pipe, chunk, mask, list(prompts[rows]), *settings, rule=candidate.rule))
+            edits = candidate.pipe, chunk, mask, list(prompts[rows]), self.guidance, self.steps, seed
+            decoded = as_pixels(fill(*edits, rule=candidate.rule, from_surroundings=from_surroundings))
             results.append(painted(pictures[rows], decoded, masks[rows]))
         return torch.cat(results)
 

@@ -13,6 +13,8 @@ from training.measure.photographs import Holdout, with_outlines
 
 CAPTIONS = ("background", "nothing", "")
 SCENE = "scene"
+AROUND = ", from surroundings"
+STARTS = ("", AROUND)  # what is added to the name of a figure: fills start from noise, or as the page's Remove does
 NUM_PROBE_SCENES, NUM_PROBE_PHOTOS = 800, 2000  # training scenes, and photographs whose things are pasted into them
 
 Filled = dict[tuple[str, str], Tensor]  # kind of mask, caption -> pictures
@@ -50,12 +52,13 @@ def seen(bench: Bench, probe: Probe, pictures: Tensor, masks: Tensor) -> Sequenc
     return probe.predict(bench.embed_crops(pictures, masks))
 
 
-def fill_all(bench: Bench, removals: Removals, candidate: Candidate) -> Filled:
+def fill_all(bench: Bench, removals: Removals, candidate: Candidate, start: str) -> Filled:
     """Every thing removed with every kind of mask and every caption, in one call, so that batches are full."""
     keys = [(kind, caption) for kind in KINDS for caption in CAPTIONS]
     masks = torch.cat([removals.masks[kind] for kind, _ in keys])
     prompts = [caption for _, caption in keys for _ in range(len(removals))]
-    filled = bench.edit(candidate, removals.pasted.repeat(len(keys), 1, 1, 1), masks, prompts, salt=30)
+    pictures = removals.pasted.repeat(len(keys), 1, 1, 1)
+    filled = bench.edit(candidate, pictures, masks, prompts, salt=30, from_surroundings=start == AROUND)
     return dict(zip(keys, filled.split(len(removals)), strict=True))
 
 

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from instgenie.cluster.wire import ModelFacts
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import Quality
-from instgenie.jobs.strength import open_strength
+from instgenie.jobs.strength import CONTINUED, UNPROMPTED, open_strength
 from instgenie.pictures.decode import MIN_SIDE
 from instgenie.pictures.fitting import Fit
 from instgenie.pictures.mask import MaskMode
@@ -309,8 +309,8 @@ class EditFields(ImageFields):
         if model.sees_picture:
             notes.append("There is no mask, so the whole picture was edited: a mask keeps what is outside.")
             return self
-        steps = self.num_inference_steps or model.steps
-        strength, steps = open_strength(model.whole_strength, steps, has_subject=bool(self.prompt.strip()))
+        wanted = model.whole_strength if self.prompt.strip() else UNPROMPTED * model.whole_strength
+        strength, steps = open_strength(wanted, self.num_inference_steps or model.steps)
         notes.append(
             f"There is no mask, so the whole picture was edited with a strength of {strength:g}: "
             "a higher 'strength' changes more of it, and a mask keeps what is outside."
@@ -322,8 +322,8 @@ class EditFields(ImageFields):
         their colours unless one is given."""
         if self.strength is not None:
             return self
-        steps = self.num_inference_steps or model.steps
-        strength, steps = open_strength(model.whole_strength, steps, has_subject=False)
+        wanted = CONTINUED * model.whole_strength
+        strength, steps = open_strength(wanted, self.num_inference_steps or model.steps)
         return self.model_copy(update={"strength": strength, "num_inference_steps": steps})
 
 
