@@ -55,8 +55,8 @@ def make_row(editor: "Editor", example: Example, options: argparse.Namespace, ta
     """Edit one photograph with each of its prompts, and time its first edit in every way."""
     from instgenie.jobs.quality import DEFAULT, with_quality
 
-    settings = {"steps": options.steps, "guidance": editor.model.guidance, "size": options.size}
-    edits = [with_quality(edit, DEFAULT) for edit in example.edits(**settings)]
+    given = {"steps": options.steps, "size": options.size, "masked_content": example.masked_content}
+    edits = [with_quality(edit, DEFAULT) for edit in example.edits(**editor.suited(given))]
     task.update(0, len(edits) + 3 * options.times)
     seconds = {}
     if options.times:

@@ -12,7 +12,7 @@ from instgenie.pictures.fitting import crop
 from instgenie.pictures.mask import read_mask
 from instgenie.pictures.picture import open_picture
 from instgenie.pictures.resizing import resize_mask, resize_picture
-from instgenie.types import Box, Edit, PixelMask, Pixels
+from instgenie.types import Box, Edit, MaskedContent, PixelMask, Pixels
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 THUMBNAIL = ".thumb.webp"  # what the file name of an example's thumbnail ends with
@@ -28,9 +28,11 @@ class Example:
     mask: PixelMask
     prompts: list[str]
     seed: int
+    masked_content: MaskedContent = "original"
 
     def edits(self, **options: Any) -> list[Edit]:
         """One edit per prompt, each with a seed of its own."""
+        options = {"masked_content": self.masked_content} | options
         return [
             Edit(self.picture, self.mask, prompt, seed=self.seed + index, **options)
             for index, prompt in enumerate(self.prompts)
@@ -64,7 +66,8 @@ def middle_range(middle: float, length: int, limit: int) -> range:
 
 
 def read_examples(folder: Path) -> list[Example]:
-    """Read edits.toml: each [[edit]] names itself, its picture and mask, the prompts and the first seed."""
+    """Read edits.toml: each [[edit]] names itself, its picture and mask, the prompts and the first seed, and maybe what
+    its masked part starts from."""
     path = folder / "edits.toml"
     try:
         entries = tomllib.loads(path.read_text())["edit"]
@@ -76,7 +79,15 @@ def read_examples(folder: Path) -> list[Example]:
         raise EditError(f"{path} is not a list of [[edit]] with {needed}: {error}") from None
 
 
-def read_example(folder: Path, name: str, picture: str, mask: str, prompts: list[str], seed: int) -> Example:
+def read_example(
+    folder: Path,
+    name: str,
+    picture: str,
+    mask: str,
+    prompts: list[str],
+    seed: int,
+    masked_content: MaskedContent = "original",
+) -> Example:
     pixels = open_picture(folder / picture)
     height, width, _ = pixels.shape
-    return Example(name, pixels, read_mask(folder / mask, (height, width)), prompts, seed)
+    return Example(name, pixels, read_mask(folder / mask, (height, width)), prompts, seed, masked_content)
