@@ -44,8 +44,8 @@ export const FIELDS = [
   },
   {
     name: "masked_content", id: "content", label: "Starts from", kind: "choice", place: "more", first: "original",
-    choices: { original: "What is there", surroundings: "What is around" },
-    help: "What the masked part begins with, unless the strength is 1. What is around it makes what is there disappear: Remove begins like that.",
+    choices: { original: "Content", surroundings: "Around" },
+    help: "What the masked part begins with, under noise. Content shows through with a strength below 1. Around lets what is around the mask go on into it, so that what is there disappears: Remove begins like that.",
   },
   {
     name: "reuse", id: "reads", label: "Reuse", kind: "choice", place: "more", first: "auto",
