@@ -29,13 +29,13 @@ from instgenie.errors import CacheError, EditError
 from instgenie.jobs.activations import NUM_PARTS, CacheDtype, Key, Kind
 from instgenie.jobs.job import Job
 from instgenie.jobs.quality import DEFAULT, Quality, with_quality
-from instgenie.jobs.strength import CONTINUED, open_strength
+from instgenie.jobs.strength import FROM_SURROUNDINGS, open_strength
 from instgenie.machine.device_memory import memory_guard
 from instgenie.models.loading.load import load
 from instgenie.models.model import Model
 from instgenie.pictures.control import read_controls
 from instgenie.pictures.cropping import Canvas, choose_box, crop_edit
-from instgenie.pictures.picture import check_edit
+from instgenie.pictures.picture import check_edit, check_steps
 from instgenie.scheduling.scheduler import FILL
 from instgenie.types import (
     Box,
@@ -176,7 +176,8 @@ class Editor:
         """The options of an edit with those that the model chooses."""
         chosen: dict[str, Any] = {"steps": self.model.steps, "guidance": self.model.guidance, **options}
         if chosen.get("masked_content") == "surroundings" and "strength" not in chosen:
-            strength, steps = open_strength(CONTINUED * self.model.whole_strength, chosen["steps"])
+            check_steps(chosen["steps"])
+            strength, steps = open_strength(FROM_SURROUNDINGS * self.model.whole_strength, chosen["steps"])
             chosen |= {"strength": strength, "steps": steps}
         return chosen
 

@@ -113,7 +113,7 @@ class Edit:
     true_guidance: float = 1.0  # > 1: classifier-free guidance against the negative prompt, two branches
     negative_prompt: str = ""
     strength: float = 1.0  # share of the trajectory that is run; < 1 keeps traces of the original
-    masked_content: MaskedContent = "original"  # what the masked part starts from, under the noise of a strength < 1
+    masked_content: MaskedContent = "original"  # what the masked part starts from, if the strength is below 1
     feather: int = 0  # width in pixels of the soft edge, inside the mask
     size: tuple[int, int] | None = None  # (height, width) the model works at; None = the model's own
     dense_steps: int = 0  # leading steps that compute every token even if the template has activations

@@ -65,6 +65,13 @@ def test_an_edit_that_starts_from_surroundings_leaves_out_a_step(
     assert 1 <= num_run < chosen.steps == max(steps, 2)
 
 
+@pytest.mark.parametrize("steps", [0, -3, "x"])
+def test_steps_are_checked_before_a_strength_is_chosen(editor: Editor, steps: Any) -> None:
+    edit = make_edit()
+    with pytest.raises(EditError, match="number of steps"):
+        editor.edit(edit.picture, edit.mask, "", steps=steps, masked_content="surroundings")
+
+
 def test_what_a_mask_hides_has_no_say_if_an_edit_starts_from_surroundings(editor: Editor) -> None:
     edit = make_edit(strength=0.5, masked_content="surroundings")
     hidden = np.where(edit.mask[..., None], np.uint8(255), edit.picture)

@@ -128,6 +128,7 @@ def save_pipeline(
         transformer=transformer,
     ).to(torch.float16)
     partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     pipeline.save_pretrained(partial, max_shard_size="15MB")
     for config in partial.glob("**/*.json"):
         _tidy(config)

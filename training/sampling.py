@@ -14,10 +14,10 @@ from diffusers import FluxFillPipeline
 from torch import Generator, Tensor
 
 from instgenie.jobs.sampler import flow_schedule, flow_strength
-from instgenie.jobs.strength import CONTINUED, open_strength
+from instgenie.jobs.strength import FROM_SURROUNDINGS, open_strength
 from instgenie.models.joint.model import WHOLE_SIGMA
 from instgenie.models.loading.load import quiet
-from instgenie.pictures.surroundings import continued
+from instgenie.pictures.surroundings import with_surroundings
 from training.guidance import Guidance
 from training.latents import condition, decode, encode, image_ids, token_masks
 
@@ -80,7 +80,7 @@ def fill(
     if from_surroundings:
         content = encode(pipe.vae, surroundings(pictures, masks) * 2 - 1)
         own = flow_strength(pipe.scheduler, clean.shape[1], WHOLE_SIGMA)
-        strength, steps = open_strength(CONTINUED * own, steps)
+        strength, steps = open_strength(FROM_SURROUNDINGS * own, steps)
     sigmas = flow_schedule(pipe.scheduler, steps, clean.shape[1], strength).sigmas
     x = torch.lerp(torch.where(masked[..., None], content, clean), noise, sigmas[0])
     for sigma, sigma_next in pairwise(sigmas):
@@ -92,7 +92,7 @@ def fill(
 def surroundings(pictures: Tensor, masks: Tensor) -> Tensor:
     """Pictures [B, 3, H, W] in [0, 1] with what surrounds their masks in the place of what is masked."""
     pixels = (pictures * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-    made = [continued(picture, mask) for picture, mask in zip(pixels, masks.cpu().numpy(), strict=True)]
+    made = [with_surroundings(picture, mask) for picture, mask in zip(pixels, masks.cpu().numpy(), strict=True)]
     return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2).to(pictures) / 255
 
 

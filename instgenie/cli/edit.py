@@ -78,7 +78,11 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add("--guidance", float, "how strongly the prompt is followed; default: the model's own")
     add("--true-guidance", float, "classifier-free guidance against the negative prompt (default 1: off)")
     add("--negative-prompt", str, "what true guidance steers away from")
-    add("--strength", float, "share of the steps to run; below 1 the edit keeps traces of the original (default 1)")
+    add(
+        "--strength",
+        float,
+        "share of the steps to run; below 1 it keeps traces of the original (default 1, or less from surroundings)",
+    )
     about_content = (
         "what the masked part starts from, under the noise of a strength below 1: what is there (original, the "
         "default), or the colours around it (surroundings), with a strength to remove things by"

@@ -25,7 +25,7 @@ from instgenie.models.vae.autoencoder import encode_pictures
 from instgenie.pictures.mask import token_mask
 from instgenie.pictures.picture import check_edit
 from instgenie.pictures.resizing import resize_mask, resize_picture, working_size
-from instgenie.pictures.surroundings import continued
+from instgenie.pictures.surroundings import with_surroundings
 from instgenie.types import ControlUse, Edit, PixelMask, Pixels
 
 MAX_ENCODINGS = 64
@@ -87,7 +87,8 @@ def make_job(
     prompts_key = "prompts", prompts, grid, seen.grids, shown, versions, bool(edit.controls)
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
-    content = template.clean if edit.masked_content == "original" else encode_surroundings(edit, mask, model)
+    is_shown = edit.masked_content == "surroundings" and edit.strength < 1
+    content = encode_surroundings(edit, mask, model) if is_shown else template.clean
     start = schedule.start(content, draw_noise(edit.seed, grid, model))
     return Job(
         edit=edit,
@@ -169,7 +170,7 @@ def encode_at(picture: Pixels, size: tuple[int, int], model: Model) -> Tensor:
 
 def encode_surroundings(edit: Edit, mask: PixelMask, model: Model) -> Tensor:  # [tokens, channels]
     """The picture with what surrounds the mask in the place of its masked part."""
-    shown = continued(resize_picture(edit.picture, mask.shape), mask)
+    shown = with_surroundings(resize_picture(edit.picture, mask.shape), mask)
     return encode(picture_tensor(shown, model.device), model)
 
 

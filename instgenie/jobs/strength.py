@@ -5,13 +5,17 @@ Both shares are of a model's own strength for edits of a whole picture."""
 import math
 
 UNPROMPTED = 0.85  # without a prompt, which alone gives the result a subject
-CONTINUED = 0.95  # from the surroundings of the mask: with more, what is removed comes back; with less, a blur is left
+FROM_SURROUNDINGS = 0.95  # from what surrounds the mask: with more, a thing comes back; with less, a blur is left
 
 
 def open_strength(wanted: float, steps: int) -> tuple[float, int]:
-    """The strength, and the number of steps, that come nearest to a wanted strength below 1.
-
-    A schedule leaves out whole steps. It begins with pure noise unless it leaves out one, so that few steps need a
-    lower strength, and there are two at least, of which one is run."""
+    """The strength, and the number of steps, that come nearest to a wanted strength. At least two steps are scheduled;
+    with two, one runs."""
     steps = max(steps, 2)
-    return min(round(wanted, 2), (1000 - math.ceil(1000 / steps)) / 1000), steps
+    return visible_strength(round(wanted, 2), steps), steps
+
+
+def visible_strength(wanted: float, steps: int) -> float:
+    """The strength, or less if the edit would start from noise: a schedule leaves out whole steps, and it has to leave
+    out one of these `steps`."""
+    return min(wanted, (1000 - math.ceil(1000 / steps)) / 1000)

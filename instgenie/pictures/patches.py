@@ -55,7 +55,7 @@ def copy_sizes(size: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def can_search(known: PixelMask) -> bool:
-    if min(known.shape) < SIDE:
+    if known.all() or min(known.shape) < SIDE:
         return False
     num_whole = int(windows(known).all(axis=(2, 3)).sum())
     return num_whole >= LEAST_PATCHES
@@ -156,8 +156,8 @@ class Search:
             reach //= 2
 
     def average(self) -> None:
-        """Make every unknown pixel what the patches that cover it would have it be; those that count most begin near
-        the edge of the hole and are nearly the same as their sources."""
+        """Make every unknown pixel the mean of what the patches that cover it would have it be. A patch counts more if
+        its centre is near the edge of the hole, and if its source is nearly the same."""
         spread = max(float(np.quantile(self.distances, 0.75)), 1.0)
         votes = (self.votes * np.exp(-self.distances / (2 * spread)))[:, None].astype(np.float32)
         sums, weights = np.zeros_like(self.values), np.zeros_like(self.values[..., :1])

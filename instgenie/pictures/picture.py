@@ -61,7 +61,7 @@ def check_edit(edit: Edit) -> None:
     _check_text("prompt", edit.prompt)
     _check_text("negative prompt", edit.negative_prompt)
     _check_whole("seed", edit.seed, 0, MAX_SEED)
-    _check_whole("number of steps", edit.steps, 1, MAX_STEPS)
+    check_steps(edit.steps)
     _check_whole("number of dense steps", edit.dense_steps, 0, MAX_STEPS)
     _check_whole("halo", edit.halo, 0, MAX_HALO)
     _check_whole("feather", edit.feather, 0, MAX_FEATHER)
@@ -90,6 +90,10 @@ def check_edit(edit: Edit) -> None:
     for lora in edit.loras:
         _check_real(f"scale of the LoRA {lora.name!r}", lora.scale, -MAX_LORA_SCALE, MAX_LORA_SCALE)
     _check_controls(edit)
+
+
+def check_steps(steps: int) -> None:
+    _check_whole("number of steps", steps, 1, MAX_STEPS)
 
 
 def _check_controls(edit: Edit) -> None:

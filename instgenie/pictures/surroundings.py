@@ -21,14 +21,16 @@ RIM = 1  # pixels of the copy around the mask that are made up, too: things seld
 Values = NDArray[np.float64]  # [height, width, channels]
 
 
-def continued(picture: Pixels, mask: PixelMask) -> Pixels:
+def with_surroundings(picture: Pixels, mask: PixelMask) -> Pixels:
     """The picture with its masked pixels made up from the others. The same picture and mask give the same pixels."""
+    height, width = mask.shape
     if mask.all():
-        raise MaskError("the mask covers the whole picture: there are no surroundings to start from")
+        raise MaskError(f"the mask leaves none of {width}x{height} pixels: there are no surroundings to start from")
     small = shrunk(mask.shape, SIDE)
-    if resize_mask(mask, small).all():  # a copy so small shows nothing of what is unmasked
-        small = mask.shape
-    made = fill(shrink(picture, small), resize_mask(mask, small))
+    hole = resize_mask(mask, small)
+    if hole.all():  # the copy shows nothing of what is unmasked
+        return coloured(picture, mask)
+    made = fill(shrink(picture, small), hole)
     return np.where(mask[..., None], resize_picture(made, mask.shape), picture)
 
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from instgenie.cluster.orders import Order
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import Quality
+from instgenie.jobs.strength import visible_strength
 from instgenie.scheduling.terms import NO_DEADLINE
 from instgenie.server.bodies.fields import ImageFields
 from instgenie.server.errors import hopeless
@@ -84,4 +85,5 @@ def cheaper(wish: Wish, steps: int) -> Iterator[Wish]:
         yield wish
     for share in STEP_SHARES:
         if (fewer := max(round(share * steps), MIN_STEPS)) < steps:
-            yield replace(wish, steps=fewer)
+            strength = wish.strength if wish.strength == 1 else visible_strength(wish.strength, fewer)
+            yield replace(wish, steps=fewer, strength=strength)

@@ -23,7 +23,7 @@ from instgenie.engine.prepare import draw_noise, template_seed
 from instgenie.jobs.job import Job
 from instgenie.models.flux.model import FluxModel
 from instgenie.models.model import Model, unpack_latents
-from instgenie.pictures.surroundings import continued
+from instgenie.pictures.surroundings import with_surroundings
 from instgenie.types import Edit, Result
 
 
@@ -83,7 +83,7 @@ def plain_loop(model: FluxModel, edit: Edit) -> Tensor:
     drawn = draw_noise(edit.seed, (rows, cols), model)[None].to(**here)
     content = clean
     if edit.masked_content == "surroundings":
-        shown = continued(edit.picture, edit.mask)  # the working size is the picture's own
+        shown = with_surroundings(edit.picture, edit.mask)  # the working size is the picture's own
         content = encode(pipeline.image_processor.preprocess(Image.fromarray(shown)).to(**here))
     x = sigmas[0] * torch.where(inside, drawn, noise) + (1 - sigmas[0]) * torch.where(inside, content, clean)
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instgenie.errors import MaskError
+from instgenie.pictures import surroundings
 from instgenie.pictures.mask import box_mask
-from instgenie.pictures.surroundings import RIM, continued, flowed
+from instgenie.pictures.surroundings import RIM, flowed, with_surroundings
 from instgenie.types import PixelMask, Pixels
 
 SIZE = (40, 60)
@@ -29,8 +30,8 @@ def test_what_a_mask_hides_has_no_say() -> None:
     photo, other = noisy(0), noisy(0)
     other[MASK] = 255
     other[12 - RIM : 26 + RIM, 20 - RIM : 38 + RIM] = 255  # nor has what sticks out of it a little
-    assert np.array_equal(continued(photo, MASK)[MASK], continued(other, MASK)[MASK])
-    assert np.array_equal(continued(photo, MASK)[~MASK], photo[~MASK])
+    assert np.array_equal(with_surroundings(photo, MASK)[MASK], with_surroundings(other, MASK)[MASK])
+    assert np.array_equal(with_surroundings(photo, MASK)[~MASK], photo[~MASK])
 
 
 @pytest.mark.parametrize("size", [(200, 300), (97, 131), (512, 64)])
@@ -38,19 +39,21 @@ def test_nor_has_it_in_a_small_copy(size: tuple[int, int]) -> None:
     mask = box_mask((20, 30, 31, 41), size)
     photo = noisy(0, size)
     other = np.where(mask[..., None], np.uint8(255), photo)
-    assert np.array_equal(continued(photo, mask), np.where(mask[..., None], continued(other, mask), photo))
+    assert np.array_equal(
+        with_surroundings(photo, mask), np.where(mask[..., None], with_surroundings(other, mask), photo)
+    )
 
 
 def test_one_colour_goes_on() -> None:
     plain = np.full((*SIZE, 3), (200, 30, 90), np.uint8)
     holed = np.where(MASK[..., None], noisy(1), plain)
-    assert np.array_equal(continued(holed, MASK), plain)
+    assert np.array_equal(with_surroundings(holed, MASK), plain)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_slope_goes_on_as_a_slope(axis: int) -> None:
     photo = slope(axis)
-    made = continued(photo, MASK).astype(int)
+    made = with_surroundings(photo, MASK).astype(int)
     assert np.abs(made - photo)[MASK].mean() < 6  # of levels that differ by 26 to 34 across the mask
     first, *_, last = made[..., 0][MASK].reshape(14, 18).mean(1 - axis)
     assert last - first > 10
@@ -59,7 +62,7 @@ def test_a_slope_goes_on_as_a_slope(axis: int) -> None:
 def test_two_sides_keep_their_colours() -> None:
     photo = np.zeros((*SIZE, 3), np.uint8)
     photo[:, 29:] = 240
-    made = continued(photo, MASK)[..., 0]
+    made = with_surroundings(photo, MASK)[..., 0]
     assert made[12:26, 20:25].mean() < 40
     assert made[12:26, 33:38].mean() > 200
 
@@ -71,10 +74,10 @@ def test_colours_lie_between_those_that_are_seen(height: int, width: int, seed: 
     mask: PixelMask = random.random((height, width)) < random.random()
     photo = noisy(seed, (height, width))
     if mask.all():
-        with pytest.raises(MaskError, match="whole picture"):
-            continued(photo, mask)
+        with pytest.raises(MaskError, match="no surroundings"):
+            with_surroundings(photo, mask)
         return
-    made, seen = continued(photo, mask), photo[~mask]
+    made, seen = with_surroundings(photo, mask), photo[~mask]
     assert np.array_equal(made[~mask], seen)
     assert (made[mask] >= seen.min(0)).all()
     assert (made[mask] <= seen.max(0)).all()
@@ -90,16 +93,32 @@ def test_known_pixels_stay_and_means_count_each_once() -> None:
     assert np.isclose(made[0, 3, 0], 20)
 
 
+def test_nothing_is_searched_in_a_large_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if the small copy shows nothing of what is unmasked: it would take minutes."""
+    sizes: list[tuple[int, ...]] = []
+
+    def seen(picture: Pixels, hole: PixelMask) -> Pixels:
+        sizes.append(hole.shape)
+        return picture
+
+    monkeypatch.setattr(surroundings, "textured", seen)
+    for border in (15, 40):
+        mask: PixelMask = np.zeros((1024, 1024), np.bool_)
+        mask[border:-border, border:-border] = True
+        with_surroundings(noisy(0, (1024, 1024)), mask)
+    assert sizes == [(64, 64)]
+
+
 def test_a_single_unmasked_pixel_of_a_large_picture_is_found() -> None:
     mask: PixelMask = np.ones((600, 900), np.bool_)
     mask[300, 500] = False
     photo = noisy(3, (600, 900))
-    assert (continued(photo, mask)[mask] == photo[300, 500]).all()
+    assert (with_surroundings(photo, mask)[mask] == photo[300, 500]).all()
 
 
 def test_a_large_picture_is_continued_in_a_small_copy() -> None:
     photo = np.repeat(np.repeat(slope(1), 10, 0), 10, 1)
     mask = np.repeat(np.repeat(MASK, 10, 0), 10, 1)
-    made = continued(photo, mask)
+    made = with_surroundings(photo, mask)
     assert np.array_equal(made[~mask], photo[~mask])
     assert np.abs(made.astype(int) - photo)[mask].mean() < 6

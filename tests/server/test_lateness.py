@@ -9,10 +9,11 @@ import pytest
 
 from instgenie.cluster.orders import Order
 from instgenie.cluster.wish import Wish
+from instgenie.jobs.sampler import num_skipped
 from instgenie.scheduling.terms import NO_DEADLINE
 from instgenie.server.bodies.fields import EditFields
 from instgenie.server.errors import ApiError
-from instgenie.server.lateness import with_deadline
+from instgenie.server.lateness import cheaper, with_deadline
 from instgenie.types import Notes
 
 SECONDS = {"exact": 1.0, "balanced": 0.5, "fast": 0.25}  # per step
@@ -71,3 +72,13 @@ def test_an_edit_that_would_be_late_gets_the_best_settings_that_are_not(
     assert len(notes) == (quality != "exact")
     if notes:
         assert f"made with the quality '{quality}' and {steps or 20} of 20 steps" in notes[0]
+
+
+def test_fewer_steps_still_start_from_the_picture() -> None:
+    """A strength that leaves out no step starts from noise."""
+    wishes = cheaper(Wish("a cat", 0, strength=0.86), 5), cheaper(Wish("a cat", 0), 5)
+    started, from_noise = (list(found)[-1] for found in wishes)
+    assert started.steps == from_noise.steps == 4
+    assert num_skipped(4, started.strength) == 1
+    assert from_noise.strength == 1
+    assert list(cheaper(Wish("a cat", 0, strength=0.004), 5))[-1].strength == 0.004

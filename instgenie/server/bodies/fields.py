@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from instgenie.cluster.wire import ModelFacts
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import Quality
-from instgenie.jobs.strength import CONTINUED, UNPROMPTED, open_strength
+from instgenie.jobs.strength import FROM_SURROUNDINGS, UNPROMPTED, open_strength
 from instgenie.pictures.decode import MIN_SIDE
 from instgenie.pictures.fitting import Fit
 from instgenie.pictures.mask import MaskMode
@@ -143,7 +143,7 @@ class ImageFields(Fields):
     strength: float | None = Field(
         None, gt=0, le=1,
         description="Below 1, the masked part keeps some of its former content. If omitted it is 1, or the model's "
-        "own in an edit without a mask.",
+        "own in an edit without a mask or from surroundings.",
     )  # fmt: skip
     store: bool = Field(True, description="False: the picture is not kept to speed up later edits of it.")
     deadline_ms: int | None = Field(
@@ -322,7 +322,7 @@ class EditFields(ImageFields):
         their colours unless one is given."""
         if self.strength is not None:
             return self
-        wanted = CONTINUED * model.whole_strength
+        wanted = FROM_SURROUNDINGS * model.whole_strength
         strength, steps = open_strength(wanted, self.num_inference_steps or model.steps)
         return self.model_copy(update={"strength": strength, "num_inference_steps": steps})
 

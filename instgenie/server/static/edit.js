@@ -233,12 +233,10 @@ function later(act) {
 
 // the run
 
-// Runs an edit with the settings, some of which may be given.
-async function run(given = {}) {
+async function run(values = settings.read()) {
   find("error").textContent = "";
   say("");
   const { picture, mask } = board;
-  const values = { ...settings.read(), ...given };
   const mistake = findMistake(values);
   if (mistake) return complain(...mistake);
   const count = Number(values.n ?? 1);
@@ -288,7 +286,8 @@ async function run(given = {}) {
 function remove() {
   find("prompt").value = facts?.prompts.remove?.[0] ?? REMOVAL;
   prompts.check();
-  run({ masked_content: "surroundings" });
+  const { strength, ...values } = settings.read(); // the server knows a strength that suits
+  run({ ...values, masked_content: "surroundings" });
 }
 
 // Returns a message, and the field to correct if there is one; undefined if everything is fine.

@@ -44,8 +44,8 @@ export const FIELDS = [
   },
   {
     name: "masked_content", id: "content", label: "Starts from", kind: "choice", place: "more", first: "original",
-    choices: { original: "Content", surroundings: "Around" },
-    help: "What the masked part begins with, under noise. Content shows through with a strength below 1. Around lets what is around the mask go on into it, so that what is there disappears: Remove begins like that.",
+    choices: { original: "Itself", surroundings: "Surroundings" },
+    help: "What the masked part begins with, under noise. Itself shines through with a strength below 1. From its surroundings, what is there disappears: Remove begins like that, and a strength of 1 then means the one that suits.",
   },
   {
     name: "reuse", id: "reads", label: "Reuse", kind: "choice", place: "more", first: "auto",
