@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from instgenie.cluster.wire import ModelFacts
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import Quality
-from instgenie.jobs.strength import FROM_SURROUNDINGS, UNPROMPTED, open_strength
+from instgenie.jobs.strength import UNPROMPTED, open_strength
 from instgenie.pictures.decode import MIN_SIDE
 from instgenie.pictures.fitting import Fit
 from instgenie.pictures.mask import MaskMode
@@ -256,10 +256,7 @@ class EditFields(ImageFields):
         "fails if that is impossible; off computes every token.",
     )
     masked_content: Annotated[MaskedContent, AnyCase] = Field(
-        "original",
-        description="What the masked part starts from, under the noise of a strength below 1. original: what is there; "
-        "surroundings: the colours around the mask, as if nothing had been there, with a lower strength if none is "
-        "given: what it takes to remove something.",
+        "original", description="What the masked part starts from, under noise: original, or surroundings to remove it."
     )
     fit: Fit = Field(
         "contain",
@@ -309,21 +306,16 @@ class EditFields(ImageFields):
         if model.sees_picture:
             notes.append("There is no mask, so the whole picture was edited: a mask keeps what is outside.")
             return self
-        wanted = model.whole_strength if self.prompt.strip() else UNPROMPTED * model.whole_strength
-        strength, steps = open_strength(wanted, self.num_inference_steps or model.steps)
-        notes.append(
-            f"There is no mask, so the whole picture was edited with a strength of {strength:g}: "
-            "a higher 'strength' changes more of it, and a mask keeps what is outside."
-        )
-        return self.model_copy(update={"strength": strength, "num_inference_steps": steps})
+        fields = self.with_strength(model, 1 if self.prompt.strip() else UNPROMPTED)
+        about = f"There is no mask, so the whole picture was edited with a strength of {fields.strength:g}: "
+        notes.append(f"{about}a higher 'strength' changes more of it, and a mask keeps what is outside.")
+        return fields
 
-    def for_surroundings(self, model: ModelFacts) -> Self:
-        """Return the fields of an edit that starts from the surroundings of its mask, with a strength that keeps
-        their colours unless one is given."""
+    def with_strength(self, model: ModelFacts, share: float) -> Self:
+        """Return the fields with a share of the model's own strength, unless a strength is given."""
         if self.strength is not None:
             return self
-        wanted = FROM_SURROUNDINGS * model.whole_strength
-        strength, steps = open_strength(wanted, self.num_inference_steps or model.steps)
+        strength, steps = open_strength(share * model.whole_strength, self.num_inference_steps or model.steps)
         return self.model_copy(update={"strength": strength, "num_inference_steps": steps})
 
 
