@@ -13,10 +13,11 @@ from helpers.edits import make_edit, prepare
 from instgenie import Editor
 from instgenie.cache.host import HostTier
 from instgenie.cache.store import Store
+from instgenie.engine import prepare as preparing
 from instgenie.engine.loop import Engine
 from instgenie.errors import EditError, MaskError, ModelError, OutOfMemoryError
 from instgenie.jobs.blocks import BlockPass
-from instgenie.types import Edit, Result
+from instgenie.types import Result
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +51,10 @@ def test_steps_and_guidance_suit_the_model(editor: Editor, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 28])
-def test_an_edit_that_starts_from_surroundings_leaves_out_a_step(
-    editor: Editor, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_edit_that_starts_from_surroundings_leaves_out_a_step(editor: Editor, steps: int) -> None:
     """With a strength of 1 it would start from noise, and so it would with fewer steps than leave one out."""
-    seen: list[Edit] = []
-    monkeypatch.setattr(Editor, "edit_many", lambda self, edits: seen.extend(edits) or edits)
-    edit = make_edit()
-    for options in ({}, {"strength": 0.4}):
-        editor.edit(edit.picture, edit.mask, "", steps=steps, masked_content="surroundings", **options)
-    [chosen, given] = seen
+    asked = {"steps": steps, "masked_content": "surroundings"}
+    chosen, given = (make_edit(**editor.suited(asked | options)) for options in ({}, {"strength": 0.4}))
     assert given.strength == 0.4
     num_run = editor.model.schedule(chosen, 24).num_steps
     assert 1 <= num_run < chosen.steps == max(steps, 2)
@@ -81,6 +76,15 @@ def test_what_a_mask_hides_has_no_say_if_an_edit_starts_from_surroundings(editor
             job = prepare(replace(edit, picture=picture, masked_content=content), editor.model)
             starts.append(job.latents[job.masked[:, 0]])
         assert torch.equal(*starts) == is_same
+
+
+def test_surroundings_are_remembered_by_picture_and_mask(editor: Editor) -> None:
+    edit, known = make_edit(strength=0.5, masked_content="surroundings"), preparing.Encodings()
+    other_mask = replace(edit, mask=edit.mask[::-1].copy())
+    other_picture = replace(edit, picture=make_edit(picture_seed=1).picture)
+    for one in (edit, other_mask, edit, other_picture):
+        found, fresh = (preparing.prepare(one, editor.model, shelf) for shelf in (known, preparing.Encodings()))
+        assert torch.equal(found.latents, fresh.latents)
 
 
 def test_templates_without_rows_for_convolutions_serve(folders: dict[str, Path]) -> None:

@@ -32,7 +32,7 @@ MAX_ENCODINGS = 64
 
 
 class Encodings:
-    """Remembers encoded templates and prompts. The one used least recently is dropped first."""
+    """Remembers encoded templates, surroundings and prompts. The one used least recently is dropped first."""
 
     def __init__(self, max_items: int = MAX_ENCODINGS) -> None:
         self.max_items = max_items
@@ -69,7 +69,8 @@ def make_job(
     the others come later. With `branches` the prompts of the edit are not encoded."""
     encodings = encodings or Encodings()
     grid = size[0] // model.patch, size[1] // model.patch
-    picture = picture_tensor(resize_picture(edit.picture, size), model.device)
+    pixels = resize_picture(edit.picture, size)
+    picture = picture_tensor(pixels, model.device)
     seed = template_seed(edit.picture, size)
     template = encodings.get(
         ("template", seed), lambda: Template(encode(picture, model), draw_noise(seed, grid, model))
@@ -87,8 +88,10 @@ def make_job(
     prompts_key = "prompts", prompts, grid, seen.grids, shown, versions, bool(edit.controls)
     masked = torch.tensor(token_mask(mask, model.patch), device=model.device).reshape(-1, 1)
     schedule = model.schedule(edit, len(masked))
-    is_shown = edit.masked_content == "surroundings" and edit.strength < 1
-    content = encode_surroundings(edit, mask, model) if is_shown else template.clean
+    content = template.clean
+    if edit.masked_content == "surroundings" and edit.strength < 1:
+        key = "surroundings", seed, hashlib.sha256(mask.tobytes()).digest()
+        content = encodings.get(key, lambda: encode_surroundings(pixels, mask, model))
     start = schedule.start(content, draw_noise(edit.seed, grid, model))
     return Job(
         edit=edit,
@@ -168,10 +171,9 @@ def encode_at(picture: Pixels, size: tuple[int, int], model: Model) -> Tensor:
     return encode(picture_tensor(resize_picture(picture, size), model.device), model)
 
 
-def encode_surroundings(edit: Edit, mask: PixelMask, model: Model) -> Tensor:  # [tokens, channels]
+def encode_surroundings(picture: Pixels, mask: PixelMask, model: Model) -> Tensor:  # [tokens, channels]
     """The picture with what surrounds the mask in the place of its masked part."""
-    shown = with_surroundings(resize_picture(edit.picture, mask.shape), mask)
-    return encode(picture_tensor(shown, model.device), model)
+    return encode(picture_tensor(with_surroundings(picture, mask), model.device), model)
 
 
 def choose_size(edit: Edit, model: Model) -> tuple[int, int]:

@@ -32,7 +32,6 @@ class Example:
 
     def edits(self, **options: Any) -> list[Edit]:
         """One edit per prompt, each with a seed of its own."""
-        options = {"masked_content": self.masked_content} | options
         return [
             Edit(self.picture, self.mask, prompt, seed=self.seed + index, **options)
             for index, prompt in enumerate(self.prompts)

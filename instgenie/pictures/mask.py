@@ -25,7 +25,12 @@ def token_mask(mask: PixelMask, patch: int, halo: int = 0) -> NDArray[np.bool_]:
     assert height % patch == 0, (height, patch)
     assert width % patch == 0, (width, patch)
     tokens = np.asarray(mask.reshape(height // patch, patch, width // patch, patch).any(axis=(1, 3)))
-    return _dilate(_dilate(tokens, halo).T, halo).T
+    return dilated(tokens, halo)
+
+
+def dilated(mask: NDArray[np.bool_], reach: int) -> NDArray[np.bool_]:
+    """Spread True by `reach` places in every direction, diagonals too."""
+    return _dilate(_dilate(mask, reach).T, reach).T
 
 
 def _dilate(tokens: NDArray[np.bool_], reach: int) -> NDArray[np.bool_]:

@@ -13,6 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
+from instgenie.pictures.mask import dilated
 from instgenie.pictures.resizing import resize_mask, resize_picture
 from instgenie.types import PixelMask, Pixels
 
@@ -71,9 +72,7 @@ def trust(known: PixelMask) -> NDArray[np.float32]:  # [height, width]
     while not reached.all():
         distance += 1
         values[~reached] = FADE**-distance
-        padded = np.pad(reached, 1)
-        rows = padded[:-2] | padded[1:-1] | padded[2:]
-        reached = rows[:, :-2] | rows[:, 1:-1] | rows[:, 2:]
+        reached = dilated(reached, 1)
     return values
 
 

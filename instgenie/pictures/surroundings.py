@@ -6,11 +6,11 @@ a model paints over it with noise that leaves only what is coarse.
 """
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from PIL import Image
 
 from instgenie.errors import MaskError
+from instgenie.pictures.mask import dilated
 from instgenie.pictures.patches import textured
 from instgenie.pictures.resizing import as_array, as_image, resize_mask, resize_picture
 from instgenie.types import PixelMask, Pixels
@@ -48,13 +48,8 @@ def shrink(picture: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def fill(picture: Pixels, hole: PixelMask) -> Pixels:
-    wider = grown(hole, RIM)
+    wider = dilated(hole, RIM)
     return textured(coloured(picture, wider), wider) if not wider.all() else coloured(picture, hole)
-
-
-def grown(mask: PixelMask, reach: int) -> PixelMask:
-    windows = sliding_window_view(np.pad(mask, reach), (2 * reach + 1,) * 2)
-    return np.asarray(windows.any(axis=(2, 3)))
 
 
 def coloured(picture: Pixels, hole: PixelMask) -> Pixels:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from instgenie.errors import MaskError
 from instgenie.pictures import surroundings
 from instgenie.pictures.mask import box_mask
+from instgenie.pictures.patches import textured
 from instgenie.pictures.surroundings import RIM, flowed, with_surroundings
 from instgenie.types import PixelMask, Pixels
 
@@ -99,7 +100,7 @@ def test_nothing_is_searched_in_a_large_picture(monkeypatch: pytest.MonkeyPatch)
 
     def seen(picture: Pixels, hole: PixelMask) -> Pixels:
         sizes.append(hole.shape)
-        return picture
+        return textured(picture, hole)
 
     monkeypatch.setattr(surroundings, "textured", seen)
     for border in (15, 40):
