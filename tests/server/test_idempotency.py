@@ -127,7 +127,7 @@ def test_an_edit_whose_client_left_runs_on(server: Running) -> None:
         with server.http() as client:
             client.timeout = 0.5
             files: Any = {"image": PICTURE, "mask": MASK}
-            fields = FIELDS | {"num_inference_steps": "60"}
+            fields = FIELDS | {"num_inference_steps": "400"}
             with pytest.raises(httpx.ReadTimeout):
                 client.post("/v1/images/edits", files=files, data=fields, headers={"idempotency-key": "left"})
 
@@ -136,7 +136,7 @@ def test_an_edit_whose_client_left_runs_on(server: Running) -> None:
     running = get(server, "left")
     assert (running.status_code, running.json()["state"]) == (202, "running")
     wait_for(lambda: get(server, "left").status_code == 200)
-    answer = post(server, "left", num_inference_steps="60")
+    answer = post(server, "left", num_inference_steps="400")
     assert answer.headers["idempotent-replayed"] == "true"
     assert num_edits(server) == before + 1
 

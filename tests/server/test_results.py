@@ -59,7 +59,7 @@ def test_four_variants_stand_side_by_side_and_nothing_moves(visitor: Visitor) ->
     page.keyboard.press("b")
     drag(page, (0.45, 0.4), (0.55, 0.5), (0.45, 0.6))
     assert page.locator("#board").bounding_box() == place
-    fill_settings(page, steps=1)
+    fill_settings(page, steps=40)
     page.click("#count")
     page.keyboard.type("4")  # takes the place of the 1
     record_progress(page)
