@@ -13,9 +13,10 @@ from instgenie.machine.model_folders import BUILTIN
 from training.attention import MaskedAttention
 from training.examples import Captions, ExampleSource
 from training.feed import Feed, Inputs
+from training.model import Model
 from training.optim import Average, Clock, set_rate
 from training.pipeline import load_text, wait_for
-from training.train_transformer import Model, half_precision, held_out_inputs, load_pictures, prepare_attention
+from training.train_transformer import half_precision, held_out_inputs, load_pictures, prepare_attention
 
 REPORT_EVERY = 50  # steps
 

@@ -18,7 +18,7 @@ from training.edges import edge_images
 from training.feed import Inputs, pad_tokens
 from training.fitting import Ground, adapter_arguments
 from training.latents import encode
-from training.train_transformer import Model, flow_loss
+from training.model import Model, flow_loss
 
 COPIED = ("time_text_embed", "context_embedder", "transformer_blocks")
 SHARED = ("attention_head_dim", "num_attention_heads", "joint_attention_dim", "pooled_projection_dim", "axes_dims_rope")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from instgenie.machine.files import complete_file
 from training.fitting import Ground, adapter_arguments
+from training.model import flow_loss
 from training.styles import SOURCES
-from training.train_transformer import flow_loss
 
 PREFIX = "transformer"  # of the keys of a file that diffusers reads
 LAYERS = (

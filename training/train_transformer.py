@@ -7,6 +7,7 @@ would have answered, so that serving needs one branch instead of two. Both write
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -15,19 +16,20 @@ import torch._dynamo
 from diffusers import AutoencoderTiny, FluxTransformer2DModel
 from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTinyOutput
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from instgenie.bench.photos import Photos, PhotoSplit, load_photos
 from training.alignment import Alignment
 from training.attention import MaskedAttention, choose_kernel
 from training.data import vocabulary
+from training.distillation import Distillation, distilling_optimiser
 from training.examples import Captions, ExampleSource
 from training.feed import MAX_TOKENS, SIZES, Feed, Inputs
 from training.guidance import Guidance
+from training.model import Model, flow_loss
 from training.optim import Average, Clock, Muon, block_matrices, load_checkpoint, save_checkpoint, set_rate
 from training.pipeline import (
     NUM_TEXT_TOKENS,
-    Encoders,
     Tokenizers,
     build_text_encoders,
     build_tokenizers,
@@ -35,99 +37,23 @@ from training.pipeline import (
     inherit,
     load_text,
     save_pipeline,
-    token_ids,
     wait_for,
 )
 from training.scenes import load_scenes, with_scenes
 
-UNMASKED_WEIGHT = 0.3
-MAX_GUIDANCE = 7.0
 
+@dataclass
+class Stage:
+    """What a stage makes small, by which figure its weights are judged, and how they change."""
 
-class Model(nn.Module):
-    """The transformer with its text encoders, over rows of a caption table."""
-
-    def __init__(
-        self, transformer: FluxTransformer2DModel, encoders: Encoders, tokenizers: Tokenizers, captions: Captions
-    ) -> None:
-        super().__init__()
-        self.transformer, self.clip, self.t5 = transformer, *encoders
-        for name, tokenizer in zip(("clip_ids", "t5_ids"), tokenizers, strict=True):
-            self.register_buffer(name, token_ids(tokenizer, captions.texts), persistent=False)
-
-    def read(self, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """What the two text encoders say of captions: [B, T, channels] and [B, channels].
-
-        The two noisy versions of a picture have one caption, which is read once.
-        """
-        texts = texts[: len(texts) // 2]
-        sequence, pooled = self.t5(self.t5_ids[texts]).last_hidden_state, self.clip(self.clip_ids[texts]).pooler_output
-        return torch.cat([sequence] * 2), torch.cat([pooled] * 2)
-
-    def forward(self, inputs: Inputs, texts: Tensor, guidance: Tensor, residuals: Tensor | None = None) -> Tensor:
-        """The velocity; residuals [B, N, width] of a ControlNet are added behind the double blocks."""
-        sequence, pooled = self.read(texts)
-        return self.transformer(
-            hidden_states=torch.cat([inputs.noisy, inputs.known], -1),
-            encoder_hidden_states=sequence,
-            pooled_projections=pooled,
-            timestep=inputs.times,
-            guidance=guidance,
-            img_ids=inputs.places,
-            txt_ids=torch.zeros(sequence.shape[1], 3, device=texts.device),
-            controlnet_block_samples=None if residuals is None else [residuals],
-            joint_attention_kwargs={
-                "attention_mask": inputs.attention,
-                "source": inputs.source,
-                "reused": inputs.reused,
-            },
-            return_dict=False,
-        )[0]
-
-
-Loss = Callable[[Model, Inputs, float], Tensor]  # the float is the share of the training time that is used
-
-
-def flow_loss(model: Model, inputs: Inputs, residuals: Tensor | None = None) -> Tensor:
-    velocity = model(inputs, inputs.texts, torch.ones_like(inputs.times), residuals)
-    return weighted_error(velocity, inputs.noise - inputs.clean, inputs)
+    loss: Callable[[Model, Inputs, float], Tensor]  # the float is the share of the training time that is used
+    judge: Callable[[Model, Inputs], Tensor]
+    optimisers: list[torch.optim.Optimizer]
+    decay: float  # of the average of the weights, per step
 
 
 def plain_loss(model: Model, inputs: Inputs, share: float) -> Tensor:
     return flow_loss(model, inputs)
-
-
-def weighted_error(prediction: Tensor, target: Tensor, inputs: Inputs) -> Tensor:
-    weight = torch.where(inputs.masked, 1.0, UNMASKED_WEIGHT)
-    weight = weight.masked_fill(inputs.reused[:, -weight.shape[1] :], 0)  # nobody reads their outputs
-    weight[:, inputs.num_tokens :] = 0
-    return ((prediction.float() - target).square().mean(-1) * weight).sum() / weight.sum()
-
-
-class Distillation:
-    """Distillation loss: the target is the teacher's guided prediction, for a guidance scale drawn per example."""
-
-    def __init__(self, teacher: Model, rule: Guidance, generator: Generator) -> None:
-        self.teacher, self.rule, self.generator = teacher.requires_grad_(False).eval(), rule, generator
-
-    def loss(self, student: Model, inputs: Inputs, share: float) -> Tensor:
-        guidance = self.scales(inputs)
-        with torch.no_grad():
-            one = torch.ones_like(guidance)
-            said, unsaid = (
-                self.teacher(inputs, t, one).float() for t in (inputs.texts, torch.zeros_like(inputs.texts))
-            )
-            change = self.rule.change(said, unsaid, inputs.noisy, inputs.times, inputs.masked)
-            target = said + (guidance[:, None, None] - 1) * change
-            # errors in proportion to the scale would count most where it is large
-            spread = guidance.sqrt()[:, None, None]
-        return weighted_error(student(inputs, inputs.texts, guidance) / spread, target / spread, inputs)
-
-    def scales(self, inputs: Inputs) -> Tensor:
-        """A guidance scale per example, most often in the middle; the two steps of a reusing pair share theirs."""
-        draws = torch.rand(2, len(inputs.times), generator=self.generator, device=inputs.times.device).mean(0)
-        scales = 1 + (MAX_GUIDANCE - 1) * draws
-        return torch.where(inputs.reused.any(1), scales[inputs.source], scales)
 
 
 def main() -> None:
@@ -145,10 +71,11 @@ def main() -> None:
         wait_for(Path(args.init))
     model, tokenizers = build(photos, captions, args)
     prepare_attention(model, args.batch, args.device)
+    judged = held_out_inputs(held_out, captions, vae, args.batch, args.device)
     if args.stage == "flow":
-        judged = held_out_inputs(held_out, captions, vae, args.batch, args.device)
         alignment = None if args.init or args.inherit else Alignment(model, photos.pictures)  # helps only at the start
-        trainer = Trainer(model, alignment.with_loss(flow_loss) if alignment else plain_loss, feed, judged, args)
+        loss = alignment.with_loss(flow_loss) if alignment else plain_loss
+        trainer = Trainer(model, Stage(loss, flow_loss, make_optimisers(model), 0.9995), feed, judged, args)
         if args.profile:
             return trainer.profile()
         trainer.run()
@@ -158,8 +85,10 @@ def main() -> None:
         teacher, _ = build(photos, captions, args)
         model.clip.requires_grad_(False)
         model.t5.requires_grad_(False)
-        rule = Guidance(args.none_above, args.full_below)
-        Trainer(model, Distillation(teacher, rule, generator).loss, feed, [], args).run()
+        distillation = Distillation(teacher, Guidance(args.none_above, args.full_below), generator)
+        optimisers = [distilling_optimiser(model.transformer, args.rate)]
+        stage = Stage(distillation.loss, distillation.missed, optimisers, 0.998)
+        Trainer(model, stage, feed, judged, args).run()
     save_pipeline(Path(args.out) / "pipeline", vae, model.transformer, (model.clip, model.t5), tokenizers)
 
 
@@ -219,11 +148,10 @@ def prepare_attention(model: Model, batch: int, device: str) -> None:
 class Trainer:
     """The training loop: draw, learn, average; at intervals report, validate and save."""
 
-    def __init__(self, model: Model, loss_of: Loss, feed: Feed, judged: list[Inputs], args: argparse.Namespace) -> None:
-        self.model, self.loss_of, self.feed, self.judged, self.args = model, loss_of, feed, judged, args
+    def __init__(self, model: Model, stage: Stage, feed: Feed, judged: list[Inputs], args: argparse.Namespace) -> None:
+        self.model, self.stage, self.feed, self.judged, self.args = model, stage, feed, judged, args
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimisers = make_optimisers(model, self.parameters, 0.8 if args.stage == "distil" else 1.0)
-        self.average = Average(self.parameters, 0.9995 if args.stage == "flow" else 0.998)
+        self.optimisers, self.average = stage.optimisers, Average(self.parameters, stage.decay)
         self.clock, self.step, self.losses = Clock(args.minutes), 0, list[float]()
         self.checkpoint = Path(args.out) / "checkpoint.safetensors"
         if self.checkpoint.exists():
@@ -237,13 +165,13 @@ class Trainer:
         path.parent.mkdir(parents=True, exist_ok=True)
         with Progress(*columns) as progress, open(path, "a", encoding="utf-8") as curve:
             task = progress.add_task(self.args.stage, total=1.0, note="")
-            if self.judged:  # the loss to begin from: examples, and with them losses, change from version to version
-                progress.console.print(self.judge(curve))
+            # what to begin from: examples, and with them losses, change from version to version
+            progress.console.print(self.judge(curve))
             while not self.clock.done:
                 self.learn(self.feed.next())
                 if self.step % 100 == 0:
                     progress.update(task, completed=self.clock.share, note=self.note(curve))
-                if self.judged and self.step % self.args.judge_every == 0:
+                if self.step % self.args.judge_every == 0:
                     progress.console.print(self.judge(curve))
                 if self.args.checkpoint_every and self.step % self.args.checkpoint_every == 0:
                     self.save()
@@ -262,7 +190,7 @@ class Trainer:
     def learn(self, inputs: Inputs) -> None:
         set_rate(self.optimisers, self.clock.rate(hold=0.6))
         with half_precision(inputs.clean.device):
-            loss = self.loss_of(self.model, inputs, self.clock.share)
+            loss = self.stage.loss(self.model, inputs, self.clock.share)
         for optimiser in self.optimisers:
             optimiser.zero_grad()
         loss.backward()
@@ -281,29 +209,31 @@ class Trainer:
         return f"step {self.step} loss {loss:.4f}"
 
     def judge(self, curve: TextIO) -> str:
-        """Mean loss of fixed held-out batches under the averaged weights.
+        """The stage's figure on fixed held-out batches, under the averaged weights.
 
         Gradients stay on, so that the graph compiled for training serves.
         """
         self.average.swap()
         with half_precision(self.judged[0].clean.device):
-            loss = sum(float(flow_loss(self.model, inputs).detach()) for inputs in self.judged) / len(self.judged)
+            figures = [float(self.stage.judge(self.model, inputs).detach()) for inputs in self.judged]
         self.average.swap()
-        curve.write(f"{self.step},{self.clock.elapsed:.1f},held out,{loss:.5f}\n")
+        figure = sum(figures) / len(figures)
+        curve.write(f"{self.step},{self.clock.elapsed:.1f},held out,{figure:.5f}\n")
         rate = self.step * self.args.batch / self.clock.elapsed
-        return f"step {self.step} {self.clock.elapsed:.0f} s {rate:.0f} examples/s held-out loss {loss:.4f}"
+        name = "held-out loss" if self.args.stage == "flow" else "share of guidance missed"
+        return f"step {self.step} {self.clock.elapsed:.0f} s {rate:.0f} examples/s {name} {figure:.4f}"
 
     def save(self) -> None:
         save_checkpoint(self.checkpoint, self.parameters, self.average, self.optimisers, self.clock, self.step)
 
 
-def make_optimisers(model: Model, parameters: list[nn.Parameter], scale: float) -> list[torch.optim.Optimizer]:
+def make_optimisers(model: Model) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the blocks, AdamW for the rest."""
     matrices = block_matrices(model.transformer)
     chosen = {id(p) for p in matrices}
-    rest = [p for p in parameters if id(p) not in chosen]
-    adamw = torch.optim.AdamW(rest, lr=6e-4 * scale, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    return [Muon(matrices, lr=1e-3 * scale), adamw]
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
+    adamw = torch.optim.AdamW(rest, lr=6e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    return [Muon(matrices, lr=1e-3), adamw]
 
 
 def held_out_inputs(
@@ -337,6 +267,7 @@ def parse() -> argparse.Namespace:
     rule = Guidance()
     parser.add_argument("--none-above", type=float, default=rule.none_above, help="time above which no guidance acts")
     parser.add_argument("--full-below", type=float, default=rule.full_below, help="time below which all of it acts")
+    parser.add_argument("--rate", type=float, default=4e-4, help="learning rate of stage distil")
     parser.add_argument("--out", default="runs/transformer")
     parser.add_argument("--minutes", type=float, default=16)
     parser.add_argument("--batch", type=int, default=384)

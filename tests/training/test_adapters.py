@@ -26,9 +26,9 @@ from training import train_controlnet, train_lora
 from training.edges import canny_batch, edge_images
 from training.examples import Captions, ExampleSource
 from training.fitting import Course, Ground
+from training.model import flow_loss
 from training.styles import SOURCES, pencil, teal
 from training.train_controlnet import Guided, build_controlnet, save_controlnet
-from training.train_transformer import flow_loss
 
 
 @pytest.fixture(scope="module")
