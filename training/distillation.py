@@ -1,7 +1,7 @@
 """Distillation of guidance: one branch learns to answer what two branches, with a caption and without, say together."""
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from training.feed import Inputs
 from training.guidance import Guidance
@@ -10,7 +10,6 @@ from training.model import Model, weighted_error
 MAX_GUIDANCE = 7.0
 USUAL_GUIDANCE = 3.5  # of edits that name none
 UNGUIDED_SHARE = 0.15  # of the examples, so that a scale of 1 stays what the teacher says
-OTHERS_SHARE = 0.15  # of the learning rate, for parameters that do not read the guidance embedding
 
 
 class Distillation:
@@ -47,17 +46,3 @@ class Distillation:
         target = said + (USUAL_GUIDANCE - 1) * change
         answered = student(inputs, inputs.texts, torch.full_like(inputs.times, USUAL_GUIDANCE))
         return weighted_error(answered, target, inputs) / weighted_error(said, target, inputs)
-
-
-def reads_guidance(name: str) -> bool:
-    """Whether a parameter turns the embedding of time, guidance and text into scales, shifts and gates."""
-    return name.startswith(("time_text_embed.", "norm_out.linear.")) or (".norm" in name and ".linear." in name)
-
-
-def distilling_optimiser(transformer: nn.Module, rate: float) -> torch.optim.Optimizer:
-    """AdamW that changes quickly what reads the guidance embedding, and slowly everything else."""
-    readers, others = list[nn.Parameter](), list[nn.Parameter]()
-    for name, parameter in transformer.named_parameters():
-        (readers if reads_guidance(name) else others).append(parameter)
-    groups = [{"params": readers, "lr": rate}, {"params": others, "lr": OTHERS_SHARE * rate}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0, fused=True)

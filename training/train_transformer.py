@@ -22,7 +22,7 @@ from instgenie.bench.photos import Photos, PhotoSplit, load_photos
 from training.alignment import Alignment
 from training.attention import MaskedAttention, choose_kernel
 from training.data import vocabulary
-from training.distillation import Distillation, distilling_optimiser
+from training.distillation import Distillation
 from training.examples import Captions, ExampleSource
 from training.feed import MAX_TOKENS, SIZES, Feed, Inputs
 from training.guidance import Guidance
@@ -48,6 +48,7 @@ class Stage:
 
     loss: Callable[[Model, Inputs, float], Tensor]  # the float is the share of the training time that is used
     judge: Callable[[Model, Inputs], Tensor]
+    judged_by: str  # what the judge's figure is called
     optimisers: list[torch.optim.Optimizer]
     decay: float  # of the average of the weights, per step
 
@@ -75,7 +76,9 @@ def main() -> None:
     if args.stage == "flow":
         alignment = None if args.init or args.inherit else Alignment(model, photos.pictures)  # helps only at the start
         loss = alignment.with_loss(flow_loss) if alignment else plain_loss
-        trainer = Trainer(model, Stage(loss, flow_loss, make_optimisers(model), 0.9995), feed, judged, args)
+        trainer = Trainer(
+            model, Stage(loss, flow_loss, "held-out loss", make_optimisers(model), 0.9995), feed, judged, args
+        )
         if args.profile:
             return trainer.profile()
         trainer.run()
@@ -86,8 +89,8 @@ def main() -> None:
         model.clip.requires_grad_(False)
         model.t5.requires_grad_(False)
         distillation = Distillation(teacher, Guidance(args.none_above, args.full_below), generator)
-        optimisers = [distilling_optimiser(model.transformer, args.rate)]
-        stage = Stage(distillation.loss, distillation.missed, optimisers, 0.998)
+        optimisers = make_optimisers(model, args.matrix_rate, 0.8)
+        stage = Stage(distillation.loss, distillation.missed, "share of guidance missed", optimisers, 0.998)
         Trainer(model, stage, feed, judged, args).run()
     save_pipeline(Path(args.out) / "pipeline", vae, model.transformer, (model.clip, model.t5), tokenizers)
 
@@ -220,20 +223,19 @@ class Trainer:
         figure = sum(figures) / len(figures)
         curve.write(f"{self.step},{self.clock.elapsed:.1f},held out,{figure:.5f}\n")
         rate = self.step * self.args.batch / self.clock.elapsed
-        name = "held-out loss" if self.args.stage == "flow" else "share of guidance missed"
-        return f"step {self.step} {self.clock.elapsed:.0f} s {rate:.0f} examples/s {name} {figure:.4f}"
+        return f"step {self.step} {self.clock.elapsed:.0f} s {rate:.0f} examples/s {self.stage.judged_by} {figure:.4f}"
 
     def save(self) -> None:
         save_checkpoint(self.checkpoint, self.parameters, self.average, self.optimisers, self.clock, self.step)
 
 
-def make_optimisers(model: Model) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for the rest."""
+def make_optimisers(model: Model, matrices_share: float = 1.0, rest_share: float = 1.0) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for the rest, each at a share of its full learning rate."""
     matrices = block_matrices(model.transformer)
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
-    adamw = torch.optim.AdamW(rest, lr=6e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    return [Muon(matrices, lr=1e-3), adamw]
+    adamw = torch.optim.AdamW(rest, lr=6e-4 * rest_share, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    return [Muon(matrices, lr=1e-3 * matrices_share), adamw]
 
 
 def held_out_inputs(
@@ -267,7 +269,8 @@ def parse() -> argparse.Namespace:
     rule = Guidance()
     parser.add_argument("--none-above", type=float, default=rule.none_above, help="time above which no guidance acts")
     parser.add_argument("--full-below", type=float, default=rule.full_below, help="time below which all of it acts")
-    parser.add_argument("--rate", type=float, default=4e-4, help="learning rate of stage distil")
+    matrix_help = "share of the full learning rate that matrices have in stage distil; what reads guidance has .8"
+    parser.add_argument("--matrix-rate", type=float, default=0.3, help=matrix_help)
     parser.add_argument("--out", default="runs/transformer")
     parser.add_argument("--minutes", type=float, default=16)
     parser.add_argument("--batch", type=int, default=384)

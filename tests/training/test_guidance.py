@@ -4,11 +4,10 @@ import torch
 from torch import Generator, nn
 
 from instgenie.bench.photos import Photos
-from training.distillation import Distillation, distilling_optimiser
+from training.distillation import Distillation
 from training.examples import Captions, Examples, ExampleSource
 from training.feed import Encoded, Feed, Inputs
 from training.guidance import Guidance, across
-from training.pipeline import build_transformer
 from training.sampling import guided
 
 
@@ -76,20 +75,6 @@ def test_the_share_of_guidance_that_a_student_misses(photos: Photos) -> None:
 
     assert abs(distillation.missed(teacher, inputs) - 1) < 1e-5
     assert abs(distillation.missed(Half(), inputs) - 0.25) < 1e-5
-
-
-def test_what_reads_guidance_learns_faster() -> None:
-    transformer = build_transformer()
-    fast, slow = distilling_optimiser(transformer, 1e-3).param_groups
-    assert fast["lr"] > 5 * slow["lr"]
-    assert len(fast["params"]) + len(slow["params"]) == len(list(transformer.parameters()))
-    read = {id(p) for p in fast["params"]}
-    assert id(transformer.time_text_embed.guidance_embedder.linear_1.weight) in read
-    assert id(transformer.transformer_blocks[0].norm1.linear.weight) in read
-    assert id(transformer.single_transformer_blocks[0].norm.linear.weight) in read
-    assert id(transformer.norm_out.linear.weight) in read
-    assert id(transformer.transformer_blocks[0].attn.to_q.weight) not in read
-    assert id(transformer.x_embedder.weight) not in read
 
 
 def test_guidance_changes_no_prediction_along_itself() -> None:
