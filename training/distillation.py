@@ -1,5 +1,7 @@
 """Distillation of guidance: one branch learns to answer what two branches, with a caption and without, say together."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Generator, Tensor
 
@@ -40,9 +42,13 @@ class Distillation:
         scales = torch.where(draws[2] < UNGUIDED_SHARE, 1.0, scales)
         return torch.where(inputs.reused.any(1), scales[inputs.source], scales)
 
-    def missed(self, student: Model, inputs: Inputs) -> Tensor:
+    def missed(self, student: Model, batches: Sequence[Inputs]) -> float:
         """The student's squared error at the usual scale, as a share of that of leaving guidance out."""
-        said, change = self.answer(inputs)
-        target = said + (USUAL_GUIDANCE - 1) * change
-        answered = student(inputs, inputs.texts, torch.full_like(inputs.times, USUAL_GUIDANCE))
-        return weighted_error(answered, target, inputs) / weighted_error(said, target, inputs)
+        error = left_out = 0.0
+        for inputs in batches:
+            said, change = self.answer(inputs)
+            target = said + (USUAL_GUIDANCE - 1) * change
+            answered = student(inputs, inputs.texts, torch.full_like(inputs.times, USUAL_GUIDANCE))
+            error += float(weighted_error(answered, target, inputs).detach())
+            left_out += float(weighted_error(said, target, inputs))
+        return error / left_out

@@ -6,7 +6,7 @@ would have answered, so that serving needs one branch instead of two. Both write
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -47,7 +47,7 @@ class Stage:
     """What a stage makes small, by which figure its weights are judged, and how they change."""
 
     loss: Callable[[Model, Inputs, float], Tensor]  # the float is the share of the training time that is used
-    judge: Callable[[Model, Inputs], Tensor]
+    judge: Callable[[Model, Sequence[Inputs]], float]
     judged_by: str  # what the judge's figure is called
     optimisers: list[torch.optim.Optimizer]
     decay: float  # of the average of the weights, per step
@@ -55,6 +55,10 @@ class Stage:
 
 def plain_loss(model: Model, inputs: Inputs, share: float) -> Tensor:
     return flow_loss(model, inputs)
+
+
+def held_out_loss(model: Model, batches: Sequence[Inputs]) -> float:
+    return sum(float(flow_loss(model, inputs).detach()) for inputs in batches) / len(batches)
 
 
 def main() -> None:
@@ -77,7 +81,7 @@ def main() -> None:
         alignment = None if args.init or args.inherit else Alignment(model, photos.pictures)  # helps only at the start
         loss = alignment.with_loss(flow_loss) if alignment else plain_loss
         trainer = Trainer(
-            model, Stage(loss, flow_loss, "held-out loss", make_optimisers(model), 0.9995), feed, judged, args
+            model, Stage(loss, held_out_loss, "held-out loss", make_optimisers(model), 0.9995), feed, judged, args
         )
         if args.profile:
             return trainer.profile()
@@ -218,9 +222,8 @@ class Trainer:
         """
         self.average.swap()
         with half_precision(self.judged[0].clean.device):
-            figures = [float(self.stage.judge(self.model, inputs).detach()) for inputs in self.judged]
+            figure = self.stage.judge(self.model, self.judged)
         self.average.swap()
-        figure = sum(figures) / len(figures)
         curve.write(f"{self.step},{self.clock.elapsed:.1f},held out,{figure:.5f}\n")
         rate = self.step * self.args.batch / self.clock.elapsed
         return f"step {self.step} {self.clock.elapsed:.0f} s {rate:.0f} examples/s {self.stage.judged_by} {figure:.4f}"

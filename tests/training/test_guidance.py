@@ -73,8 +73,8 @@ def test_the_share_of_guidance_that_a_student_misses(photos: Photos) -> None:
             scale = torch.where(inputs.masked, 1 + (guidance[:, None] - 1) / 2, 1.0)
             return super().forward(inputs, texts, guidance) * scale[:, :, None]
 
-    assert abs(distillation.missed(teacher, inputs) - 1) < 1e-5
-    assert abs(distillation.missed(Half(), inputs) - 0.25) < 1e-5
+    assert abs(distillation.missed(teacher, [inputs]) - 1) < 1e-5
+    assert abs(distillation.missed(Half(), [inputs]) - 0.25) < 1e-5
 
 
 def test_guidance_changes_no_prediction_along_itself() -> None:
