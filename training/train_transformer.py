@@ -80,9 +80,8 @@ def main() -> None:
     if args.stage == "flow":
         alignment = None if args.init or args.inherit else Alignment(model, photos.pictures)  # helps only at the start
         loss = alignment.with_loss(flow_loss) if alignment else plain_loss
-        trainer = Trainer(
-            model, Stage(loss, held_out_loss, "held-out loss", make_optimisers(model), 0.9995), feed, judged, args
-        )
+        stage = Stage(loss, held_out_loss, "held-out loss", make_optimisers(model), 0.9995)
+        trainer = Trainer(model, stage, feed, judged, args)
         if args.profile:
             return trainer.profile()
         trainer.run()
@@ -93,7 +92,7 @@ def main() -> None:
         model.clip.requires_grad_(False)
         model.t5.requires_grad_(False)
         distillation = Distillation(teacher, Guidance(args.none_above, args.full_below), generator)
-        optimisers = make_optimisers(model, args.matrix_rate, 0.8)
+        optimisers = make_optimisers(model, args.matrix_rate, rest_rate=0.8)
         stage = Stage(distillation.loss, distillation.missed, "share of guidance missed", optimisers, 0.998)
         Trainer(model, stage, feed, judged, args).run()
     save_pipeline(Path(args.out) / "pipeline", vae, model.transformer, (model.clip, model.t5), tokenizers)
@@ -232,13 +231,13 @@ class Trainer:
         save_checkpoint(self.checkpoint, self.parameters, self.average, self.optimisers, self.clock, self.step)
 
 
-def make_optimisers(model: Model, matrices_share: float = 1.0, rest_share: float = 1.0) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for the rest, each at a share of its full learning rate."""
+def make_optimisers(model: Model, matrix_rate: float = 1.0, rest_rate: float = 1.0) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for the rest; rates are shares of the full learning rates."""
     matrices = block_matrices(model.transformer)
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
-    adamw = torch.optim.AdamW(rest, lr=6e-4 * rest_share, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    return [Muon(matrices, lr=1e-3 * matrices_share), adamw]
+    adamw = torch.optim.AdamW(rest, lr=6e-4 * rest_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    return [Muon(matrices, lr=1e-3 * matrix_rate), adamw]
 
 
 def held_out_inputs(
@@ -272,7 +271,7 @@ def parse() -> argparse.Namespace:
     rule = Guidance()
     parser.add_argument("--none-above", type=float, default=rule.none_above, help="time above which no guidance acts")
     parser.add_argument("--full-below", type=float, default=rule.full_below, help="time below which all of it acts")
-    matrix_help = "share of the full learning rate that matrices have in stage distil; what reads guidance has .8"
+    matrix_help = "share of its full learning rate that a block's matrices have in stage distil; the rest has .8"
     parser.add_argument("--matrix-rate", type=float, default=0.3, help=matrix_help)
     parser.add_argument("--out", default="runs/transformer")
     parser.add_argument("--minutes", type=float, default=16)

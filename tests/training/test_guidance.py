@@ -19,6 +19,18 @@ class Teacher(nn.Module):
         return wave * (texts > 0)[:, None, None] * torch.ones_like(inputs.clean)
 
 
+class Student(Teacher):
+    """Knows a share of what guidance adds, inside the mask alone."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, inputs: Inputs, texts: torch.Tensor, guidance: torch.Tensor) -> torch.Tensor:
+        scale = torch.where(inputs.masked, 1 + self.share * (guidance[:, None] - 1), 1.0)
+        return super().forward(inputs, texts, guidance) * scale[:, :, None]
+
+
 def noised(photos: Photos, num: int, num_masked: int) -> Inputs:
     """Two noisy versions each of so many pictures whose first tokens are masked."""
     feed = Feed(ExampleSource(photos, Captions(photos), Generator().manual_seed(1)), None, 2 * num)
@@ -35,13 +47,7 @@ def test_what_is_distilled_is_guidance_inside_the_mask(photos: Photos) -> None:
     masked_share = 192 / (192 + 0.3 * 64)
     # the mean of (w - 1)^2 / w, where w is 1 in 15 % of the examples and else triangular over 1 to 7
     assert abs(loss(teacher, inputs, 0.0) / masked_share - 0.85 * 2.29) < 0.25
-
-    class Guided(Teacher):
-        def forward(self, inputs: Inputs, texts: torch.Tensor, guidance: torch.Tensor) -> torch.Tensor:
-            scale = torch.where(inputs.masked, guidance[:, None], 1.0)
-            return super().forward(inputs, texts, guidance) * scale[:, :, None]
-
-    assert loss(Guided(), inputs, 0.0) < 1e-10
+    assert loss(Student(), inputs, 0.0) < 1e-10
     inputs.times[:] = 1
     assert loss(teacher, inputs, 0.0) < 1e-10  # near pure noise, guidance changes nothing
 
@@ -65,16 +71,8 @@ def test_the_share_of_guidance_that_a_student_misses(photos: Photos) -> None:
     inputs, teacher = noised(photos, 4, 192), Teacher()
     inputs.times = torch.full_like(inputs.times, 0.5)
     distillation = Distillation(teacher, Guidance(is_projected=False), Generator().manual_seed(0))
-
-    class Half(Teacher):
-        """Knows half of what guidance adds, inside the mask alone."""
-
-        def forward(self, inputs: Inputs, texts: torch.Tensor, guidance: torch.Tensor) -> torch.Tensor:
-            scale = torch.where(inputs.masked, 1 + (guidance[:, None] - 1) / 2, 1.0)
-            return super().forward(inputs, texts, guidance) * scale[:, :, None]
-
     assert abs(distillation.missed(teacher, [inputs]) - 1) < 1e-5
-    assert abs(distillation.missed(Half(), [inputs]) - 0.25) < 1e-5
+    assert abs(distillation.missed(Student(0.5), [inputs]) - 0.25) < 1e-5
 
 
 def test_guidance_changes_no_prediction_along_itself() -> None:
