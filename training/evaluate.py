@@ -65,6 +65,7 @@ class Evaluation:
     def load(self) -> None:
         """Load the models, once the new one is there."""
         if self.args.wait:
+            torch.cuda.empty_cache()  # what others train meanwhile needs the memory
             wait_for(self.args.pipeline)
         folders = {NEW: self.args.pipeline, OLD: self.args.against}
         self.candidates = [Candidate.load(name, at, self.bench.device) for name, at in folders.items() if at]
@@ -77,6 +78,7 @@ class Evaluation:
         if "removal" in parts:
             removals = load_removals(holdout.val, scenes, "val", self.args.num_scenes)
             probe = removal.fit_probe(bench, holdout, scenes, self.args.num_scenes)
+            starts = removal.starts(removals)
         self.load()
         self.report.real["edits"] = holdout.ceilings
         if "autoencoder" in parts:
@@ -84,7 +86,7 @@ class Evaluation:
             for candidate in self.candidates:
                 self.keep("autoencoder", candidate, autoencoder_figures(bench, holdout, crops, candidate))
         if "removal" in parts:
-            self.removals(removals, probe)
+            self.removals(removals, probe, starts)
         if "text to image" in parts:
             for candidate in self.candidates:
                 self.keep("text to image", candidate, text_figures(bench, holdout, candidate))
@@ -97,15 +99,15 @@ class Evaluation:
         if BLIND in parts:
             self.blind(sorted(set(holdout.val.captions)))
 
-    def removals(self, removals: Removals, probe: removal.Probe) -> None:
+    def removals(self, removals: Removals, probe: removal.Probe, starts: removal.Starts) -> None:
         self.report.real["removal"] = removal.real_figures(self.bench, removals, probe)
         rows = range(min(self.num_shown, len(removals)))
         cases = [(i, KINDS[i % 3], removal.CAPTIONS[i // 3 % 3]) for i in rows]  # each mask with each caption
         shown = {}
         for candidate in self.candidates:
             figures: Values = {}
-            for start in removal.STARTS:
-                filled = removal.fill_all(self.bench, removals, candidate, start)
+            for start, contents in starts.items():
+                filled = removal.fill_all(self.bench, removals, candidate, contents)
                 found = removal.removal_figures(self.bench, removals, probe, filled)
                 figures |= {f"{name}{start}": value for name, value in found.items()}
                 filled_cases = [filled[kind, caption][i] for i, kind, caption in cases]

@@ -8,7 +8,6 @@ and mask 0, and their noisy latents are a fact of the picture and its noise, nev
 from collections.abc import Callable
 from itertools import pairwise
 
-import numpy as np
 import torch
 from diffusers import FluxFillPipeline
 from torch import Generator, Tensor
@@ -17,7 +16,6 @@ from instgenie.jobs.sampler import flow_schedule, flow_strength
 from instgenie.jobs.strength import FROM_SURROUNDINGS, open_strength
 from instgenie.models.joint.model import WHOLE_SIGMA
 from instgenie.models.loading.load import quiet
-from instgenie.pictures.surroundings import with_surroundings
 from training.guidance import Guidance
 from training.latents import condition, decode, encode, image_ids, token_masks
 
@@ -57,12 +55,12 @@ def fill(
     seed: int = 0,
     generator: Generator | None = None,
     rule: Guidance | None = None,
-    from_surroundings: bool = False,
+    content: Tensor | None = None,  # like pictures
 ) -> Tensor:
     """Edited pictures [B, 3, H, W] as they are decoded, unmasked pixels too. A full mask is text-to-image.
 
     A model into which no guidance is distilled is guided by a rule, in two branches. Edits start from noise, or from
-    the surroundings of their masks as the page's Remove does.
+    content as the page's Remove does.
     """
     height, width = pictures.shape[-2:]
     clean = encode(pipe.vae, pictures * 2 - 1)  # [B, N, 4C]
@@ -76,24 +74,17 @@ def fill(
             velocity, velocity_of(pipe, known, [""] * len(prompts), 1.0, height, width), masked, guidance, rule
         )
 
-    content, strength = clean, 1.0
-    if from_surroundings:
-        content = encode(pipe.vae, surroundings(pictures, masks) * 2 - 1)
+    first, strength = clean, 1.0
+    if content is not None:
+        first = encode(pipe.vae, content * 2 - 1)
         own = flow_strength(pipe.scheduler, clean.shape[1], WHOLE_SIGMA)
         strength, steps = open_strength(FROM_SURROUNDINGS * own, steps)
     sigmas = flow_schedule(pipe.scheduler, steps, clean.shape[1], strength).sigmas
-    x = torch.lerp(torch.where(masked[..., None], content, clean), noise, sigmas[0])
+    x = torch.lerp(torch.where(masked[..., None], first, clean), noise, sigmas[0])
     for sigma, sigma_next in pairwise(sigmas):
         x = x + (sigma_next - sigma) * velocity(x, sigma)
         x = torch.where(masked[..., None], x, (1 - sigma_next) * clean + sigma_next * noise)
     return decode(pipe.vae, x, height, width)
-
-
-def surroundings(pictures: Tensor, masks: Tensor) -> Tensor:
-    """Pictures [B, 3, H, W] in [0, 1] with what surrounds their masks in the place of what is masked."""
-    pixels = (pictures * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-    made = [with_surroundings(picture, mask) for picture, mask in zip(pixels, masks.cpu().numpy(), strict=True)]
-    return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2).to(pictures) / 255
 
 
 def guided(said: Velocity, unsaid: Velocity, masked: Tensor, scale: float | Tensor, rule: Guidance) -> Velocity:

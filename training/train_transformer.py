@@ -272,7 +272,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--none-above", type=float, default=rule.none_above, help="time above which no guidance acts")
     parser.add_argument("--full-below", type=float, default=rule.full_below, help="time below which all of it acts")
     matrix_help = "share of its full learning rate that a block's matrices have in stage distil; the rest has .8"
-    parser.add_argument("--matrix-rate", type=float, default=0.3, help=matrix_help)
+    parser.add_argument("--matrix-rate", type=float, default=0.6, help=matrix_help)
     parser.add_argument("--out", default="runs/transformer")
     parser.add_argument("--minutes", type=float, default=16)
     parser.add_argument("--batch", type=int, default=384)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Generator, Tensor, nn
 
 from instgenie.bench.metrics import Features, Lpips, Probe, crop_to_masks, kid
 from instgenie.pictures.compositing import paint, whole_picture
+from instgenie.pictures.surroundings import with_surroundings
 from instgenie.types import PixelMask, Pixels
 from training.guidance import Guidance
 from training.sampling import fill, load_pipeline
@@ -98,16 +100,18 @@ class Bench:
         masks: Tensor,
         prompts: Sequence[str],
         salt: int,
-        from_surroundings: bool = False,
+        contents: Tensor | None = None,
     ) -> Tensor:  # like pictures
-        """Edits as the engine paints them. The noise of a picture depends on the seed, the salt and its place alone."""
+        """Edits as the engine paints them, from noise or from contents, which are like pictures. The noise of a picture
+        depends on the seed, the salt and its place alone."""
         results = []
         for start in range(0, len(prompts), self.batch):
             rows = slice(start, start + self.batch)
             seed = (self.seed * 1000 + salt) * 100_000 + start
             chunk, mask = as_input(pictures[rows].to(self.device)), masks[rows].to(self.device)
             edits = candidate.pipe, chunk, mask, list(prompts[rows]), self.guidance, self.steps, seed
-            decoded = as_pixels(fill(*edits, rule=candidate.rule, from_surroundings=from_surroundings))
+            content = None if contents is None else as_input(contents[rows].to(self.device))
+            decoded = as_pixels(fill(*edits, rule=candidate.rule, content=content))
             results.append(painted(pictures[rows], decoded, masks[rows]))
         return torch.cat(results)
 
@@ -127,6 +131,13 @@ def painted(pictures: Tensor, decoded: Tensor, masks: Tensor) -> Tensor:
     with ThreadPoolExecutor() as pool:
         done = list(pool.map(paint_one, *rows))
     return torch.stack(done).permute(0, 3, 1, 2).contiguous().to(pictures.device)
+
+
+def surroundings(pictures: Tensor, masks: Tensor) -> Tensor:
+    """Pictures with what surrounds their masks in the place of what is masked."""
+    with ThreadPoolExecutor() as pool:
+        made = list(pool.map(with_surroundings, as_pictures(pictures), masks.cpu().numpy()))
+    return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2).to(pictures.device)
 
 
 def as_pictures(pixels: Tensor) -> Pixels:

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from instgenie.bench.metrics import Probe
-from training.measure.bench import Bench, Candidate, Values, kid_values, share
+from training.measure.bench import Bench, Candidate, Values, kid_values, share, surroundings
 from training.measure.pasting import ANIMALS, KINDS, Removals, load_removals
 from training.measure.photographs import Holdout, with_outlines
 
 CAPTIONS = ("background", "nothing", "")
 SCENE = "scene"
 AROUND = ", from surroundings"
-STARTS = ("", AROUND)  # what is added to the name of a figure: fills start from noise, or as the page's Remove does
 NUM_PROBE_SCENES, NUM_PROBE_PHOTOS = 800, 2000  # training scenes, and photographs whose things are pasted into them
 
 Filled = dict[tuple[str, str], Tensor]  # kind of mask, caption -> pictures
+Starts = dict[str, dict[str, Tensor] | None]  # what is added to the name of a figure -> kind of mask -> pictures
 
 
 def fit_probe(bench: Bench, holdout: Holdout, folder: str | Path, limit: int | None) -> Probe:
@@ -52,13 +52,19 @@ def seen(bench: Bench, probe: Probe, pictures: Tensor, masks: Tensor) -> Sequenc
     return probe.predict(bench.embed_crops(pictures, masks))
 
 
-def fill_all(bench: Bench, removals: Removals, candidate: Candidate, start: str) -> Filled:
+def starts(removals: Removals) -> Starts:
+    """Fills start from noise, or as the page's Remove does."""
+    return {"": None, AROUND: {kind: surroundings(removals.pasted, removals.masks[kind]) for kind in KINDS}}
+
+
+def fill_all(bench: Bench, removals: Removals, candidate: Candidate, start: dict[str, Tensor] | None) -> Filled:
     """Every thing removed with every kind of mask and every caption, in one call, so that batches are full."""
     keys = [(kind, caption) for kind in KINDS for caption in CAPTIONS]
     masks = torch.cat([removals.masks[kind] for kind, _ in keys])
     prompts = [caption for _, caption in keys for _ in range(len(removals))]
     pictures = removals.pasted.repeat(len(keys), 1, 1, 1)
-    filled = bench.edit(candidate, pictures, masks, prompts, salt=30, from_surroundings=start == AROUND)
+    contents = torch.cat([start[kind] for kind, _ in keys]) if start else None
+    filled = bench.edit(candidate, pictures, masks, prompts, salt=30, contents=contents)
     return dict(zip(keys, filled.split(len(removals)), strict=True))
 
 
