@@ -78,7 +78,7 @@ class Evaluation:
         if "removal" in parts:
             removals = load_removals(holdout.val, scenes, "val", self.args.num_scenes)
             probe = removal.fit_probe(bench, holdout, scenes, self.args.num_scenes)
-            starts = removal.starts(removals)
+            starts = removal.starts(bench, removals)
         self.load()
         self.report.real["edits"] = holdout.ceilings
         if "autoencoder" in parts:

@@ -4,6 +4,8 @@ unnoticed: what is pasted and masked, bars, kept figures, the generated part of 
 import csv
 import json
 import tarfile
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ from instgenie.bench.photos import is_validation, load_photos
 from training import evaluate
 from training.measure import guidance
 from training.measure.bars import GROUPS, ROWS, Bar, Row
-from training.measure.bench import Bench, Candidate
+from training.measure.bench import Bench, Candidate, as_pictures, paint_one, stacked
 from training.measure.edits import contradict
 from training.measure.masks import box_masks, ellipse_masks, scribble_masks
 from training.measure.pasting import CutOuts, load_removals, paste
@@ -199,3 +201,17 @@ def test_the_card_shows_the_figures_of_its_file(tmp_path: Path) -> None:
 
 def test_an_empty_report_is_an_empty_page() -> None:
     assert markdown(FigureReport()) == ""
+
+
+def test_processes_make_what_threads_make(photos: Path) -> None:
+    pictures, masks = load_photos(photos, "val").pictures, torch.zeros(4, 256, 256, dtype=torch.bool)
+    masks[:, 80:160, 80:160] = True
+    made = []
+    for workers in (ThreadPoolExecutor(1), ProcessPoolExecutor(1, get_context("spawn"))):
+        with workers:
+            bench = Bench("cpu", 1, 3.5, 0, SmallFeatures(), SmallDistance(), workers)
+            painted = bench.work(paint_one, as_pictures(pictures), as_pictures(pictures.flip(3)), masks)
+            made.append([bench.surroundings(pictures, masks), stacked(painted)])
+    for by_threads, by_processes in zip(*made, strict=True):
+        assert torch.equal(by_threads, by_processes)
+        assert not torch.equal(by_threads, pictures)

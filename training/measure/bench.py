@@ -1,9 +1,11 @@
 """The tools that measure pictures, and the models that make them. Pictures are uint8 [N, 3, 256, 256], as people see
 them; masks are bool [N, 256, 256], True = edit."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Generator, Tensor, nn
 from instgenie.bench.metrics import Features, Lpips, Probe, crop_to_masks, kid
 from instgenie.pictures.compositing import paint, whole_picture
 from instgenie.pictures.surroundings import with_surroundings
-from instgenie.types import PixelMask, Pixels
+from instgenie.types import OwnPixels, PixelMask, Pixels
 from training.guidance import Guidance
 from training.sampling import fill, load_pipeline
 
@@ -51,11 +53,14 @@ class Bench:
     seed: int
     features: nn.Module  # pictures [B, 3, H, W] in [0, 1] -> [B, F]
     lpips: nn.Module
+    workers: Executor = field(default_factory=ThreadPoolExecutor)
     console: Console = field(default_factory=Console)
 
     @classmethod
     def load(cls, device: str, steps: int, guidance: float, seed: int) -> "Bench":
-        return cls(device, steps, guidance, seed, Features().to(device), Lpips().to(device))
+        # threads would wait for each other; processes forked from one that uses a GPU may hang
+        workers = ProcessPoolExecutor(mp_context=get_context("spawn")) if device != "cpu" else ThreadPoolExecutor()
+        return cls(device, steps, guidance, seed, Features().to(device), Lpips().to(device), workers)
 
     @property
     def batch(self) -> int:
@@ -104,7 +109,7 @@ class Bench:
     ) -> Tensor:  # like pictures
         """Edits as the engine paints them, from noise or from contents, which are like pictures. The noise of a picture
         depends on the seed, the salt and its place alone."""
-        results = []
+        painted: list[Iterator[Pixels]] = []
         for start in range(0, len(prompts), self.batch):
             rows = slice(start, start + self.batch)
             seed = (self.seed * 1000 + salt) * 100_000 + start
@@ -112,8 +117,18 @@ class Bench:
             edits = candidate.pipe, chunk, mask, list(prompts[rows]), self.guidance, self.steps, seed
             content = None if contents is None else as_input(contents[rows].to(self.device))
             decoded = as_pixels(fill(*edits, rule=candidate.rule, content=content))
-            results.append(painted(pictures[rows], decoded, masks[rows]))
-        return torch.cat(results)
+            # the workers paint while the next batch is made
+            painted.append(self.work(paint_one, as_pictures(pictures[rows]), as_pictures(decoded), masks[rows]))
+        return stacked(chain.from_iterable(painted)).to(pictures.device)
+
+    def surroundings(self, pictures: Tensor, masks: Tensor) -> Tensor:
+        """Pictures with what surrounds their masks in the place of what is masked."""
+        return stacked(self.work(with_surroundings, as_pictures(pictures), masks)).to(pictures.device)
+
+    def work(self, function: Callable[..., Pixels], *columns: Pixels | Tensor) -> Iterator[Pixels]:
+        """Give rows to the workers; the iterator waits for what they return."""
+        rows = (column.cpu().numpy() if isinstance(column, Tensor) else column for column in columns)
+        return self.workers.map(function, *rows, chunksize=8)
 
     def generate(self, candidate: Candidate, prompts: Sequence[str], salt: int) -> Tensor:
         blank = torch.full((1, 3, SIZE, SIZE), 128, dtype=torch.uint8).expand(len(prompts), -1, -1, -1)
@@ -121,23 +136,13 @@ class Bench:
         return self.edit(candidate, blank, full, prompts, salt)
 
 
-def painted(pictures: Tensor, decoded: Tensor, masks: Tensor) -> Tensor:
-    """Pictures [B, 3, H, W] uint8 with what was decoded inside their masks, as the engine finishes edits."""
-
-    def paint_one(picture: Pixels, made: Pixels, mask: PixelMask) -> Tensor:
-        return torch.from_numpy(paint(whole_picture(picture, None), made, mask, feather=0, seed=0))
-
-    rows = [as_pictures(pictures), as_pictures(decoded), masks.cpu().numpy()]
-    with ThreadPoolExecutor() as pool:
-        done = list(pool.map(paint_one, *rows))
-    return torch.stack(done).permute(0, 3, 1, 2).contiguous().to(pictures.device)
+def paint_one(picture: Pixels, made: Pixels, mask: PixelMask) -> OwnPixels:
+    """What was made, put into the picture as the engine does it."""
+    return paint(whole_picture(picture, None), made, mask, feather=0, seed=0)
 
 
-def surroundings(pictures: Tensor, masks: Tensor) -> Tensor:
-    """Pictures with what surrounds their masks in the place of what is masked."""
-    with ThreadPoolExecutor() as pool:
-        made = list(pool.map(with_surroundings, as_pictures(pictures), masks.cpu().numpy()))
-    return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2).to(pictures.device)
+def stacked(pictures: Iterable[Pixels]) -> Tensor:
+    return torch.from_numpy(np.stack(list(pictures))).permute(0, 3, 1, 2).contiguous()
 
 
 def as_pictures(pixels: Tensor) -> Pixels:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from instgenie.bench.metrics import Probe
-from training.measure.bench import Bench, Candidate, Values, kid_values, share, surroundings
+from training.measure.bench import Bench, Candidate, Values, kid_values, share
 from training.measure.pasting import ANIMALS, KINDS, Removals, load_removals
 from training.measure.photographs import Holdout, with_outlines
 
@@ -52,9 +52,9 @@ def seen(bench: Bench, probe: Probe, pictures: Tensor, masks: Tensor) -> Sequenc
     return probe.predict(bench.embed_crops(pictures, masks))
 
 
-def starts(removals: Removals) -> Starts:
+def starts(bench: Bench, removals: Removals) -> Starts:
     """Fills start from noise, or as the page's Remove does."""
-    return {"": None, AROUND: {kind: surroundings(removals.pasted, removals.masks[kind]) for kind in KINDS}}
+    return {"": None, AROUND: {kind: bench.surroundings(removals.pasted, removals.masks[kind]) for kind in KINDS}}
 
 
 def fill_all(bench: Bench, removals: Removals, candidate: Candidate, start: dict[str, Tensor] | None) -> Filled:
