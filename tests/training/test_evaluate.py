@@ -22,9 +22,10 @@ from instgenie.bench.photos import is_validation, load_photos
 from training import evaluate
 from training.measure import guidance
 from training.measure.bars import GROUPS, ROWS, Bar, Row
-from training.measure.bench import Bench, Candidate, as_pictures, paint_one, stacked
+from training.measure.bench import Bench, Candidate, as_pictures, stacked
 from training.measure.edits import contradict
 from training.measure.masks import box_masks, ellipse_masks, scribble_masks
+from training.measure.painting import paint_one
 from training.measure.pasting import CutOuts, load_removals, paste
 from training.measure.photographs import MaskedPhotos
 from training.measure.report import END, NEW, OLD, START, FigureReport, Measured, markdown, write_page

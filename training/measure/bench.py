@@ -15,10 +15,10 @@ from rich.console import Console
 from torch import Generator, Tensor, nn
 
 from instgenie.bench.metrics import Features, Lpips, Probe, crop_to_masks, kid
-from instgenie.pictures.compositing import paint, whole_picture
 from instgenie.pictures.surroundings import with_surroundings
-from instgenie.types import OwnPixels, PixelMask, Pixels
+from instgenie.types import Pixels
 from training.guidance import Guidance
+from training.measure.painting import paint_one
 from training.sampling import fill, load_pipeline
 
 SIZE = 256
@@ -134,11 +134,6 @@ class Bench:
         blank = torch.full((1, 3, SIZE, SIZE), 128, dtype=torch.uint8).expand(len(prompts), -1, -1, -1)
         full = torch.ones(1, SIZE, SIZE, dtype=torch.bool).expand(len(prompts), -1, -1)
         return self.edit(candidate, blank, full, prompts, salt)
-
-
-def paint_one(picture: Pixels, made: Pixels, mask: PixelMask) -> OwnPixels:
-    """What was made, put into the picture as the engine does it."""
-    return paint(whole_picture(picture, None), made, mask, feather=0, seed=0)
 
 
 def stacked(pictures: Iterable[Pixels]) -> Tensor:
