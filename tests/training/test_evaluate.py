@@ -211,7 +211,7 @@ def test_processes_make_what_threads_make(photos: Path) -> None:
     for workers in (ThreadPoolExecutor(1), ProcessPoolExecutor(1, get_context("spawn"))):
         with workers:
             bench = Bench("cpu", 1, 3.5, 0, SmallFeatures(), SmallDistance(), workers)
-            painted = bench.work(paint_one, as_pictures(pictures), as_pictures(pictures.flip(3)), masks)
+            painted = bench.work(paint_one, as_pictures(pictures), as_pictures(pictures.flip(3)), masks.numpy())
             made.append([bench.surroundings(pictures, masks), stacked(painted)])
     for by_threads, by_processes in zip(*made, strict=True):
         assert torch.equal(by_threads, by_processes)

@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 
 from instgenie.bench.metrics import Features, Lpips, Probe, crop_to_masks, kid
 from instgenie.pictures.surroundings import with_surroundings
-from instgenie.types import Pixels
+from instgenie.types import PixelMask, Pixels
 from training.guidance import Guidance
 from training.measure.painting import paint_one
 from training.sampling import fill, load_pipeline
@@ -118,17 +118,18 @@ class Bench:
             content = None if contents is None else as_input(contents[rows].to(self.device))
             decoded = as_pixels(fill(*edits, rule=candidate.rule, content=content))
             # the workers paint while the next batch is made
-            painted.append(self.work(paint_one, as_pictures(pictures[rows]), as_pictures(decoded), masks[rows]))
+            own, made = as_pictures(pictures[rows]), as_pictures(decoded)
+            painted.append(self.work(paint_one, own, made, masks[rows].cpu().numpy()))
         return stacked(chain.from_iterable(painted)).to(pictures.device)
 
     def surroundings(self, pictures: Tensor, masks: Tensor) -> Tensor:
         """Pictures with what surrounds their masks in the place of what is masked."""
-        return stacked(self.work(with_surroundings, as_pictures(pictures), masks)).to(pictures.device)
+        made = self.work(with_surroundings, as_pictures(pictures), masks.cpu().numpy())
+        return stacked(made).to(pictures.device)
 
-    def work(self, function: Callable[..., Pixels], *columns: Pixels | Tensor) -> Iterator[Pixels]:
-        """Give rows to the workers; the iterator waits for what they return."""
-        rows = (column.cpu().numpy() if isinstance(column, Tensor) else column for column in columns)
-        return self.workers.map(function, *rows, chunksize=8)
+    def work(self, function: Callable[..., Pixels], *columns: Pixels | PixelMask) -> Iterator[Pixels]:
+        """Call the function for every row of the columns; the iterator waits for the workers."""
+        return self.workers.map(function, *columns, chunksize=8)
 
     def generate(self, candidate: Candidate, prompts: Sequence[str], salt: int) -> Tensor:
         blank = torch.full((1, 3, SIZE, SIZE), 128, dtype=torch.uint8).expand(len(prompts), -1, -1, -1)
