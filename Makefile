@@ -76,7 +76,7 @@ demo: .venv/.installed
 # what the documentation shows of the model: after new weights, run it again
 sheets: .venv/.installed
 	$(BIN)/python -m instgenie.cli.demo --rows 2 --times -o docs/demo.png
-	$(BIN)/python -m instgenie.cli.demo --steps 28 --times -o docs/edits.png
+	$(BIN)/python -m instgenie.cli.demo --steps 20 --times -o docs/edits.png
 
 serve: .venv/.installed
 	$(BIN)/instgenie serve builtin $(FLAGS)

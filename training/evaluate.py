@@ -19,6 +19,7 @@ from rich.console import Console
 
 import instgenie
 from instgenie.machine.model_folders import BUILTIN
+from instgenie.models.loading.folder import BUILTIN_DEFAULTS
 from training.measure import removal
 from training.measure.autoencoder import autoencoder_figures
 from training.measure.bars import GROUPS
@@ -168,8 +169,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these alone")
     parser.add_argument("--card", type=Path, help="a Markdown page whose part between two marks gets the tables")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=28)
-    parser.add_argument("--guidance", type=float, default=3.5)
+    parser.add_argument("--steps", type=int, default=BUILTIN_DEFAULTS["steps"])
+    parser.add_argument("--guidance", type=float, default=BUILTIN_DEFAULTS["guidance"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-val", type=int, help="validation photographs (default: all)")
     parser.add_argument("--num-train", type=int, help="training photographs, for the probes (default: all)")

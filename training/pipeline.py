@@ -16,7 +16,7 @@ Tokenizers = tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]
 
 NUM_TEXT_TOKENS = 64
 LATENT_CHANNELS = 16
-SHIFT = 2.0  # of the schedule towards noise, where structure and contrast are settled
+SHIFT = 3.0  # of the schedule towards noise, where structure and contrast are settled
 
 
 def build_autoencoder(latent_channels: int = LATENT_CHANNELS) -> AutoencoderTiny:

@@ -103,6 +103,7 @@ def measure(path: Path, share: float, prompt: str, steps: int, model: Model, kee
     if keep:
         near = around(mask, round(0.3 * mask.sum() ** 0.5))
         beside = np.concatenate([crop(each, near) for each in (picture, whole, plain, auto)], axis=1)
+        keep.mkdir(parents=True, exist_ok=True)
         Image.fromarray(beside).save(keep / f"{path.stem}-{share:g}.png")
     details = (detail(each, mask) for each in (picture, whole, plain, auto))
     return Details(path.name, share, canvas.scale(box.size if box else mask.shape), *details)

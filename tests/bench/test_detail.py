@@ -31,3 +31,12 @@ def test_a_folder_without_large_photographs_is_refused(tmp_path: Path, models: d
     Image.new("RGB", (100, 100)).save(tmp_path / "small.png")
     with pytest.raises(PictureError, match="2 megapixels"):
         bench_detail(tmp_path, models["sd_fill"], [0.01], "a cat", 2, None, None)
+
+
+def test_pictures_are_kept_in_a_folder_of_their_own(tmp_path: Path, models: dict[str, Model]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (1250, 1610, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "large.jpg")
+    bench_detail(tmp_path, models["sd_fill"], [0.01], "a cat", 1, None, tmp_path / "kept" / "here")
+    with Image.open(tmp_path / "kept" / "here" / "large-0.01.png") as kept:
+        assert kept.width % 4 == 0  # the photograph, whole, crop without grain, crop
+        assert kept.width > kept.height

@@ -34,7 +34,7 @@ def test_plain_diffusers_runs_it() -> None:
                 mask_image=whole,
                 height=256,
                 width=256,
-                num_inference_steps=3,
+                num_inference_steps=8,
                 guidance_scale=3.5,
                 max_sequence_length=pipeline.tokenizer_2.model_max_length,
                 generator=torch.Generator().manual_seed(0),

@@ -160,11 +160,11 @@ def test_a_preempted_job_keeps_no_room_for_rows_of_blocks(
         small, reuse_changed=0.6, disk=str(tmp_path), host_bytes=template_bytes, own_bytes=num_bytes
     )
     urgent = with_terms(jobs(small, ("u", 4), template=head_of("u")), priority=-1, number=1)
-    short = with_terms(jobs(small, ("s", 1), reuse="off"), priority=-2, number=2)
+    between = with_terms(jobs(small, ("s", 30), reuse="off"), priority=-2, number=2)  # u's template loads meanwhile
     tape.rounds.append([jobs(small, ("t", 4), template=head_of("t"))])
-    feed_after(tape, "t", 1, [urgent, short])
+    feed_after(tape, "t", 1, [urgent, between])
     denoiser.run()
-    assert batches(tape) == ["t", "s", *"uuuu", *"ttt"]
+    assert batches(tape) == ["t", *"s" * 30, *"uuuu", *"ttt"]
     assert None not in {found(tape)[name] for name in "tu"}
 
 

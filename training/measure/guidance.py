@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from instgenie.models.loading.folder import BUILTIN_DEFAULTS
 from training.guidance import Guidance
 from training.measure.bench import Bench, Candidate, Values
 from training.measure.edits import contradict, ratio, saturations, text_figures
@@ -51,8 +52,8 @@ def main(arguments: Sequence[str] | None = None, bench: Bench | None = None) -> 
     parser.add_argument("--photos", required=True, type=Path, help="folder with captions.csv and the shards")
     parser.add_argument("--pipeline", required=True, type=Path, help="the model, trained with guidance 1 alone")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), help="these alone")
-    parser.add_argument("--guidance", type=float, default=3.5)
-    parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--guidance", type=float, default=BUILTIN_DEFAULTS["guidance"])
+    parser.add_argument("--steps", type=int, default=BUILTIN_DEFAULTS["steps"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-val", type=int, help="validation photographs (default: all)")
     parser.add_argument("--num-train", type=int, help="training photographs, for the probes (default: all)")

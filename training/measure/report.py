@@ -119,7 +119,8 @@ def markdown(report: FigureReport) -> str:
 
 def notes(report: FigureReport, group: Group) -> str:
     """The figures of real photographs, to compare with, and how the group was measured."""
-    real = "; ".join(f"{name} {value:,.4g}" for name, value in report.real.get(group, {}).items())
+    known = report.real.get(group, {}).items()
+    real = "; ".join(f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.4g}" for name, value in known)
     run = report.runs.get(group, {})
     how = "Measured on {device}, {steps} steps, guidance {guidance:g}.".format(**run) if run else ""
     return " ".join(part for part in (f"Real: {real}." if real else "", how) if part) + "\n"
