@@ -80,7 +80,7 @@ class LoraTiers:
         self.kept: dict[LoraTier, OrderedDict[str, Lora]] = {"gpu": OrderedDict(), "host": OrderedDict()}
         self.pins: Counter[str] = Counter()  # by version
         self.loaded_seconds: list[tuple[LoraTier, int, float]] = []  # tier, bytes and seconds of loads not yet told
-        self._loading: dict[str, Future[Lora]] = {}
+        self._loading: dict[str, tuple[LoraTier, Future[Lora]]] = {}  # from which tier, by version
         self._lock = RLock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "lora")
         self._readers = ThreadPoolExecutor(NUM_READERS, "lora-reader")
@@ -130,6 +130,10 @@ class LoraTiers:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _where(self, use: LoraUse) -> LoraTier:
+        """The fastest tier that has a LoRA. While one loads, it is the tier it is loaded from: others on the way may have
+        a copy already."""
+        if use.version in self._loading and use.version not in self.kept[self.near]:
+            return self._loading[use.version][0]
         file: LoraTier = "disk" if self.disk.has(use) else "remote"
         return next((tier for tier, kept in self.kept.items() if use.version in kept), file)
 
@@ -140,10 +144,12 @@ class LoraTiers:
             done: Future[Lora] = Future()
             done.set_result(near)
             return done
-        loading = self._loading.get(use.version)
-        if loading is None:
-            loading = self._loading[use.version] = self._threads.submit(self._bring, use)
-            loading.add_done_callback(lambda _: self._arrived(use.version))
+        if use.version in self._loading:
+            return self._loading[use.version][1]
+        tier = self._where(use)
+        loading = self._threads.submit(self._bring, use, tier)
+        self._loading[use.version] = tier, loading
+        loading.add_done_callback(lambda _: self._arrived(use.version))
         return loading
 
     def _arrived(self, version: str) -> None:
@@ -151,11 +157,11 @@ class LoraTiers:
             self._loading.pop(version, None)
         self.wake()
 
-    def _bring(self, use: LoraUse) -> Lora:
-        """Load a LoRA into the tier that steps read. Runs in a thread."""
+    def _bring(self, use: LoraUse, tier: LoraTier) -> Lora:
+        """Load a LoRA from a tier into the one that steps read. Runs in a thread."""
         start = time.perf_counter()
         with self._lock:
-            lora, tier = self.kept["host"].get(use.version), self._where(use)
+            lora = self.kept["host"].get(use.version)
         is_new = lora is None
         try:
             lora = lora or (self._read(self.disk.bring(use)) if self._needs_file(use) else NOTHING)

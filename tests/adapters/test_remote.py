@@ -11,6 +11,7 @@ from helpers.loras import load_lora, save_lora
 from helpers.s3 import BUCKET, Server
 
 from instgenie.adapters import remote as remote_module
+from instgenie.adapters.lora import Lora
 from instgenie.adapters.registry import LoraRegistry
 from instgenie.adapters.remote import LoraDisk, RemoteLoras
 from instgenie.adapters.tiers import LoraTiers
@@ -63,6 +64,30 @@ def test_a_remote_lora_is_copied_once_and_is_the_file(
     assert [tier for tier, _, _ in tiers.loaded_seconds] == ["remote"]
     assert make_tiers(sd, 2**20, 0).fetch([use]).tier == "disk"
     assert [one.suffix for one in (tmp_path / "disk").iterdir() if one.suffix != ".lock"] == [".safetensors"]
+
+
+def test_a_lora_that_loads_is_where_it_loads_from(
+    sd: Model, registry: LoraRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edit that joins a load from the store says so, though the disk has its copy by then."""
+    use, tiers = find(registry, "a"), make_tiers(sd, 2**20, 0)
+    read, copied, go = tiers._read, threading.Event(), threading.Event()
+
+    def wait_and_read(path: Path) -> Lora:
+        copied.set()
+        assert go.wait(60)
+        return read(path)
+
+    monkeypatch.setattr(tiers, "_read", wait_and_read)
+    tiers.warm([use])
+    assert copied.wait(60)
+    assert tiers.disk.has(use)
+    joined = tiers.fetch([use])
+    assert (joined.tier, joined.is_done) == ("remote", False)
+    go.set()
+    joined.result()
+    assert tiers.fetch([use]).tier == "host"
+    assert [tier for tier, _, _ in tiers.loaded_seconds] == ["remote"]
 
 
 def test_processes_that_need_one_file_copy_it_once(store: Path, registry: LoraRegistry) -> None:
