@@ -175,7 +175,8 @@ class Editor:
     def suited(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of an edit with those that the model chooses."""
         chosen: dict[str, Any] = {"steps": self.model.steps, "guidance": self.model.guidance, **options}
-        if chosen.get("masked_content") == "surroundings" and "strength" not in chosen:
+        is_open = chosen.get("masked_content") == "surroundings" and "strength" not in chosen
+        if is_open and not self.model.removes:
             check_steps(chosen["steps"])
             strength, steps = open_strength(FROM_SURROUNDINGS * self.model.whole_strength, chosen["steps"])
             chosen |= {"strength": strength, "steps": steps}

@@ -17,6 +17,7 @@ from instgenie.engine import prepare as preparing
 from instgenie.engine.loop import Engine
 from instgenie.errors import EditError, MaskError, ModelError, OutOfMemoryError
 from instgenie.jobs.blocks import BlockPass
+from instgenie.models.model import Model
 from instgenie.types import Result
 
 
@@ -58,6 +59,14 @@ def test_an_edit_that_starts_from_surroundings_leaves_out_a_step(editor: Editor,
     assert given.strength == 0.4
     num_run = editor.model.schedule(chosen, 24).num_steps
     assert 1 <= num_run < chosen.steps == max(steps, 2)
+
+
+def test_a_model_that_is_trained_to_remove_starts_from_noise(models: dict[str, Model]) -> None:
+    editor = Editor.__new__(Editor)
+    editor.model = models["builtin"]
+    asked = {"masked_content": "surroundings"}
+    assert make_edit(**editor.suited(asked)).strength == 1
+    assert editor.suited(asked | {"strength": 0.4})["strength"] == 0.4
 
 
 @pytest.mark.parametrize("steps", [0, -3, "x"])

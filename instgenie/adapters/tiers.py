@@ -130,8 +130,8 @@ class LoraTiers:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _where(self, use: LoraUse) -> LoraTier:
-        """The fastest tier that has a LoRA. While one loads, it is the tier it is loaded from: others on the way may have
-        a copy already."""
+        """The fastest tier that has a LoRA. While one loads, it is the tier that it comes from: others on the way may
+        have a copy already."""
         if use.version in self._loading and use.version not in self.kept[self.near]:
             return self._loading[use.version][0]
         file: LoraTier = "disk" if self.disk.has(use) else "remote"

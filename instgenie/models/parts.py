@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
@@ -18,7 +18,7 @@ from instgenie.models.identity import identify
 from instgenie.types import Edit
 
 NOT_IDENTITY = (  # keys of activations contain dtype and scheduler on their own
-    "name", "device", "dtype", "scheduler", "convolutions", "tile",
+    "name", "device", "dtype", "scheduler", "convolutions", "tile", "removes",
 )  # fmt: skip
 
 Autoencoder: TypeAlias = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderKLQwenImage | AutoencoderTiny
@@ -44,6 +44,7 @@ class PipelineParts(ABC):
     own_size: int  # side in pixels of the square it works best at
     steps: int  # of edits that ask for no number of steps
     guidance: float  # of edits that ask for no guidance
+    removes: bool = field(default=False, kw_only=True)  # it is trained to remove things, and does so from noise
 
     @property
     def network(self) -> torch.nn.Module:
@@ -60,7 +61,7 @@ class PipelineParts(ABC):
     @cached_property
     def digest(self) -> str:
         """A digest of all weights, configs and tokenizers; computed once."""
-        names = [field.name for field in fields(self)]
+        names = [one.name for one in fields(self)]
         return identify({name: getattr(self, name) for name in names if name not in NOT_IDENTITY})
 
     @cached_property

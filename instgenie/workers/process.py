@@ -131,6 +131,7 @@ def facts_of(model: Model) -> ModelFacts:
         sees_picture=model.sees_picture,
         max_references=model.max_references,
         max_side=model.max_side,
+        removes=model.removes,
     )
 
 

@@ -31,10 +31,11 @@ class Relay:
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def cut(self) -> None:
+        """Close all connections at once: while they are reset one by one, none passes anything on."""
         with self._lock:
-            for one in self._sockets:
-                reset(one)
-            self._sockets.clear()
+            cut, self._sockets = self._sockets, []
+        for one in cut:
+            reset(one)
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # it was cut
@@ -51,7 +52,17 @@ class Relay:
                 return
             self._sockets += [client, server]
         for ends in ((client, server), (server, client)):
-            threading.Thread(target=copy, args=ends, daemon=True).start()
+            threading.Thread(target=self._copy, args=ends, daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                with self._lock:
+                    if source not in self._sockets:  # it was cut since
+                        return
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
 
 
 def reset(one: socket.socket) -> None:
@@ -59,14 +70,6 @@ def reset(one: socket.socket) -> None:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
     one.close()
-
-
-def copy(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(65536):
-            target.sendall(data)
-    with suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
 
 
 @contextmanager

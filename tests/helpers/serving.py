@@ -41,12 +41,12 @@ class Running:
 
     def openai(self, key: str = ALICE) -> OpenAI:
         if key not in self.clients:
-            self.clients[key] = OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+            self.clients[key] = OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=180)
         return self.clients[key]
 
     def http(self, key: str | None = ALICE) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=180, trust_env=False)
 
     def metric(self, name: str) -> float:
         """Return a metric's value, summed over its labels."""

@@ -35,7 +35,7 @@ def test_an_answer_says_what_was_predicted_and_whether_it_was_in_time(shared: Ru
 def test_a_hopeless_edit_is_refused_at_once_with_the_prediction(shared: Running) -> None:
     before = num_steps(shared)
     with pytest.raises(openai.APIStatusError, match=r"predicted to take \d+ ms, but \d+ ms of its deadline") as refused:
-        edit(shared, extra_body={"num_inference_steps": 999, "deadline_ms": 200, "on_late": "reject"})
+        edit(shared, extra_body={"num_inference_steps": 999, "deadline_ms": 1500, "on_late": "reject"})
     assert (refused.value.status_code, refused.value.code) == (408, "deadline_unreachable")
     assert num_steps(shared) == before
     assert edit(shared, extra_body={"deadline_ms": 60_000, "on_late": "reject"}).data[0].in_time

@@ -77,7 +77,7 @@ def test_a_strict_server_refuses_other_models(narrow: Running) -> None:
 
 
 def test_a_deadline_that_cannot_be_met(server: Running) -> None:
-    hopeless = {"num_inference_steps": 999, "deadline_ms": 100, "on_late": "reject"}
+    hopeless = {"num_inference_steps": 999, "deadline_ms": 1500, "on_late": "reject"}
     with pytest.raises(openai.APIStatusError) as refused:
         edit(server, extra_body=hopeless)
     assert (refused.value.status_code, refused.value.code) == (408, "deadline_unreachable")

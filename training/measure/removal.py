@@ -53,7 +53,7 @@ def seen(bench: Bench, probe: Probe, pictures: Tensor, masks: Tensor) -> Sequenc
 
 
 def starts(bench: Bench, removals: Removals) -> Starts:
-    """Fills start from noise, or as the page's Remove does."""
+    """Fills start from noise, or from what is around their masks."""
     return {"": None, AROUND: {kind: bench.surroundings(removals.pasted, removals.masks[kind]) for kind in KINDS}}
 
 

@@ -64,3 +64,4 @@ class ModelFacts(Struct, frozen=True):
     sees_picture: bool = False  # True if the network sees the picture, or a reference, as further tokens
     max_references: int = 0  # pictures beside the edited one that an edit may have
     max_side: int | None = None  # in pixels, of a working size; None: no limit of the model's own
+    removes: bool = False  # True if it is trained to remove things, and does so from noise

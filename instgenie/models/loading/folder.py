@@ -16,7 +16,7 @@ from instgenie.machine.model_folders import model_folder
 from instgenie.models.families import PIPELINES
 from instgenie.models.loading.stored import StoredTensor, read_stored
 
-BUILTIN_DEFAULTS: dict[str, Any] = {"own_size": 256, "steps": 20, "guidance": 3.5}
+BUILTIN_DEFAULTS: dict[str, Any] = {"own_size": 256, "steps": 20, "guidance": 3.5, "removes": True}
 INDEX = "model_index.json"
 BASES = ("diffusion_pytorch_model", "model")  # names of weights files, of diffusers and transformers
 
