@@ -161,7 +161,7 @@ class Editor:
     def edit(self, picture: Pixels, mask: PixelMask, prompt: str, quality: Quality = DEFAULT, **options: Any) -> Result:
         """Edit one picture. Options are the other fields of `Edit`; steps and guidance default to those of the model,
         dense steps and halo to those of the quality, and the strength to 1, or less if the edit starts from the
-        surroundings of its mask."""
+        surroundings of its mask and the model is not trained to remove things."""
         uses: dict[str, Any] = {"loras": read_uses(options["loras"])} if "loras" in options else {}
         if "controls" in options:
             controls, images = read_controls(options["controls"], picture)

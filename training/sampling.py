@@ -60,7 +60,7 @@ def fill(
     """Edited pictures [B, 3, H, W] as they are decoded, unmasked pixels too. A full mask is text-to-image.
 
     A model into which no guidance is distilled is guided by a rule, in two branches. Edits start from noise, or from
-    content as the page's Remove does.
+    content under as much noise as suits a removal.
     """
     height, width = pictures.shape[-2:]
     clean = encode(pipe.vae, pictures * 2 - 1)  # [B, N, 4C]

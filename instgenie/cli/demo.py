@@ -1,7 +1,7 @@
 """`python -m instgenie.cli.demo`: edits the example photographs into one sheet, with the time that edits take.
 
-A photograph's edit is timed in three ways: *dense* computes every token, *cold* is the first edit of a photograph, of
-which nothing is kept yet, and *cached* is an edit of a registered photograph (the mean of its prompts)."""
+A photograph's edits are timed in three ways: *dense* computes every token, *cold* edits a photograph of which nothing
+is kept yet, and *cached* a registered one. A time is the median of the photograph's prompts."""
 
 import argparse
 import statistics
@@ -52,34 +52,33 @@ def make_sheet(options: argparse.Namespace, console: Console) -> None:
 
 
 def make_row(editor: "Editor", example: Example, options: argparse.Namespace, task: Task) -> SheetRow:
-    """Edit one photograph with each of its prompts, and time its first edit in every way."""
+    """Edit one photograph with each of its prompts, and time these edits in every way."""
     from instgenie.jobs.quality import DEFAULT, with_quality
 
     given = {"steps": options.steps, "size": options.size, "masked_content": example.masked_content}
     edits = [with_quality(edit, DEFAULT) for edit in example.edits(**editor.suited(given))]
-    task.update(0, len(edits) + 3 * options.times)
+    task.update(0, len(edits) * (3 if options.times else 1))
     seconds = {}
     if options.times:
-        for name, edit in (("dense", replace(edits[0], reuse="off")), ("cold", edits[0])):
-            cold, seconds[name] = timed(editor, edit)
-            task.advance()
+        _, seconds["dense"] = timed(editor, [replace(edit, reuse="off") for edit in edits], task)
+        [cold, *_], seconds["cold"] = timed(editor, edits, task)
         edited = crop(example.picture, cold.crop) if cold.crop else example.picture
         editor.register(edited, options.size, options.steps, editor.model.guidance)
-        task.advance()
-    results = []
-    for edit in edits:
-        result, taken = timed(editor, edit)
-        results.append((result.picture, taken))
-        task.advance()
+    results, cached = timed(editor, edits, task)
     if options.times:
-        seconds["cached"] = statistics.mean(taken for _, taken in results)
-    return SheetRow(example, [picture for picture, _ in results], seconds)
+        seconds["cached"] = cached
+    return SheetRow(example, [result.picture for result in results], seconds)
 
 
-def timed(editor: "Editor", edit: Edit) -> tuple[Result, float]:
-    start = time.perf_counter()
-    [result] = editor.edit_many([edit])
-    return result, time.perf_counter() - start
+def timed(editor: "Editor", edits: Sequence[Edit], task: Task) -> tuple[list[Result], float]:
+    """The results of edits, one after the other, and the median of their seconds."""
+    results, seconds = [], []
+    for edit in edits:
+        start = time.perf_counter()
+        results += editor.edit_many([edit])
+        seconds.append(time.perf_counter() - start)
+        task.advance()
+    return results, statistics.median(seconds)
 
 
 def describe(rows: Sequence[SheetRow], options: argparse.Namespace) -> str:
@@ -93,7 +92,7 @@ def describe(rows: Sequence[SheetRow], options: argparse.Namespace) -> str:
 
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     where = f"{torch.get_num_threads()} CPU cores" if device == "cpu" else torch.cuda.get_device_name()
-    return f"{words}. Seconds of one edit on {where}: computing everything, first of its photograph, and cached"
+    return f"{words}. Seconds of one edit on {where}: computing everything, of a new photograph, and cached"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=OUTPUT, help="file of the sheet (default out/demo.png)")
     parser.add_argument("--steps", type=int, default=12, help="number of denoising steps (default 12)")
     parser.add_argument("--rows", type=int, help="edit only so many photographs, the first ones (default: all)")
-    parser.add_argument("--times", action="store_true", help="time an edit of each photograph dense, cold and cached")
+    parser.add_argument("--times", action="store_true", help="time the edits of each photograph dense, cold and cached")
     add_model(parser)
     options = parser.parse_args(arguments)
     quiet_libraries()

@@ -81,7 +81,8 @@ def add_edit(parser: argparse.ArgumentParser) -> None:
     add(
         "--strength",
         float,
-        "share of the steps to run; below 1 it keeps traces of the original (default 1; from surroundings, what suits)",
+        "share of the steps to run; below 1 it keeps traces of the original (default 1; from surroundings, the one "
+        "that suits the model)",
     )
     about_content = (
         "what the masked part starts from, under the noise of a strength below 1: what is there (original, the "

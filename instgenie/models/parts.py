@@ -17,7 +17,7 @@ from instgenie.adapters.modules import describe_layers
 from instgenie.models.identity import identify
 from instgenie.types import Edit
 
-NOT_IDENTITY = (  # keys of activations contain dtype and scheduler on their own
+NOT_IDENTITY = (  # keys of activations contain dtype and scheduler on their own; `removes` chooses a strength alone
     "name", "device", "dtype", "scheduler", "convolutions", "tile", "removes",
 )  # fmt: skip
 

@@ -87,6 +87,8 @@ def read_example(
     seed: int,
     masked_content: MaskedContent = "original",
 ) -> Example:
+    if not prompts:
+        raise EditError(f"the edit {name!r} of {folder / 'edits.toml'} has no prompt: at least one is needed")
     pixels = open_picture(folder / picture)
     height, width, _ = pixels.shape
     return Example(name, pixels, read_mask(folder / mask, (height, width)), prompts, seed, masked_content)

@@ -84,7 +84,8 @@ def test_the_edits_shown_with_their_times_are_cached(
     monkeypatch.setattr(Editor, "edit_many", keep_tiers)
     sheet = run_demo(examples, folders["fill"], "--times")
     assert sheet.shape[1] == width_of(5)
-    assert tiers == [None, *(None, None, "host", "host"), *(None, None, "host")]  # warm-up; dense, cold, cached
+    rows_of_tiers = [None, None, None, None, "host", "host"], [None, None, "host"]  # dense, cold, cached
+    assert tiers == [None, *rows_of_tiers[0], *rows_of_tiers[1]]  # warm-up, two prompts, one prompt
     for row in rows:
         assert list(row.seconds) == ["dense", "cold", "cached"]
         assert all(taken > 0 for taken in row.seconds.values())
@@ -101,6 +102,7 @@ def test_the_edits_shown_with_their_times_are_cached(
         ("[[sample]]\nname = 'cat'", "edit"),
         ("edit = []", "no edit"),
         (EDITS.replace('seed = 1\n', ""), "seed"),
+        (EDITS.replace('["a blue flower"]', "[]"), "no prompt"),
         (EDITS.replace('"cat.png"', '"cow.png"'), "cow.png"),
         (EDITS.replace("seed = 1", "seed = -1"), "-1"),
     ],

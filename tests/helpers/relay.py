@@ -31,7 +31,7 @@ class Relay:
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def cut(self) -> None:
-        """Close all connections at once: while they are reset one by one, none passes anything on."""
+        """Close all connections at once: while they are reset one by one, none passes on what comes later."""
         with self._lock:
             cut, self._sockets = self._sockets, []
         for one in cut:
@@ -57,12 +57,16 @@ class Relay:
     def _copy(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
-                with self._lock:
-                    if source not in self._sockets:  # it was cut since
-                        return
+                if self._is_cut(source):
+                    return
                 target.sendall(data)
-        with suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
+        if not self._is_cut(source):
+            with suppress(OSError):
+                target.shutdown(socket.SHUT_WR)
+
+    def _is_cut(self, one: socket.socket) -> bool:
+        with self._lock:
+            return one not in self._sockets
 
 
 def reset(one: socket.socket) -> None:

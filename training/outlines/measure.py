@@ -23,7 +23,7 @@ from instgenie.types import PixelMask, Pixels
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "instgenie"
 WEIGHTS = PACKAGE / "server/static/select/outline.weights.gz"
-EXAMPLES = ("wren.jpg", "hibiscus.webp", "cat.png", "coffee.png")
+EXAMPLES = ("wren.jpg", "hibiscus.webp", "coffee.png")
 LARGEST = 1024  # pixels of a side, as on the page
 
 

@@ -45,7 +45,7 @@ export const FIELDS = [
   {
     name: "masked_content", id: "content", label: "Starts from", kind: "choice", place: "more", first: "original",
     choices: { original: "Itself", surroundings: "Surroundings" },
-    help: "What the masked part begins with, under noise. Itself shines through with a strength below 1. From its surroundings, what is there disappears: Remove begins like that, and a strength of 1 then means the one that suits.",
+    help: "What the masked part begins with, under noise. Itself shines through with a strength below 1. From its surroundings, what is there disappears: Remove asks for that. A strength of 1 then means the one that suits the model, and a model that is trained to remove things begins with noise alone.",
   },
   {
     name: "reuse", id: "reads", label: "Reuse", kind: "choice", place: "more", first: "auto",
