@@ -4,8 +4,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers.serving import MASK, PICTURE, Running, running_server, wait_for
+from helpers.serving import MASK, PICTURE, Running, pixels_of, running_server, wait_for
 
 from instgenie.pictures.examples import EXAMPLES
 from instgenie.server.routes.suggestions import suggested_examples
@@ -42,6 +43,18 @@ def test_it_offers_its_own_adapters(builtin: Running) -> None:
     assert answer.status_code == 200, answer.text
     assert answer.json()["data"][0]["loras"]["from_step"] == 0
     assert any("'edges'" in note for note in answer.json()["notes"])
+
+
+def test_it_removes_from_noise_unless_a_strength_is_given(builtin: Running) -> None:
+    fields = {"prompt": "background", "num_inference_steps": "2", "reuse": "off", "seed": "1"}
+    starts: list[dict[str, str]] = [{}, {"masked_content": "surroundings"}]
+    starts.append(starts[1] | {"strength": "0.5"})
+    with builtin.http(None) as client:
+        files = {"image": PICTURE, "mask": MASK}
+        answers = [client.post("/v1/images/edits", files=files, data=fields | start) for start in starts]
+    from_noise, removed, half = map(pixels_of, answers)
+    assert np.array_equal(from_noise, removed)
+    assert not np.array_equal(half, removed)
 
 
 def test_a_stream_tells_the_time_left_the_bytes_to_come_and_unknown_words(server: Running) -> None:

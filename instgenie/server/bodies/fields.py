@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from instgenie.cluster.wire import ModelFacts
 from instgenie.cluster.wish import Wish
 from instgenie.jobs.quality import Quality
-from instgenie.jobs.strength import FROM_SURROUNDINGS, UNPROMPTED, open_strength
+from instgenie.jobs.strength import UNPROMPTED, open_strength
 from instgenie.pictures.decode import MIN_SIDE
 from instgenie.pictures.fitting import Fit
 from instgenie.pictures.mask import MaskMode
@@ -310,11 +310,6 @@ class EditFields(ImageFields):
         about = f"There is no mask, so the whole picture was edited with a strength of {fields.strength:g}: "
         notes.append(f"{about}a higher 'strength' changes more of it, and a mask keeps what is outside.")
         return fields
-
-    def from_surroundings(self, model: ModelFacts) -> Self:
-        """Return the fields of an edit that removes things: unless a strength is given, it is the one that suits. A
-        model that is trained to remove does so best from noise."""
-        return self if model.removes else self.with_strength(model, FROM_SURROUNDINGS)
 
     def with_strength(self, model: ModelFacts, share: float) -> Self:
         """Return the fields with a share of the model's own strength, unless a strength is given."""

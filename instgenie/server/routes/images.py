@@ -12,6 +12,7 @@ from instgenie.cluster.cluster import has_asked_for
 from instgenie.cluster.ledger import KeyClaim
 from instgenie.cluster.orders import Order
 from instgenie.errors import LoraError
+from instgenie.jobs.strength import FROM_SURROUNDINGS
 from instgenie.pictures.cropping import Canvas, choose_box, describe_crop
 from instgenie.pictures.fitting import crop
 from instgenie.pictures.header import Header, crop_bytes, kept_bytes
@@ -117,7 +118,8 @@ async def run_edit(
     if fields.masked_content == "surroundings":
         if mask.all():
             raise bad("masked_content", "The mask covers the whole picture: there are no surroundings to start from.")
-        fields = fields.from_surroundings(service.model_facts)
+        if not service.model_facts.removes:  # one that is trained to remove does so best from noise
+            fields = fields.with_strength(service.model_facts, FROM_SURROUNDINGS)
     elif edit.mask is None and mask.all():
         fields = fields.for_whole_picture(service.model_facts, edit.notes)
     notes = edit.notes

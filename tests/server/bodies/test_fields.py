@@ -94,15 +94,6 @@ def test_without_a_prompt_more_of_the_picture_stays() -> None:
     assert bare < shown
 
 
-def test_removals_leave_out_a_step_unless_the_model_is_trained_for_them() -> None:
-    fields = EditFields(prompt="a", num_inference_steps=10, masked_content="surroundings")
-    for removes in (False, True):
-        found = fields.from_surroundings(msgspec.structs.replace(FACTS, removes=removes))
-        assert (found.edit_settings(seed=0).strength == 1) == removes
-        given = fields.model_copy(update={"strength": 0.5})
-        assert given.from_surroundings(msgspec.structs.replace(FACTS, removes=removes)).strength == 0.5
-
-
 def test_a_given_strength_stays() -> None:
     notes: Notes = []
     fields = EditFields(prompt="a", strength=1.0)
