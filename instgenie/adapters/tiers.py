@@ -107,14 +107,14 @@ class LoraTiers:
             tiers = [self._where(use) for use in uses]
             for use in uses:
                 self.pins[use.version] += 1
-            loads = [self._load(use) for use in uses]
+            loads = [self._load(use, tier) for use, tier in zip(uses, tiers, strict=True)]
         return LoraFetch(uses, loads, max(tiers, key=get_args(LoraTier).index, default=self.near))
 
     def warm(self, uses: Sequence[LoraUse]) -> None:
         """Begin to load LoRAs that an edit will ask for soon; none is pinned."""
         with self._lock:
             for use in uses:
-                self._load(use)
+                self._load(use, self._where(use))
 
     def release(self, fetch: LoraFetch) -> None:
         """Unpin the LoRAs of an edit that has ended."""
@@ -134,10 +134,13 @@ class LoraTiers:
         have a copy already."""
         if use.version in self._loading and use.version not in self.kept[self.near]:
             return self._loading[use.version][0]
-        file: LoraTier = "disk" if self.disk.has(use) else "remote"
-        return next((tier for tier, kept in self.kept.items() if use.version in kept), file)
+        for tier, kept in self.kept.items():
+            if use.version in kept:
+                return tier
+        return "disk" if self.disk.has(use) else "remote"
 
-    def _load(self, use: LoraUse) -> "Future[Lora]":
+    def _load(self, use: LoraUse, tier: LoraTier) -> "Future[Lora]":
+        """Begin to load a LoRA from the tier where it is, unless it is near or loads already."""
         near = self.kept[self.near].get(use.version)
         if near is not None:
             self.kept[self.near].move_to_end(use.version)
@@ -146,8 +149,7 @@ class LoraTiers:
             return done
         if use.version in self._loading:
             return self._loading[use.version][1]
-        tier = self._where(use)
-        loading = self._threads.submit(self._bring, use, tier)
+        loading = self._threads.submit(self._bring, use, tier, self.kept["host"].get(use.version))
         self._loading[use.version] = tier, loading
         loading.add_done_callback(lambda _: self._arrived(use.version))
         return loading
@@ -157,11 +159,9 @@ class LoraTiers:
             self._loading.pop(version, None)
         self.wake()
 
-    def _bring(self, use: LoraUse, tier: LoraTier) -> Lora:
-        """Load a LoRA from a tier into the one that steps read. Runs in a thread."""
+    def _bring(self, use: LoraUse, tier: LoraTier, lora: Lora | None) -> Lora:
+        """Load a LoRA from a tier into the one that steps read; from main memory it is given. Runs in a thread."""
         start = time.perf_counter()
-        with self._lock:
-            lora = self.kept["host"].get(use.version)
         is_new = lora is None
         try:
             lora = lora or (self._read(self.disk.bring(use)) if self._needs_file(use) else NOTHING)

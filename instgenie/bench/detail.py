@@ -56,6 +56,8 @@ def bench_detail(
     """Print the detail of edits of each photograph in a folder; `keep` gets pictures of the masks' surroundings."""
     table = Table("photograph", "masked", "scale", "photograph", "off", "crop, no grain", "auto", title="detail / ring")
     found = []
+    if keep:
+        keep.mkdir(parents=True, exist_ok=True)
     for path in photographs(folder):
         for share in shares:
             one = measure(path, share, prompt, steps, model, keep)
@@ -103,7 +105,6 @@ def measure(path: Path, share: float, prompt: str, steps: int, model: Model, kee
     if keep:
         near = around(mask, round(0.3 * mask.sum() ** 0.5))
         beside = np.concatenate([crop(each, near) for each in (picture, whole, plain, auto)], axis=1)
-        keep.mkdir(parents=True, exist_ok=True)
         Image.fromarray(beside).save(keep / f"{path.stem}-{share:g}.png")
     details = (detail(each, mask) for each in (picture, whole, plain, auto))
     return Details(path.name, share, canvas.scale(box.size if box else mask.shape), *details)
